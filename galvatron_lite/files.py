@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -78,10 +78,8 @@ def read_data(path: Path) -> Any:
 
     text = ""
     try:
-        text = _text(path)
-        data = json.loads(text) if path.suffix == ".json" else _yaml(path, text)
-    except FileNotFoundError as error:
-        raise FileFormatError("file", str(path), "There is no such file.") from error
+        text = read_text(path, limits.FILE_BYTES if path.suffix == ".json" else limits.YAML_BYTES)
+        data = json.loads(text, object_pairs_hook=without_twins) if path.suffix == ".json" else _yaml(path, text)
     except (json.JSONDecodeError, yaml.MarkedYAMLError) as error:
         raise _ill_written(path, text, error) from error
     except FileFormatError:
@@ -99,21 +97,43 @@ def parse_line(line: str | bytes, field: str) -> Any:
         FileFormatError: it is no JSON, or beyond the limits.
     """
     try:
-        data = json.loads(line)
+        data = json.loads(line, object_pairs_hook=without_twins)
     except (ValueError, RecursionError) as error:
         raise FileFormatError(field, line[:40], f"It is not JSON ({error}): take the line out.") from error
     return check_plain(data, field, finite=False)
 
 
-def _text(path: Path) -> str:
-    """What a file holds, if it is not too large."""
-    limit = limits.FILE_BYTES if path.suffix == ".json" else limits.YAML_BYTES
-    with path.open("rb") as stream:
-        raw = stream.read(limit + 1)
+def without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of JSON (``object_pairs_hook``) in which no key stands twice; of two, readers drop either.
+
+    Raises:
+        ValueError: one does.
+    """
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)[:80]!r} stands twice")
+    return data
+
+
+def read_text(path: Path, limit: int) -> str:
+    """What a file of at most ``limit`` bytes holds.
+
+    Raises:
+        FileFormatError: no such file, larger, or no UTF-8.
+    """
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(limit + 1)
+        text = raw.decode("utf-8")
+    except FileNotFoundError as error:
+        raise FileFormatError("file", str(path), "There is no such file.") from error
+    except (OSError, ValueError) as error:
+        raise FileFormatError("file", str(path), f"It cannot be read ({str(error)[:200]}). Make it anew.") from error
     if len(raw) > limit:
-        remedy = "Write it as JSON." if limit < limits.FILE_BYTES else "Make it anew."
+        remedy = "Write it as JSON." if limit == limits.YAML_BYTES else "Make it anew."
         raise FileFormatError("file", str(path), f"It has more than {limit} bytes. {remedy}")
-    return raw.decode("utf-8")
+    return text
 
 
 def _yaml(path: Path, text: str) -> Any:
@@ -124,6 +144,20 @@ def _yaml(path: Path, text: str) -> Any:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(loader):  # type: ignore[misc,valid-type]
+        """Refuses a key that stands twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set[tuple[str, str]]()
+            for key, _ in node.value:
+                name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+                if name in seen:
+                    reason = f"the key {name[1][:80]!r} stands twice"
+                    raise yaml.constructor.ConstructorError(None, None, reason, key.start_mark)
+                seen |= {name} if name is not None else set()
+            return super().construct_mapping(node, deep)
+
     count, anchors, starts, aliased = 0, dict[str | None, int](), list[tuple[str | None, int]](), 0
     for event in yaml.parse(text, Loader=loader):
         if isinstance(event, yaml.CollectionEndEvent):
@@ -147,7 +181,7 @@ def _yaml(path: Path, text: str) -> Any:
             reason = f"more than {limits.DEPTH} levels" if aliased <= limits.ALIASED else "aliases"
             remedy = f"Nest at most {limits.DEPTH} levels; aliases (*name) may stand for {limits.ALIASED} values."
             raise FileFormatError(f"{path}, line {line}", reason, remedy)
-    return yaml.load(text, Loader=loader)
+    return yaml.load(text, Loader=Loader)
 
 
 def _ill_written(path: Path, text: str, error: Any) -> FileFormatError:

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, ClassVar
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import STRICT
+from galvatron_lite.limits import Name, Size
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -31,8 +32,8 @@ class Content:
     """What a file holds."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    bytes: int
-    sha256: str  # their checksum, in hexadecimal digits
+    bytes: Size
+    sha256: Name  # their checksum, in hexadecimal digits
 
 
 class Sink:

@@ -23,21 +23,30 @@ from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.fuzz.cases import case
+from galvatron_lite.errors import GalvatronError
+from tests.fuzz.cases import BINARY, READERS, case
 
 SECONDS, BYTES = 5, 500 * 10**6
 OURS = ("passed", "refused")
 
 
 def run(number: int, folder: Path) -> tuple[str, str]:
-    """How a case ends, in a word, and what there is to say of it: ``passed``, ``refused`` or ``raised``."""
+    """How a case ends, in a word, and what there is to say of it: ``passed``, ``refused``, ``raised`` or ``taken``."""
     from galvatron_lite.cli import main
 
     words, output = case(number, folder), io.StringIO()
     try:
+        if words[0] in ("read", "refuse"):
+            read = BINARY[words[1]] if words[1] in BINARY else READERS[words[1]][1]
+            read(Path(words[2]))
+            return ("passed", "") if words[0] == "read" else ("taken", " ".join(words))
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             sys.argv = ["galvatron", *words]
             main()
+    except GalvatronError as error:
+        if words[0] in ("read", "refuse"):
+            return "refused", str(error)
+        return "raised", " ".join(words) + "\n" + traceback.format_exc(limit=-8)
     except SystemExit as end:
         return ("passed" if not end.code else "refused"), ""
     except BaseException:

@@ -95,6 +95,7 @@ _BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 
         ("a.json", '{"a": "\\u0000"}'), ("a.json", '"\\ud800"'), ("a.json", '{"a\\nb": 1}'),
         ("a.yaml", "a: !!timestamp x"), ("a.yaml", "a: 2001-01-01"), ("a.yaml", "a: !!set {x}"),
         ("a.yaml", "? [a]\n: b"),
+        ("a.json", '{"a": {"b": 1, "b": 1}}'), ("a.yaml", "a: 1\na: 1"), ("a.yaml", "a: {b: 1, 'b': 2}"),
         ("a.yaml", "a: !!int x"), ("a.yaml", "a: !!binary x"), ("a.yaml", "no: b"),
     ],
     ids=lambda text: text[:20],

@@ -122,6 +122,9 @@ def _levels(given: Any, gpus: int | None, place: str, field: str) -> list[dict[s
     if not isinstance(given, list) or not given or not all(isinstance(level, dict) for level in given):
         raise FileFormatError(place, given, "Give a list of levels, innermost first.")
     linked = [level_of_link(level, f"{place}.{number}") for number, level in enumerate(given)]
+    for number, level in enumerate(linked):  # those beyond so many devices, too
+        size = _size(level.get("size"), f"{place}.{number}.size", number == len(linked) - 1)
+        _level(level | {"size": size or 1}, f"{place}.{number}")
     return _sized(linked, gpus, field)
 
 
@@ -131,6 +134,8 @@ def _unlike(data: dict[str, Any], groups: list[dict[str, Any]], gpus: int | None
     devices = gpus or there
     if devices > there:
         raise InputError("--gpus", gpus, f"{field} has {there} devices.")
+    for number, group in enumerate(groups):  # those beyond so many devices, too
+        _levels(group.get("levels", common), None, f"{field}, groups.{number}.levels", field)
     kept = _first_devices(groups, devices, field)
     for number, group in enumerate(kept):
         place = f"{field}, groups.{number}.levels"

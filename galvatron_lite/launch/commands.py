@@ -10,8 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from galvatron_lite.errors import InputError, LaunchError
+from galvatron_lite.files import read_text
+from galvatron_lite.limits import DEVICES, FILE_BYTES, check_range
 
-_LINE = re.compile(r"(?P<name>[\w.@\[\]-]+)(\s+slots\s*=\s*(?P<slots>\d+))?(\s+max[_-]slots\s*=\s*\d+)?")
+_LINE = re.compile(
+    r"(?P<name>[\w.@\[\]][\w.@\[\]-]*)(\s+slots\s*=\s*(?P<slots>\d{1,9}))?(\s+max[_-]slots\s*=\s*\d+)?", re.ASCII
+)
+"""What begins with ``-`` would be an option of ssh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +29,7 @@ class Host:
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """The hosts of a file with a line ``NAME slots=N`` each, as DeepSpeed and MPI read it; else one slot."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("--hostfile", str(path), f"It cannot be read ({error}).") from error
+    lines = read_text(path, FILE_BYTES).splitlines()
     hosts = [
         _host(text, f"--hostfile {path}, line {number}")
         for number, line in enumerate(lines, start=1)
@@ -45,9 +47,9 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 def _host(text: str, field: str) -> Host:
     found = _LINE.fullmatch(text)
     slots = 0 if found is None else int(found["slots"] or 1)
-    if found is None or not slots:
+    if found is None:
         raise InputError(field, text, "Write `NAME slots=N`.")
-    return Host(found["name"], slots)
+    return Host(found["name"], check_range(f"{field}, slots", slots, DEVICES, "Write `NAME slots=N`."))
 
 
 def chosen(hosts: tuple[Host, ...], devices: int) -> tuple[Host, ...]:

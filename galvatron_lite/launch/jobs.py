@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from galvatron_lite.errors import InputError, LaunchError
-from galvatron_lite.files import from_data, read_data, to_data
+from galvatron_lite.files import from_data, parse_line, read_data, to_data
 from galvatron_lite.launch import commands
 from galvatron_lite.launch.commands import PLAN_VARIABLE, Host, Job, chosen, read_hostfile
 from galvatron_lite.launch.error_reports import FOLDER_VARIABLE, last_words
+from galvatron_lite.limits import DEVICES, Name, Size, check_range
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import is_phased, read_phased_plan
 from galvatron_lite.plans.schema import Plan
@@ -43,11 +45,12 @@ def run_all(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -
     """
     started = [_start(command, environment) for command in commands]
     try:
-        while any(one.poll() is None for one in started) and not _failed(started):
+        # every one is asked: one that fails while an earlier runs would not be seen otherwise
+        while None in [one.poll() for one in started] and not _failed(started):
             time.sleep(_LOOK)
+        return _failed(started)
     finally:
         _end([one for one in started if one.poll() is None])
-    return _failed(started)
 
 
 def output_of(commands: Sequence[Sequence[str]], environment: Mapping[str, str], timeout: float) -> str:
@@ -110,12 +113,12 @@ MARK = "galvatron-node: "
 class NodeReport:
     """What a node has."""
 
-    host: str  # its name
-    plan: str  # SHA-256 of the plan file, empty where there is no such file
+    host: Name  # its name
+    plan: Name  # SHA-256 of the plan file, empty where there is no such file
     versions: dict[str, str] = field(default_factory=dict)  # of Python and of packages that must be alike
-    devices: int = 0  # GPUs; 0 where there are none
-    device_memory: int = 0  # bytes of the smallest GPU
-    host_memory: int = 0  # bytes of free host memory; 0 where it is not known
+    devices: Size = 0  # GPUs; 0 where there are none
+    device_memory: Size = 0  # bytes of the smallest GPU
+    host_memory: Size = 0  # bytes of free host memory; 0 where it is not known
 
 
 def report(plan: Path | None) -> NodeReport:
@@ -161,7 +164,7 @@ def _free_memory() -> int:
 def read_reports(output: str) -> list[NodeReport]:
     """The reports among the lines that nodes printed."""
     lines = [line.split(MARK, 1)[1] for line in output.splitlines() if MARK in line]
-    return [from_data(NodeReport, json.loads(line), "a node's report") for line in lines]
+    return [from_data(NodeReport, parse_line(line, "a node's report"), "a node's report") for line in lines]
 
 
 def check_nodes(reports: Sequence[NodeReport], nodes: int, each: int, plan_hash: str, needed: int) -> None:
@@ -285,6 +288,7 @@ class LaunchRequest:
 def launch_of(request: LaunchRequest) -> Launch:
     """What to start for a request."""
     devices, needed = _size(request)
+    check_range("--port", request.port, 2**16 - 1)
     through = _through(request)
     hosts = chosen(_hosts(request), devices) if through is Through.SSH else ()
     nodes = len(hosts) if hosts else _nodes(request, through, devices)
@@ -313,7 +317,7 @@ def _size(request: LaunchRequest) -> tuple[int, int]:
     if request.plan is None:
         if request.gpus is None:
             raise InputError("--plan", None, "Give --plan FILE, or --gpus N for a script that plans at its start.")
-        return _positive("--gpus", request.gpus), 0
+        return check_range("--gpus", request.gpus, DEVICES), 0
     plans = _plans(request.plan)
     devices = plans[0].devices
     if request.gpus not in (None, devices):
@@ -340,24 +344,29 @@ def _through(request: LaunchRequest) -> Through:
 
 def _hosts(request: LaunchRequest) -> tuple[Host, ...]:
     hosts = read_hostfile(request.hostfile) if request.hostfile is not None else ()
-    return hosts if request.per_node is None else tuple(replace(host, slots=request.per_node) for host in hosts)
+    if request.per_node is None:
+        return hosts
+    check_range("--per-node", request.per_node, DEVICES)
+    return tuple(replace(host, slots=request.per_node) for host in hosts)
 
 
 def _nodes(request: LaunchRequest, through: Through, devices: int) -> int:
     if through is Through.LOCAL:
         return 1
-    each = _positive("--per-node", request.per_node or _slurm_each() or devices)
+    each = _slurm_each() or devices if request.per_node is None else request.per_node
+    check_range("--per-node", each, DEVICES)
     if devices % each:
         raise InputError("--per-node", each, f"{devices} processes are not a multiple of it.")
     return devices // each
 
 
 def _slurm_each() -> int | None:
-    told: Sequence[str] = [os.environ.get(name, "") for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE")]
-    return next((int(text) for text in told if text.isdigit() and int(text)), None)
-
-
-def _positive(field: str, value: int) -> int:
-    if value < 1:
-        raise InputError(field, value, "Give 1 or more.")
-    return value
+    """GPUs of a node as Slurm has it: ``8``, or ``a100:8``; None where it says nothing."""
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        text = os.environ.get(name, "")
+        number = re.fullmatch(r"([\w-]+:)?(\d{1,9})", text, re.ASCII)
+        if text and (number is None or not int(number[2])):
+            raise InputError(name, text, "It is a number of GPUs. Give --per-node, or unset it.")
+        if number is not None:
+            return int(number[2])
+    return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Interval
 
 from galvatron_lite.files import STRICT
-from galvatron_lite.limits import DEVICES, LAYERS, SAMPLES, Devices, Name, Precision, Seconds, Size
+from galvatron_lite.limits import DEVICES, LAYERS, SAMPLES, Amount, Devices, Name, Precision, Seconds, Share, Size
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.backends import Mode as Mode
 from galvatron_lite.parallelism.backends import Trainer as Trainer
@@ -68,13 +68,13 @@ class MemoryBreakdown:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    temporary: int = 0
-    communication: int = 0
-    context: int = 0
+    parameters: Size = 0
+    gradients: Size = 0
+    optimizer: Size = 0
+    activations: Size = 0
+    temporary: Size = 0
+    communication: Size = 0
+    context: Size = 0
 
     @property
     def total(self) -> int:
@@ -100,13 +100,13 @@ class TimeBreakdown:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    forward: float = 0.0
-    backward: float = 0.0
-    recompute: float = 0.0
-    communication: float = 0.0
-    pipeline: float = 0.0
-    optimizer: float = 0.0
-    other: float = 0.0
+    forward: Seconds = 0.0
+    backward: Seconds = 0.0
+    recompute: Seconds = 0.0
+    communication: Seconds = 0.0
+    pipeline: Seconds = 0.0
+    optimizer: Seconds = 0.0
+    other: Seconds = 0.0
 
     @property
     def total(self) -> float:
@@ -174,9 +174,9 @@ class Prediction:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     step_seconds: Seconds
     time: TimeBreakdown
-    samples_per_second: float
-    tokens_per_second: float
-    mfu: float
+    samples_per_second: Amount
+    tokens_per_second: Amount
+    mfu: Amount
     peak_memory: Size
 
 
@@ -186,12 +186,12 @@ class Alternative:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     summary: str  # what it does, in a line
-    step_seconds: float  # what it would have cost
-    peak_memory: int  # bytes on its fullest device
+    step_seconds: Seconds  # what it would have cost
+    peak_memory: Size  # bytes on its fullest device
     fits: bool  # whether that is within the budget
     # least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for
-    least_seconds: float = 0.0
-    most_seconds: float = 0.0
+    least_seconds: Seconds = 0.0
+    most_seconds: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,21 +207,21 @@ class Provenance:
     fingerprint: dict[str, str]  # of the machine the profile was measured on; empty for data-sheet clusters
     budget: Size  # bytes a device; the least of them where ``budgets`` are unlike
     proof: Proof  # whether the search proved that no plan of its space is better by more than ``tolerance``
-    gap: float = 0.0  # by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one
+    gap: Share = 0.0  # by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one
     # what an integer programme of the same shape said (``search.ilp``); empty where none was asked
     certificate: str = ""
     # bytes on each type of device by its name, where they are unlike
-    budgets: dict[str, int] = field(default_factory=dict)
+    budgets: dict[Name, Size] = field(default_factory=dict)
     # where a plan that was given is priced otherwise than it says (another batch, model or number of devices), and
     # where results under it are not those of one process (``plans.notes``)
     notes: tuple[str, ...] = ()
     interrupted: bool = False  # whether the user stopped the search before its end
     parameters: Size = 0  # items of the model's parameters, by which another width of it is told; 0: not known
-    tolerance: float = 0.0  # share of the step time that was given up for a simpler plan at the most
-    margin: float = 0.0  # share of the budget that the prediction keeps free
+    tolerance: Amount = 0.0  # share of the step time that was given up for a simpler plan at the most
+    margin: Share = 0.0  # share of the budget that the prediction keeps free
     # least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for
-    least_seconds: float = 0.0
-    most_seconds: float = 0.0
+    least_seconds: Seconds = 0.0
+    most_seconds: Seconds = 0.0
 
     def budget_of(self, stage: Stage) -> int:
         """Bytes that a device of a stage may take."""

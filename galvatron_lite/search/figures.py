@@ -10,6 +10,7 @@ from galvatron_lite.arrays import FloatArray, IntArray
 from galvatron_lite.cost.layer import LayerCosts, LayerPricer, Sharing
 from galvatron_lite.cost.memory import late_gradients, resting, terms
 from galvatron_lite.cost.stage import weight_seconds
+from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategies import Strategies
 
 TICKS = 10**12
@@ -20,7 +21,14 @@ REST, PREFIX, PEAK, MIDDLE, PREFETCHED, PENDING, UPDATED = range(len(MEMORY))
 
 
 def ticks(seconds: float) -> int:
-    """Seconds as whole picoseconds."""
+    """Seconds as whole picoseconds.
+
+    Raises:
+        InputError: more than 64 bits hold.
+    """
+    if not seconds * TICKS < 2**63:
+        remedy = "A step of 100 days is beyond what is searched: look at the rates of the profile or the cluster."
+        raise InputError("step", f"{seconds:.3g} s", remedy)
     return round(seconds * TICKS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
 from collections.abc import Iterator
@@ -92,3 +93,31 @@ def hostile(suffix: str, draw: random.Random) -> str:
         tags = [f"a: !!{tag} x" for tag in ("timestamp", "int", "float", "binary", "set", "omap", "null", "bool")]
         texts += [bomb, "- " * deep, "a: &a [*a]", "? [a]\n: b", "a: 2001-01-01", "0x" + "f" * deep, *tags]
     return draw.choice(texts)
+
+
+FREE = ("notes", "description", "source", "sources", "url", "batch", "sequence")
+"""Fields that may hold anything, or a number or a list."""
+_NO_NUMBER = (math.nan, math.inf, -math.inf, 2**200, -(2**63), 1e300, "x", "", [], {}, [[]])
+_NO_TEXT = (7, True, [], {}, "\x00", "\ud7ff" * 200_000, 0.5)
+_NO_GROUP = ("x", 7, 0.5, True)
+
+
+def nonsense(data: Any, draw: random.Random) -> str:
+    """JSON with one value that its field never has, a key twice, or cut off."""
+    data = copy.deepcopy(data)
+    text = json.dumps(data)
+    way = draw.random()
+    if way < 0.1:
+        return text[: draw.randrange(len(text))]
+    owner, key = draw.choice([one for one in places(data) if one[1] not in FREE])
+    if way < 0.2 and isinstance(owner, dict):
+        owner[key], value = "\a", json.dumps(owner[key])
+        return json.dumps(data).replace(json.dumps("\a"), f"{value}, {json.dumps(key)}: {value}")
+    old = owner[key]
+    if isinstance(old, bool):
+        owner[key] = draw.choice(["x", 7, [], {}])
+    elif isinstance(old, (int, float)):
+        owner[key] = draw.choice(_NO_NUMBER)
+    else:
+        owner[key] = draw.choice(_NO_TEXT if isinstance(old, str) else _NO_GROUP)
+    return json.dumps(data)

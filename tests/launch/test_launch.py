@@ -10,12 +10,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 import pytest
 from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
-from galvatron_lite.errors import GalvatronError, InputError, LaunchError
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError, LaunchError
 from galvatron_lite.files import to_data
 from galvatron_lite.launch.commands import PLAN_VARIABLE, THREADS, Host, chosen, read_hostfile
 from galvatron_lite.launch.jobs import (
@@ -25,8 +26,10 @@ from galvatron_lite.launch.jobs import (
     Through,
     check_nodes,
     launch_of,
+    output_of,
     read_reports,
     report,
+    run_all,
 )
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
@@ -49,7 +52,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hosts(folder: Path, text: str) -> Path:
-    (folder / "hosts").write_text(text)
+    (folder / "hosts").write_text(text, errors="surrogateescape")
     return folder / "hosts"
 
 
@@ -69,6 +72,11 @@ def test_hostfiles(tmp_path: Path) -> None:
         ("a\na slots=2", "once"),
         ("# none", "names no host"),
         ("a; b", "line 1"),
+        ("-oProxyCommand slots=1", "line 1"),
+        ("a slots=\u0663", "line 1"),
+        ("a slots=" + "9" * 5000, "line 1"),
+        ("a slots=99999999", "line 1, slots"),
+        ("a\udcff", "cannot be read"),
     ],
 )
 def test_hostfiles_that_cannot_be_read(tmp_path: Path, text: str, said: str) -> None:
@@ -134,6 +142,19 @@ def test_under_slurm(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stdout.split("|")[:-1] == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "nodes"), [("2", 2), ("a100:2", 2), ("", 1), ("0", 0), ("\u00b2", 0), ("-2", 0), ("a100:2,v100:2", 0)]
+)
+def test_gpus_of_a_node_as_slurm_has_them(plan: Path, monkeypatch: pytest.MonkeyPatch, text: str, nodes: int) -> None:
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", text)
+    request = LaunchRequest(("train.py",), plan=plan, through=Through.SLURM)
+    if nodes:
+        assert launch_of(request).job.nodes == nodes
+        return
+    with pytest.raises(InputError, match=r"SLURM_GPUS_ON_NODE.*--per-node"):
+        launch_of(request)
+
+
 def test_on_ray(plan: Path) -> None:
     launch = launch_of(LaunchRequest(("-m", "train", "x"), plan=plan, through=Through.RAY, per_node=2))
     module = [sys.executable, "-m", "galvatron_lite.launch.ray_job"]
@@ -152,7 +173,10 @@ def test_profiles_are_measured_through_the_same_door(plan: Path) -> None:
     ("asked", "said"),
     [
         (LaunchRequest(("train.py",)), "--plan is missing"),
-        (LaunchRequest(("train.py",), gpus=0), "1 or more"),
+        (LaunchRequest(("train.py",), gpus=0), "from 1 to"),
+        (LaunchRequest(("train.py",), gpus=2**63), "--gpus"),
+        (LaunchRequest(("train.py",), gpus=1, port=-1), "--port"),
+        (LaunchRequest(("train.py",), gpus=4, through=Through.RAY, per_node=0), "--per-node"),
         (LaunchRequest(("train.py",), plan=Path("plan.yaml"), gpus=8), "The plan is for 4"),
         (LaunchRequest(("none.py",), gpus=1), "no such file"),
         (LaunchRequest(("train.py",), plan=Path("train.py")), "version"),
@@ -191,6 +215,9 @@ def test_reports_survive_what_else_is_printed(plan: Path) -> None:
     said = f"Welcome!\n{MARK}{json.dumps(to_data(own))}\nbye"
     assert read_reports(said) == [own]
     assert len(own.plan) == 64
+    for broken in ("", "{", "[" * 9999, '{"host": "a", "plan": "", "devices": -1}', '{"host": "a", "host": "b"}'):
+        with pytest.raises(FileFormatError, match="a node's report"):
+            read_reports(MARK + broken)
 
 
 def test_a_job_on_two_hosts(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,3 +250,17 @@ def test_the_command_is_printed_and_nothing_started(plan: Path) -> None:
     assert done.exit_code == 0
     wanted = f"{THREADS}=3 {PLAN_VARIABLE}={plan} {shlex.join(RUN)} --nproc-per-node 4 --standalone train.py --gpus 9"
     assert done.output.strip() == wanted
+
+
+def test_the_job_ends_with_the_first_that_fails() -> None:
+    for ending, status in [("exit 3", 3), ("kill -9 $$", 137)]:
+        start = monotonic()
+        assert run_all([["sleep", "60"], ["sh", "-c", ending]], {}) == status
+        assert monotonic() - start < 30, "the other is ended, not waited for"
+    assert run_all([["sh", "-c", 'test "$A" = b']] * 2, {"A": "b"}) == 0
+    for command, said in [
+        (["no-such-program"], "no program 'no-such-program'"), (["sh", "-c", "echo why; exit 2"], r"status 2:\nwhy"),
+        (["sleep", "60"], "No answer in 0.1 s: sleep 60"),
+    ]:  # fmt: skip
+        with pytest.raises(LaunchError, match=said):
+            output_of([command], {}, 0.1 if command[0] == "sleep" else 60)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.describe import memory_parts, plan_line, shown_groups, stage_groups, stage_rows
+from galvatron_lite.plans.describe import fits_line, memory_parts, plan_line, shown_groups, stage_groups, stage_rows
 from galvatron_lite.plans.schema import (
     PLAN_VERSION,
     LayerRun,
@@ -64,6 +64,30 @@ def test_a_plan_in_a_line() -> None:
     prediction = Prediction(0.5, TimeBreakdown(), 1.0, 1.0, 0.5, 2**30)
     line = plan_line(replace(priced, prediction=prediction))
     assert line.endswith("; predicted 500 ms a step, 1.0 GiB of 2.0 GiB a device (costs estimated: data sheet)")
+
+
+def test_the_line_of_many_strategies_and_parts_ends_early() -> None:
+    strategies = [Strategy(tensor=2), Strategy(data=2), *(Strategy(zero=2, zero_stage=stage) for stage in (1, 2, 3))]
+    lines = [plan_line(replace(staged([(1, one) for one in strategies[:count]]), microbatches=2)) for count in (3, 4)]
+    assert [line.count("(1)") for line in lines] == [3, 3]
+    assert [line.endswith("…") for line in lines] == [False, True]
+    assert all("in 2 micro-batches of 4" in line for line in lines)
+
+
+def test_a_plan_fits_up_to_its_budget() -> None:
+    plan = staged([(1, PLAIN)], [(1, SHARDED)])
+    assert (plan.fits, plan.overfull, fits_line(plan)) == (None, (), "")
+    given = Provenance("", "", "", "", "", {}, 2**30, Proof.GIVEN)
+    prediction = Prediction(0.5, TimeBreakdown(), 1.0, 1.0, 0.5, 2**30)
+    for half in (replace(plan, provenance=given), replace(plan, prediction=prediction)):
+        assert (half.fits, half.overfull, fits_line(half)) == (None, (), "")
+    for more, fits in [(0, True), (1, False)]:
+        memory = MemoryBreakdown(parameters=2**29, context=2**29 + more)
+        stages = (plan.stages[0], replace(plan.stages[1], memory=memory))
+        priced = replace(plan, stages=stages, provenance=given, prediction=prediction)
+        assert (priced.fits, priced.overfull) == (fits, () if fits else (1,))
+        said = "fits: yes, 1.0 GiB of 1.0 GiB" if fits else "fits: no, 1.0 GiB of 1.0 GiB; too full: stage 1"
+        assert fits_line(priced) == said
 
 
 def test_two_stages_alike_stay_apart_and_so_do_other_devices() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,10 +11,11 @@ from yaml import safe_dump as dump
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, to_data
-from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan, file_named, read_plan, write_plan
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.phases import PHASES_VERSION, PhasedPlan, PlannedPhase, check_phased, read_phases
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage, layer_runs
 from tests.runtime.plans import make_plan
 
 MIXED = (
@@ -74,8 +76,33 @@ def _with_strategy(strategy: Strategy) -> Plan:
     ],
 )
 def test_contradictions_are_named(plan: Plan, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        check_plan(plan)
+    with pytest.raises(InputError, match=message) as caught:
+        check_plan(plan, "a.yaml")
+    assert caught.value.field.startswith("a.yaml, "), "the file, then the field"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ([{}, {"first": 7}], "phases.1.first"), ([{"steps": 0}], "phases.0.steps"), ([], "phases"),
+        ([{}, {"first": 3, "plan": replace(PLAN, devices=8)}], "phases.1.plan, stages.0.runs.0.strategy"),
+        ([{"plan": replace(PLAN, microbatches=3)}], "phases.0.plan, microbatches"),
+    ],
+)  # fmt: skip
+def test_contradictions_of_phases_are_named(changes: list[dict[str, Any]], field: str) -> None:
+    first = PlannedPhase("one", 0, 3, 64, PLAN)
+    phases = tuple(replace(first, **change) for change in changes)
+    with pytest.raises(InputError) as caught:
+        check_phased(PhasedPlan(1, phases), "a.yaml")
+    assert caught.value.field == f"a.yaml, {field}"
+
+
+@pytest.mark.parametrize(("name", "value"), [("batch", 0), ("sequence", -1)])
+def test_numbers_of_phases_that_cannot_be_are_named(tmp_path: Path, name: str, value: int) -> None:
+    phase = {"name": "one", "steps": 3, "batch": 8, name: value}
+    (tmp_path / "a.yaml").write_text(dump({"version": PHASES_VERSION, "phases": [phase]}))
+    with pytest.raises(InputError, match=rf"a\.yaml, phases\.0[.,] ?{name}"):
+        read_phases(tmp_path / "a.yaml")
 
 
 degrees = st.integers(1, 8)
@@ -111,6 +138,12 @@ def test_a_misspelt_key_is_told_what_it_may_be(tmp_path: Path) -> None:
         read_plan(_edited(tmp_path, "data: 4", "dta: 4"))
 
 
+def test_an_unknown_key_is_named_beside_what_should_be_a_list(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(dump({**to_data(PLAN), "stages": "all", "microbatchs": 2}))
+    with pytest.raises(FileFormatError, match=r"microbatchs: .* Nor can stages: 'all' be used: a list is needed"):
+        read_plan(tmp_path / "a.yaml")
+
+
 def test_strategies_may_be_in_short_form_and_unknown_words_are_named(tmp_path: Path) -> None:
     long = "strategy:\n      data: 4\n"
     assert read_plan(_edited(tmp_path, long, "strategy: data4\n")) == PLAN
@@ -125,6 +158,12 @@ def test_errors_about_parts_of_a_plan_name_its_file(given: Plan | str, said: str
     assert caught.value.field == said
     with pytest.raises(InputError, match=r"^batch"), file_named(given):
         raise InputError("batch", 3, "Give 4.")
+
+
+def test_neighbouring_layers_of_one_strategy_are_a_run() -> None:
+    layers = [Layer(name, "kind", Role.BLOCK) for name in "abcd"]
+    runs = layer_runs(layers, [Strategy(data=2), Strategy(data=2), Strategy(tensor=2), Strategy(data=2)])
+    assert [(run.first, run.last, run.count) for run in runs] == [("a", "b", 2), ("c", "c", 1), ("d", "d", 1)]
 
 
 def test_plans_save_and_load_themselves(tmp_path: Path) -> None:

@@ -53,8 +53,14 @@ def test_short_forms_read_back(
     assert parse_strategy(str(strategy)) == strategy
 
 
-def test_experts_that_are_not_sliced() -> None:
-    strategy = Strategy(data=4, expert=4, expert_tensor=1, tensor=2)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy(data=4, expert=4, expert_tensor=1, tensor=2), Strategy(height=2, width=4), Strategy(filters=2),
+        Strategy(depth=2, height=3, width=5, data=2), Strategy(channels=2),
+    ],
+)  # fmt: skip
+def test_whole_experts_and_shares_of_pictures_read_back(strategy: Strategy) -> None:
     assert parse_strategy(str(strategy)) == strategy
 
 
@@ -131,6 +137,19 @@ def test_a_key_by_another_name_is_told_its_own(wrong: str, right: str) -> None:
 def test_a_key_that_lacks_is_named() -> None:
     with pytest.raises(InputError, match=r"plan, global_batch is missing\. Needed are devices"):
         plan_from({key: value for key, value in HAND.items() if key != "global_batch"}, GRAPH, "plan")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"runs": HAND["runs"], "devics": "b200"}, r"plan, stages\.0\.devics: .*Did you mean device\?"),
+        ({"runs": [*HAND["runs"], {"layers": LAST, "strategy": "data4"}]}, "All layers .* are planned already"),  # type: ignore[misc]
+        ({"runs": [{"layers": f"{BLOCKS[1]}..{LAST}", "strategy": "data4"}]}, f"goes on with {FIRST}"),
+    ],
+)
+def test_a_stage_that_cannot_be_used_is_told_why(change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        plan_from({**{key: HAND[key] for key in HAND if key != "runs"}, "stages": [change]}, GRAPH, "plan")
 
 
 @pytest.mark.parametrize("data", [[], {"devices": 4}, {**HAND, "stages": []}, {**HAND, "runs": "all"}])

@@ -20,6 +20,7 @@ from uuid import uuid4
 from galvatron_lite.errors import FileFormatError
 from galvatron_lite.files import STRICT, to_data
 from galvatron_lite.folders import Content
+from galvatron_lite.limits import Devices, Size
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.sealed import META, TORN, check_all, read_sealed, survey
 
@@ -35,8 +36,8 @@ class Piece:
     """Items of a tensor in one file."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    at: tuple[int, ...]  # the first item's place in the whole tensor, dim by dim
-    size: tuple[int, ...]  # extents
+    at: tuple[Size, ...]  # the first item's place in the whole tensor, dim by dim
+    size: tuple[Size, ...]  # extents
     file: str  # that holds them, under ``key_of``
 
 
@@ -46,7 +47,7 @@ class Whole:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     pieces: tuple[Piece, ...]
 
 
@@ -56,9 +57,9 @@ class Manifest:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     format: int  # of the folder
-    step: int  # training steps done
+    step: Size  # training steps done
     layout: str  # digest of how the plan splits the model; see ``layout_digest``
-    processes: int  # that wrote it
+    processes: Devices  # that wrote it
     names: dict[str, str]  # every entry of the model's ``state_dict()``, and the first name of the tensor behind it
     # parameters and buffers by their first name, states of the optimizer as ``PARAMETER/exp_avg``
     tensors: dict[str, Whole]
@@ -66,9 +67,9 @@ class Manifest:
     optimizer: str | None = None  # its class; None where none was saved
     scheduler: str | None = None  # its class; None where none was saved
     run: str = ""  # id of the training that wrote it; "" in checkpoints of versions that kept none
-    sequence: int = 0  # counts checkpoints in the order in which they were written
+    sequence: Size = 0  # counts checkpoints in the order in which they were written
     # trainings that it continues, and the sequence of the last checkpoint of each that belongs to it
-    ancestors: dict[str, int] = field(default_factory=dict)
+    ancestors: dict[str, Size] = field(default_factory=dict)
     digest: str = field(default="")  # checksum of all this
 
 
@@ -96,8 +97,8 @@ def read_manifest(folder: Path) -> Manifest:
     manifest = read_sealed(Manifest, folder, FORMAT)
     needed = {TRAINING, *(process_file(rank) for rank in range(min(manifest.processes, len(manifest.files) + 1)))}
     unknown = {first for first in manifest.names.values() if first not in manifest.tensors}
-    if manifest.processes < 1 or not needed <= manifest.files.keys() or unknown:
-        what = ", ".join(sorted(unknown or needed - manifest.files.keys())[:5]) or f"{manifest.processes} processes"
+    if unknown or not needed <= manifest.files.keys():
+        what = ", ".join(sorted(unknown or needed - manifest.files.keys())[:5])
         raise FileFormatError("file", folder / META, f"It does not describe a checkpoint: {what}. {TORN}")
     return manifest
 

@@ -120,6 +120,9 @@ def check_members(parallel: Parallel, optimizer: torch.optim.Optimizer, kept: Ma
     known = _owned(parallel)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if id(parameter) not in known:
+                shape = tuple(parameter.shape)
+                raise InputError("parameter", shape, "The model does not have it. Make the optimizer over the model's.")
             name = known[id(parameter)][0]
             if name not in kept["members"]:
                 remedy = "The checkpoint's optimizer did not have it. Make the optimizer over the same parameters."

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import without_twins
 from galvatron_lite.folders import Content, Sink, write_file
 
 CODES = {
@@ -114,7 +115,7 @@ class TensorFile:
             start = _LENGTH.size + length
             if length > _LARGEST_HEADER or start > len(self._bytes):
                 raise ValueError("its header is longer than the file")
-            header = json.loads(self._bytes[_LENGTH.size : start])
+            header = json.loads(self._bytes[_LENGTH.size : start], object_pairs_hook=without_twins)
         except (ValueError, struct.error, RecursionError) as error:
             raise self._wrong(str(error)) from error
         if not isinstance(header, dict):

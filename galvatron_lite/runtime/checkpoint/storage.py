@@ -181,7 +181,7 @@ def metadata_of(folder: Path, manifest: Manifest) -> Metadata:
 def _is_sound(one: Whole, manifest: Manifest) -> bool:
     """Whether pieces in files of the checkpoint hold every item of a tensor once, and are not larger than the files."""
     pieces, items = one.pieces, prod(one.shape)
-    if min(one.shape, default=0) < 0 or getattr(torch, one.dtype, None) not in CODES.values():
+    if getattr(torch, one.dtype, None) not in CODES.values():
         return False
     if any(
         not len(piece.at) == len(piece.size) == len(one.shape) or piece.file not in manifest.files for piece in pieces
@@ -194,7 +194,7 @@ def _is_sound(one: Whole, manifest: Manifest) -> bool:
         return True
     starts = numpy.array([piece.at for piece in pieces if prod(piece.size)])
     stops = starts + numpy.array([piece.size for piece in pieces if prod(piece.size)])
-    if (starts < 0).any() or (stops <= starts).any() or (stops > numpy.array(one.shape)).any():
+    if (stops <= starts).any() or (stops > numpy.array(one.shape)).any():
         return False
     return all(((starts < stop) & (stops > start)).all(1).sum() == 1 for start, stop in zip(starts, stops, strict=True))
 

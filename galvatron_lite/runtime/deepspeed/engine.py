@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_weight import LossWeight, ShareScale, check_reduction, share_scales, weighted
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.placement import check_samples, place_layers
+from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.world import pick_device
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,6 +67,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         plan: the plan.
         config: what DeepSpeed is told.
         engine: DeepSpeed's; None until there is an optimizer.
+        watch: knows where this rank is in its step, and why a step fails.
         step: training steps done: those of ``train_step``, on top of those of the checkpoint that was loaded.
 
     Raises:
@@ -104,6 +108,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         place_model(model, stage, self.device, init_fn, seed, self._partition)
         self.module, self._bound = model, list[Any]()
         self._asked: tuple[float | None, Tensor | None] = None, None
+        self.watch = Watch(self.device)
 
     def _config(self, precision: str | None) -> DeepSpeedConfig:
         pinned = self.device.type == "cuda"
@@ -191,14 +196,17 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
             InputError: the batch cannot be shared evenly, or the optimizer is another one.
             NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; the parameters are unchanged. Under
                 fp16 a norm alone only lowers the loss scale.
+            PeerError: another rank is gone, failed or hangs.
         """
         if not self._bound:
             self._bind(optimizer)
         self._check_own(optimizer)
-        loss = self._mean(self._accumulate(batch))
-        self._asked = max_grad_norm, loss
-        # The optimizer's own step, where it is ours: schedulers look whether it was called.
-        (optimizer.step if isinstance(optimizer, EngineOptimizer) else self.update)()
+        with self.watch.explained(self.step, self.plan, 0):
+            loss = self._mean(self._accumulate(batch))
+            self._asked = max_grad_norm, loss
+            self.watch.at(Phase.OPTIMIZER)
+            # The optimizer's own step, where it is ours: schedulers look whether it was called.
+            (optimizer.step if isinstance(optimizer, EngineOptimizer) else self.update)()
         self.step += 1
         return loss
 
@@ -208,7 +216,9 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(self._parts(batch, count)):
             engine.set_gradient_accumulation_boundary(number == count - 1)
+            self.watch.at(Phase.FORWARD, number)
             loss = self._local_loss(part)
+            self.watch.at(Phase.BACKWARD, number)
             engine.backward(loss)
             total += loss.detach().float() / count
         return total
@@ -259,6 +269,9 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
             InputError: an entry is missing, or has another shape.
         """
         load_full_state_dict(self.module, state)
+
+    def _watched(self, phase: Phase = Phase.SAVING) -> AbstractContextManager[None]:
+        return self.watch.explained(self.step, self.plan, 0, phase)
 
     def _new_saver(self) -> Saver:
         return DeepSpeedSaver(self, *self._pristine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from typer.testing import CliRunner
 from galvatron_lite.cli import app
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.backends import DEEPSPEED
+from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.plans.execution import check_runs
+from galvatron_lite.plans.export.common import commented, cuts
 from galvatron_lite.plans.export.tools import TOOLS, export
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import Mode
@@ -37,6 +41,7 @@ _LOST = {
     ("torchtitan", "ulysses"): "Ulysses",
     ("accelerate", "pipeline"): "pipeline of 2 stages",
     ("accelerate", "expert"): "expert parallelism",
+    ("accelerate", "mixed"): "full recomputation of 5 blocks alone",
     ("accelerate", "data"): "gradient_accumulation_steps=4",
     ("nemo", "spatial"): "shares of the pixels",
 }
@@ -46,7 +51,8 @@ _LOST = {
 def test_what_a_tool_cannot_be_told_is_listed(tool: str, name: str) -> None:
     made = export(PLANS[name], tool)
     assert any(_LOST[tool, name] in line for line in made.left_out), made.left_out
-    with pytest.raises(InputError, match="cannot be told"):
+    more = f" (and {len(made.left_out) - 1} more):" if len(made.left_out) > 1 else ":"
+    with pytest.raises(InputError, match=re.escape(f"{tool} cannot be told of it{more}")):
         export(PLANS[name], tool, strict=True)
 
 
@@ -110,6 +116,31 @@ def test_torchtitan_has_the_whole_local_batch_under_a_pipeline() -> None:
     assert (
         f"--training.local_batch_size {BATCH // COUNT // 4}" in export(PLANS["zero3"], "torchtitan").text.splitlines()
     )
+
+    single = export(PLANS["data"], "torchtitan").text
+    assert "pipeline_parallel_schedule" not in single
+    assert "disable_cuda_graphs" not in single
+    assert "--parallelism.pipeline_parallel_layers_per_stage 2\n" in export(PLANS["interleaved"], "torchtitan").text
+    assert "layers_per_stage" not in export(PLANS["uneven"], "torchtitan").text
+
+
+def test_accelerate_has_fsdp_recompute_and_tells_who_does_otherwise() -> None:
+    assert not any("recomputation" in line for line in export(PLANS["zero3"], "accelerate").left_out)
+    replicas = plan(Strategy(zero=4, zero_stage=2, recompute=Recompute.FULL, offload=Offload.STATES))
+    assert any("the model does it" in line for line in export(replicas, "accelerate").left_out)
+
+
+def test_a_plan_s_own_tool_trains_with_it() -> None:
+    assert check_runs(PLANS["deepspeed"], DEEPSPEED) is PLANS["deepspeed"]
+    assert [one.blocks for one in cuts(PLANS["odd"])] == [2, 1, 3, 2]
+    stages = [json.loads(export(PLANS[name], "deepspeed").text)["zero_optimization"] for name in ("offload", "zero1")]
+    assert [one["stage"] for one in stages] == [2, 1]
+    alone = plan(Strategy(data=4, offload=Offload.STATES))
+    assert json.loads(export(alone, "deepspeed").text)["zero_optimization"]["stage"] == 1
+    assert not any(" blocks: here all do" in line for line in export(PLANS["pipeline"], "megatron").left_out)
+    edges = export(plan(Strategy(zero=4, zero_stage=3, recompute=Recompute.FULL)), "accelerate").left_out
+    assert not any("instead of" in line for line in edges), "what recomputes is said of blocks alone"
+    assert commented(["a\x1b[2Jb\nc"]) == "# a\\x1b[2Jb\\nc\n"
 
 
 def test_selective_beside_full_is_told() -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from galvatron_lite.cli import app
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.manifest import check_whole
@@ -27,7 +29,7 @@ from tests.runtime.checkpoint.fault_jobs import (
     on_a_tiny_disk,
     without_a_break,
 )
-from tests.runtime.checkpoint.jobs import Case, go_on, load, make_net, make_run, save
+from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, load, make_net, make_run, save
 from tests.runtime.cyclic.launched import launch
 
 ALONE = Case([Strategy()] * 5)
@@ -133,10 +135,41 @@ def test_a_folder_that_holds_something_else_is_not_replaced(written: Path, tmp_p
         save(run, written)
 
 
+def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
+    run = make_run(ALONE)
+    with pytest.raises(InputError, match=r"kept\['best'\] is no tensor, number or text"):
+        save(run, tmp_path / "step-1", extra={"kept": {"best": Path("x")}})
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_command_shows_checkpoints_and_finds_damage(written: Path, tmp_path: Path) -> None:
+    def said(*words: str) -> list[str]:
+        done = CliRunner().invoke(app, ["checkpoint", *words])
+        assert done.exception is None or isinstance(done.exception, FileFormatError), done.output
+        return done.output.splitlines() if done.exception is None else [str(done.exception)]
+
+    lines = said("show", str(written))
+    assert [re.sub(r" [\d.]+ \w+,", "", line.rpartition("/")[2]) for line in lines] == [
+        f"step-{step}: step {step}, 1 process(es), states of AdamW" for step in (2, 1)
+    ]
+    assert all("whole, 4 files" in line for line in said("check", str(written)))
+    shutil.copytree(written, tmp_path / "all")
+    _flip(tmp_path / "all" / "step-1" / "rank-0.pt")
+    assert ["rank-0.pt" in line for line in said("check", str(tmp_path / "all" / "step-1"))] == [True]
+
+
 def test_another_model_or_optimizer_is_refused(written: Path) -> None:
     model = make_net()
     with pytest.raises(InputError, match="states of a AdamW"):
         load_into(model, written / "step-1", torch.optim.SGD(model.parameters()))
+    adam = torch.optim.AdamW(groups_of(model))
+    constant = torch.optim.lr_scheduler.ConstantLR(adam)
+    with pytest.raises(InputError, match=r"scheduler: 'ConstantLR'.*states of a SequentialLR"):
+        load_into(model, written / "step-1", adam, scheduler=constant)
+    extra = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(InputError, match="parameter"):
+        load_into(model, written / "step-1", torch.optim.AdamW([*model.parameters(), extra]))
+    assert not adam.state
     model.blocks[0].linear = torch.nn.Linear(3, 3)
     with pytest.raises(InputError, match="has the shape"):
         load_into(model, written / "step-1")

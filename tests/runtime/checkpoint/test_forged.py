@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_lite.errors import GalvatronError, InputError
-from galvatron_lite.files import from_data, to_data
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
+from galvatron_lite.files import from_data, to_data, write_data
 from galvatron_lite.folders import content_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors
@@ -87,7 +87,10 @@ def forge(folder: Path, change: str) -> None:
         alter(content)
         torch.save(content, folder / name)
         data["files"][name] = to_data(content_of(folder / name))
-    write_sealed(folder, replace(from_data(Manifest, data, "forged"), digest=""))
+    try:
+        write_sealed(folder, replace(from_data(Manifest, data, "forged"), digest=""))
+    except FileFormatError:  # without the checks of what reads it
+        write_data(folder / META, data)
 
 
 def written(folder: str) -> None:

@@ -126,3 +126,34 @@ def test_a_run_goes_on_with_another_number_of_processes(pool: WorkerPool, tmp_pa
     }
     same(states, wanted[1])
     assert (data.state_dict(), scheduler.last_epoch, resumed.step) == wanted[3:]
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number, and a tensor of another dtype than its parameter's."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                state = self.state[one]
+                state["seen"] = state.get("seen", 0) + 1
+                state["sum"] = state.get("sum", torch.zeros_like(one, dtype=torch.float32)) + one.grad.float()
+        return super().step(closure)
+
+
+def test_numbers_and_other_dtypes_among_states_come_back(tmp_path: Path) -> None:
+    kept = []
+    for steps in (2, 0):
+        parallel = make_run(Case([Strategy()] * 5))[0]
+        optimizer = parallel.optimizer(Counting, lr=0.1)
+        for _ in range(steps):
+            parallel.train_step(Position().next(), optimizer)
+        if steps:
+            parallel.save(tmp_path / "one", optimizer)
+        else:
+            parallel.load(tmp_path / "one", optimizer)
+        kept.append(list(optimizer.state.values()))
+    assert len(kept[0]) > 3
+    for before, after in zip(*kept, strict=True):
+        assert before["seen"] == after["seen"] == 2
+        assert before["sum"].dtype is after["sum"].dtype is torch.float32
+        assert torch.equal(before["sum"], after["sum"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite import auto_parallelize
@@ -21,6 +24,7 @@ from galvatron_lite.plans.schema import Plan, Trainer
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
 from galvatron_lite.runtime.engine import ParallelModel
+from tests.runtime.fault_jobs import killed
 from tests.runtime.plans import make_plan
 from tests.runtime.training import ADAMW, LAYERS, SAMPLES, make_batch, make_model
 
@@ -247,3 +251,16 @@ def everything(folder: str, code: str) -> Answers:
         0.0,
     )
     return replace(answers, seconds=time.process_time() - begun)
+
+
+def lost() -> None:
+    """A step; rank 1 is killed in the next."""
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    parallel = make(plan_of(STRATEGIES["zero2"]))
+    optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
+    parallel.train_step(make_batch(), optimizer)
+    if dist.get_rank() == 1:
+        with patch.object(DeepSpeedModel, "_local_loss", lambda *_: killed(parallel.watch)):
+            parallel.train_step(make_batch(), optimizer)
+    parallel.train_step(make_batch(), optimizer)

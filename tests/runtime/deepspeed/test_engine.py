@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from galvatron_lite.runtime.checkpoint.whole import load_into
 from tests.docs.pages import blocks, text_of
 from tests.pool import WorkerPool
+from tests.runtime.cyclic.launched import launch
 from tests.runtime.deepspeed import jobs
 from tests.runtime.deepspeed.jobs import Answers
 from tests.runtime.training import ADAMW, Case, Trained, assert_same, make_batch, make_model, train_alone
@@ -143,3 +146,10 @@ def test_the_script_of_the_page_trains_like_one_process(answers: Answers) -> Non
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     torch.testing.assert_close(answers.page, losses, rtol=1e-4, atol=0.0)
+
+
+def test_a_process_that_is_killed_is_named() -> None:
+    survivor, victim = launch(2, jobs.lost, 120)
+    assert victim.code == -signal.SIGKILL
+    said = r"PeerError: Rank 0 waited in vain .*Rank 1 \(.*process \d+\) is gone; it was last seen in step 1, forward"
+    assert re.search(said, survivor.told), survivor.told
