@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 
 from galvatron_lite.cluster.budget import as_budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
@@ -15,7 +16,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import Alternative, Plan, Schedule
-from galvatron_lite.search.best_first import Found, finished, search
+from galvatron_lite.search.best_first import MOST_WORK, Found, finished, search
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.scenarios import Range
 from galvatron_lite.search.shapes import Request
@@ -24,10 +25,10 @@ from galvatron_lite.units import format_budget
 
 UNBOUNDED = 2**60
 _ROUNDING = 1e-9
-_NEAR = 0.02
-"""Share by which the closed form has been seen to be above a simulated step."""
 _TRIES = 3
 """How often a plan is made for less room, until one fits, and how many fewer stages a group are tried."""
+_REACH, _WORK = 0.03, 400_000
+"""By how much a simulated step may be below its closed form for a plan to be looked at, and labels for each degree."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,12 @@ class Finalist:
         return self.plan.prediction.step_seconds if self.plan.prediction else float("inf")
 
     @property
+    def complexity(self) -> tuple[int, int, int, float]:
+        """How often neighbouring layers differ in strategy, strategies, bytes of the fullest device, seconds."""
+        own = [run.strategy for stage in self.plan.stages for run in stage.runs]
+        return sum(a != b for a, b in pairwise(own)), len(set(own)), self.alternative.peak_memory, self.seconds
+
+    @property
     def alternative(self) -> Alternative:
         """What is told of it where another one is the plan."""
         peak = self.plan.prediction.peak_memory if self.plan.prediction else 0
@@ -54,7 +61,12 @@ class Finalist:
 
 
 def finalists(
-    request: Request, pricer: LayerPricer, found: Found, wanted: int = 3, given: Sequence[Found] = ()
+    request: Request,
+    pricer: LayerPricer,
+    found: Found,
+    wanted: int = 3,
+    given: Sequence[Found] = (),
+    simple: Sequence[Finalist] = (),
 ) -> tuple[Finalist, ...]:
     """What the search found, first, and good plans that differ materially from it and one another, not proven ones.
 
@@ -68,15 +80,16 @@ def finalists(
         found: what the search ended with.
         wanted: so many others are looked for; 0: none.
         given: plans that the user has.
+        simple: plans that were simulated before the search.
     """
     first = _finalist(request, pricer, _name(found.problem.shape), found)
     beside = [one for one in given if one.partition is not found.partition]
     options = [first, *(_finalist(request, pricer, "given", one) for one in beside)]
     if not first.fits:
         options += _instead(request, pricer, first)
-    options += [one for one in _less_interleaved(request, pricer, found.problem.shape) if one.seconds < first.seconds]
-    for one in _other_degrees(request, pricer, found):
+    for one in simple:
         _add(options, one)
+    options += [one for one in _less_interleaved(request, pricer, found.problem.shape) if one.seconds < first.seconds]
     if wanted < 1:
         return tuple(options)
     others = [other for other in found.others if other.partition is not found.partition]
@@ -90,6 +103,28 @@ def finalists(
     return tuple(options)
 
 
+def pipelines(request: Request, pricer: LayerPricer, best: Found, slack: float) -> tuple[Finalist, ...]:
+    """For each pipeline degree the plan of least closed form, where that is near the best plan's, and the same with
+    fewer stages a group; all simulated, for which of them is quickest the closed form does not tell.
+
+    Args:
+        request: what is planned.
+        pricer: of the profile.
+        best: the plan of least closed form over all degrees.
+        slack: see ``search``.
+    """
+    options = list[Finalist]()
+    for degree in request.pipelines if len(request.pipelines) > 1 else ():
+        own = replace(request, fixed=replace(request.fixed, pipeline=degree))
+        below = int(best.partition.time * (1.0 + _REACH))
+        found = _searched(own, pricer, below=below, slack=slack, effort=_WORK) if degree > 1 else None
+        if found is not None:
+            first = _finalist(request, pricer, _name(found.problem.shape), found)
+            fewer = _less_interleaved(request, pricer, found.problem.shape)
+            options += [first, *(one for one in fewer if one.seconds < first.seconds)]
+    return tuple(options)
+
+
 def _less_interleaved(request: Request, pricer: LayerPricer, shape: Shape) -> Iterator[Finalist]:
     """The same with fewer stages a group: the closed form knows less of uneven ones, which waits show in simulation."""
     if shape.schedule is not Schedule.INTERLEAVED or request.fixed.virtual is not None:
@@ -99,20 +134,6 @@ def _less_interleaved(request: Request, pricer: LayerPricer, shape: Shape) -> It
         found = _searched(replace(request, fixed=fixed, schedules=(shape.schedule,)), pricer)
         if found is not None:
             yield _finalist(request, pricer, f"{_name(shape)} of {virtual} stages each", found)
-
-
-def _other_degrees(request: Request, pricer: LayerPricer, found: Found) -> Iterator[Finalist]:
-    """Interleaved plans of one strategy a stage, of every pipeline degree, of which the closed form is so near to the
-    best that they may be quicker in simulation."""
-    if Schedule.INTERLEAVED not in request.schedules or request.fixed.pipeline is not None or request.runs is None:
-        return
-    below = int(found.partition.time * (1.0 + _NEAR))
-    for degree in request.pipelines:
-        fixed = replace(request.fixed, pipeline=degree)
-        near = replace(request, fixed=fixed, schedules=(Schedule.INTERLEAVED,))
-        other = _searched(near, pricer, below=below) if degree > 1 else None
-        if other is not None:
-            yield _finalist(request, pricer, _name(other.problem.shape), other)
 
 
 def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[Finalist]:
@@ -155,12 +176,18 @@ def traits(plan: Plan) -> tuple[object, ...]:
     return len(plan.stages), plan.schedule, plan.virtual_stages, plan.microbatches, most, share
 
 
-def quickest(options: Sequence[Finalist], tolerance: float = 0.0) -> Finalist:
-    """The simplest of the finalists that fit and are within the tolerance of the least simulated step time, and of the
-    least expected one over scenarios: it changes its strategy least often, and has the fewest strategies.
+def quickest(options: Sequence[Finalist], tolerance: float = 0.0, least: float = inf) -> Finalist:
+    """The simplest finalist of those that fit and take, simulated, no more than the tolerance allows.
 
-    Without a tolerance the finalist of least simulated time, the first where they are equal: such plans differ by a
-    picosecond or so, by which the search rounds.
+    These are as quick as the quickest, or as the least that any plan can take, whichever is less, but for the
+    tolerance; none is slower than a given one. Of them, those count whose expected step over scenarios is within the
+    tolerance of the least. Without a tolerance: the quickest; the first, where the difference is a picosecond or so, by
+    which the search rounds.
+
+    Args:
+        options: the plan of least closed form first.
+        tolerance: share of the step time.
+        least: seconds that no plan's closed form is below.
 
     Raises:
         InfeasibleError: none fits: a zero-bubble plan may hold more than its schedule's limit of micro-batches once its
@@ -169,19 +196,16 @@ def quickest(options: Sequence[Finalist], tolerance: float = 0.0) -> Finalist:
     fitting = [option for option in options if option.fits]
     if not fitting:
         raise _overfull(options[0])
-    best, share = min(fitting, key=lambda option: option.seconds), 1.0 - max(tolerance, _ROUNDING)
-    within = [option for option in fitting if option.seconds * share <= best.seconds]
+    best = min(fitting, key=lambda option: option.seconds)
     if not tolerance:
-        return within[0]
-    least = min(map(_expected, within))
-    return min((option for option in within if _expected(option) * share <= least), key=_complexity)
-
-
-def _complexity(option: Finalist) -> tuple[int, int]:
-    """How often neighbouring layers of a stage differ, and how many strategies there are."""
-    stages = option.plan.stages
-    changes = sum(a.strategy != b.strategy for stage in stages for a, b in pairwise(stage.runs))
-    return changes, len({run.strategy for stage in stages for run in stage.runs})
+        first = options[0].fits and options[0].seconds * (1.0 - _ROUNDING) <= best.seconds
+        return options[0] if first else best
+    limit = max(best.seconds, min(best.seconds, least) / (1.0 - tolerance))
+    limit = min([limit, *(option.seconds for option in fitting if option.name == "given")])
+    within = [option for option in fitting if option.seconds <= limit * (1.0 + _ROUNDING)]
+    expected = min(_expected(option) for option in within)
+    steady = [option for option in within if _expected(option) * (1.0 - tolerance) <= expected]
+    return min(steady, key=lambda option: option.complexity)
 
 
 def _expected(option: Finalist) -> float:
@@ -252,10 +276,18 @@ def _best_of(request: Request, pricer: LayerPricer, name: str) -> Finalist | Non
     return None
 
 
-def _searched(request: Request, pricer: LayerPricer, *, exact: bool = True, below: int | None = None) -> Found | None:
+def _searched(
+    request: Request,
+    pricer: LayerPricer,
+    *,
+    exact: bool = True,
+    below: int | None = None,
+    slack: float = 0.0,
+    effort: int = MOST_WORK,
+) -> Found | None:
     """What a search ends with; None where nothing fits, or the pins leave no plan of this shape."""
     try:
-        return search(request, pricer, exact=exact, below=below)
+        return search(request, pricer, exact=exact, below=below, slack=slack, effort=effort)
     except InputError:
         return None
 

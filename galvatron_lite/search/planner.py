@@ -8,9 +8,10 @@ more than ``MOST_WORK``, it ends early, and knows by the bounds of what was left
 
 What is shown: the step time of ``cost.plan.evaluate``, for the plan and its runner-ups alike. It comes from an event
 simulation and equals the closed form without a pipeline; with one it is mostly a little less. So the plan of least
-closed form and good plans of other shapes (``alternatives``) are simulated, and the quickest that fits is the plan:
-no runner-up that fits is quicker. Where that is not the plan of least closed form, the gap says how much less the
-closed form of a plan can be at the most, and the plan is called feasible.
+closed form, the plan of one strategy a stage of each pipeline degree and good plans of other shapes
+(``alternatives``) are simulated; the quickest that fits is the plan, or within a tolerance of it the simplest. The gap
+says how much less than the plan's closed form that of any plan can be; or how much less than its simulated step, where
+that is the smaller one (``Provenance.simulated``).
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
+from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.model.graph import ModelGraph
@@ -31,9 +35,10 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.unsure import spread_note
 from galvatron_lite.search.alike import with_alike
 from galvatron_lite.search.all_ways import WAYS, WHY
-from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest
+from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, pipelines, quickest
 from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
 from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
+from galvatron_lite.search.figures import TICKS
 from galvatron_lite.search.given import given_plans
 from galvatron_lite.search.infeasible.relief import relief
 from galvatron_lite.search.one_device import with_one_device
@@ -142,10 +147,13 @@ def _ordinary(
     given = given_plans(request, pricer, known)
     tolerance = asked.tolerance
     first = given[0] if given else None
-    ahead = 0.0
+    ahead, contenders = 0.0, tuple[Finalist, ...]()
     if tolerance and effort:
         ahead = tolerance if first is None else 0.0
         first = simple(request, pricer, tolerance, first)
+    if first is not None and tolerance and effort:
+        contenders = pipelines(replace(request, runs=1), pricer, first, SLACK * tolerance)
+        ahead = ahead and _ahead(request, pricer, first, contenders, tolerance)
     looked = partial(
         search, request, pricer, progress, stoppable=stoppable, known=first, effort=effort, ahead=ahead,
         slack=SLACK * tolerance,
@@ -158,15 +166,18 @@ def _ordinary(
         error = infeasible(request, pricer)
         more = relief(request, kept, asked.backend.name) if runners_up else ""
         raise InfeasibleError(f"{error} {more}".strip(), error.smallest_budget)
+    least = _closed(pricer, request, found.partition.time * (1.0 - found.gap))
     if tolerance and effort and not found.stopped:
         found = simplest(request, pricer, found, tolerance)
     certificate = _certificate(found, progress) if asked.certify and not found.stopped else ""
     others = replace(request, runs=1) if tolerance else request
-    options = finalists(others, pricer, found, 0 if found.stopped else runners_up, given)
+    options = finalists(others, pricer, found, 0 if found.stopped else runners_up, given, contenders)
     if tolerance:
         ranges = ranges_of(pricer, [option.plan for option in options])
         options = tuple(replace(option, range=own) for option, own in zip(options, ranges, strict=True))
-    chosen = quickest(options, tolerance)
+    chosen = quickest(options, tolerance, least)
+    gap, shown = _gap(options[0], chosen), max(1.0 - least / chosen.seconds, 0.0)
+    simulated = tolerance > 0.0 and len(chosen.plan.stages) > 1 and shown < gap
     return replace(
         chosen.plan,
         mode=kept.mode,
@@ -178,7 +189,8 @@ def _ordinary(
             *unprofiled(request, pricer),
         ),
         provenance=replace(
-            provenance(profile, asked.budget, _gap(options[0], chosen), tolerance),
+            provenance(profile, asked.budget, shown if simulated else gap, tolerance),
+            simulated=simulated,
             certificate=certificate,
             interrupted=found.stopped,
             least_seconds=chosen.range.least if chosen.range else 0.0,
@@ -201,6 +213,21 @@ def _certificate(found: Found, progress: Progress | None) -> str:
     if progress is not None:
         progress(1, 1, f"certified in {certificate.taken:.1f} s")
     return str(certificate)
+
+
+def _closed(pricer: LayerPricer, request: Request, ticks: float) -> float:
+    """Seconds of a step whose closed form takes so many picoseconds in a search."""
+    return (ticks / TICKS + pricer.profile.overhead.step) * straggling(pricer.profile, request.devices)
+
+
+def _ahead(
+    request: Request, pricer: LayerPricer, first: Found, contenders: Sequence[Finalist], tolerance: float
+) -> float:
+    """By what share a plan's closed form must be below that of the first, to be quicker than the best plan that was
+    simulated by more than the tolerance."""
+    quickest = min((one.seconds for one in contenders if one.fits), default=inf)
+    closed = _closed(pricer, request, first.partition.time)
+    return max(1.0 - (1.0 - tolerance) * quickest / closed, tolerance)
 
 
 def _gap(proven: Finalist, chosen: Finalist) -> float:

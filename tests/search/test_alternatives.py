@@ -97,6 +97,19 @@ def test_the_quickest_that_fits_is_chosen() -> None:
     assert error.value.smallest_budget == first.alternative.peak_memory
 
 
+def test_within_the_tolerance_the_simplest_is_chosen() -> None:
+    options = some_finalists()
+    first = max(options, key=lambda one: one.complexity)
+    simple = min(options, key=lambda one: one.complexity[:3])
+    assert first.complexity[:3] > simple.complexity[:3]
+    near = slower(simple, first.seconds * 1.005 / simple.seconds)
+    assert quickest([first, near], 0.01) is near
+    assert quickest([first, near], 0.001) is first
+    assert quickest([first, near], 0.01, first.seconds * 0.99) is first, "the tolerance is not counted twice"
+    assert quickest([first, near, replace(first, name="given")], 0.01).seconds <= first.seconds
+    assert quickest([first, replace(near, fits=False)], 0.01) is first
+
+
 @pytest.mark.parametrize("schedules", [(Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE_1P), (Schedule.ZERO_BUBBLE_1P,)])
 def test_where_the_plan_found_does_not_fit_after_all_another_one_does(schedules: tuple[Schedule, ...]) -> None:
     """As if its passes, once in order, held more than the search knew."""
@@ -137,7 +150,7 @@ def test_a_plan_chosen_for_its_simulation_is_not_called_proven(monkeypatch: pyte
     usual = planner.find_plan(profile, **asked)
     assert usual.provenance is not None
     assert usual.provenance.proof is Proof.PROVEN
-    monkeypatch.setattr(planner, "quickest", lambda options, _: max(options, key=lambda one: one.found.partition.time))
+    monkeypatch.setattr(planner, "quickest", lambda options, *_: max(options, key=lambda one: one.found.partition.time))
     other = planner.find_plan(profile, **asked)
     assert other.provenance is not None
     assert other.provenance.proof is Proof.FEASIBLE
