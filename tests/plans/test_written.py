@@ -135,6 +135,8 @@ def test_a_key_by_another_name_is_told_its_own(wrong: str, right: str) -> None:
 
 
 def test_a_key_that_lacks_is_named() -> None:
+    with pytest.raises(InputError, match=r"plan, gpu: .* devices and global_batch are missing\."):
+        plan_from({"gpu": 4, "microbatches": 2, "runs": HAND["runs"]}, GRAPH, "plan")
     with pytest.raises(InputError, match=r"plan, global_batch is missing\. Needed are devices"):
         plan_from({key: value for key, value in HAND.items() if key != "global_batch"}, GRAPH, "plan")
 
