@@ -154,7 +154,13 @@ def test_a_stage_that_cannot_be_used_is_told_why(change: dict[str, object], said
         plan_from({**{key: HAND[key] for key in HAND if key != "runs"}, "stages": [change]}, GRAPH, "plan")
 
 
-@pytest.mark.parametrize("data", [[], {"devices": 4}, {**HAND, "stages": []}, {**HAND, "runs": "all"}])
+COUNTS = {key: HAND[key] for key in HAND if key != "runs"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [[], {"devices": 4}, {**HAND, "runs": "all"}, *({**COUNTS, "stages": stages} for stages in ([], "all", [1], {}))],
+)
 def test_what_is_no_plan_is_refused(data: object) -> None:
     with pytest.raises(InputError):
         plan_from(data, GRAPH, str(Path("plan.yaml")))
