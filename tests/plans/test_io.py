@@ -101,8 +101,10 @@ def test_contradictions_of_phases_are_named(changes: list[dict[str, Any]], field
 def test_numbers_of_phases_that_cannot_be_are_named(tmp_path: Path, name: str, value: int) -> None:
     phase = {"name": "one", "steps": 3, "batch": 8, name: value}
     (tmp_path / "a.yaml").write_text(dump({"version": PHASES_VERSION, "phases": [phase]}))
-    with pytest.raises(InputError, match=rf"a\.yaml, phases\.0[.,] ?{name}"):
+    with pytest.raises(InputError) as caught:
         read_phases(tmp_path / "a.yaml")
+    assert caught.value.field.startswith(f"{tmp_path / 'a.yaml'}, phases.0")
+    assert caught.value.field.endswith(name)
 
 
 degrees = st.integers(1, 8)

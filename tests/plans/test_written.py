@@ -135,6 +135,8 @@ def test_a_key_by_another_name_is_told_its_own(wrong: str, right: str) -> None:
 
 
 def test_a_key_that_lacks_is_named() -> None:
+    with pytest.raises(InputError, match=r"plan, gpu: .* devices and global_batch are missing\."):
+        plan_from({"gpu": 4, "microbatches": 2, "runs": HAND["runs"]}, GRAPH, "plan")
     with pytest.raises(InputError, match=r"plan, global_batch is missing\. Needed are devices"):
         plan_from({key: value for key, value in HAND.items() if key != "global_batch"}, GRAPH, "plan")
 
@@ -152,7 +154,13 @@ def test_a_stage_that_cannot_be_used_is_told_why(change: dict[str, object], said
         plan_from({**{key: HAND[key] for key in HAND if key != "runs"}, "stages": [change]}, GRAPH, "plan")
 
 
-@pytest.mark.parametrize("data", [[], {"devices": 4}, {**HAND, "stages": []}, {**HAND, "runs": "all"}])
+COUNTS = {key: HAND[key] for key in HAND if key != "runs"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [[], {"devices": 4}, {**HAND, "runs": "all"}, *({**COUNTS, "stages": stages} for stages in ([], "all", [1], {}))],
+)
 def test_what_is_no_plan_is_refused(data: object) -> None:
     with pytest.raises(InputError):
         plan_from(data, GRAPH, str(Path("plan.yaml")))

@@ -20,7 +20,7 @@ from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.common import commented, cuts
 from galvatron_lite.plans.export.tools import TOOLS, export
 from galvatron_lite.plans.io import write_plan
-from galvatron_lite.plans.schema import Mode
+from galvatron_lite.plans.schema import Mode, Trainer
 from tests.plans.export.made import BATCH, BLOCKS, COUNT, PLANS, plan
 
 EVERY = sorted(PLANS)
@@ -117,6 +117,11 @@ def test_torchtitan_has_the_whole_local_batch_under_a_pipeline() -> None:
         f"--training.local_batch_size {BATCH // COUNT // 4}" in export(PLANS["zero3"], "torchtitan").text.splitlines()
     )
 
+    assert "--parallelism.enable_sequence_parallel" in export(PLANS["context"], "torchtitan").text.splitlines()
+    assert "--parallelism.no-enable_sequence_parallel" in lines
+    for precision, name in [("bf16", "bfloat16"), ("fp32", "float32")]:
+        text = export(replace(PLANS["data"], precision=precision), "torchtitan").text
+        assert f"--training.mixed_precision_param {name}\n" in text
     single = export(PLANS["data"], "torchtitan").text
     assert "pipeline_parallel_schedule" not in single
     assert "disable_cuda_graphs" not in single
@@ -125,6 +130,14 @@ def test_torchtitan_has_the_whole_local_batch_under_a_pipeline() -> None:
 
 
 def test_accelerate_has_fsdp_recompute_and_tells_who_does_otherwise() -> None:
+    for name in ("zero1", "zero2", "zero3", "offload", "deepspeed"):
+        kind = "FSDP" if name in ("zero2", "zero3") else "DEEPSPEED"
+        assert yaml.safe_load(export(PLANS[name], "accelerate").text)["distributed_type"] == kind
+    left_out = {name: " ".join(export(one, "accelerate").left_out) for name, one in PLANS.items()}
+    assert [name for name, lines in left_out.items() if "ZeRO-1: beside" in lines] == ["tensor"]
+    assert "replicas" not in left_out["hybrid"]
+    replicas = replace(PLANS["hybrid"], backend=Trainer.DEEPSPEED)
+    assert any("2 replicas of the shards" in line for line in export(replicas, "accelerate").left_out)
     assert not any("recomputation" in line for line in export(PLANS["zero3"], "accelerate").left_out)
     replicas = plan(Strategy(zero=4, zero_stage=2, recompute=Recompute.FULL, offload=Offload.STATES))
     assert any("the model does it" in line for line in export(replicas, "accelerate").left_out)
