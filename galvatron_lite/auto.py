@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.request import PlanArguments
     from galvatron_lite.runtime.adapt.schema import Adapt
-    from galvatron_lite.runtime.branches.devices import DevicesModel
     from galvatron_lite.runtime.cyclic.model import CyclicModel
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
     from galvatron_lite.runtime.engine import ParallelModel
@@ -93,7 +92,7 @@ def auto_parallelize(
     loss_weight: LossWeight | None = None,
     loss_reduction: str = "mean",
     check: bool = True,
-) -> ParallelModel | CyclicModel | InferenceModel | DevicesModel | DeepSpeedModel:
+) -> ParallelModel | CyclicModel | InferenceModel | DeepSpeedModel:
     """The model, split over the launched world.
 
     With nothing but the model: captures it on an example batch, measures a profile on this world (or reads the one
@@ -153,8 +152,7 @@ def auto_parallelize(
 
     Returns:
         An object used like the model, with ``train_step(batch, optimizer)``. For inference one that is called like the
-        model and gives its own outputs on every rank, without gradients. A process by itself that is given a plan for
-        several devices runs each branch on a device of its own.
+        model and gives its own outputs on every rank, without gradients.
 
     Raises:
         LaunchError: the world's size is not the plan's, or there is no GPU.
@@ -236,9 +234,6 @@ def auto_parallelize(
     _warn(_on_size(chosen, model))
     if verifier is not None:
         verifier.check(chosen)
-    if wanted is Mode.INFERENCE and chosen.branches and chosen.devices > world_size() == 1:
-        watch_training(None, seen)
-        return _on_devices(model, chosen, layers, example, place)
     asks: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed, **_compiling(chosen, compile)}
     weight = loss_weight if findings is None or loss_weight is not None else findings.weight
     asks |= {"loss_weight": weight, "loss_reduction": loss_reduction} if wanted is Mode.TRAINING else {}
@@ -355,12 +350,6 @@ def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:
     if plan.cyclic is not None or plan.backend is Trainer.DEEPSPEED:
         raise InputError("compile", wanted, "Leave it out: blocks are not compiled under such a plan.")
     return {"compile": wanted}
-
-
-def _on_devices(model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, place: torch.device) -> DevicesModel:
-    from galvatron_lite.runtime.branches.devices import DevicesModel, local_devices
-
-    return DevicesModel(model, plan, layers, batch, local_devices(place.type, plan.devices))
 
 
 def _for_inference(made: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:

@@ -51,7 +51,6 @@ SECTIONS = (
     Section("What `auto_parallelize` returns", "Which of them depends on the plan.", (
         "runtime.engine.ParallelModel", "runtime.cyclic.model.CyclicModel", "runtime.branches.engine.BranchedModel",
         "runtime.deepspeed.engine.DeepSpeedModel", "runtime.inference.InferenceModel",
-        "runtime.branches.devices.DevicesModel",
     ), TRAIN + STATE + CHANGE),
     Section("Checkpoints outside a run", "", (
         "runtime.checkpoint.whole.load_into", "runtime.checkpoint.huggingface.load_safetensors",

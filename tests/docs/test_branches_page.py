@@ -68,7 +68,7 @@ def test_lines_are_compared() -> None:
 
 
 def test_the_page_has_its_parts() -> None:
-    assert set(FILES) == {"towers.py", "look.py", "hand.yaml", "train.py", "infer.py"}
+    assert set(FILES) == {"towers.py", "look.py", "hand.yaml", "train.py"}
     assert len(SHOWN) == 5
 
 
@@ -96,10 +96,3 @@ def alone(folder: Path) -> tuple[list[float], dict[str, Any]]:
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, model.state_dict()
-
-
-def test_one_process_with_several_devices(folder: Path) -> None:
-    model, batch = run_page(folder, "towers.py")["make_model"]()
-    with torch.no_grad():
-        wanted = model.eval()(**batch)
-    torch.testing.assert_close(run_page(folder, "infer.py")["output"], wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -92,21 +91,6 @@ def one_rank_is_late(case: Case, patience: float) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing happened"
-
-
-class Meeting(nn.Module):
-    """Passes on what it is given, once all of its kind are about to."""
-
-    both = threading.Barrier(2, timeout=60)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, values: Tensor) -> Tensor:
-        if not values.is_meta:
-            self.both.wait()
-        return values * self.weight
 
 
 def wrong_model(case: Case) -> str:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from galvatron_lite import auto_parallelize
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Mode
-from galvatron_lite.runtime.branches.devices import DevicesModel
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.patience import patiently
 from tests.pool import WorkerPool
 from tests.runtime.branches import jobs
-from tests.runtime.branches.networks import ONE, Case, layers_of, make_batch, make_model, make_plan
-from tests.runtime.branches.test_branches import CHAINS, DATA, HEADS, TWO
+from tests.runtime.branches.networks import ONE, Case, layers_of, make_batch, make_model
+from tests.runtime.branches.test_branches import DATA, HEADS, TWO
 from tests.runtime.plans import make_plan as plain_plan
 
 
@@ -121,65 +118,7 @@ def test_bf16_outputs_travel_in_full(pool: WorkerPool) -> None:
         assert found == pytest.approx(losses, rel=2**-8)  # one rounding of bf16
 
 
-def on_devices(case: Case, mode: Mode = Mode.INFERENCE) -> tuple[DevicesModel, nn.Module]:
-    model = make_model(case)
-    layers = layers_of(case, model)
-    devices = [torch.device("cpu")] * case.world
-    return DevicesModel(model, make_plan(case, layers), layers, make_batch(case), devices), make_model(case).eval()
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("Coders", TWO, ONE, 2, arguments={"use": "twice"}),
-        Case("Coders", TWO, ONE, 2, arguments={"use": "changed"}),
-        Case("Coders", {**TWO, "c": (("coders.2",), 1, 1, ONE)}, ONE, 2, arguments={"count": 3, "order": (2, 1)}),
-        Case("Heads", HEADS, ONE, 2),
-        Case("Chains", CHAINS, ONE, 2),
-    ],
-    ids=lambda case: case.model,
-)
-def test_devices_of_one_process(case: Case) -> None:
-    made, model = on_devices(case)
-    with torch.no_grad():
-        wanted = model(**make_batch(case))
-    for _ in range(2):
-        torch.testing.assert_close(made(**make_batch(case)), wanted)
-
-
-def test_the_perception_network_on_devices_of_one_process() -> None:
+def test_one_process_is_refused_a_plan_for_several_devices() -> None:
     model, batch = jobs.perception()
-    with torch.no_grad():
-        wanted = model.eval()(batch["pictures"])
-    made: Any = auto_parallelize(model, batch, plan=jobs.perception_plan(mode=Mode.INFERENCE), device="cpu")
-    assert isinstance(made, DevicesModel)
-    pictures = batch["pictures"]
-    for found in (made(pictures), made(pictures=pictures), made({"pictures": pictures}), made((pictures,))):
-        torch.testing.assert_close(found, wanted)
-
-
-class Meeters(nn.Module):
-    """Two modules that wait for each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = jobs.Meeting(), jobs.Meeting()
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.first(values) + self.second(values)
-
-
-def test_devices_of_one_process_run_at_the_same_time() -> None:
-    case = Case("Meeters", {"a": (("first",), 0, 1, ONE), "b": (("second",), 1, 1, ONE)}, ONE, 2)
-    model, batch = Meeters(), torch.ones(2, 1)
-    layers = layers_of(case, model)
-    made = DevicesModel(model, make_plan(case, layers), layers, batch, [torch.device("cpu")] * 2)
-    assert made(batch).tolist() == [[2.0], [2.0]]
-
-
-def test_devices_must_be_those_of_the_plan() -> None:
-    case = Case("Coders", TWO, ONE, 2)
-    model = make_model(case)
-    layers = layers_of(case, model)
-    with pytest.raises(InputError, match="devices"):
-        DevicesModel(model, make_plan(case, layers), layers, make_batch(case), [torch.device("cpu")])
+    with pytest.raises(LaunchError, match=r"2 device.*1 process"):
+        auto_parallelize(model, batch, plan=jobs.perception_plan(mode=Mode.INFERENCE), device="cpu")
