@@ -477,8 +477,7 @@ def _profile(
     from galvatron_lite.capture.trace import trace
     from galvatron_lite.profiler.found import kept_profile, other_hardware, profile_name
     from galvatron_lite.profiler.measure import measure_profile
-    from galvatron_lite.profiler.measure_tasks import agree
-    from galvatron_lite.profiler.notice import notices
+    from galvatron_lite.profiler.measure_tasks import agree, notices
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.profiler.store import read_profile
     from galvatron_lite.runtime.branches.measure import branch_seconds

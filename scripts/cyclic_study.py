@@ -10,11 +10,10 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from cyclic_study_found import Study
 from cyclic_study_memory import measure_memory
 from cyclic_study_messages import measure_messages
 from cyclic_study_plot import figure
-from cyclic_study_tables import learned_table, memory_table, messages_table
+from cyclic_study_tables import Study, learned_table, memory_table, messages_table
 from cyclic_study_tasks import Task, tasks
 from cyclic_study_train import RULES, begin, train
 from docs_scores import replaced

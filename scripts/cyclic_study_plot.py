@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from xml.sax.saxutils import escape
 
-from cyclic_study_found import Study
 from cyclic_study_memory import Memory
 from cyclic_study_messages import Messages
-from cyclic_study_tables import runs_of
+from cyclic_study_tables import Study, runs_of
 from cyclic_study_tasks import MICRO_BATCHES, Task, tasks
 from cyclic_study_train import POINT, RULES
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
-from cyclic_study_found import Study
+from cyclic_study_memory import Memory
+from cyclic_study_messages import Messages
 from cyclic_study_tasks import MICRO_BATCHES, Task, tasks
 from cyclic_study_train import PLAIN, POINT, RULES, Run
 
@@ -13,6 +15,27 @@ from galvatron_lite.units import format_bytes
 
 LAST = 3
 """Points of a curve whose mean is the loss at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Everything that was measured.
+
+    Attributes:
+        date: day.
+        machine: where.
+        command: that made it.
+        runs: trainings.
+        memory: by task.
+        messages: by task.
+    """
+
+    date: str
+    machine: dict[str, str]
+    command: str
+    runs: list[Run]
+    memory: list[Memory]
+    messages: list[Messages]
 
 
 def learned_table(found: Study) -> str:

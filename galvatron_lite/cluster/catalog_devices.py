@@ -9,15 +9,143 @@ cuBLAS workspaces and NCCL buffers of 0.5 to 1.2 GiB that grows with the number 
 
 from __future__ import annotations
 
-from galvatron_lite.cluster.catalog_cards import CARDS
-from galvatron_lite.cluster.sheets import Sheet, sheet
+from dataclasses import dataclass
 
-_VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
-_T4 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
+from galvatron_lite.cluster.cluster import Device
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """A device's way to host memory.
+
+    A device's link: PCIe x16 one way (15.75, 31.5 and 63 GB/s of PCIe 3, 4 and 5 after 128b/130b coding; PCI-SIG,
+    https://pcisig.com/specifications), of which pinned copies reach about four fifths (25 of 31.5 GB/s on A100:
+    https://docs.nvidia.com/dgx/dgxa100-user-guide/), or NVLink-C2C (450 GB/s one way, half of it for each device of a
+    GB200: https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip), of which copies reach about two thirds
+    to four fifths (Fusco et al. 2024, arXiv:2408.11556).
+
+    Host memory: both sockets' channels, an eighth of it for each device of a node with 8: DGX-1 (2 x 4 DDR4-2400), DGX
+    A100 (2 x 8 DDR4-3200), DGX H100 (2 x 8 DDR5-4800); Grace's LPDDR5X for devices that are joined to one.
+    """
+
+    bandwidth: float  # bytes per second one way that copies reach
+    memory: float  # bytes per second of host memory, a device's part
+
+
+_PCIE3 = HostLink(12.5e9, 19.2e9)
+_PCIE4 = HostLink(25e9, 51.2e9)
+_PCIE5 = HostLink(50e9, 76.8e9)
+_GRACE_HOPPER = HostLink(330e9, 500e9)
+_GRACE_BLACKWELL = HostLink(165e9, 256e9)
+
+_FAMILIES: tuple[tuple[str, HostLink], ...] = (
+    ("GH200", _GRACE_HOPPER),
+    ("GB200", _GRACE_BLACKWELL),
+    ("GB300", _GRACE_BLACKWELL),
+    *((family, _PCIE5) for family in ("H100", "H200", "H800", "H20", "B200", "B300")),
+    *((family, _PCIE3) for family in ("V100", "P100", "P40", "T4", "RTX-Titan", "GTX", "RTX-2080", "Quadro")),
+)
+"""By the beginning of a device's name, first match."""
+
+
+def host_link(name: str) -> HostLink:
+    """The link of a device of the catalogue; PCIe 4 x16 where its name says nothing else (Ampere and Ada)."""
+    return next((link for family, link in _FAMILIES if name.startswith(family)), _PCIE4)
+
+
+_GIB = 2**30
+_MIB = 2**20
+_LAUNCH = 4e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One data sheet."""
+
+    device: Device  # the figures
+    aliases: tuple[str, ...] = ()  # other names of the device, among them what the CUDA driver calls it
+
+
+def sheet(
+    name: str,
+    memory_gib: float,
+    bandwidth: float,
+    peak_tflops: dict[str, float],
+    units: int,
+    source: str,
+    *aliases: str,
+    context_mib: int = 800,
+) -> Sheet:
+    """A sheet from the units data sheets use: GiB, bytes per second, TFLOP/s, MiB."""
+    peak = {precision: tera * 1e12 for precision, tera in peak_tflops.items()}
+    memory = round(memory_gib * _GIB)
+    host = host_link(name)
+    device = Device(
+        name, memory, bandwidth, peak, units, _LAUNCH, context_mib * _MIB, source, host.bandwidth, host.memory
+    )
+    return Sheet(device, aliases)
+
+
+_P40 = "https://images.nvidia.com/content/pdf/tesla/184427-Tesla-P40-Datasheet-NV-Final-Letter-Web.pdf"
+_PASCAL_CARDS = (
+    "https://international.download.nvidia.com/geforce-com/international/pdfs/GeForce_GTX_1080_Whitepaper_FINAL.pdf"
+)
 _TURING = (
     "https://images.nvidia.com/aem-dam/en-zz/Solutions/design-visualization/technologies/turing-architecture/"
     "NVIDIA-Turing-Architecture-Whitepaper.pdf"
 )
+_A10 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf"
+_A30 = "https://www.nvidia.com/content/dam/en-zz/Solutions/data-center/products/a30-gpu/pdf/a30-datasheet.pdf"
+_A40 = "https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf"
+_A6000 = (
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/"
+    "proviz-print-nvidia-rtx-a6000-datasheet-us-nvidia-1454980-r9-web%20(1).pdf"
+)
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_ADA_6000 = "https://www.nvidia.com/en-us/design-visualization/rtx-6000/"
+_L4 = "https://www.nvidia.com/en-us/data-center/l4/"
+_L40 = "https://images.nvidia.com/content/Solutions/data-center/vgpu-L40-datasheet.pdf"
+_L40S = "https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"
+
+CARDS: tuple[Sheet, ...] = (
+    # Pascal cards multiply half-precision items in fp32 (cublasGemmEx with fp32 compute).
+    sheet("GTX-1080Ti", 10.91, 484e9, {"fp32": 11.3, "fp16": 11.3}, 28, _PASCAL_CARDS, "GTX 1080 Ti", context_mib=400),
+    sheet("P40", 22.38, 346e9, {"fp32": 11.8, "fp16": 11.8}, 30, _P40, "P40-24GB", context_mib=400),
+    sheet("RTX-2080Ti", 10.76, 616e9, {"fp32": 13.4, "fp16": 53.8}, 68, _TURING, "RTX 2080 Ti", context_mib=400),
+    sheet("Quadro-RTX-8000", 47.46, 672e9, {"fp32": 16.3, "fp16": 130.5}, 72, _TURING, "RTX 8000", context_mib=500),
+    sheet("A10", 22.06, 600e9, {"fp32": 31.2, "tf32": 62.5, "fp16": 125.0, "bf16": 125.0}, 72, _A10, context_mib=500),
+    sheet("A30", 23.5, 933e9, {"fp32": 10.3, "tf32": 82.0, "fp16": 165.0, "bf16": 165.0}, 56, _A30, context_mib=500),
+    sheet("A40", 44.4, 696e9, {"fp32": 37.4, "tf32": 74.8, "fp16": 149.7, "bf16": 149.7}, 84, _A40, context_mib=500),
+    sheet(
+        "RTX-A6000", 47.5, 768e9, {"fp32": 38.7, "tf32": 77.4, "fp16": 154.8, "bf16": 154.8}, 84, _A6000, "A6000",
+        context_mib=500,
+    ),
+    sheet(
+        "RTX-6000-Ada", 47.5, 960e9, {"fp32": 91.1, "tf32": 182.1, "fp16": 364.2, "bf16": 364.2, "fp8": 728.5}, 142,
+        _ADA_6000, "RTX 6000 Ada Generation", context_mib=500,
+    ),
+    sheet(
+        "RTX-4090", 23.64, 1008e9, {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "bf16": 165.2, "fp8": 330.3}, 128, _ADA,
+        context_mib=500,
+    ),
+    sheet(
+        "L4", 22.05, 300e9, {"fp32": 30.3, "tf32": 60.0, "fp16": 121.0, "bf16": 121.0, "fp8": 242.5}, 58, _L4,
+        context_mib=500,
+    ),
+    sheet(
+        "L40", 44.5, 864e9, {"fp32": 90.5, "tf32": 90.5, "fp16": 181.0, "bf16": 181.0, "fp8": 362.0}, 142, _L40,
+        context_mib=500,
+    ),
+    sheet(
+        "L40S", 44.5, 864e9, {"fp32": 91.6, "tf32": 183.0, "fp16": 362.0, "bf16": 362.0, "fp8": 733.0}, 142, _L40S,
+        context_mib=500,
+    ),
+)  # fmt: skip
+"""Every card the catalogue knows."""
+
+
+_VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
+_T4 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
 _GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
 _A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
 _H100 = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"

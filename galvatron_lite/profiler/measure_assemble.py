@@ -14,9 +14,9 @@ from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.files import from_data
 from galvatron_lite.profiler.fit import fit_collectives
 from galvatron_lite.profiler.measure_hardware import with_throughput
+from galvatron_lite.profiler.measure_overhead import Waiting
 from galvatron_lite.profiler.measure_scope import EDGES, Scope, layer_key, layer_settings
 from galvatron_lite.profiler.measure_tasks import Results
-from galvatron_lite.profiler.measure_waiting import Waiting
 from galvatron_lite.profiler.schema import (
     PROFILE_VERSION,
     CollectiveFit,

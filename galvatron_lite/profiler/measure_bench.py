@@ -25,9 +25,8 @@ from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_edges import EdgeInput, measure_edges
 from galvatron_lite.profiler.measure_layers import LayerSetting, measure_block
-from galvatron_lite.profiler.measure_overhead import measure_overhead
+from galvatron_lite.profiler.measure_overhead import Waiting, measure_overhead, measure_waiting
 from galvatron_lite.profiler.measure_pictures import WHOLE, Slicing, cut_pictures
-from galvatron_lite.profiler.measure_waiting import Waiting, measure_waiting
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
 from galvatron_lite.profiler.segments import BlockCall, Skeleton, copy_block, make_skeleton, record_calls
 from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule, launched

@@ -2,40 +2,107 @@
 
 Each figure is a difference: a short chain of real blocks with the machinery, less the same chain without, less the
 collectives measured alone at the same size; as far as memory allows, of what was timed in turn.
+
+A blocking collective in the midst of compute costs more than its transfer: measured by itself it finds every rank
+ready. Between the matmuls of a tensor-parallel block the ranks arrive at unequal moments and, on CPUs, the threads that
+move the data must first get a core. That figure is a difference, too: a short chain of real shards that communicate,
+less the same shards alone, less the collectives measured by themselves.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from galvatron_lite.cluster.cluster import Collective
-from galvatron_lite.model.batch import batch_size, move_batch, slice_batch
+from galvatron_lite.model.batch import batch_size, map_tensors, move_batch, slice_batch
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
 from galvatron_lite.parallelism.pipeline.transfer import Receiver, Sender
+from galvatron_lite.parallelism.tensor.apply import shard_layer
+from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup, TensorGroup
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
-from galvatron_lite.profiler.measure_chain import CHAIN_LAYERS, Chain, chain_run, chain_seconds
-from galvatron_lite.profiler.measure_collectives import prepare
+from galvatron_lite.profiler.measure_collectives import GroupShape, make_group, prepare
+from galvatron_lite.profiler.measure_layers import differentiable, seeded
 from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, on_share
 from galvatron_lite.profiler.memory import storage_bytes
 from galvatron_lite.profiler.schema import HostOverhead
-from galvatron_lite.profiler.segments import BlockCall
+from galvatron_lite.profiler.segments import BlockCall, entering, hidden_state, leaf_of
 from galvatron_lite.profiler.timing import (
     DEFAULT_RULE,
     Across,
+    Lap,
     Term,
     TimingRule,
     launched,
     time_call,
     time_difference,
+    time_laps,
     whole,
 )
+
+CHAIN_LAYERS = 3
+
+
+class Chain(nn.Module):
+    """Equal blocks that run one after another, each on its own copy of the input."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(CHAIN_LAYERS))
+
+    def forward(self, call: BlockCall, leaves: list[Tensor]) -> Tensor:
+        """A scalar whose backward runs through every block."""
+        outputs = [_run(block, call, leaf) for block, leaf in zip(self.blocks, leaves, strict=True)]
+        return seeded([tensor for output in outputs for tensor in output], leaves[0].device)
+
+
+def _run(block: nn.Module, call: BlockCall, leaf: Tensor) -> list[Tensor]:
+    whole = hidden_state(call.args, call.kwargs)
+
+    def fill(tensor: Tensor) -> Tensor:
+        return leaf if tensor is whole else tensor
+
+    return differentiable(block(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill)))
+
+
+def _leave(_: Tensor) -> None:
+    return None
+
+
+def chain_seconds(
+    chain: nn.Module, call: BlockCall, device: torch.device, rule: TimingRule, watch: Callable[[Tensor], None] = _leave
+) -> float:
+    """Seconds of forward and backward of one block of a chain; see ``chain_run``."""
+    return time_laps(chain_run(chain, call, watch), device, rule).laps[1] / CHAIN_LAYERS
+
+
+def chain_run(chain: nn.Module, call: BlockCall, watch: Callable[[Tensor], None] = _leave) -> Callable[[Lap], object]:
+    """Forward and backward of a chain, as the second of two parts; gradients begin as None, as after ``zero_grad``.
+
+    ``watch`` sees the chain's scalar before backward.
+    """
+    leaf = leaf_of(call)
+
+    def once(lap: Lap) -> None:
+        chain.zero_grad(set_to_none=True)
+        leaves = [entering(leaf) for _ in range(CHAIN_LAYERS)]
+        lap()
+        seed = chain(call, leaves)
+        watch(seed)
+        seed.backward()
+        lap()
+
+    return once
+
 
 _SMALL = 4096
 
@@ -136,3 +203,79 @@ def _pipeline(device: torch.device, rule: TimingRule) -> float:
     bare = prepare(Collective.SEND_RECV, _SMALL, None, device)
     terms = Term(1.0, whole(through), Across.MAX), Term(-1.0, whole(bare), Across.MAX)
     return max(time_difference(terms, device, rule).seconds, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Seconds that a blocking collective costs beside its transfer: ``fixed + per_byte * bytes of the tensor``."""
+
+    fixed: float = 0.0
+    per_byte: float = 0.0
+
+
+def measure_waiting(
+    block: nn.Module,
+    plan: TensorPlan,
+    calls: Sequence[BlockCall],
+    device: torch.device,
+    rule: TimingRule = DEFAULT_RULE,
+) -> Waiting:
+    """Measure it on the largest tensor-parallel group that this world and the block allow.
+
+    Args:
+        block: a whole block on ``device``; copied.
+        plan: how it is split.
+        calls: what it is called with at few and at many samples.
+        device: where.
+        rule: how long to time each.
+
+    Returns:
+        Zero where the world or the block allows no tensor parallelism.
+    """
+    degree = largest_degree(plan)
+    if degree == 1:
+        return Waiting()
+    group = make_group(GroupShape(degree, 1, dist.get_world_size() // degree))
+    points = [_point(block, plan, call, ProcessTensorGroup(group), device, rule) for call in calls]
+    return line_through(points)
+
+
+def largest_degree(plan: TensorPlan) -> int:
+    """The largest degree that divides both the world and what the block allows."""
+    world = dist.get_world_size() if launched() else 1
+    legal = [degree for degree in range(1, world + 1) if world % degree == 0 and plan.max_degree % degree == 0]
+    return max(legal) if plan.collectives else 1
+
+
+def line_through(points: Sequence[tuple[int, float]]) -> Waiting:
+    """The line through the points of the smallest and the largest tensor, neither figure below zero."""
+    (small, few), (large, many) = min(points), max(points)
+    per_byte = max((many - few) / (large - small), 0.0) if large > small else 0.0
+    return Waiting(max(few - per_byte * small, 0.0), per_byte)
+
+
+def _point(
+    block: nn.Module,
+    plan: TensorPlan,
+    call: BlockCall,
+    group: ProcessTensorGroup,
+    device: torch.device,
+    rule: TimingRule,
+) -> tuple[int, float]:
+    """Bytes of the hidden state, and seconds that one collective of it costs beside its transfer."""
+    size = storage_bytes([hidden_state(call.args, call.kwargs)])
+
+    def chain(shards: TensorGroup) -> Callable[[Lap], object]:
+        made = Chain(block)
+        for layer in made.blocks:
+            shard_layer(layer, plan, shards)
+        return chain_run(made, call)
+
+    # forward and backward of a block together reduce as often as its forward gathers and scatters
+    each = 1.0 / (CHAIN_LAYERS * plan.collectives)
+    terms = (
+        Term(each, chain(group)),
+        Term(-each, chain(ShapeOnlyGroup(group.size))),
+        Term(-1.0, whole(prepare(Collective.ALL_REDUCE, size, group.process_group, device)), Across.MAX),
+    )
+    return size, time_difference(terms, device, rule).seconds

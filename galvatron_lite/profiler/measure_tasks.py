@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.profiler.timing import launched
+from galvatron_lite.saying import say
 
 Results: TypeAlias = dict[str, Any]
 """Plain data of finished tasks by key."""
@@ -67,3 +69,22 @@ def first_rank() -> bool:
 def _tell(journal: Journal | None, progress: Progress | None, done: int, total: int, label: str) -> None:
     if progress is not None and journal is not None:
         progress(done, total, label)
+
+
+EVERY = 15.0
+"""Seconds between lines."""
+
+
+def notices(title: str) -> Progress:
+    """A function (done, total, label) that says a line at the start, and every so often (``saying.say``).
+
+    Training scripts have no place of their own for it, and minutes of silence look like a hang.
+    """
+    told = [float("-inf")]
+
+    def tell(done: int, total: int, label: str) -> None:
+        if monotonic() - told[0] >= EVERY:
+            told[0] = monotonic()
+            say(f"{title}: {done} of {total} ({label})")
+
+    return tell

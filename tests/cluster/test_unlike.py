@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.cluster.budget import Budget, budget_on
-from galvatron_lite.cluster.catalog import device_named, load_cluster
+from galvatron_lite.cluster.catalog import device_named, load_cluster, slower, slower_levels
 from galvatron_lite.cluster.cluster import Cluster, DeviceGroup, Level
-from galvatron_lite.cluster.unlike import slower, slower_levels
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import write_value
 

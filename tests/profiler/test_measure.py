@@ -13,8 +13,7 @@ from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.profiler import measure_bench
 from galvatron_lite.profiler.measure import machine_name, measure_profile, sample_counts
-from galvatron_lite.profiler.measure_hardware import measure_throughput
-from galvatron_lite.profiler.measure_optimizer import measure_optimizer
+from galvatron_lite.profiler.measure_hardware import measure_optimizer, measure_throughput
 from galvatron_lite.profiler.schema import BRANCH_HOST, OriginKind, Profile
 from galvatron_lite.profiler.store import journal_path, last_profile, profile_hash, read_profile
 from galvatron_lite.profiler.timing import TimingRule

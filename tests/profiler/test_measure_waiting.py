@@ -14,7 +14,7 @@ from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Recompu
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.profiler.measure_waiting import Waiting, line_through, measure_waiting
+from galvatron_lite.profiler.measure_overhead import Waiting, line_through, measure_waiting
 from galvatron_lite.profiler.segments import BlockCall
 from tests.factories import make_kind
 
