@@ -92,11 +92,11 @@ def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Pr
         groups_fit(runs, plan, graph),
     ]
     sizes = [Check(SIZE, Verdict.DIFFERS, line) for line in other_size(plan, graph.parameters)]
-    sent = _volume(runs, plan, profile, graph)
+    sent = _volume(runs, plan, profile)
     return [Check(NAME, Verdict.PASSED, said), *sizes, *match(runs, plan), *followed, sent]
 
 
-def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None, graph: ModelGraph) -> Check:
+def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
     """Communication against what is priced, where there is a profile of the model to price with."""
     if profile is None:
         return Check(VOLUME, Verdict.SKIPPED, "The profile that the plan was made from is not found: --profile FILE.")
@@ -106,7 +106,7 @@ def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None, graph: Mod
         return Check(VOLUME, Verdict.SKIPPED, said)
     if reason := _not_compared(profile.graph):
         return Check(VOLUME, Verdict.SKIPPED, reason)
-    return volume(runs, plan, profile, graph.layers)
+    return volume(runs, plan, profile)
 
 
 def _not_compared(graph: ModelGraph) -> str:

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.match.agree import Agreement, casts_of
-from galvatron_lite.verify.match.order import flows
-from galvatron_lite.verify.match.places import Part, Script, parts_of, script_of
+from galvatron_lite.verify.match.places import Part, parts_of, script_of
 from galvatron_lite.verify.match.replay import Ended, Replay
 from galvatron_lite.verify.match.words import clash_said, open_said, ranks_said, strangers_said, stuck_said
 from galvatron_lite.verify.schema import Check, RoleRun, Verdict
@@ -34,7 +32,7 @@ def match(runs: Sequence[RoleRun], plan: Plan, *, in_order: bool = True) -> list
     Returns:
         Whether what meets fits (``FIT``), and whether every rank comes to its end (``PROGRESS``).
     """
-    scripts = [script_of(number, run) for number, run in enumerate(runs)]
+    scripts = [script_of(run) for run in runs]
     parts = {part.rank: part for script in scripts for part in parts_of(script, plan.stage_devices)}
     unknown = [rank for rank in range(plan.devices) if rank not in parts]
     if unknown:
@@ -43,16 +41,7 @@ def match(runs: Sequence[RoleRun], plan: Plan, *, in_order: bool = True) -> list
     lost = [part for part in parts.values() if None in part.streams]
     if lost:
         return _ended(Check(FIT, Verdict.FAILED, *_lost_said(lost[0])))
-    if _surely(scripts, parts, in_order=in_order):
-        return _passed(parts)
     return _verdicts(Replay(parts, in_order=in_order).run(), parts)
-
-
-def _surely(scripts: Sequence[Script], parts: Mapping[int, Part], *, in_order: bool) -> bool:
-    """Whether roles alone show that all goes well."""
-    agreement, casts = Agreement(scripts), casts_of(parts)
-    fit = all(agreement.fits(stream, cast) for stream, cast in casts.items())
-    return fit and flows(parts, casts, in_order=in_order)
 
 
 def _passed(parts: Mapping[int, Part]) -> list[Check]:

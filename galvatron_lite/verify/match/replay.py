@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from galvatron_lite.verify.match.order import lane_of
 from galvatron_lite.verify.match.places import PAIRED, Part, Stream
 from galvatron_lite.verify.match.rules import Clash, Spoken, collective_clash, pair_clash
 from galvatron_lite.verify.schema import NOBODY, Kind, Message
@@ -36,7 +35,7 @@ class _Actor:
     next: int = 0
     owed: int = 0
     later: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    given: list[Given] = field(default_factory=list)
+    open: dict[int, Given] = field(default_factory=dict)  # by number: messages that have not happened
     lanes: dict[Hashable, deque[list[Given]]] = field(default_factory=lambda: defaultdict(deque))
     batches: dict[Hashable, int] = field(default_factory=dict)
     counts: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
@@ -66,7 +65,7 @@ class Ended:
     @property
     def open(self) -> list[Given]:
         """Messages that never happened."""
-        return [one for actor in self.actors.values() for one in actor.given if not one.done]
+        return [one for actor in self.actors.values() for one in actor.open.values()]
 
 
 def spoken_of(part: Part, number: int) -> Spoken:
@@ -109,7 +108,7 @@ class Replay:
             number = actor.next
             message = actor.messages[number]
             given = self._given(actor, number, message)
-            actor.given.append(given)
+            actor.open[number] = given
             if message.waited != NOBODY:
                 actor.later[message.waited] += 1
             actor.next += 1
@@ -168,6 +167,7 @@ class Replay:
         if clash is not None:
             self._end.clash, self._end.meeting = clash, given.meeting
             return
+        del self._end.present[given.meeting]
         for one in found:
             self._happen(one)
 
@@ -181,6 +181,7 @@ class Replay:
     def _happen(self, given: Given) -> None:
         given.done = True
         actor = self._end.actors[given.rank]
+        del actor.open[given.number]
         waited = actor.messages[given.number].waited
         if waited != NOBODY and waited <= actor.next:
             actor.owed -= 1
@@ -197,3 +198,11 @@ class Replay:
             queue.popleft()
             for one in list(queue[0]) if queue else ():
                 self._meet(one)
+
+
+def lane_of(part: Part, number: int) -> Hashable:
+    """Messages of a rank that go one after the other: those of a group, but for single ones from rank to rank, which go
+    in order with those of the same partner only."""
+    script, line = part.script, part.script.lines[number]
+    alone = script.messages[number].kind in PAIRED and script.batches[number] == NOBODY
+    return line, part.partner(number) if alone else -1

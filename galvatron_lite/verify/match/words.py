@@ -135,7 +135,7 @@ Waiting = dict[int, tuple[Given, list[int]]]
 def _waiting(ended: Ended) -> Waiting:
     found: Waiting = {}
     for rank, actor in ended.actors.items():
-        held = [one for one in actor.given if not one.done and _is_owed(actor.messages[one.number], actor.next)]
+        held = [one for one in actor.open.values() if _is_owed(actor.messages[one.number], actor.next)]
         first = next((one for given in held for one in _heads(ended, given) if _missing(ended, one)), None)
         if first is not None:
             found[rank] = first, _missing(ended, first)
