@@ -19,7 +19,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import read_profile
 from galvatron_lite.request import PlanArguments, PlanRequest, Progress, memory_budget
-from galvatron_lite.verify.asked import Checks, checks_named
+from galvatron_lite.verify.schema import Checks, checks_named
 
 if TYPE_CHECKING:
     from torch import nn
@@ -244,7 +244,7 @@ def verify_plan(
     from galvatron_lite.plans.io import check_plan, read_plan
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.verify.run import run_checks
+    from galvatron_lite.verify.checks import run_checks
 
     given = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
     wanted = checks_named(checks)

@@ -110,7 +110,7 @@ class Replay:
             given = self._given(actor, number, message)
             actor.open[number] = given
             if message.waited != NOBODY:
-                actor.later[message.waited] += 1
+                actor.later[max(message.waited, number + 1)] += 1
             actor.next += 1
             self._start(actor, given)
             actor.owed += actor.later.pop(actor.next, 0)
@@ -183,10 +183,12 @@ class Replay:
         actor = self._end.actors[given.rank]
         del actor.open[given.number]
         waited = actor.messages[given.number].waited
-        if waited != NOBODY and waited <= actor.next:
-            actor.owed -= 1
-        elif waited != NOBODY:
-            actor.later[waited] -= 1
+        if waited != NOBODY:
+            waited = max(waited, given.number + 1)
+            if waited <= actor.next:
+                actor.owed -= 1
+            else:
+                actor.later[waited] -= 1
         if not actor.owed:
             self._ready.append(given.rank)
         if self._in_order and all(one.done for one in given.batch):

@@ -61,11 +61,6 @@ def _shape(one: Spoken) -> Hashable:
     return () if loose or message.kind is Kind.ALL_TO_ALL else message.shape
 
 
-def _place(one: Spoken) -> Hashable:
-    """Whose work it is, where that is known; the ranks of other stages do other work."""
-    return one.message.layer, one.message.microbatch
-
-
 _LOOKS: tuple[tuple[str, Callable[[Spoken], Hashable]], ...] = (
     ("kind", lambda one: one.message.kind),
     ("dtype", lambda one: one.message.dtype),
@@ -79,7 +74,11 @@ def _order_clash(spoken: Sequence[Spoken]) -> Clash | None:
     """Why messages that look alike belong to other layers or micro-batches: their ranks come in other orders."""
     stages = {one.stage for one in spoken}
     unknown = any(not one.message.layer for one in spoken)
-    return None if len(stages) > 1 or unknown else _told_apart("layer", _place, spoken)
+    return (
+        None
+        if len(stages) > 1 or unknown
+        else _told_apart("layer", lambda one: (one.message.layer, one.message.microbatch), spoken)
+    )
 
 
 def _told_apart(what: str, look: Callable[[Spoken], Hashable], spoken: Sequence[Spoken]) -> Clash | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from galvatron_lite.verify.match.places import PAIRED, Part, Stream
 from galvatron_lite.verify.match.replay import Ended, Given, spoken_of
@@ -135,15 +136,11 @@ Waiting = dict[int, tuple[Given, list[int]]]
 def _waiting(ended: Ended) -> Waiting:
     found: Waiting = {}
     for rank, actor in ended.actors.items():
-        held = [one for one in actor.open.values() if _is_owed(actor.messages[one.number], actor.next)]
+        held = [one for one in actor.open.values() if NOBODY != actor.messages[one.number].waited <= actor.next]
         first = next((one for given in held for one in _heads(ended, given) if _missing(ended, one)), None)
         if first is not None:
             found[rank] = first, _missing(ended, first)
     return found
-
-
-def _is_owed(message: Message, following: int) -> bool:
-    return NOBODY != message.waited <= following
 
 
 def _heads(ended: Ended, given: Given) -> Iterator[Given]:
@@ -184,3 +181,40 @@ def open_said(ended: Ended) -> tuple[str, list[str]]:
     said = f"Rank {given.rank} has a {message.kind} left at the end of the step: {missing} {verb}"
     more = f" ({len(held)} messages in all)." if len(held) > 1 else "."
     return said + more, [_line(ended, one) for one in held[:_MOST]]
+
+
+_RANK = re.compile(r"^Rank (\d+) \(stage (\d+)\)(.*)$", re.DOTALL)
+_STAGE = re.compile(r"^([Ss])tage (\d+)(: .*)$", re.DOTALL)
+
+
+def folded(lines: Iterable[str]) -> list[str]:
+    """The lines in order; ranks, or stages, of which the same is said are named together in the first of them."""
+    groups: dict[tuple[str, str], list[re.Match[str] | str]] = {}
+    for line in lines:
+        match = _RANK.match(line) or _STAGE.match(line)
+        key = (line, "") if match is None else (match[3], "" if match.re is _RANK else match[1])
+        groups.setdefault(key, []).append(line if match is None else match)
+    return [_folded_line(found) for found in groups.values()]
+
+
+def _folded_line(found: Sequence[re.Match[str] | str]) -> str:
+    matches = [one for one in found if not isinstance(one, str)]
+    if len(matches) < 2:
+        return found[0] if isinstance(found[0], str) else found[0][0]
+    stages = _numbers(sorted({int(one[2]) for one in matches}))
+    if matches[0].re is _STAGE:
+        return f"{matches[0][1]}tages {stages}{matches[0][3]}"
+    many = "stages" if len({one[2] for one in matches}) > 1 else "stage"
+    return f"Ranks {_numbers(sorted(int(one[1]) for one in matches))} ({many} {stages}){matches[0][3]}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """``0 to 2, 5`` for 0, 1, 2 and 5; ``0, 1`` for two."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(parts)

@@ -25,11 +25,10 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import ITEM_BYTES, format_bytes
-from galvatron_lite.verify.faithful.gradients import COPIES
-from galvatron_lite.verify.faithful.layers import Planned
-from galvatron_lite.verify.faithful.memory import EXPLAINED
-from galvatron_lite.verify.faithful.places import together
-from galvatron_lite.verify.folding import folded
+from galvatron_lite.verify.conformance.groups import COPIES
+from galvatron_lite.verify.conformance.layers import Planned, together
+from galvatron_lite.verify.conformance.memory import EXPLAINED
+from galvatron_lite.verify.match.words import folded
 from galvatron_lite.verify.schema import Check, During, Kind, Message, RoleRun, Verdict
 
 VOLUME = "communication is as priced"
