@@ -130,9 +130,9 @@ def layer_checks(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph, cluster
     planned, count = Planned(plan, graph), len(plan.stages)
     held = f"All {count} stages hold the plan's layers." if count > 1 else "The one stage holds the plan's layers."
     return [
-        check_of(STAGES, list(_other_stages(runs, planned)), held),
-        check_of(SPLITS, list(_other_splits(runs, planned)), "Parameters lie on ranks as the plan says."),
-        check_of(KEPT, list(_other_kept(runs, planned)), _kept_said(planned)),
+        check_of(STAGES, folded(_other_stages(runs, planned)), held),
+        check_of(SPLITS, folded(_other_splits(runs, planned)), "Parameters lie on ranks as the plan says."),
+        check_of(KEPT, folded(_other_kept(runs, planned)), _kept_said(planned)),
         *memory_checks(runs, plan, cluster),
     ]
 
@@ -141,7 +141,6 @@ def check_of(name: str, wrong: Sequence[str], right: str) -> Check:
     """Failed, with a line for each difference; passed where there are none."""
     if not wrong:
         return Check(name, Verdict.PASSED, right)
-    wrong = folded(wrong)
     more = f" ({len(wrong)} in all)" if len(wrong) > 1 else ""
     return Check(name, Verdict.FAILED, f"{wrong[0]}{more}", tuple(wrong[1:_MOST]))
 
