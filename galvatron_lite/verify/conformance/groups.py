@@ -12,7 +12,7 @@ from galvatron_lite.parallelism.ranks import expert_group, expert_spread_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.conformance.layers import OTHERS, Planned, check_of, holders_of_experts, line_of, together
-from galvatron_lite.verify.match.words import ranks_said, where
+from galvatron_lite.verify.match.words import rank_list, where
 from galvatron_lite.verify.schema import Check, During, Kind, LayerSplit, Message, ParameterSplit, RoleRun
 
 GROUPS = "groups are the plan's"
@@ -43,9 +43,9 @@ def _wrong(run: RoleRun, planned: Planned) -> Iterator[str]:
     known = {purpose for purpose, _ in legal} | set(_PURPOSES)
     for (purpose, ranks), one in first.items():
         if purpose in known and (purpose, ranks) not in legal:
-            wanted = "; ".join(sorted(ranks_said(own) for other, own in legal if other == purpose)) or "none"
+            wanted = "; ".join(sorted(rank_list(own) for other, own in legal if other == purpose)) or "none"
             place = where(run.stage, one)
-            yield f"Rank {run.rank} ({place}) uses {ranks_said(ranks)} for {purpose}; the plan's are: {wanted}."
+            yield f"Rank {run.rank} ({place}) uses {rank_list(ranks)} for {purpose}; the plan's are: {wanted}."
 
 
 _PURPOSES = ("gradients", "states", "activations", "pixels", "tokens", "experts")
@@ -115,12 +115,12 @@ def _missing(run: RoleRun, planned: Planned) -> Iterator[str]:
         if split.layer in planned.strategies:
             for one in _needed(run, split, planned):
                 needed[one.ranks, one.scattered].append(one)
-    given = _given(run)
+    given = _summed_items(run)
     for (ranks, scattered), wanted in sorted(needed.items(), key=_strictest):
         items = sum(one.items for one in wanted)
         left = items - _take(given, ranks, scattered, items)
         if left > 0:
-            yield _said(run, wanted, ranks, left, items)
+            yield _missing_text(run, wanted, ranks, left, items)
 
 
 def _strictest(needed: tuple[tuple[Ranks, bool | None], object]) -> tuple[bool, int]:
@@ -129,7 +129,7 @@ def _strictest(needed: tuple[tuple[Ranks, bool | None], object]) -> tuple[bool, 
     return scattered is None, -len(ranks)
 
 
-def _said(run: RoleRun, wanted: Sequence[Needed], ranks: Ranks, left: int, items: int) -> str:
+def _missing_text(run: RoleRun, wanted: Sequence[Needed], ranks: Ranks, left: int, items: int) -> str:
     by_layer: dict[str, int] = defaultdict(int)
     for one in wanted:
         by_layer[one.layer] += one.items
@@ -137,7 +137,7 @@ def _said(run: RoleRun, wanted: Sequence[Needed], ranks: Ranks, left: int, items
     names = alone[:1] if len(alone) == 1 else list(by_layer)
     of = names[0] if len(names) == 1 else f"one of {names[0]} .. {names[-1]}"
     return (
-        f"Rank {run.rank} (stage {run.stage}): gradients of {of} are not summed over {ranks_said(ranks)}: {left:,} of "
+        f"Rank {run.rank} (stage {run.stage}): gradients of {of} are not summed over {rank_list(ranks)}: {left:,} of "
         f"{items:,} items are missing, and these ranks hold the same parameters and see other samples."
     )
 
@@ -153,7 +153,7 @@ def _take(given: dict[tuple[Ranks, bool], int], ranks: Ranks, scattered: bool | 
     return taken
 
 
-def _given(run: RoleRun) -> dict[tuple[Ranks, bool], int]:
+def _summed_items(run: RoleRun) -> dict[tuple[Ranks, bool], int]:
     """Items that the rank gave to sums behind and during backward, by group and whether they were scattered."""
     found: dict[tuple[Ranks, bool], int] = defaultdict(int)
     for one in run.messages:

@@ -12,8 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.match.places import Part, parts_of, script_of
-from galvatron_lite.verify.match.replay import Ended, Replay
-from galvatron_lite.verify.match.words import clash_said, open_said, ranks_said, strangers_said, stuck_said
+from galvatron_lite.verify.match.replay import Replay, ReplayResult
+from galvatron_lite.verify.match.words import (
+    deadlock_text,
+    mismatch_text,
+    missing_group_text,
+    rank_list,
+    unmatched_text,
+)
 from galvatron_lite.verify.schema import Check, RoleRun, Verdict
 
 FIT = "messages fit"
@@ -36,11 +42,11 @@ def match(runs: Sequence[RoleRun], plan: Plan, *, in_order: bool = True) -> list
     parts = {part.rank: part for script in scripts for part in parts_of(script, plan.stage_devices)}
     unknown = [rank for rank in range(plan.devices) if rank not in parts]
     if unknown:
-        said = f"Of {ranks_said(unknown)} it is not known what they do."
+        said = f"Of {rank_list(unknown)} it is not known what they do."
         return [Check(name, Verdict.SKIPPED, said) for name in (FIT, PROGRESS)]
     lost = [part for part in parts.values() if None in part.streams]
     if lost:
-        return _ended(Check(FIT, Verdict.FAILED, *_lost_said(lost[0])))
+        return _ended(Check(FIT, Verdict.FAILED, *_lost_text(lost[0])))
     return _verdicts(Replay(parts, in_order=in_order).run(), parts)
 
 
@@ -53,17 +59,17 @@ def _passed(parts: Mapping[int, Part]) -> list[Check]:
     ]
 
 
-def _verdicts(ended: Ended, parts: Mapping[int, Part]) -> list[Check]:
+def _verdicts(ended: ReplayResult, parts: Mapping[int, Part]) -> list[Check]:
     if ended.clash is not None:
-        return _ended(_failed(FIT, clash_said(ended)))
+        return _ended(_failed(FIT, mismatch_text(ended)))
     if ended.strangers is not None:
-        return _ended(_failed(FIT, strangers_said(ended)))
+        return _ended(_failed(FIT, missing_group_text(ended)))
     fit, done = _passed(parts)
     if all(actor.ended for actor in ended.actors.values()):
-        return [fit, _failed(PROGRESS, open_said(ended)) if ended.open else done]
+        return [fit, _failed(PROGRESS, unmatched_text(ended)) if ended.open else done]
     return [
         Check(FIT, Verdict.PASSED, "What comes to its partners fits; not all does."),
-        _failed(PROGRESS, stuck_said(ended)),
+        _failed(PROGRESS, deadlock_text(ended)),
     ]
 
 
@@ -75,10 +81,10 @@ def _ended(failed: Check) -> list[Check]:
     return [failed, Check(PROGRESS, Verdict.SKIPPED, "Not known: the messages do not fit.")]
 
 
-def _lost_said(part: Part) -> tuple[str, tuple[str, ...]]:
+def _lost_text(part: Part) -> tuple[str, tuple[str, ...]]:
     """A group that belongs to the place of the recorded rank alone."""
     place = part.streams.index(None)
     purpose, ranks = part.script.groups[place]
     run = part.script.run
-    said = f"Rank {run.rank} uses the group of {ranks_said(ranks)} ({purpose}); rank {part.rank}, which is to do the "
+    said = f"Rank {run.rank} uses the group of {rank_list(ranks)} ({purpose}); rank {part.rank}, which is to do the "
     return said + "same in its own place, has no such group.", (f"role: {run.role}",)
