@@ -99,7 +99,7 @@ def _empty(dtype: torch.dtype) -> Tensor:
 
 
 def _add_key(key: list[Any], tensors: list[Tensor], values: Any) -> bool:
-    """Add to a full_key what is known of some values; whether they are plain."""
+    """Add some values to a key; whether they are plain."""
     for value in values:
         kind = type(value)
         if kind in _PLAIN_VALUES:
