@@ -19,7 +19,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import read_profile
 from galvatron_lite.request import PlanArguments, PlanRequest, Progress, memory_budget
-from galvatron_lite.verify.asked import Checks, checks_named
+from galvatron_lite.verify.schema import Checks, checks_named
 
 if TYPE_CHECKING:
     from torch import nn
@@ -244,7 +244,7 @@ def verify_plan(
     from galvatron_lite.plans.io import check_plan, read_plan
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.verify.run import run_checks
+    from galvatron_lite.verify.checks import run_checks
 
     given = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
     wanted = checks_named(checks)
@@ -264,7 +264,7 @@ def find_source(plan: Plan, model: Any, batch: Any, loss_fn: Any, sequence: int 
     Raises:
         InputError: no model is known by the names in the plan.
     """
-    from galvatron_lite.verify.source import given_source, module_source, named_source
+    from galvatron_lite.verify.source import factory_source, module_source, named_source
 
     if isinstance(model, str):
         if model.endswith(".py"):
@@ -274,7 +274,7 @@ def find_source(plan: Plan, model: Any, batch: Any, loss_fn: Any, sequence: int 
     if callable(getattr(model, "named_modules", None)):
         return module_source(model, batch, loss_fn)
     if callable(model):
-        return given_source(model)
+        return factory_source(model)
     made_from = plan.provenance
     for name in (plan.model, made_from.profile if made_from is not None else ""):
         if _model_exists(name):

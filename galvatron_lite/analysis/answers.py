@@ -144,7 +144,11 @@ def missed(answer: Fewest) -> str:
     planned = [point for point in answer.points if point.plan is not None]
     nearest = ""
     if planned:
-        best = max(planned, key=lambda p: p.rate) if answer.target.goal in _RATES else min(planned, key=_seconds)
+        best = (
+            max(planned, key=lambda p: p.rate)
+            if answer.target.goal in _RATES
+            else min(planned, key=lambda p: p.seconds)
+        )
         nearest = (
             f" The nearest: {format_seconds(best.seconds)} a step, {_pace(best, answer.target.goal)}, on "
             f"{_gpus(best.devices)}."
@@ -155,10 +159,6 @@ def missed(answer: Fewest) -> str:
 
 
 _RATES = (Goal.SAMPLES, Goal.TOKENS)
-
-
-def _seconds(point: Point) -> float:
-    return point.seconds
 
 
 def _reach(target: Target, many: bool) -> str:

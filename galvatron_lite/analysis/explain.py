@@ -126,18 +126,17 @@ def bounds(
 def _compute(time: TimeAccount, price: MemoryPrice | None, what_ifs: Sequence[WhatIf]) -> Bound:
     """What is left where nothing else binds; not known to bind where something else was not tried."""
     share = f"compute: {time.seconds_of(TimeClass.COMPUTE) / time.step_seconds:.0%} of the step"
-    names = [one.change for one in what_ifs if one.gain is None and _tells_constraint(one)]
+    names = [
+        one.change
+        for one in what_ifs
+        if one.gain is None and (one.name.startswith("links_") or one.name == "batch_twice")
+    ]
     open_ones = ["more memory"] * (price is None) + (names if what_ifs else ["quicker links", "a larger batch"])
     if not open_ones:
         return Bound(Constraint.COMPUTE, f"{share}, and nothing above binds", None, True)
     return Bound(
         Constraint.COMPUTE, f"{share}; whether anything binds is not known: {_not_tried(open_ones)}", None, False
     )
-
-
-def _tells_constraint(one: WhatIf) -> bool:
-    """Whether a constraint is told by it."""
-    return one.name.startswith("links_") or one.name == "batch_twice"
 
 
 def fullest(memory: Sequence[StageMemory], price: MemoryPrice | None = None) -> StageMemory:

@@ -281,12 +281,11 @@ def account(priced: Priced) -> TimeAccount:
         sums[key][0] += seconds
     parts = [TimePart(*key, seconds, max(hidden, 0.0)) for key, (seconds, hidden) in sums.items()]
     least = _ROUNDING * priced.prediction.step_seconds
-    shown = sorted((part for part in parts if part.seconds > 0 or part.hidden_seconds > least), key=_largest_first)
+    shown = sorted(
+        (part for part in parts if part.seconds > 0 or part.hidden_seconds > least),
+        key=lambda part: (-part.seconds, part.name),
+    )
     return TimeAccount(priced.prediction.step_seconds, group, tuple(shown), operations.origin)
-
-
-def _largest_first(part: TimePart) -> tuple[float, str]:
-    return -part.seconds, part.name
 
 
 def _waiting(priced: Priced, busy: float) -> Iterator[tuple[Key, float]]:

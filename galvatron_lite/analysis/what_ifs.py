@@ -109,7 +109,10 @@ def with_faster_links(profile: Profile, place: int, factor: float = 2.0) -> Prof
     cluster = profile.cluster
     groups = tuple(replace(group, levels=_faster(group.levels, place, factor)) for group in cluster.groups)
     faster = replace(cluster, levels=_faster(cluster.levels, place, factor), groups=groups)
-    fits = tuple(_fit(fit, factor) if _level_of(cluster, fit) == place else fit for fit in profile.fits)
+    fits = tuple(
+        replace(fit, bandwidth=fit.bandwidth * factor) if _level_of(cluster, fit) == place else fit
+        for fit in profile.fits
+    )
     points = (_point(point, profile, factor) if _level_of(cluster, point) == place else point
               for point in profile.collectives)  # fmt: skip
     kept = tuple(point for point in points if point is not None)
@@ -131,10 +134,6 @@ def _level_of(cluster: Cluster, measured: CollectiveFit | CollectivePoint) -> in
         if reach < inside:
             return place
     return len(cluster.levels) - 1
-
-
-def _fit(fit: CollectiveFit, factor: float) -> CollectiveFit:
-    return replace(fit, bandwidth=fit.bandwidth * factor)
 
 
 def _point(point: CollectivePoint, profile: Profile, factor: float) -> CollectivePoint | None:

@@ -171,7 +171,7 @@ def verify_command(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from galvatron_lite.api_plans import verify_plan
     from galvatron_lite.plans.io import read_plan
-    from galvatron_lite.verify.asked import Checks, checks_named
+    from galvatron_lite.verify.schema import Checks, checks_named
 
     wanted, given = tuple(Checks) if checks is None else checks_named(checks), read_plan(plan)
     with interruptible(INTERRUPTED), progress_bar("Verifying", quiet=as_json, lines=True) as progress:

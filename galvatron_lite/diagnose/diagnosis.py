@@ -140,12 +140,14 @@ def find_profile(source: Source, folder: Path = Path("profiles")) -> Profile:
 
 def diagnose(source: Source, profile: Profile) -> Diagnosis:
     """Hold a run against what its plan is predicted to do."""
-    wanted = evaluate(profile, source.plan) if _is_other(source.plan) else expect(profile, source.plan)
+    other = source.plan.cyclic is not None or bool(source.plan.branches)
+    wanted = evaluate(profile, source.plan) if other else expect(profile, source.plan)
     if isinstance(wanted, Plan):
         return _steps_alone(source, wanted)
     _check_ranks(source, wanted)
     causes = findings(source.times, wanted, _backend(source, profile))
-    found = [one for one in causes if _is_measured(one, source.times)]
+    parted = all(rank.layered and rank.parted for rank in source.times)  # else host time is not told apart
+    found = [one for one in causes if parted or one.cause is not Cause.HOST]
     seconds = max(one.seconds for one in source.times)
     explained = _explained(found)
     steps = max(one.steps for one in source.times)
@@ -178,19 +180,10 @@ def _explained(causes: Sequence[Finding]) -> float:
     return most + sum(one.seconds for one in within if one.stage < 0)
 
 
-def _is_other(plan: Plan) -> bool:
-    return plan.cyclic is not None or bool(plan.branches)
-
-
 def _check_ranks(source: Source, wanted: Expected) -> None:
     for one in source.times:
         if one.rank >= wanted.plan.devices:
             raise InputError("rank", one.rank, f"The plan is for {wanted.plan.devices} ranks: give traces of its run.")
-
-
-def _is_measured(one: Finding, times: Sequence[RankTimes]) -> bool:
-    """Whether what was measured tells a cause at all."""
-    return one.cause is not Cause.HOST or all(rank.layered and rank.parted for rank in times)
 
 
 def _steps_alone(source: Source, wanted: Plan) -> Diagnosis:

@@ -1,4 +1,4 @@
-"""Reading a trace of ``torch.profiler`` (Chrome's trace format): piece by piece, bounded, nothing of it trusted."""
+"""Reading a trace of ``torch.profiler`` (Chrome's trace format): bounded, nothing of it trusted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -70,11 +70,10 @@ class Cover:
         return self._sums[place] - max(self._ends[place - 1] - moment, 0.0)
 
 
-MOST_BYTES = 8 * 2**30
-"""Of text, unpacked."""
+MOST_BYTES = 2 * 2**30
+"""Characters of text, unpacked."""
 MOST_EVENTS = 5_000_000
 """That are of use."""
-_CHUNK, _LONGEST = 2**20, 2**24
 _KINDS = frozenset({"cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset"})
 _FEWER = "Trace fewer steps (profile_steps=range(10, 12))."
 
@@ -103,22 +102,37 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """The events of a trace that are of use (operations, ranges, kernels), and what else it says of itself."""
-    about: dict[str, Any] = {}
-    events: list[Event] = []
+    """The events of a trace that are of use (operations, ranges, kernels), and what else it says of itself.
+
+    Events are converted while the text is parsed, so that their objects are not in memory together.
+    """
+
+    def convert(value: dict[str, Any]) -> Any:
+        return _event(value, path) if "ph" in value else value
+
     try:
         with _opened(path) as stream:
-            for key, value in _members(_Text(stream, path)):
-                if key != "traceEvents":
-                    about[key] = value
-                elif (event := _event(value, path)) is not None:
-                    events.append(event)
-                    if len(events) > MOST_EVENTS:
-                        raise FileFormatError("trace", str(path), f"It has over {MOST_EVENTS} events. {_FEWER}")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+            text = stream.read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
         raise FileFormatError("trace", str(path), f"It cannot be read ({error}).") from error
-    events.sort(key=lambda one: (one.start, -one.end))
-    return Trace(path, tuple(events), about)
+    if len(text) > MOST_BYTES:
+        raise FileFormatError("trace", str(path), f"It is over {MOST_BYTES >> 30} GiB long. {_FEWER}")
+    try:
+        about = json.loads(text, object_hook=convert, parse_constant=_refuse)
+    except FileFormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError("trace", str(path), f"It is no trace of a profiler: JSON is wanted ({error}).") from error
+    about = {"traceEvents": about} if isinstance(about, list) else about
+    values = about.pop("traceEvents", []) if isinstance(about, dict) else None
+    if not isinstance(values, list) or any(not isinstance(one, (Event, dict, type(None))) for one in values):
+        raise FileFormatError(
+            f"{path}, traceEvents", str(values)[:30], "A list of events is wanted; each is an object."
+        )
+    events = [one for one in values if isinstance(one, Event)]
+    if len(events) > MOST_EVENTS:
+        raise FileFormatError("trace", str(path), f"It has over {MOST_EVENTS} events. {_FEWER}")
+    return Trace(path, tuple(sorted(events, key=lambda one: (one.start, -one.end))), about)
 
 
 def _opened(path: Path) -> IO[str]:
@@ -127,95 +141,12 @@ def _opened(path: Path) -> IO[str]:
     return path.open(encoding="utf-8", errors="replace")
 
 
-class _Text:
-    """Text of a file, a piece at a time."""
-
-    def __init__(self, stream: IO[str], path: Path) -> None:
-        self._stream, self._path, self._decoder = stream, path, json.JSONDecoder(parse_constant=_refuse)
-        self._buffer, self._place, self._read, self._ended = "", 0, 0, False
-
-    def peek(self) -> str:
-        """The next character that is no space; empty at the end."""
-        while True:
-            while self._place < len(self._buffer) and self._buffer[self._place].isspace():
-                self._place += 1
-            if self._place < len(self._buffer) or not self._more():
-                return self._buffer[self._place : self._place + 1]
-
-    def take(self, wanted: str) -> None:
-        """Pass over a character that must be there."""
-        if self.peek() != wanted:
-            raise self.error(f"{wanted!r} is wanted")
-        self._place += 1
-
-    def value(self) -> Any:
-        """The next value."""
-        self.peek()
-        while True:
-            try:
-                found, end = self._decoder.raw_decode(self._buffer, self._place)
-            except (ValueError, RecursionError) as error:
-                if len(self._buffer) - self._place > _LONGEST or not self._more():
-                    raise self.error("a value is wanted") from error
-                continue
-            if end < len(self._buffer) or not self._more():
-                self._place = end
-                return found
-
-    def error(self, why: str) -> FileFormatError:
-        """What to raise here."""
-        place = self._read - len(self._buffer) + self._place
-        near = self._buffer[self._place : self._place + 30]
-        return FileFormatError(f"{self._path}, character {place}", repr(near), f"It is no trace of a profiler: {why}.")
-
-    def _more(self) -> bool:
-        """Read on; False at the end."""
-        size = max(_CHUNK, len(self._buffer) - self._place)
-        piece = "" if self._ended else self._stream.read(size)
-        self._ended = not piece
-        self._buffer, self._place = self._buffer[self._place :] + piece, 0
-        self._read += len(piece)
-        if self._read > MOST_BYTES:
-            raise FileFormatError("trace", str(self._path), f"It is over {MOST_BYTES >> 30} GiB long. {_FEWER}")
-        return bool(piece)
-
-
 def _refuse(word: str) -> Any:
     raise ValueError(word)
 
 
-def _members(text: _Text) -> Iterator[tuple[str, Any]]:
-    """Members of the outermost object; those of ``traceEvents`` one by one. A list alone is one of events."""
-    if text.peek() == "[":
-        yield from (("traceEvents", one) for one in _items(text))
-        return
-    text.take("{")
-    while text.peek() != "}":
-        key = text.value()
-        text.take(":")
-        if key == "traceEvents":
-            yield from (("traceEvents", one) for one in _items(text))
-        elif isinstance(key, str):
-            yield key, text.value()
-        else:
-            raise text.error("a name is wanted")
-        if text.peek() != "}":
-            text.take(",")
-
-
-def _items(text: _Text) -> Iterator[Any]:
-    text.take("[")
-    while text.peek() != "]":
-        yield text.value()
-        if text.peek() != "]":
-            text.take(",")
-    text.take("]")
-
-
-def _event(value: Any, path: Path) -> Event | None:
+def _event(value: dict[str, Any], path: Path) -> Event | None:
     """An event that is of use; None: one that is not."""
-    if not isinstance(value, dict):
-        raise FileFormatError(f"{path}, traceEvents", type(value).__name__, "An event is an object.")
     category = value.get("cat")
     if value.get("ph") != "X" or not isinstance(category, str) or category not in _KINDS:
         return None

@@ -175,15 +175,13 @@ def _groups(
         optimizer = sum(cost.update for cost in each)
         host = sum(plan.microbatches * cost.host + cost.step_host for cost in each)
         fixed = len(stages) * plan.microbatches * profile.overhead.microbatch + profile.overhead.step
-        work = sum(_layer_total(one) for one in layers) + moving + gradients + optimizer + host + fixed
+        work = moving + gradients + optimizer + host + fixed
+        for one in layers:
+            work += one.forward + one.backward + one.forward_communication + one.backward_communication
         ranks = range(number * plan.stage_devices, (number + 1) * plan.stage_devices)
         waiting = max(seconds - work, 0.0) if plan.pipeline > 1 else 0.0
         found.append(GroupExpected(ranks, layers, gradients, optimizer, host + fixed + moving, waiting))
     return tuple(found)
-
-
-def _layer_total(one: LayersExpected) -> float:
-    return one.forward + one.backward + one.forward_communication + one.backward_communication
 
 
 def _layers(profile: Profile, plan: Plan, stage: int, cost: StageCost) -> list[LayersExpected]:

@@ -42,13 +42,6 @@ def rank_of(trace: Trace) -> int:
     return 0
 
 
-def digest_in(trace: Trace) -> str:
-    """Of the plan that was in force; empty where the trace does not say."""
-    told = trace.about.get(METADATA)
-    digest = told.get("digest") if isinstance(told, dict) else None
-    return digest if isinstance(digest, str) else ""
-
-
 def times_of(trace: Trace) -> RankTimes:
     """What the steps of a trace went to, on its rank."""
     steps = _steps(trace)
@@ -108,7 +101,7 @@ class _Reading:
 
     def _on_host(self) -> RankTimes:
         spoken = Cover((one.start, one.end) for one in self._spoken)
-        computes = Cover((one.start, one.end) for one in self._operations if _computes(one))
+        computes = Cover((one.start, one.end) for one in self._operations if one.name.startswith("aten::"))
         exposed = spoken.minus(computes)
         forward, backward = dict[str, float](), dict[str, float]()
         for layer in self._outermost(self._layers):
@@ -130,7 +123,7 @@ class _Reading:
         quiet = Cover((one.start, one.end) for one in self._kernels if "nccl" not in one.name.lower())
         exposed = Cover((one.start, one.end) for one in self._spoken).minus(quiet)
         launched = {one.external: one for one in self._operations if one.external >= 0}
-        owners = self._owners()
+        owners = _Owners(self._layers, self._nodes(), self._made_by())
         forward, backward, optimizer = dict[str, float](), dict[str, float](), 0.0
         for kernel in self._kernels:
             if "nccl" in kernel.name.lower():
@@ -162,7 +155,8 @@ class _Reading:
         return RankTimes(
             rank_of(self._trace), total / count, count, _per(forward, count), _per(backward, count),
             {key: seconds / count for key, seconds in communication.items()}, optimizer / count, waiting / count,
-            max(total - known, 0.0) / count, traced=True, groups=self._groups(), layered=bool(self._layers),
+            max(total - known, 0.0) / count, traced=True,
+            groups={kind_of(one.name): one.group for one in self._spoken if one.group}, layered=bool(self._layers),
             parted=bool(self._parts),
         )  # fmt: skip
 
@@ -250,12 +244,6 @@ class _Reading:
     def _nodes(self) -> list[Event]:
         return [one for one in self._operations if one.name.startswith(_NODE)]
 
-    def _owners(self) -> _Owners:
-        return _Owners(self._layers, self._nodes(), self._made_by())
-
-    def _groups(self) -> dict[str, str]:
-        return {kind_of(one.name): one.group for one in self._spoken if one.group}
-
 
 class _Stack:
     """The layer whose range an operation lies in, asked in the order of time."""
@@ -291,10 +279,6 @@ class _Owners:
             return _Belongs(self._made[own[place].sequence], BACKWARD)
         layer = self._layers.at(operation)
         return _Belongs(layer, FORWARD) if layer else None
-
-
-def _computes(operation: Event) -> bool:
-    return operation.name.startswith("aten::")
 
 
 def _part(event: Event) -> Part:

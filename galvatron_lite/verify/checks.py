@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from galvatron_lite import __version__
@@ -17,16 +18,17 @@ from galvatron_lite.plans.schema import Mode, Plan, Trainer
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
 from galvatron_lite.profiler.store_journal import Journal
+from galvatron_lite.verify.conformance.groups import gradients_summed, groups_fit
+from galvatron_lite.verify.conformance.layers import layer_checks
+from galvatron_lite.verify.conformance.volume import VOLUME, volume
 from galvatron_lite.verify.dry.mode import DryRunError
 from galvatron_lite.verify.dry.names import named_for
 from galvatron_lite.verify.dry.roles import run_roles
 from galvatron_lite.verify.dry.step import Subject, subject_of
-from galvatron_lite.verify.faithful.gradients import gradients_summed
-from galvatron_lite.verify.faithful.groups import groups_fit
-from galvatron_lite.verify.faithful.layers import faithful
-from galvatron_lite.verify.faithful.volume import VOLUME, volume
 from galvatron_lite.verify.match.meeting import match
-from galvatron_lite.verify.schema import Check, RoleRun, Verdict
+from galvatron_lite.verify.numbers.check import check_numbers
+from galvatron_lite.verify.numbers.world import Nursery
+from galvatron_lite.verify.schema import Check, Checks, RoleRun, Verdict, Verification
 from galvatron_lite.verify.source import ModelSource, example_of
 
 NAME = "dry run"
@@ -87,35 +89,31 @@ def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Pr
     said = f"{len(runs)} of {plan.devices} ranks did a whole step without data, in {seconds:.0f} s of processor time."
     cluster = None if profile is None else profile.cluster
     followed = [
-        *faithful(runs, plan, graph, cluster),
+        *layer_checks(runs, plan, graph, cluster),
         gradients_summed(runs, plan, graph),
         groups_fit(runs, plan, graph),
     ]
     sizes = [Check(SIZE, Verdict.DIFFERS, line) for line in other_size(plan, graph.parameters)]
-    sent = _volume(runs, plan, profile, graph)
+    sent = _volume(runs, plan, profile)
     return [Check(NAME, Verdict.PASSED, said), *sizes, *match(runs, plan), *followed, sent]
 
 
-def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None, graph: ModelGraph) -> Check:
+def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
     """Communication against what is priced, where there is a profile of the model to price with."""
-    if profile is None:
-        return Check(VOLUME, Verdict.SKIPPED, "The profile that the plan was made from is not found: --profile FILE.")
     planned = sum(run.count for stage in plan.stages for run in stage.runs)
-    if planned != len(profile.graph.layers):
-        said = f"The profile is of {len(profile.graph.layers)} layers, the plan of {planned}: give that of this model."
-        return Check(VOLUME, Verdict.SKIPPED, said)
-    if reason := _not_compared(profile.graph):
-        return Check(VOLUME, Verdict.SKIPPED, reason)
-    return volume(runs, plan, profile, graph.layers)
-
-
-def _not_compared(graph: ModelGraph) -> str:
-    """Why what is sent cannot be held against prices; empty if it can."""
-    if graph.precision == "fp64":
-        return "Prices are of parameters and gradients in fp32; this model is in fp64."
-    if any(tensor.borrowed for tensor in graph.tensors):
-        return "What layers read of an encoder, and biases that go along with it, are sent otherwise than priced."
-    return ""
+    if profile is None:
+        reason = "The profile that the plan was made from is not found: --profile FILE."
+    elif planned != len(profile.graph.layers):
+        reason = (
+            f"The profile is of {len(profile.graph.layers)} layers, the plan of {planned}: give that of this model."
+        )
+    elif profile.graph.precision == "fp64":
+        reason = "Prices are of parameters and gradients in fp32; this model is in fp64."
+    elif any(tensor.borrowed for tensor in profile.graph.tensors):
+        reason = "What layers read of an encoder, and biases that go along with it, are sent otherwise than priced."
+    else:
+        return volume(runs, plan, profile)
+    return Check(VOLUME, Verdict.SKIPPED, reason)
 
 
 def run_all(
@@ -126,7 +124,8 @@ def run_all(
     Raises:
         DryRunError: the plan or the model cannot be followed without data.
     """
-    done = _done(kept)
+    finished = {} if kept is None else kept.finished
+    done = {int(rank): from_data(RoleRun, data, "journal") for rank, data in finished.items()}
     count = len(done)
 
     def each(run: RoleRun, total: int) -> None:
@@ -144,12 +143,31 @@ def run_all(
         raise DryRunError(f"{type(error).__name__}: {error}") from error
 
 
-def _done(journal: Journal | None) -> dict[int, RoleRun]:
-    """Roles that were run before an interruption."""
-    kept = {} if journal is None else journal.finished
-    return {int(rank): from_data(RoleRun, data, "journal") for rank, data in kept.items()}
-
-
 def launch_checks(source: ModelSource, plan: Plan) -> list[Check]:
     """What is checked of a plan where it is launched."""
     return check_dry(source, plan, lambda *_: None)[0]
+
+
+def run_checks(
+    source: ModelSource,
+    plan: Plan,
+    checks: Sequence[Checks],
+    *,
+    processes: int | None = None,
+    progress: Progress = lambda *_: None,
+    journal: Path | None = None,
+    identity: str = "",
+    profile: Profile | None = None,
+) -> Verification:
+    """The verdicts on a plan; see ``api_plans.verify_plan`` and ``check_dry``."""
+    found: list[Check] = []
+    roles: list[RoleRun] = []
+    with ExitStack() as stack:
+        # before anything else: later this process may not be fit to fork any more
+        nursery = stack.enter_context(Nursery(source)) if Checks.NUMBERS in checks else None
+        if Checks.DRY in checks:
+            found, roles = check_dry(source, plan, progress, journal, identity, profile)
+        if nursery is not None:
+            progress(len(roles), len(roles) + 1, "numbers")
+            found = [*found, check_numbers(source, plan, nursery, processes)]
+    return Verification(tuple(found), tuple(roles))

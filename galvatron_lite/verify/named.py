@@ -77,17 +77,20 @@ def build_shape(shape: Shape, sequence: int | None = None) -> nn.Module:
         case VitShape():
             return _vit(shape)
         case ResNetShape():
-            return build("resnet-mini", **_pictures(shape), depths=shape.depths, width=shape.width)
+            return build(
+                "resnet-mini",
+                side=shape.image_size,
+                channels=shape.channels,
+                classes=shape.classes,
+                depths=shape.depths,
+                width=shape.width,
+            )
         case ConvNextShape():
             sides = {"height": shape.image_height or shape.image_size, "width": shape.image_width or shape.image_size}
             fields = {"depths": shape.depths, "widths": shape.widths, "kernel": shape.kernel}
             return build("convnext-mini", **fields, **sides, channels=shape.channels, classes=shape.classes)
         case PictureShape():
             return _network(shape)
-
-
-def _pictures(shape: Any) -> dict[str, Any]:
-    return {"side": shape.image_size, "channels": shape.channels, "classes": shape.classes}
 
 
 def _network(shape: PictureShape) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What a dry run of a plan saw, and what was made of it. No torch here."""
+"""The checks of a plan, what a dry run observed, and their verdicts. No torch here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import MemoryBreakdown
 
 NOBODY = -1
@@ -158,3 +159,24 @@ class Verification:
     def passed(self) -> bool:
         """Whether none failed."""
         return all(check.verdict is not Verdict.FAILED for check in self.checks)
+
+
+class Checks(StrEnum):
+    """Kinds of checks."""
+
+    DRY = "dry"
+    NUMBERS = "numbers"
+
+
+def checks_named(names: str | Sequence[str]) -> tuple[Checks, ...]:
+    """Checks by their names; in one text with commas between.
+
+    Raises:
+        InputError: there is no such check.
+    """
+    words = names.split(",") if isinstance(names, str) else names
+    known = [one.value for one in Checks]
+    for word in words:
+        if word not in known:
+            raise InputError("--checks", word, f"Give one or several of {', '.join(known)}, with commas between.")
+    return tuple(one for one in Checks if one.value in words)

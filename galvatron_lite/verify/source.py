@@ -15,7 +15,7 @@ from galvatron_lite.model.batch import LossFn, resize_batch
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.verify.named import build_named
 
-Made = tuple[nn.Module, Any, LossFn | None]
+ModelParts = tuple[nn.Module, Any, LossFn | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class ModelSource:
     name: str  # for people
     # builds the model on the current default device, with an example batch and its ``loss_fn(output, batch)``; None
     # for what it has not: a model without a batch makes its own
-    make: Callable[[], Made]
+    make: Callable[[], ModelParts]
     configured: bool = False  # whether it is known that the model is made of its ``config`` alone
 
-    def on_meta(self) -> Made:
+    def on_meta(self) -> ModelParts:
         """What ``make`` gives, the model without storages.
 
         The batch may be without values, too. Where the factory needs values (of files, say) it is called as it is.
@@ -56,7 +56,7 @@ def emptied(model: nn.Module) -> nn.Module:
     return model
 
 
-def example_of(made: Made, samples: int | None = None) -> Any:
+def example_of(made: ModelParts, samples: int | None = None) -> Any:
     """An example batch of a model: the one that came with it, or its own; resized, then without storages.
 
     Raises:
@@ -72,10 +72,10 @@ def named_source(name: str, sequence: int | None = None) -> ModelSource:
     return ModelSource(name, lambda: (build_named(name, sequence), None, None), configured=True)
 
 
-def given_source(factory: Callable[[], Any], name: str = "the model") -> ModelSource:
+def factory_source(factory: Callable[[], Any], name: str = "the model") -> ModelSource:
     """What a user's function returns: a model, (model, batch) or (model, batch, loss_fn)."""
 
-    def make() -> Made:
+    def make() -> ModelParts:
         made = factory()
         model, batch, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
         if not isinstance(model, nn.Module):
@@ -88,14 +88,14 @@ def given_source(factory: Callable[[], Any], name: str = "the model") -> ModelSo
 def module_source(model: nn.Module, batch: Any = None, loss_fn: LossFn | None = None) -> ModelSource:
     """A model that is there already; it is copied and not changed. Without storages, none of its values is touched."""
 
-    def make() -> Made:
+    def make() -> ModelParts:
         bare = torch.get_default_device().type == "meta"
-        return _bare_copy(model) if bare else copy.deepcopy(model), batch, loss_fn
+        return _meta_copy(model) if bare else copy.deepcopy(model), batch, loss_fn
 
     return ModelSource(type(model).__name__, make)
 
 
-def _bare_copy(model: nn.Module) -> nn.Module:
+def _meta_copy(model: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers have no storages, made without reading any."""
     fresh: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
     for one in model.parameters():

@@ -20,14 +20,13 @@ from galvatron_lite.parallelism.pipeline.transfer import Sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Proof, Provenance, TimeBreakdown
+from galvatron_lite.verify.conformance.groups import GRADIENTS, GROUPS, gradients_summed, groups_fit
+from galvatron_lite.verify.conformance.layers import KEPT, SPLITS, STAGES, layer_checks
+from galvatron_lite.verify.conformance.memory import BUDGET, MEMORY, memory_checks
 from galvatron_lite.verify.dry.step import Subject, dry_run, subject_of
 from galvatron_lite.verify.dry.world import _LOG
-from galvatron_lite.verify.faithful.gradients import GRADIENTS, gradients_summed
-from galvatron_lite.verify.faithful.groups import GROUPS, groups_fit
-from galvatron_lite.verify.faithful.layers import KEPT, SPLITS, STAGES, faithful
-from galvatron_lite.verify.faithful.memory import BUDGET, MEMORY, memory_checks
-from galvatron_lite.verify.folding import folded
 from galvatron_lite.verify.match.meeting import FIT, PROGRESS, match
+from galvatron_lite.verify.match.words import folded
 from galvatron_lite.verify.schema import Check, RoleRun, Verdict
 from tests.equivalence.plans import write_plan
 
@@ -90,7 +89,7 @@ def with_fault(plan: Plan, fault: Any, broken: Sequence[int] = (0,)) -> list[Rol
 
 
 def checks_of(runs: Sequence[RoleRun], plan: Plan) -> dict[str, Check]:
-    found = [*match(runs, plan), *faithful(runs, plan, graph())]
+    found = [*match(runs, plan), *layer_checks(runs, plan, graph())]
     found += [gradients_summed(runs, plan, graph()), groups_fit(runs, plan, graph())]
     return {check.name: check for check in found}
 

@@ -12,7 +12,7 @@ from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.verify.dry.repeat import UnlikeError, lengthened, shortened
 from galvatron_lite.verify.dry.roles import roles_of, run_roles
 from galvatron_lite.verify.dry.step import dry_run, subject_of
-from galvatron_lite.verify.dry.world import Said
+from galvatron_lite.verify.dry.world import Announced
 from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
 from tests.equivalence.plans import write_plan
 
@@ -64,10 +64,10 @@ def test_every_rank_of_a_role_does_the_same(name: str, stages: int) -> None:
     strategies = dict.fromkeys(NAMES, Strategy(zero=8, zero_stage=3)) | UNLIKE[name]
     cut = [NAMES] if stages == 1 else [NAMES[:2], NAMES[2:]]
     plan = write_plan(cut, strategies, devices=8 * stages, batch=16, microbatches=2)
-    subject, said = subject_of(model(), plan, random_tokens(16, 16, 64)), dict[int, Said]()
+    subject, said = subject_of(model(), plan, random_tokens(16, 16, 64)), dict[int, Announced]()
     runs = {}
     for rank in range(plan.devices):
-        own: Said = {}
+        own: Announced = {}
         runs[rank], _ = dry_run(subject, plan, rank, lambda *at: said[at[0]][at[1], at[2]][at[3]], own)
         said[rank] = own
     roles = roles_of(plan, chained=True)
@@ -130,7 +130,7 @@ def test_micro_batches_that_repeat_are_not_run_and_nothing_is_missed(stages: int
     strategies = dict.fromkeys(NAMES, strategy)
     plan = write_plan(cut, strategies, devices=strategy.devices * stages, batch=20, microbatches=10)
     subject = subject_of(model(), plan, random_tokens(20, 16, 64))
-    said: dict[int, Said] = {}
+    said: dict[int, Announced] = {}
     for run in run_roles(subject, plan):
         whole, said[run.rank] = dry_run(subject, plan, run.rank, lambda *at: said[at[0]][at[1], at[2]][at[3]])
         assert any(f"{2 * stages + 3} of 10 micro-batches" in note for note in run.notes)

@@ -11,8 +11,8 @@ from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.verify.faithful.layers import Planned
-from galvatron_lite.verify.faithful.volume import predicted_bytes, volume, wire_bytes
+from galvatron_lite.verify.conformance.layers import Planned
+from galvatron_lite.verify.conformance.volume import predicted_bytes, volume, wire_bytes
 from galvatron_lite.verify.schema import Kind, Message, Verdict
 from tests.verify.test_faithful import PLANS, graph, right_runs
 from tests.verify.worlds import message
@@ -60,4 +60,4 @@ def test_what_is_not_priced_is_found() -> None:
     check = volume(twice, PLANS["data"], profile())
     assert check.verdict is Verdict.FAILED
     assert check.said.startswith("Stage 0 sends")
-    assert "for data" in check.said
+    assert any("for data" in line for line in check.details)

@@ -37,7 +37,7 @@ def overview(step: Timeline, name: str) -> Markup:
     for group in step.groups:
         y = group.group * height + 1
         own = intervals(group) if whole else columns(group, step.span)
-        for kind, start, end in (*own, *_host(step)):
+        for kind, start, end in (*own, *([("host", step.span - step.host, step.span)] if step.host else [])):
             found[kind].append((_STEP_LEFT + start * scale, y, (end - start) * scale, height - min(2.0, height / 4)))
     bottom = rows * height + 4
     drawn = [element("path", d=boxes(places), class_=f"pass-{kind}") for kind, places in found.items() if places]
@@ -47,11 +47,6 @@ def overview(step: Timeline, name: str) -> Markup:
         element("rect", x=_STEP_LEFT, y=0, width=step.span * scale, height=bottom - 2, class_="ground"),
         *drawn, *_names(step.groups, height), *axis(step.span, scale, bottom), class_="overview",
     )  # fmt: skip
-
-
-def _host(step: Timeline) -> list[Interval]:
-    """The host work that ends a step, of all groups."""
-    return [("host", step.span - step.host, step.span)] if step.host else []
 
 
 def row_height(rows: int) -> float:

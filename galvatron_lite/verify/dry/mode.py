@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.verify.dry.known import Known
 from galvatron_lite.verify.dry.ledger import Ledger, Use
+from galvatron_lite.verify.dry.op_cache import OpCache
 
 OWN = "galvatron"
 """Namespace of this project's operators that send messages: what they do inside is seen."""
@@ -47,7 +47,7 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known = Known(self._fake)
+        self._known = OpCache(self._fake)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; tensors that wrap others take it apart first."""

@@ -52,16 +52,13 @@ def _sizes(counts: Sequence[int], names: Sequence[str]) -> list[int]:
     decoder), then the plan has one in their stead.
     """
     more = len(names) - sum(counts)
-    between = [place for place, name in enumerate(names) if not _is_numbered(name) and name not in SHARED]
+    between = [
+        place for place, name in enumerate(names) if not name.rpartition(".")[2].isdigit() and name not in SHARED
+    ]
     if more <= 0 or between != list(range(min(between, default=0), min(between, default=0) + more + 1)):
         return list(counts)
     ends = accumulate(counts)
     return [count + more * (0 <= between[0] - end + count < count) for count, end in zip(counts, ends, strict=True)]
-
-
-def _is_numbered(name: str) -> bool:
-    """Whether a layer is one of several that differ by a number."""
-    return name.rpartition(".")[2].isdigit()
 
 
 def _said(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.dry.repeat import UnlikeError
 from galvatron_lite.verify.dry.step import DryRunError, Subject, dry_run
-from galvatron_lite.verify.dry.world import Hear, Said, UnheardError
+from galvatron_lite.verify.dry.world import Announced, Hear, UnheardError
 from galvatron_lite.verify.schema import RoleRun
 
 Each = Callable[[RoleRun, int], None]
@@ -150,13 +150,13 @@ def _run_roles(
 ) -> list[RoleRun]:
     kept = {} if done is None or plan.pipeline > 1 else done
     found = {role.rank: _as(role, kept[role.rank]) for role in roles if role.rank in kept}
-    said: dict[int, Said] = {}
+    said: dict[int, Announced] = {}
     homes = {rank: role.rank for role in roles for rank in role.ranks}
     waiting = [role for role in roles if role.rank not in found]
     while waiting:
         before, late = _amount(said), list[Role]()
         for role in waiting:
-            own: Said = {}
+            own: Announced = {}
             try:
                 run, _ = dry_run(subject, plan, role.rank, _hearing(said, homes), own, brief=brief)
             except UnheardError:
@@ -176,11 +176,11 @@ def _as(role: Role, run: RoleRun) -> RoleRun:
     return replace(run, role=role.text, ranks=role.ranks)
 
 
-def _amount(said: Mapping[int, Said]) -> int:
+def _amount(said: Mapping[int, Announced]) -> int:
     return sum(len(values) for own in said.values() for values in own.values())
 
 
-def _hearing(said: Mapping[int, Said], homes: Mapping[int, int]) -> Hear:
+def _hearing(said: Mapping[int, Announced], homes: Mapping[int, int]) -> Hear:
     """What a rank announced is what the one that was run of its role did."""
 
     def hear(source: int, purpose: str, place: int, number: int) -> Tensor | None:

@@ -30,7 +30,7 @@ from galvatron_lite.verify.dry.kernels import accelerated
 from galvatron_lite.verify.dry.ledger import Ledger, Use, breakdown
 from galvatron_lite.verify.dry.mode import DryMode, DryRunError
 from galvatron_lite.verify.dry.repeat import lengthened, shortened
-from galvatron_lite.verify.dry.world import Hear, Log, Place, Said, dry_world
+from galvatron_lite.verify.dry.world import Announced, Hear, Log, Place, dry_world
 from galvatron_lite.verify.schema import During, LayerSplit, ParameterSplit, RoleRun
 
 DEVICE = torch.device("cpu")
@@ -96,10 +96,10 @@ def dry_run(
     plan: Plan,
     rank: int,
     hear: Hear | None = None,
-    said: Said | None = None,
+    said: Announced | None = None,
     *,
     brief: bool = False,
-) -> tuple[RoleRun, Said]:
+) -> tuple[RoleRun, Announced]:
     """Set one rank up and run a step of it: forward, backward, sums, optimizer.
 
     The optimizer has its states when the step begins, as in every step but the first.

@@ -28,7 +28,7 @@ from galvatron_lite.world import DRY_BACKEND
 EVERYONE = "all ranks"
 """What the group that torch calls ``default_pg`` is for."""
 
-Said = dict[tuple[str, int], list[Tensor]]
+Announced = dict[tuple[str, int], list[Tensor]]
 """What a rank announced, by the purpose of the group and the receiver's place in it, in order."""
 Hear = Callable[[int, str, int, int], Tensor | None]
 """``hear(source, purpose, place, number)``: what a world rank announced to the rank at a place of a group."""
@@ -53,7 +53,7 @@ class Log:
 
     place: Place = field(default_factory=Place)  # where the rank is
     messages: list[Message] = field(default_factory=list)  # so far
-    said: Said = field(default_factory=dict)  # what it announced
+    said: Announced = field(default_factory=dict)  # what it announced
     hear: Hear | None = None  # what other ranks announced to this one
     heard: dict[tuple[int, str], int] = field(default_factory=dict)  # how much of it was listened to
 
@@ -331,7 +331,7 @@ def dry_world(rank: int, size: int, log: Log) -> Iterator[None]:
     if dist.is_initialized():
         raise LaunchError("A world of processes runs here already; dry runs need a process of their own.")
     if not dist.is_backend_available(DRY_BACKEND):
-        dist.Backend.register_backend(DRY_BACKEND, _made, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(DRY_BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"])
     before, told = _LOG.set(log), sys.excepthook
     _forget_meshes()
     dist.init_process_group(DRY_BACKEND, store=dist.HashStore(), rank=rank, world_size=size)  # type: ignore[attr-defined]
@@ -355,5 +355,5 @@ _LOG: ContextVar[Log] = ContextVar("galvatron_dry_log")
 """Of the world that this process plays in: torch's registry of backends hands on no arguments."""
 
 
-def _made(options: Any, _more: Any) -> DryGroup:
+def _create_group(options: Any, _more: Any) -> DryGroup:
     return DryGroup(options, _LOG.get())

@@ -11,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.match.agree import Agreement, casts_of
-from galvatron_lite.verify.match.order import flows
-from galvatron_lite.verify.match.places import Part, Script, parts_of, script_of
-from galvatron_lite.verify.match.replay import Ended, Replay
-from galvatron_lite.verify.match.words import clash_said, open_said, ranks_said, strangers_said, stuck_said
+from galvatron_lite.verify.match.places import Part, parts_of, script_of
+from galvatron_lite.verify.match.replay import Replay, ReplayResult
+from galvatron_lite.verify.match.words import (
+    deadlock_text,
+    mismatch_text,
+    missing_group_text,
+    rank_list,
+    unmatched_text,
+)
 from galvatron_lite.verify.schema import Check, RoleRun, Verdict
 
 FIT = "messages fit"
@@ -34,25 +38,16 @@ def match(runs: Sequence[RoleRun], plan: Plan, *, in_order: bool = True) -> list
     Returns:
         Whether what meets fits (``FIT``), and whether every rank comes to its end (``PROGRESS``).
     """
-    scripts = [script_of(number, run) for number, run in enumerate(runs)]
+    scripts = [script_of(run) for run in runs]
     parts = {part.rank: part for script in scripts for part in parts_of(script, plan.stage_devices)}
     unknown = [rank for rank in range(plan.devices) if rank not in parts]
     if unknown:
-        said = f"Of {ranks_said(unknown)} it is not known what they do."
+        said = f"Of {rank_list(unknown)} it is not known what they do."
         return [Check(name, Verdict.SKIPPED, said) for name in (FIT, PROGRESS)]
     lost = [part for part in parts.values() if None in part.streams]
     if lost:
-        return _ended(Check(FIT, Verdict.FAILED, *_lost_said(lost[0])))
-    if _surely(scripts, parts, in_order=in_order):
-        return _passed(parts)
+        return _ended(Check(FIT, Verdict.FAILED, *_lost_text(lost[0])))
     return _verdicts(Replay(parts, in_order=in_order).run(), parts)
-
-
-def _surely(scripts: Sequence[Script], parts: Mapping[int, Part], *, in_order: bool) -> bool:
-    """Whether roles alone show that all goes well."""
-    agreement, casts = Agreement(scripts), casts_of(parts)
-    fit = all(agreement.fits(stream, cast) for stream, cast in casts.items())
-    return fit and flows(parts, casts, in_order=in_order)
 
 
 def _passed(parts: Mapping[int, Part]) -> list[Check]:
@@ -64,17 +59,17 @@ def _passed(parts: Mapping[int, Part]) -> list[Check]:
     ]
 
 
-def _verdicts(ended: Ended, parts: Mapping[int, Part]) -> list[Check]:
+def _verdicts(ended: ReplayResult, parts: Mapping[int, Part]) -> list[Check]:
     if ended.clash is not None:
-        return _ended(_failed(FIT, clash_said(ended)))
+        return _ended(_failed(FIT, mismatch_text(ended)))
     if ended.strangers is not None:
-        return _ended(_failed(FIT, strangers_said(ended)))
+        return _ended(_failed(FIT, missing_group_text(ended)))
     fit, done = _passed(parts)
     if all(actor.ended for actor in ended.actors.values()):
-        return [fit, _failed(PROGRESS, open_said(ended)) if ended.open else done]
+        return [fit, _failed(PROGRESS, unmatched_text(ended)) if ended.open else done]
     return [
         Check(FIT, Verdict.PASSED, "What comes to its partners fits; not all does."),
-        _failed(PROGRESS, stuck_said(ended)),
+        _failed(PROGRESS, deadlock_text(ended)),
     ]
 
 
@@ -86,10 +81,10 @@ def _ended(failed: Check) -> list[Check]:
     return [failed, Check(PROGRESS, Verdict.SKIPPED, "Not known: the messages do not fit.")]
 
 
-def _lost_said(part: Part) -> tuple[str, tuple[str, ...]]:
+def _lost_text(part: Part) -> tuple[str, tuple[str, ...]]:
     """A group that belongs to the place of the recorded rank alone."""
     place = part.streams.index(None)
     purpose, ranks = part.script.groups[place]
     run = part.script.run
-    said = f"Rank {run.rank} uses the group of {ranks_said(ranks)} ({purpose}); rank {part.rank}, which is to do the "
+    said = f"Rank {run.rank} uses the group of {rank_list(ranks)} ({purpose}); rank {part.rank}, which is to do the "
     return said + "same in its own place, has no such group.", (f"role: {run.role}",)

@@ -26,12 +26,10 @@ Stream = tuple[str, Ranks]
 class Script:
     """What one role does."""
 
-    number: int  # of the role
     run: RoleRun  # what was recorded
     groups: tuple[Stream, ...]  # the recorded rank's groups, each once
     lines: tuple[int, ...]  # by message: number of its group
     places: tuple[int, ...]  # by message: its partner's or root's place in the group; -1 where it has none
-    paired: tuple[int, ...]  # groups in which messages go to one rank or come from one
     # by message from rank to rank: number of the batch that it starts with; -1 where it starts alone
     batches: tuple[int, ...]
 
@@ -59,14 +57,12 @@ class Part:
         return (self.script.places[number] + self.shifts[line]) % len(stream[1])
 
 
-def script_of(number: int, run: RoleRun) -> Script:
+def script_of(run: RoleRun) -> Script:
     """What a role does."""
     groups: dict[Stream, int] = {}
     lines = [groups.setdefault((one.purpose, one.ranks), len(groups)) for one in run.messages]
     places = [one.ranks.index(one.peer) if one.peer in one.ranks else -1 for one in run.messages]
-    paired = {line for line, place in zip(lines, places, strict=True) if place >= 0}
-    batches = _batches(run.messages)
-    return Script(number, run, tuple(groups), tuple(lines), tuple(places), tuple(sorted(paired)), batches)
+    return Script(run, tuple(groups), tuple(lines), tuple(places), _batches(run.messages))
 
 
 def _batches(messages: Sequence[Message]) -> tuple[int, ...]:

@@ -6,9 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from galvatron_lite.verify.match.order import lane_of
 from galvatron_lite.verify.match.places import PAIRED, Part, Stream
-from galvatron_lite.verify.match.rules import Clash, Spoken, collective_clash, pair_clash
+from galvatron_lite.verify.match.rules import Mismatch, RankMessage, collective_mismatch, pair_mismatch
 from galvatron_lite.verify.schema import NOBODY, Kind, Message
 
 Way = tuple[int, int, int]
@@ -18,13 +17,13 @@ Meeting = tuple[Stream, Way | None, int]
 
 
 @dataclass(slots=True, eq=False)
-class Given:
+class StartedMessage:
     """A message that a rank has started."""
 
     rank: int  # that started it
     number: int  # of the rank's messages
     meeting: Meeting  # where it meets those of other ranks
-    batch: list[Given]  # the messages that it starts with
+    batch: list[StartedMessage]  # the messages that it starts with
     done: bool = False  # whether it has happened
 
 
@@ -36,8 +35,8 @@ class _Actor:
     next: int = 0
     owed: int = 0
     later: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    given: list[Given] = field(default_factory=list)
-    lanes: dict[Hashable, deque[list[Given]]] = field(default_factory=lambda: defaultdict(deque))
+    open: dict[int, StartedMessage] = field(default_factory=dict)  # by number: messages that have not happened
+    lanes: dict[Hashable, deque[list[StartedMessage]]] = field(default_factory=lambda: defaultdict(deque))
     batches: dict[Hashable, int] = field(default_factory=dict)
     counts: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -53,29 +52,29 @@ class _Actor:
 
 
 @dataclass(slots=True)
-class Ended:
+class ReplayResult:
     """How a replay ended."""
 
     actors: dict[int, _Actor]  # how far each rank came
-    present: dict[Meeting, list[Given]]  # by meeting: what was given there
-    clash: Clash | None = None  # what met and does not fit; None: all that met fits
+    present: dict[Meeting, list[StartedMessage]]  # by meeting: what was given there
+    clash: Mismatch | None = None  # what met and does not fit; None: all that met fits
     meeting: Meeting | None = None  # where
     # ranks that a group's message is given without, and the message; they have no such group
-    strangers: tuple[Given, tuple[int, ...]] | None = None
+    strangers: tuple[StartedMessage, tuple[int, ...]] | None = None
 
     @property
-    def open(self) -> list[Given]:
+    def open(self) -> list[StartedMessage]:
         """Messages that never happened."""
-        return [one for actor in self.actors.values() for one in actor.given if not one.done]
+        return [one for actor in self.actors.values() for one in actor.open.values()]
 
 
-def spoken_of(part: Part, number: int) -> Spoken:
+def rank_message(part: Part, number: int) -> RankMessage:
     """A message as a rank of the world gives it."""
     line, place, message = part.script.lines[number], part.script.places[number], part.script.messages[number]
     stream, peer = part.streams[line], NOBODY
     if stream is not None and place >= 0:
         peer = stream[1][part.partner(number) if message.kind in PAIRED else place]
-    return Spoken(part.rank, part.script.run.stage, message, peer, part.shifts[line] == 0)
+    return RankMessage(part.rank, part.script.run.stage, message, peer, part.shifts[line] == 0)
 
 
 class Replay:
@@ -91,9 +90,9 @@ class Replay:
         self._homes = {rank: set(part.streams) for rank, part in parts.items()}
         self._strangers: dict[Stream, tuple[int, ...]] = {}
         self._ready = deque(parts)
-        self._end = Ended({rank: _Actor(part) for rank, part in parts.items()}, defaultdict(list))
+        self._end = ReplayResult({rank: _Actor(part) for rank, part in parts.items()}, defaultdict(list))
 
-    def run(self) -> Ended:
+    def run(self) -> ReplayResult:
         """Play until the end."""
         while self._ready and not self._stopped:
             self._go(self._end.actors[self._ready.popleft()])
@@ -108,15 +107,15 @@ class Replay:
         while not actor.owed and actor.next < len(actor.messages) and not self._stopped:
             number = actor.next
             message = actor.messages[number]
-            given = self._given(actor, number, message)
-            actor.given.append(given)
+            given = self._create(actor, number, message)
+            actor.open[number] = given
             if message.waited != NOBODY:
-                actor.later[message.waited] += 1
+                actor.later[max(message.waited, number + 1)] += 1
             actor.next += 1
             self._start(actor, given)
             actor.owed += actor.later.pop(actor.next, 0)
 
-    def _given(self, actor: _Actor, number: int, message: Message) -> Given:
+    def _create(self, actor: _Actor, number: int, message: Message) -> StartedMessage:
         part, line = actor.part, actor.part.script.lines[number]
         stream = part.streams[line]
         assert stream is not None
@@ -126,9 +125,9 @@ class Replay:
             way = (*((part.rank, other) if message.kind is Kind.SEND else (other, part.rank)), message.tag)
         key = line, way, message.kind if way is not None else None
         actor.counts[key] += 1
-        return Given(part.rank, number, (stream, way, actor.counts[key]), [])
+        return StartedMessage(part.rank, number, (stream, way, actor.counts[key]), [])
 
-    def _start(self, actor: _Actor, given: Given) -> None:
+    def _start(self, actor: _Actor, given: StartedMessage) -> None:
         strangers = self._strangers_of(given.meeting)
         if strangers:
             self._end.strangers = given, strangers
@@ -156,44 +155,56 @@ class Replay:
         known = self._strangers[stream]
         return tuple(rank for rank in known if way is None or rank in way[:2]) if known else ()
 
-    def _meet(self, given: Given) -> None:
+    def _meet(self, given: StartedMessage) -> None:
         """A message is there for its partners."""
         found = self._end.present[given.meeting]
         found.append(given)
         stream, way, _ = given.meeting
         if len(found) < (len(stream[1]) if way is None else 2):
             return
-        spoken = [spoken_of(self._end.actors[one.rank].part, one.number) for one in sorted(found, key=self._place)]
-        clash = collective_clash(spoken) if way is None else pair_clash(*spoken)
+        spoken = [rank_message(self._end.actors[one.rank].part, one.number) for one in sorted(found, key=self._place)]
+        clash = collective_mismatch(spoken) if way is None else pair_mismatch(*spoken)
         if clash is not None:
             self._end.clash, self._end.meeting = clash, given.meeting
             return
+        del self._end.present[given.meeting]
         for one in found:
             self._happen(one)
 
-    def _place(self, given: Given) -> int:
+    def _place(self, given: StartedMessage) -> int:
         """Senders first, or the place in the group."""
         (_, ranks), way, _ = given.meeting
         if way is None:
             return ranks.index(given.rank)
         return int(self._end.actors[given.rank].messages[given.number].kind is Kind.RECEIVE)
 
-    def _happen(self, given: Given) -> None:
+    def _happen(self, given: StartedMessage) -> None:
         given.done = True
         actor = self._end.actors[given.rank]
+        del actor.open[given.number]
         waited = actor.messages[given.number].waited
-        if waited != NOBODY and waited <= actor.next:
-            actor.owed -= 1
-        elif waited != NOBODY:
-            actor.later[waited] -= 1
+        if waited != NOBODY:
+            waited = max(waited, given.number + 1)
+            if waited <= actor.next:
+                actor.owed -= 1
+            else:
+                actor.later[waited] -= 1
         if not actor.owed:
             self._ready.append(given.rank)
         if self._in_order and all(one.done for one in given.batch):
             self._next_batch(actor, given)
 
-    def _next_batch(self, actor: _Actor, given: Given) -> None:
+    def _next_batch(self, actor: _Actor, given: StartedMessage) -> None:
         queue = actor.lanes[lane_of(actor.part, given.number)]
         if queue and queue[0] is given.batch:
             queue.popleft()
             for one in list(queue[0]) if queue else ():
                 self._meet(one)
+
+
+def lane_of(part: Part, number: int) -> Hashable:
+    """Messages of a rank that go one after the other: those of a group, but for single ones from rank to rank, which go
+    in order with those of the same partner only."""
+    script, line = part.script, part.script.lines[number]
+    alone = script.messages[number].kind in PAIRED and script.batches[number] == NOBODY
+    return line, part.partner(number) if alone else -1

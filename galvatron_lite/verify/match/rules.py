@@ -16,7 +16,7 @@ _SUMMED = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class RankMessage:
     """A message as a rank of the world gives it."""
 
     rank: int  # that gives it
@@ -27,46 +27,41 @@ class Spoken:
 
 
 @dataclass(frozen=True, slots=True)
-class Clash:
+class Mismatch:
     """Messages that meet and are not one."""
 
     what: str  # differs
-    odd: tuple[Spoken, ...]  # those of the fewest
-    other: Spoken  # one of those of the most
+    odd: tuple[RankMessage, ...]  # those of the fewest
+    other: RankMessage  # one of those of the most
 
 
-def collective_clash(spoken: Sequence[Spoken]) -> Clash | None:
+def collective_mismatch(spoken: Sequence[RankMessage]) -> Mismatch | None:
     """Why the messages of all ranks of a group, in the group's order, are not one collective; None: they are."""
     for what, look in _LOOKS:
-        if found := _told_apart(what, look, spoken):
+        if found := _mismatch_in(what, look, spoken):
             return found
-    uneven = _parts_clash(spoken) if spoken[0].message.kind is Kind.ALL_TO_ALL else None
-    return uneven or _order_clash(spoken)
+    uneven = _parts_mismatch(spoken) if spoken[0].message.kind is Kind.ALL_TO_ALL else None
+    return uneven or _order_mismatch(spoken)
 
 
-def pair_clash(sent: Spoken, taken: Spoken) -> Clash | None:
+def pair_mismatch(sent: RankMessage, taken: RankMessage) -> Mismatch | None:
     """Why what one rank sends is not what another receives; None: it is."""
     for what in ("dtype", "shape"):
         if getattr(sent.message, what) != getattr(taken.message, what):
-            return Clash(what, (sent,), taken)
+            return Mismatch(what, (sent,), taken)
     known = NOBODY not in (sent.message.microbatch, taken.message.used)
     if known and sent.message.microbatch != taken.message.used:
-        return Clash("micro-batch", (sent,), taken)
+        return Mismatch("micro-batch", (sent,), taken)
     return None
 
 
-def _shape(one: Spoken) -> Hashable:
+def _shape(one: RankMessage) -> Hashable:
     message = one.message
     loose = message.dtype == OBJECT or message.kind is Kind.BARRIER
     return () if loose or message.kind is Kind.ALL_TO_ALL else message.shape
 
 
-def _place(one: Spoken) -> Hashable:
-    """Whose work it is, where that is known; the ranks of other stages do other work."""
-    return one.message.layer, one.message.microbatch
-
-
-_LOOKS: tuple[tuple[str, Callable[[Spoken], Hashable]], ...] = (
+_LOOKS: tuple[tuple[str, Callable[[RankMessage], Hashable]], ...] = (
     ("kind", lambda one: one.message.kind),
     ("dtype", lambda one: one.message.dtype),
     ("shape", _shape),
@@ -75,23 +70,27 @@ _LOOKS: tuple[tuple[str, Callable[[Spoken], Hashable]], ...] = (
 )
 
 
-def _order_clash(spoken: Sequence[Spoken]) -> Clash | None:
+def _order_mismatch(spoken: Sequence[RankMessage]) -> Mismatch | None:
     """Why messages that look alike belong to other layers or micro-batches: their ranks come in other orders."""
     stages = {one.stage for one in spoken}
     unknown = any(not one.message.layer for one in spoken)
-    return None if len(stages) > 1 or unknown else _told_apart("layer", _place, spoken)
+    return (
+        None
+        if len(stages) > 1 or unknown
+        else _mismatch_in("layer", lambda one: (one.message.layer, one.message.microbatch), spoken)
+    )
 
 
-def _told_apart(what: str, look: Callable[[Spoken], Hashable], spoken: Sequence[Spoken]) -> Clash | None:
+def _mismatch_in(what: str, look: Callable[[RankMessage], Hashable], spoken: Sequence[RankMessage]) -> Mismatch | None:
     seen = [look(one) for one in spoken]
     if len(set(seen)) == 1:
         return None
     usual = Counter(seen).most_common(1)[0][0]
     odd = tuple(one for one, value in zip(spoken, seen, strict=True) if value != usual)
-    return Clash(what, odd, spoken[seen.index(usual)])
+    return Mismatch(what, odd, spoken[seen.index(usual)])
 
 
-def _parts_clash(spoken: Sequence[Spoken]) -> Clash | None:
+def _parts_mismatch(spoken: Sequence[RankMessage]) -> Mismatch | None:
     """Of an all-to-all: what one rank has for another is what that one waits for."""
     size = len(spoken)
     given = [_parts(one.message.sent, one.message, size) for one in spoken]
@@ -100,7 +99,7 @@ def _parts_clash(spoken: Sequence[Spoken]) -> Clash | None:
         for j, receiver in enumerate(spoken):
             known = (sender.exact or _even(given[i])) and (receiver.exact or _even(taken[j]))
             if known and given[i][j] != taken[j][i]:
-                return Clash("parts", (sender,), receiver)
+                return Mismatch("parts", (sender,), receiver)
     return None
 
 

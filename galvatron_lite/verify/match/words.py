@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from galvatron_lite.verify.match.places import PAIRED, Part, Stream
-from galvatron_lite.verify.match.replay import Ended, Given, spoken_of
-from galvatron_lite.verify.match.rules import Spoken
+from galvatron_lite.verify.match.replay import ReplayResult, StartedMessage, rank_message
+from galvatron_lite.verify.match.rules import RankMessage
 from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
 
 _MOST = 8
@@ -38,36 +39,36 @@ def what(message: Message, stream: Stream, partner: int = NOBODY) -> str:
     of = "" if message.kind is Kind.BARRIER else f" of {message.shape} {message.dtype}"
     if message.kind in PAIRED:
         return f"{message.kind}{of} {'to' if message.kind is Kind.SEND else 'from'} rank {partner} ({stream[0]})"
-    return f"{message.kind}{of} over {ranks_said(stream[1])}{f' ({stream[0]})' if stream[0] else ''}"
+    return f"{message.kind}{of} over {rank_list(stream[1])}{f' ({stream[0]})' if stream[0] else ''}"
 
 
-def ranks_said(ranks: Sequence[int]) -> str:
+def rank_list(ranks: Sequence[int]) -> str:
     """``rank 3``, or ``ranks 0, 2``; the first ones where they are many."""
     shown = ", ".join(map(str, ranks[:_MOST]))
     more = f" and {len(ranks) - _MOST} more" if len(ranks) > _MOST else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def clash_said(ended: Ended) -> tuple[str, list[str]]:
+def mismatch_text(ended: ReplayResult) -> tuple[str, list[str]]:
     """Messages that met and do not fit: a line, and more of them."""
     assert ended.clash is not None
     assert ended.meeting is not None
     clash, (stream, way, count) = ended.clash, ended.meeting
     odd = clash.odd[0]
-    names = ranks_said([one.rank for one in clash.odd])
+    names = rank_list([one.rank for one in clash.odd])
     common = f"What {names} and rank {clash.other.rank} give one another" if way else f"What {names} and others give"
-    said = f"{common} as message {count} of {ranks_said(stream[1])} ({stream[0]}) {_WHAT[clash.what]}."
-    lines = [f"expected: {_given(clash.other, stream)}", *(_given(one, stream) for one in clash.odd[:_MOST])]
+    said = f"{common} as message {count} of {rank_list(stream[1])} ({stream[0]}) {_WHAT[clash.what]}."
+    lines = [f"expected: {_described(clash.other, stream)}", *(_described(one, stream) for one in clash.odd[:_MOST])]
     hint = _left_out(ended, stream, odd, clash.other, count) if way is None else ""
     return said, [*lines, hint] if hint else lines
 
 
-def _given(one: Spoken, stream: Stream) -> str:
+def _described(one: RankMessage, stream: Stream) -> str:
     parts = f", parts {one.message.sent}" if one.message.sent else ""
     return f"rank {one.rank} ({where(one.stage, one.message)}): {what(one.message, stream, one.peer)}{parts}"
 
 
-def _left_out(ended: Ended, stream: Stream, odd: Spoken, other: Spoken, count: int) -> str:
+def _left_out(ended: ReplayResult, stream: Stream, odd: RankMessage, other: RankMessage, count: int) -> str:
     """Whether one of two ranks has left a message out, or two are in another order."""
     own, theirs = (_looks(ended.actors[rank].part, stream)[count - 1 :] for rank in (odd.rank, other.rank))
     if len(own) > 1 and own[:2] == theirs[1::-1]:
@@ -85,68 +86,64 @@ def _looks(part: Part, stream: Stream) -> list[tuple[object, ...]]:
     return [(one.kind, one.shape, one.dtype, one.layer, one.microbatch) for one in own]
 
 
-def strangers_said(ended: Ended) -> tuple[str, list[str]]:
+def missing_group_text(ended: ReplayResult) -> tuple[str, list[str]]:
     """A message of a group some of whose ranks have no such group."""
     assert ended.strangers is not None
     given, strangers = ended.strangers
     stream = given.meeting[0]
-    said = f"Rank {given.rank} uses the group of {ranks_said(stream[1])} ({stream[0]}), which {ranks_said(strangers)} "
+    said = f"Rank {given.rank} uses the group of {rank_list(stream[1])} ({stream[0]}), which {rank_list(strangers)} "
     said += f"{'do' if len(strangers) > 1 else 'does'} not use."
     lines = [_line(ended, given)]
     for rank in strangers[:_MOST]:
         own = [one for one in ended.actors[rank].part.streams if one is not None and one[0] == stream[0]]
-        has = "; ".join(ranks_said(one[1]) for one in own) or "none"
+        has = "; ".join(rank_list(one[1]) for one in own) or "none"
         lines.append(f"rank {rank}'s groups for {stream[0]}: {has}")
     return said, lines
 
 
-def _line(ended: Ended, given: Given) -> str:
-    return _given(spoken_of(ended.actors[given.rank].part, given.number), given.meeting[0])
+def _line(ended: ReplayResult, given: StartedMessage) -> str:
+    return _described(rank_message(ended.actors[given.rank].part, given.number), given.meeting[0])
 
 
-def stuck_said(ended: Ended) -> tuple[str, list[str]]:
+def deadlock_text(ended: ReplayResult) -> tuple[str, list[str]]:
     """Ranks that wait for ever: for one that has ended, or in a circle."""
     waiting = _waiting(ended)
     for rank, (given, missing) in waiting.items():
         gone = [one for one in missing if ended.actors[one].ended]
         if gone:
-            ends = f"{ranks_said(gone)} {'end' if len(gone) > 1 else 'ends'} without it"
+            ends = f"{rank_list(gone)} {'end' if len(gone) > 1 else 'ends'} without it"
             lines = [_line(ended, given), *(_ended(ended, one, given.meeting[0]) for one in gone[:_MOST])]
             return f"Rank {rank} waits for ever: {ends}.", lines
     circle = _circle(waiting)
     said = f"Ranks wait for one another for ever: {' → '.join(map(str, (*circle, circle[0])))}."
-    return said, [f"{_line(ended, waiting[one][0])}, waits for {ranks_said(waiting[one][1])}" for one in circle]
+    return said, [f"{_line(ended, waiting[one][0])}, waits for {rank_list(waiting[one][1])}" for one in circle]
 
 
-def _ended(ended: Ended, rank: int, stream: Stream) -> str:
+def _ended(ended: ReplayResult, rank: int, stream: Stream) -> str:
     """What a rank gave last on a group, and what it never gives."""
     part = ended.actors[rank].part
     own = [number for number, line in enumerate(part.script.lines) if part.streams[line] == stream]
     if not own:
         return f"rank {rank} gives nothing there"
-    last = _given(spoken_of(part, own[-1]), stream)
+    last = _described(rank_message(part, own[-1]), stream)
     return f"rank {rank} gives {len(own)} message{'s' if len(own) > 1 else ''} there, the last: {last}"
 
 
-Waiting = dict[int, tuple[Given, list[int]]]
+Waiting = dict[int, tuple[StartedMessage, list[int]]]
 """By rank: a message that it waits for, and the ranks that do not come to it."""
 
 
-def _waiting(ended: Ended) -> Waiting:
+def _waiting(ended: ReplayResult) -> Waiting:
     found: Waiting = {}
     for rank, actor in ended.actors.items():
-        held = [one for one in actor.given if not one.done and _is_owed(actor.messages[one.number], actor.next)]
+        held = [one for one in actor.open.values() if NOBODY != actor.messages[one.number].waited <= actor.next]
         first = next((one for given in held for one in _heads(ended, given) if _missing(ended, one)), None)
         if first is not None:
             found[rank] = first, _missing(ended, first)
     return found
 
 
-def _is_owed(message: Message, following: int) -> bool:
-    return NOBODY != message.waited <= following
-
-
-def _heads(ended: Ended, given: Given) -> Iterator[Given]:
+def _heads(ended: ReplayResult, given: StartedMessage) -> Iterator[StartedMessage]:
     """What a message waits for on its own rank, where others are before it; else itself."""
     for queue in ended.actors[given.rank].lanes.values():
         if any(given in batch for batch in queue):
@@ -155,7 +152,7 @@ def _heads(ended: Ended, given: Given) -> Iterator[Given]:
     yield given
 
 
-def _missing(ended: Ended, given: Given) -> list[int]:
+def _missing(ended: ReplayResult, given: StartedMessage) -> list[int]:
     stream, way, _ = given.meeting
     there = {one.rank for one in ended.present[given.meeting]}
     wanted = stream[1] if way is None else way[:2]
@@ -174,13 +171,50 @@ def _circle(waiting: Waiting) -> list[int]:
     return [*circle[first:], *circle[:first]]
 
 
-def open_said(ended: Ended) -> tuple[str, list[str]]:
+def unmatched_text(ended: ReplayResult) -> tuple[str, list[str]]:
     """Messages that nobody waits for, and that never arrive."""
     held = ended.open
     given = held[0]
     message = ended.actors[given.rank].messages[given.number]
-    missing = ranks_said(_missing(ended, given)) if _missing(ended, given) else "its partners"
+    missing = rank_list(_missing(ended, given)) if _missing(ended, given) else "its partners"
     verb = {Kind.SEND: "never receives it", Kind.RECEIVE: "never sends it"}.get(message.kind, "never gives it")
     said = f"Rank {given.rank} has a {message.kind} left at the end of the step: {missing} {verb}"
     more = f" ({len(held)} messages in all)." if len(held) > 1 else "."
     return said + more, [_line(ended, one) for one in held[:_MOST]]
+
+
+_RANK = re.compile(r"^Rank (\d+) \(stage (\d+)\)(.*)$", re.DOTALL)
+_STAGE = re.compile(r"^([Ss])tage (\d+)(: .*)$", re.DOTALL)
+
+
+def folded(lines: Iterable[str]) -> list[str]:
+    """The lines in order; ranks, or stages, of which the same is said are named together in the first of them."""
+    groups: dict[tuple[str, str], list[re.Match[str] | str]] = {}
+    for line in lines:
+        match = _RANK.match(line) or _STAGE.match(line)
+        key = (line, "") if match is None else (match[3], "" if match.re is _RANK else match[1])
+        groups.setdefault(key, []).append(line if match is None else match)
+    return [_folded_line(found) for found in groups.values()]
+
+
+def _folded_line(found: Sequence[re.Match[str] | str]) -> str:
+    matches = [one for one in found if not isinstance(one, str)]
+    if len(matches) < 2:
+        return found[0] if isinstance(found[0], str) else found[0][0]
+    stages = _numbers(sorted({int(one[2]) for one in matches}))
+    if matches[0].re is _STAGE:
+        return f"{matches[0][1]}tages {stages}{matches[0][3]}"
+    many = "stages" if len({one[2] for one in matches}) > 1 else "stage"
+    return f"Ranks {_numbers(sorted(int(one[1]) for one in matches))} ({many} {stages}){matches[0][3]}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """``0 to 2, 5`` for 0, 1, 2 and 5; ``0, 1`` for two."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(parts)

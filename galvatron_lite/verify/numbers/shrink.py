@@ -145,7 +145,7 @@ def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, 
         raise TooLargeError(f"No smaller plan runs: {error}") from error
     _check_work(graph, small)
     pairs = list(dict.fromkeys((spot.strategy, chosen[spot.name]) for spot in kept))
-    said = differences(plan, small, pairs) + changes + _told(spots, kept, graph)
+    said = differences(plan, small, pairs) + changes + _size_lines(spots, kept, graph)
     lost = {name for spot in kept for name in features(spot.strategy) - features(chosen[spot.name])}
     lost |= {STAGES} if len(small.stages) < len(plan.stages) else set()
     return Recipe(small, ways, tuple(left_out), tuple(said), tuple(sorted(lost)))
@@ -223,7 +223,7 @@ def _check_work(graph: ModelGraph, plan: Plan) -> None:
         raise TooLargeError(f"A step of it still takes {work:.1e} FLOPs; up to {MOST_WORK:.0e} are run.")
 
 
-def _told(spots: Sequence[Spot], kept: Sequence[Spot], graph: ModelGraph) -> list[str]:
+def _size_lines(spots: Sequence[Spot], kept: Sequence[Spot], graph: ModelGraph) -> list[str]:
     blocks, left = (sum(spot.role is Role.BLOCK for spot in some) for some in (spots, kept))
     return [
         f"blocks: {blocks} -> {left}" if blocks > left else f"blocks: all {blocks}",

@@ -81,7 +81,7 @@ def _made_of(model: nn.Module, config: Any) -> bool:
 def _smaller(config: Any, ways: int) -> tuple[Any, list[str]]:
     """A configuration with smaller sizes, and each change in words."""
     changed = _pictures(config, ways) | _fields(config, ways)
-    told = [f"{name} {_value(config, name)} -> {value}" for name, value in changed.items()]
+    told = [f"{name} {getattr(config, name)} -> {value}" for name, value in changed.items()]
     if is_dataclass(config) and not isinstance(config, type):
         return replace(config, **changed), told
     smaller = copy.deepcopy(config)
@@ -106,10 +106,6 @@ def _items(config: Any) -> Mapping[str, Any]:
     if is_dataclass(config) and not isinstance(config, type):
         return {one.name: getattr(config, one.name) for one in fields(config)}
     return dict(vars(config))
-
-
-def _value(config: Any, name: str) -> Any:
-    return getattr(config, name)
 
 
 def _fields(config: Any, ways: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def train_alone(small: Small, plan: Plan) -> Reference:
         optimizer.zero_grad()
         losses.append(_backward(small, batch, count))
         gradients.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
-        norm = norm if number else _norm(gradients[0])
+        norm = norm if number else float(torch.stack([one.norm().double() for one in gradients[0].values()]).norm())
         optimizer.step()
     return Reference(initial, losses, norm, gradients[0], gradients[-1], parameters, draws)
 
@@ -100,10 +100,6 @@ def _backward(small: Small, batch: Any, count: int) -> float:
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total
-
-
-def _norm(gradients: Tensors) -> float:
-    return float(torch.stack([one.norm().double() for one in gradients.values()]).norm())
 
 
 def train_under_plan(small: Small, plan: Plan, reference: Reference) -> Finding:

@@ -151,11 +151,11 @@ def _fork(work: Work, folder: Path, number: int) -> int:
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _leave(lambda: _told(work, folder, number))
+        _leave(lambda: _guarded(work, folder, number))
     return pid
 
 
-def _told(work: Work, folder: Path, number: int) -> None:
+def _guarded(work: Work, folder: Path, number: int) -> None:
     """Do the work; an error goes to the file of results, and on SIGUSR1 where the process is to another."""
     stacks = (folder / f"stack{number}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)

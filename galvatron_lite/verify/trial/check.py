@@ -130,7 +130,8 @@ class Findings:
                 "none, to have one found; or move buffers and update into a module that is called."
             )
             raise InputError("buffers", _few(self.loose), remedy)
-        if self.outside and (len(plan.stages) > 1 or any(map(_shares_parameters, strategies)) or plan.branches):
+        shared = any(one.zero_stage > 1 or _shares_inside(one) for one in strategies)
+        if self.outside and (shared or len(plan.stages) > 1 or plan.branches):
             remedy = (
                 "Code outside of their layers reads these parameters, of which a rank under this plan has a share, or "
                 "none. Give a plan of data parallelism or ZeRO-1 with one stage, or none, to have one found; or move "
@@ -147,10 +148,6 @@ SAMPLES_NEED = ("recompute", "tensor", "context", "expert", "spatial", "channel"
 """Dimensions under which a forward pass updates a buffer twice, or from parts of samples."""
 OUTSIDE_NEEDS = ("pipeline", "zero", "tensor", "context", "expert", "spatial", "channel", "branches")
 """Dimensions that leave a rank without whole parameters, or count a term of the loss more than once."""
-
-
-def _shares_parameters(one: Strategy) -> bool:
-    return one.zero_stage > 1 or _shares_inside(one)
 
 
 def shares_batch(plan: Plan) -> bool:

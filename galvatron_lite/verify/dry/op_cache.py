@@ -22,10 +22,10 @@ _PLAIN_VALUES = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class OutputSpec:
     """A tensor that an operation returns."""
 
-    given: int  # place among the operation's tensors of that which is returned as it is, or is looked at; -1: none
+    source: int  # place among the operation's tensors of that which is returned as it is, or is looked at; -1: none
     same: bool  # it is returned as it is
     shape: tuple[int, ...] = ()  # shape, stride, offset, dtype, device: of anything else
     stride: tuple[int, ...] = ()
@@ -35,14 +35,14 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CachedOutputs:
     """All that an operation returns, and the sequence that it comes in; None: one tensor."""
 
-    made: tuple[Made, ...]
+    made: tuple[OutputSpec, ...]
     sequence: type | None
 
 
-class Known:
+class OpCache:
     """Operations that were run, and what they returned.
 
     Args:
@@ -51,71 +51,71 @@ class Known:
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self._fake = fake
-        self._answers: dict[Any, Answer | None] = {}
+        self._answers: dict[Any, CachedOutputs | None] = {}
         self._dresses: dict[torch.device | None, dict[str, Any]] = {}
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """What the operation returns."""
         tensors: list[Tensor] = []
-        asked = [func]
-        if not (_is_plain(func) and _ask(asked, tensors, args) and _ask(asked, tensors, tuple(kwargs.items()))):
+        key = [func]
+        if not (_is_plain(func) and _add_key(key, tensors, args) and _add_key(key, tensors, tuple(kwargs.items()))):
             return self._fake.__torch_dispatch__(func, types, args, kwargs)
-        question = tuple(asked)
-        answer = self._answers.get(question)
+        full_key = tuple(key)
+        answer = self._answers.get(full_key)
         if answer is not None:
             return self._repeat(answer, tensors)
         found = self._fake.__torch_dispatch__(func, types, args, kwargs)
-        if question not in self._answers:
-            self._answers[question] = _answer_of(found, tensors)
+        if full_key not in self._answers:
+            self._answers[full_key] = _outputs_of(found, tensors)
         return found
 
-    def _repeat(self, answer: Answer, tensors: list[Tensor]) -> Any:
+    def _repeat(self, answer: CachedOutputs, tensors: list[Tensor]) -> Any:
         if answer.sequence is None:
             return self._make(answer.made[0], tensors)
         return answer.sequence([self._make(one, tensors) for one in answer.made])
 
-    def _make(self, one: Made, tensors: list[Tensor]) -> Tensor:
+    def _make(self, one: OutputSpec, tensors: list[Tensor]) -> Tensor:
         if one.same:
-            return tensors[one.given]
-        if one.given < 0:
+            return tensors[one.source]
+        if one.source < 0:
             bare = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
         else:
-            bare = _nothing(one.dtype)
-            bare.set_(tensors[one.given].untyped_storage(), one.offset, one.shape, one.stride)
+            bare = _empty(one.dtype)
+            bare.set_(tensors[one.source].untyped_storage(), one.offset, one.shape, one.stride)
         return self._dress(bare, one.device)
 
     def _dress(self, bare: Tensor, device: torch.device | None) -> Tensor:
         """What ``FakeTensor(mode, bare, device)`` gives, which checks and sets for longer than an operation takes."""
         known = self._dresses.get(device)
         if known is None:
-            known = self._dresses[device] = vars(FakeTensor(self._fake, _nothing(torch.float32), device)).copy()
+            known = self._dresses[device] = vars(FakeTensor(self._fake, _empty(torch.float32), device)).copy()
         made = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device)
         vars(made).update(known)
         return made
 
 
-def _nothing(dtype: torch.dtype) -> Tensor:
+def _empty(dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device="meta")
 
 
-def _ask(asked: list[Any], tensors: list[Tensor], values: Any) -> bool:
-    """Add to a question what is known of some values; whether they are plain."""
+def _add_key(key: list[Any], tensors: list[Tensor], values: Any) -> bool:
+    """Add some values to a key; whether they are plain."""
     for value in values:
         kind = type(value)
         if kind in _PLAIN_VALUES:
-            asked.append(kind)
-            asked.append(value)
+            key.append(kind)
+            key.append(value)
         elif kind is FakeTensor:
             if value.constant is not None or value.dtype.is_complex:
                 return False
             tensors.append(value)
-            asked += (
+            key += (
                 _number(tensors, value), value.dtype, value.shape, value.stride(), value.storage_offset(),
                 value.fake_device,
             )  # fmt: skip
         elif kind is list or kind is tuple:
-            asked.append(len(value))
-            if not _ask(asked, tensors, value):
+            key.append(len(value))
+            if not _add_key(key, tensors, value):
                 return False
         else:
             return False
@@ -143,34 +143,34 @@ _CHANGING = frozenset({
 """Operations that change what shape a tensor has, or whose values torch keeps beside the tensor."""
 
 
-def _answer_of(found: Any, tensors: list[Tensor]) -> Answer | None:
+def _outputs_of(found: Any, tensors: list[Tensor]) -> CachedOutputs | None:
     """What was returned, if it can be made again."""
     if isinstance(found, Tensor):
-        made = _made_of(found, tensors)
-        return None if made is None else Answer((made,), None)
+        made = _spec_of(found, tensors)
+        return None if made is None else CachedOutputs((made,), None)
     if type(found) not in (list, tuple):
         return None
-    every = [_made_of(one, tensors) for one in found]
-    fresh = [id(one.untyped_storage()) for one, made in zip(found, every, strict=True) if made and made.given < 0]
+    every = [_spec_of(one, tensors) for one in found]
+    fresh = [id(one.untyped_storage()) for one, made in zip(found, every, strict=True) if made and made.source < 0]
     if any(one is None for one in every) or len(set(fresh)) < len(fresh):
         return None
-    return Answer(tuple(one for one in every if one is not None), type(found))
+    return CachedOutputs(tuple(one for one in every if one is not None), type(found))
 
 
-def _made_of(found: Any, tensors: list[Tensor]) -> Made | None:
+def _spec_of(found: Any, tensors: list[Tensor]) -> OutputSpec | None:
     if type(found) is not FakeTensor or found.constant is not None or found.dtype.is_complex:
         return None
     for number, one in enumerate(tensors):
         if one is found:
-            return Made(number, same=True)
+            return OutputSpec(number, same=True)
     shape, stride, offset = tuple(found.shape), found.stride(), int(found.storage_offset())
     storages = [id(one.untyped_storage()) for one in tensors]
     own = id(found.untyped_storage())
     if own in storages:
-        return Made(storages.index(own), False, shape, stride, offset, found.dtype, found.fake_device)
+        return OutputSpec(storages.index(own), False, shape, stride, offset, found.dtype, found.fake_device)
     if offset or found.untyped_storage().nbytes() != _room(shape, stride) * found.itemsize:
         return None
-    return Made(-1, False, shape, stride, 0, found.dtype, found.fake_device)
+    return OutputSpec(-1, False, shape, stride, 0, found.dtype, found.fake_device)
 
 
 def _room(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

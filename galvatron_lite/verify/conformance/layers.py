@@ -1,24 +1,65 @@
-"""Whether what was done is what the plan says: stages, splits, recomputation, memory. No torch here."""
+"""Whether stages, parameter splits and recomputation are those of the plan. No torch here.
+
+The ranks that work together follow from the plan's strategies alone: nothing is shared with ``runtime.mesh``, whose
+groups are checked against them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import prod
 
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.layout import layout
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Operator, OperatorClass, Recompute, Role, Tie
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorClass, Recompute, Role, Tie
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
-from galvatron_lite.parallelism.ranks import expert_slices
+from galvatron_lite.parallelism.ranks import expert_slices, strides_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
-from galvatron_lite.verify.faithful.memory import memory_checks
-from galvatron_lite.verify.faithful.places import together
-from galvatron_lite.verify.folding import folded
+from galvatron_lite.verify.conformance.memory import memory_checks
+from galvatron_lite.verify.match.words import folded
 from galvatron_lite.verify.schema import Check, Kind, LayerSplit, ParameterSplit, RoleRun, Verdict
+
+OTHERS = ("data", "zero", "context", "spatial")
+"""Dimensions whose ranks see other samples, tokens or pixels."""
+
+
+def degrees_of(strategy: Strategy) -> dict[str, int]:
+    """Ranks in each dimension that ``strides_of`` knows."""
+    return {
+        "channel": strategy.slices,
+        "spatial": strategy.spatial,
+        "tensor": strategy.tensor,
+        "context": strategy.context,
+        "zero": strategy.zero,
+        "data": strategy.data,
+    }
+
+
+def together(strategy: Strategy, rank: int, names: Iterable[str]) -> tuple[int, ...]:
+    """World ranks, ascending, that differ from one in these dimensions only."""
+    strides, degrees = strides_of(strategy), degrees_of(strategy)
+    steps = [(int(strides[name]), degrees[name]) for name in names]
+    return line_of(strategy.devices, rank, steps)
+
+
+def holders_of_experts(strategy: Strategy, rank: int) -> tuple[int, ...]:
+    """World ranks, ascending, that hold the same experts as one."""
+    stride = int(expert_slices(strategy)) * strategy.expert
+    return line_of(strategy.devices, rank, [(stride, max(strategy.devices // stride, 1))])
+
+
+def line_of(devices: int, rank: int, steps: list[tuple[int, int]]) -> tuple[int, ...]:
+    """World ranks, ascending, in the dims of these strides and sizes through one rank of a stage of so many."""
+    start, place = rank - rank % devices, rank % devices
+    first = place - sum(place // stride % size * stride for stride, size in steps)
+    moves = product(*(range(0, stride * size, stride) for stride, size in steps))
+    return tuple(sorted(start + first + sum(move) for move in moves))
+
 
 STAGES = "stages are the plan's"
 SPLITS = "layers are split as planned"
@@ -77,7 +118,7 @@ class Planned:
         return self.kind(name).with_copy(sum(tie.parameters for tie in ties))
 
 
-def faithful(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph, cluster: Cluster | None = None) -> list[Check]:
+def layer_checks(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph, cluster: Cluster | None = None) -> list[Check]:
     """Hold runs against their plan.
 
     Args:
@@ -89,17 +130,17 @@ def faithful(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph, cluster: Cl
     planned, count = Planned(plan, graph), len(plan.stages)
     held = f"All {count} stages hold the plan's layers." if count > 1 else "The one stage holds the plan's layers."
     return [
-        _check(STAGES, list(_other_stages(runs, planned)), held),
-        _check(SPLITS, list(_other_splits(runs, planned)), "Parameters lie on ranks as the plan says."),
-        _check(KEPT, list(_other_kept(runs, planned)), _kept_said(planned)),
+        check_of(STAGES, folded(_other_stages(runs, planned)), held),
+        check_of(SPLITS, folded(_other_splits(runs, planned)), "Parameters lie on ranks as the plan says."),
+        check_of(KEPT, folded(_other_kept(runs, planned)), _kept_said(planned)),
         *memory_checks(runs, plan, cluster),
     ]
 
 
-def _check(name: str, wrong: Sequence[str], right: str) -> Check:
+def check_of(name: str, wrong: Sequence[str], right: str) -> Check:
+    """Failed, with a line for each difference; passed where there are none."""
     if not wrong:
         return Check(name, Verdict.PASSED, right)
-    wrong = folded(wrong)
     more = f" ({len(wrong)} in all)" if len(wrong) > 1 else ""
     return Check(name, Verdict.FAILED, f"{wrong[0]}{more}", tuple(wrong[1:_MOST]))
 
@@ -299,12 +340,12 @@ def _other_layer_kept(run: RoleRun, name: str, kept: int, planned: Planned) -> I
 
 def _in_steps(kind: LayerKind) -> int:
     """Bytes a sample that norms keep where they are captured in steps, and not in a kernel of an accelerator."""
-    norms = {operator.name.rpartition(".")[0]: operator for operator in kind.operators if _is_norm(operator)}
+    norms = {
+        name: operator
+        for operator in kind.operators
+        if operator.kind is OperatorClass.MEMORY and "norm" in (name := operator.name.rpartition(".")[0])
+    }
     return sum(4 * operator.shape[0] for operator in norms.values())
-
-
-def _is_norm(operator: Operator) -> bool:
-    return operator.kind is OperatorClass.MEMORY and "norm" in operator.name.rpartition(".")[0]
 
 
 def _ends_apart(name: str, planned: Planned) -> tuple[float, float]:

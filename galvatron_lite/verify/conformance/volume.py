@@ -8,24 +8,27 @@ of a broadcast or a message from rank to rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.layout import layout, received
 from galvatron_lite.cost.sharing import sharing_of
-from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
 from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import ITEM_BYTES, format_bytes
-from galvatron_lite.verify.faithful.gradients import COPIES
-from galvatron_lite.verify.faithful.layers import Planned
-from galvatron_lite.verify.faithful.memory import EXPLAINED
-from galvatron_lite.verify.faithful.places import together
-from galvatron_lite.verify.faithful.volume_known import Allowance, allowances, once, share
-from galvatron_lite.verify.folding import folded
+from galvatron_lite.verify.conformance.groups import COPIES
+from galvatron_lite.verify.conformance.layers import Planned, together
+from galvatron_lite.verify.conformance.memory import EXPLAINED
+from galvatron_lite.verify.match.words import folded
 from galvatron_lite.verify.schema import Check, During, Kind, Message, RoleRun, Verdict
 
 VOLUME = "communication is as priced"
@@ -34,92 +37,49 @@ CLASSES = (
 )  # fmt: skip
 TOLERANCE, SMALL, SLACK = 0.10, 0.02, 2**11
 """A class may differ by this share of itself, by that of all that is sent, and by so many bytes a micro-batch, at least
-two (sums of single figures, of which layers may make a few more than priced); up to ``EXPLAINED`` of itself it is told,
-but does not fail."""
+two (sums of single figures, of which layers may make a few more than priced). A group of devices that sends more than
+priced in all, by ``EXPLAINED`` of it, fails."""
 _CAUSES = {"tensor-async": "tensor", "ulysses": "context", "filters": "channel", "channels": "channel"}
 _PURPOSES = {"tokens": "context", "experts": "expert", "pixels": "spatial", COPIES: COPIES}
 _NOT_PRICED = "not priced"
 
 
-def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile, layers: Sequence[Layer] | None = None) -> Check:
+def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
     """A table of what was sent and what was priced, by class, of each group of devices.
 
     Args:
         runs: of one rank of each role.
         plan: that they ran.
         profile: that it is priced with.
-        layers: that ran, where the profile is of a published shape, which names them otherwise and has no modules.
     """
-    ran = profile.graph.layers if layers is None else layers
-    planned = Planned(plan, profile.graph)
-    pricer, lines, wrong, far = LayerPricer(profile), list[str](), list[str](), list[str]()
+    planned, pricer = Planned(plan, profile.graph), LayerPricer(profile)
+    lines, wrong, far = list[str](), list[str](), list[str]()
+    slack = SLACK * max(plan.microbatches, 2)
     for group in range(plan.pipeline):
-        own = [run for run in runs if run.stage == group]
-        if not own:
+        group_runs = [run for run in runs if run.stage == group]
+        if not group_runs:
             continue
-        said, seen = predicted_bytes(pricer, planned, group), _most(own, planned)
-        known = allowances(pricer, planned, group, own, ran)
-        slack = SLACK * max(plan.microbatches, 2)
-        lines += _table(group, said, seen, known)
-        wrong += [*_differing(group, said, seen, known, slack), *_unpriced(group, seen, slack)]
-        far += _differing(group, said, seen, known, slack, EXPLAINED)
-    lines = folded(lines)
-    if wrong:
-        wrong, far = folded(wrong), folded(far)
-        first = (far or wrong)[0]
-        others = (line for line in wrong if line != first)
-        return Check(VOLUME, Verdict.FAILED if far else Verdict.DIFFERS, first, (*others, *lines))
-    tolerance = f"{TOLERANCE:.0%} of its class or {SMALL:.0%} of all"
-    return Check(
-        VOLUME, Verdict.PASSED, f"What is sent differs from what is priced by less than {tolerance}.", tuple(lines)
-    )
-
-
-def _table(
-    group: int, said: Mapping[str, float], seen: Mapping[str, float], known: Mapping[str, Sequence[Allowance]]
-) -> Iterator[str]:
-    for name in _rows(said, seen):
-        priced, sent = said.get(name, 0.0), seen.get(name, 0.0)
-        if not priced and not sent:
-            continue
-        line = f"stage {group}: {name}: predicted {format_bytes(priced)}, dry run {format_bytes(sent)}"
-        yield f"{line}, difference {_signed(sent - priced)}"
-        for own in known.get(name, ()) if abs(sent - priced) > max(TOLERANCE * priced, SLACK) else ():
-            yield f"known: {format_bytes(own.less)} less to {format_bytes(own.more)} more. {own.why}"
-
-
-def _rows(said: Mapping[str, float], seen: Mapping[str, float]) -> list[str]:
-    """Classes that are priced, then what is sent beside them."""
-    return [*CLASSES, *(name for name in seen if name not in CLASSES and name not in said)]
-
-
-def _unpriced(group: int, seen: Mapping[str, float], least: int) -> Iterator[str]:
-    """What is sent for nothing that has a price, where it is more than a trifle."""
-    for name in seen.keys() - set(CLASSES):
-        if seen[name] > max(SMALL * sum(seen.values()), least):
-            yield f"Stage {group} sends {format_bytes(seen[name])} that is {name}."
-
-
-def _signed(size: float) -> str:
-    return f"{'-' if size < 0 else '+'}{format_bytes(abs(size))}"
-
-
-def _differing(
-    group: int,
-    said: Mapping[str, float],
-    seen: Mapping[str, float],
-    known: Mapping[str, Sequence[Allowance]],
-    least: int,
-    tolerance: float = TOLERANCE,
-) -> Iterator[str]:
-    whole = max(sum(said.values()), sum(seen.values()))
-    for name in CLASSES:
-        priced, sent = said.get(name, 0.0), seen.get(name, 0.0)
-        slack = max(tolerance * priced, SMALL * whole, least)
-        own = known.get(name, ())
-        less, more = sum(one.less for one in own), sum(one.more for one in own)
-        if not priced - less - slack <= sent <= priced + more + slack:
-            yield f"Stage {group} sends {format_bytes(sent)} for {name}; priced are {format_bytes(priced)}."
+        priced, sent = predicted_bytes(pricer, planned, group), _most(group_runs, planned)
+        together, sent_together = sum(priced.values()), sum(sent.values())
+        least = max(SMALL * max(together, sent_together), slack)
+        for name in (*CLASSES, *sorted(sent.keys() - set(CLASSES))):
+            line = f"predicted {format_bytes(priced.get(name, 0.0))}, dry run {format_bytes(sent[name])}"
+            difference = sent[name] - priced.get(name, 0.0)
+            if sent[name] or priced.get(name):
+                sign = "-" if difference < 0 else "+"
+                lines.append(f"stage {group}: {name}: {line}, difference {sign}{format_bytes(abs(difference))}")
+            if name not in CLASSES and sent[name] > least:
+                wrong.append(f"Stage {group} sends {format_bytes(sent[name])} that is {name}.")
+            elif abs(difference) > max(TOLERANCE * priced.get(name, 0.0), least):
+                said = f"{format_bytes(sent[name])} for {name}; priced are {format_bytes(priced.get(name, 0.0))}."
+                wrong.append(f"Stage {group} sends {said}")
+        if sent_together - together > max(EXPLAINED * together, least):
+            said = f"{format_bytes(sent_together)} in all; priced are {format_bytes(together)}."
+            far.append(f"Stage {group} sends {said}")
+    if found := folded([*far, *wrong]):
+        return Check(VOLUME, Verdict.FAILED if far else Verdict.DIFFERS, found[0], (*found[1:], *folded(lines)))
+    said = f"What is sent differs from what is priced by less than {TOLERANCE:.0%} of its class or {SMALL:.0%} of all."
+    return Check(VOLUME, Verdict.PASSED, said, tuple(folded(lines)))
 
 
 def _most(runs: Sequence[RoleRun], planned: Planned) -> dict[str, float]:
@@ -202,8 +162,10 @@ def _caused(one: Communication) -> str:
 
 
 def _priced_bytes(one: Communication, microbatches: int) -> float:
-    times = 1 if one.moment is Moment.STEP else microbatches
-    return once(one) * float(one.count) * times
+    """Wire bytes of a communication in a step."""
+    ways, times = int(one.group.size), 1 if one.moment is Moment.STEP else microbatches
+    factors = {Collective.ALL_REDUCE: 2 * (ways - 1) / ways, Collective.BROADCAST: 1.0, Collective.SEND_RECV: 1.0}
+    return float(one.size) * factors.get(one.collective, (ways - 1) / ways) * float(one.count) * times
 
 
 def _moved(planned: Planned, names: Sequence[str]) -> float:
@@ -213,9 +175,13 @@ def _moved(planned: Planned, names: Sequence[str]) -> float:
     chosen, first = list(planned.strategies.values()), inside.start
     pairs = [(first - 1, first, graph.crossing(first))] * bool(first)
     return sum(
-        2 * size * planned.plan.microbatch * share(chosen[left], chosen[right])
+        2 * size * planned.plan.microbatch * float(received(_layout(chosen[left]), _layout(chosen[right])))
         for left, right, size in (*pairs, *graph.exchanges(inside))
     )
+
+
+def _layout(strategy: Strategy) -> NDArray[np.int64]:
+    return np.array(layout(strategy))
 
 
 def _handed_on(planned: Planned, stage: int) -> float:
