@@ -70,7 +70,8 @@ def _print_short(console: Console, plan: Plan, source: str, accuracy: str, runne
     notes = [f"Note: {note}." for note in (plan.provenance.notes if plan.provenance else ())[:MOST_NOTES]]
     _print_layers(console, plan, max(LEAST_ROWS, MOST_LINES - 2 - len(lines) - len(notes)))
     for line in lines:
-        console.print(line if len(line) <= console.width else f"{line[: console.width - 1]}…")
+        cut = line.startswith("runner-up") and len(line) > console.width
+        console.print(f"{line[: console.width - 1]}…" if cut else line)
     for note in notes:
         console.print(note)
 
