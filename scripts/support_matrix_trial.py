@@ -145,7 +145,10 @@ def _try(family: Family, graph: ModelGraph, way: Way, reference: Reference) -> O
     if asked.plan is None:
         return Outcome(State.NO, asked.reason) if asked.reason else Outcome(State.NOTHING)
     coarse = way.options.get("precision") == "bf16"
-    allowed = [max(COARSE, NOISY * own) for own in rounding(family, reference)] if coarse else []
+    try:
+        allowed = [max(COARSE, NOISY * own) for own in rounding(family, reference)] if coarse else []
+    except RuntimeError as error:
+        return Outcome(State.NO, f"one process does not train in bf16 either: {error}")
     results = on_ranks(RANKS, lambda: _train(family, graph, way, asked, reference, allowed), SECONDS)
     if isinstance(results, Failure):
         ended = State.NO if results.ours else State.LATE if results.late else State.CRASHES
