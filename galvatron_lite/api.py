@@ -180,7 +180,7 @@ def cheapest(
         tokens = sweeps.MILLION
     names = ("price", "samples", "tokens", "steps", "within")
     request = PlanRequest.parse(profile, setup, names)
-    run = sweeps.Run(number("samples", samples), number("tokens", tokens), number("steps", steps))
+    run = sweeps.TrainingAmount(number("samples", samples), number("tokens", tokens), number("steps", steps))
     cost, deadline = number("price", price) or 0.0, seconds("within", within)
     return sweeps.cheapest(
         request.resolve(), run, cost, batch=request.batch, deadline=deadline, progress=request.progress
@@ -189,7 +189,7 @@ def cheapest(
 
 def pareto_front(
     profile: ProfileSource = None, *, memory_step: int | str | None = None, **setup: Unpack[PlanArguments]
-) -> sweeps.Front:
+) -> sweeps.ParetoFront:
     """The fastest plan for every budget from ``mem`` down; see ``analysis.sweeps``.
 
     Args:

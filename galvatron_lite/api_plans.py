@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from galvatron_lite.analysis.explanation import Comparison, Explanation
-    from galvatron_lite.analysis.setting import Setting
+    from galvatron_lite.analysis.setting import PlanSetting
     from galvatron_lite.verify.schema import Verification
     from galvatron_lite.verify.source import ModelSource
 
@@ -156,7 +156,7 @@ def explain(
 
 def question_of(
     plan: Plan | str | Path, profile: Profile | str | Path | None, setup: PlanArguments
-) -> tuple[Setting, Plan, Progress | None]:
+) -> tuple[PlanSetting, Plan, Progress | None]:
     """What a plan is the answer to, the plan with its prediction, and who is told of progress; see ``explain``.
 
     Raises:

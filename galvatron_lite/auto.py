@@ -31,7 +31,7 @@ from galvatron_lite.plans.describe import plan_line
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan, file_named, read_plan
 from galvatron_lite.plans.notes import other_size
-from galvatron_lite.plans.schema import Mode, Plan, Trainer
+from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
 from galvatron_lite.runtime.adapt.door import learnt, opened, planned_from, settings_of, steer
 from galvatron_lite.runtime.batch_checks import GlobalBatches
@@ -297,14 +297,14 @@ def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> V
 
 def _with_capacity(plan: Plan, capacity: float) -> dict[str, Any]:
     """The option that has experts drop tokens."""
-    if plan.cyclic is not None or plan.backend is not Trainer.GALVATRON:
+    if plan.cyclic is not None or plan.backend is not TrainedBy.GALVATRON:
         raise InputError("expert_capacity", capacity, "Only plans of synchronous training with galvatron drop tokens.")
     return {"expert_capacity": capacity}
 
 
 def _randomness(plan: Plan, wanted: str) -> dict[str, Any]:
     """The option that decides random numbers."""
-    if wanted != "own" and (plan.cyclic is not None or plan.backend is not Trainer.GALVATRON):
+    if wanted != "own" and (plan.cyclic is not None or plan.backend is not TrainedBy.GALVATRON):
         raise InputError("randomness", wanted, "Under such a plan every rank draws for itself: take 'own'.")
     return {} if wanted == "own" else {"randomness": wanted}
 
@@ -313,7 +313,7 @@ def _with_timeout(plan: Plan, timeout: float) -> dict[str, Any]:
     """How long a step waits for another rank."""
     if not timeout > 0:
         raise InputError("timeout", timeout, "It is in seconds, and more than 0.")
-    if plan.backend is Trainer.DEEPSPEED:
+    if plan.backend is TrainedBy.DEEPSPEED:
         raise InputError(
             "timeout", timeout, "DeepSpeed has its own: give it to deepspeed.init_distributed(timeout=...)."
         )
@@ -322,7 +322,7 @@ def _with_timeout(plan: Plan, timeout: float) -> dict[str, Any]:
 
 def _local_batch(plan: Plan) -> dict[str, Any]:
     """The option that puts the ranks' batches together."""
-    if plan.cyclic is not None or plan.backend is not Trainer.GALVATRON:
+    if plan.cyclic is not None or plan.backend is not TrainedBy.GALVATRON:
         raise InputError("local_batch", True, "Under such a plan every rank gives the same global batch: leave it out.")
     return {"local_batch": True}
 
@@ -336,7 +336,7 @@ def _check_unplanned(asked: Mapping[str, Any]) -> None:
 
 def _syncing(plan: Plan, rules: Mapping[str, str]) -> dict[str, Any]:
     """The option that keeps buffers alike that forward passes update; where what trains has none, a warning."""
-    if plan.cyclic is None and plan.backend is Trainer.GALVATRON and not plan.branches:
+    if plan.cyclic is None and plan.backend is TrainedBy.GALVATRON and not plan.branches:
         return {"synced_buffers": rules}
     if dist.get_rank() == 0:
         _warn([f"Forward passes update {', '.join(rules)} from the samples: under this plan each rank keeps its own."])
@@ -347,7 +347,7 @@ def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:
     """What compiles blocks, where something is to."""
     if wanted is False:
         return {}
-    if plan.cyclic is not None or plan.backend is Trainer.DEEPSPEED:
+    if plan.cyclic is not None or plan.backend is TrainedBy.DEEPSPEED:
         raise InputError("compile", wanted, "Leave it out: blocks are not compiled under such a plan.")
     return {"compile": wanted}
 
@@ -364,7 +364,7 @@ def _for_inference(made: ParallelModel | CyclicModel | DeepSpeedModel) -> Infere
 
 def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepSpeedModel]:
     """What runs a plan."""
-    if plan.backend is Trainer.DEEPSPEED:
+    if plan.backend is TrainedBy.DEEPSPEED:
         from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
 
         return DeepSpeedModel
@@ -383,14 +383,14 @@ def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepS
 
 def _given_plan(plan: Plan | str | Path | None, backend: str | None) -> Plan | None:
     """The plan that was given, for the backend that was."""
-    known = [one.value for one in Trainer]
+    known = [one.value for one in TrainedBy]
     if backend not in (None, *known):
         raise InputError("backend", str(backend), f"Give {' or '.join(known)}, or leave it out.")
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
     if plan is None:
         return None
     given = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
-    return check_runs(given if backend is None else replace(given, backend=Trainer(backend)))
+    return check_runs(given if backend is None else replace(given, backend=TrainedBy(backend)))
 
 
 def _asked(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:

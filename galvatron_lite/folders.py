@@ -36,7 +36,7 @@ class Content:
     sha256: Name  # their checksum, in hexadecimal digits
 
 
-class Sink:
+class FileSink:
     """A file being written; counts and sums up what goes in.
 
     An error of the disk is kept until the end (``content``): whoever writes may be no Python, and take it for another.
@@ -74,14 +74,14 @@ class Sink:
         return Content(self._bytes, self._digest.hexdigest())
 
 
-def write_file(path: Path, fill: Callable[[Sink], None]) -> Content:
+def write_file(path: Path, fill: Callable[[FileSink], None]) -> Content:
     """Write a new file; ``fill`` is given where to write.
 
     Raises:
         OSError: the disk is full, or broken.
     """
     with path.open("xb") as stream:
-        sink = Sink(stream)
+        sink = FileSink(stream)
         fill(sink)
         return sink.content()
 

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from galvatron_lite.analysis.setting import Setting, first_devices
+from galvatron_lite.analysis.setting import PlanSetting, first_devices
 from galvatron_lite.api_profile import find_profile
 from galvatron_lite.calibration.store import load_calibration, margin_of
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
@@ -124,7 +124,7 @@ class PlanRequest:
             precision=self.precision,
         )  # fmt: skip
 
-    def resolve(self) -> Setting:
+    def resolve(self) -> PlanSetting:
         """What a search needs: the profile, pins, schedules and budget of this request.
 
         Raises:
@@ -140,7 +140,7 @@ class PlanRequest:
             margin = margin_of(profile.origin.kind.value, load_calibration())
         # Fewer devices may all be of one type and train in a better precision: their profile is made again.
         remade = callable(self.profile) or self.model is not None
-        return Setting(
+        return PlanSetting(
             profile=profile,
             budget=budget_on(first_devices(profile.cluster, 1), self.mem),
             pins=pins,

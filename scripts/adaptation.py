@@ -11,7 +11,7 @@ from pathlib import Path
 
 from galvatron_lite.files import read_data
 from galvatron_lite.runtime.adapt.log import read_log, replay
-from galvatron_lite.runtime.adapt.schema import Action, Decided
+from galvatron_lite.runtime.adapt.schema import AdaptAction, Decided
 from galvatron_lite.units import format_seconds
 
 NAMES = (f"galvatron{os.getpid()}a", f"galvatron{os.getpid()}b")
@@ -92,7 +92,7 @@ def tell(folder: Path, factor: float) -> None:
     for decision in decisions:
         print(f"step {decision.step}: {decision.action.value}. {decision.reason}")
     behind = [decision for decision in decisions if decision.step > measured["quick_steps"]]
-    planned = [decision for decision in behind if decision.action is Action.PLAN]
+    planned = [decision for decision in behind if decision.action is AdaptAction.PLAN]
     found = [link.per_byte for decision in planned for link in decision.corrections.links]
     estimate = f"{found[0]:.3g} (error {found[0] / factor - 1:+.1%})" if found else "not at all"
     print(f"\nslowed by {factor:g}, estimated {estimate}")
@@ -100,7 +100,7 @@ def tell(folder: Path, factor: float) -> None:
         f"step: {format_seconds(measured['quick'])} before, {format_seconds(measured['slow'])} slowed, "
         f"{format_seconds(measured['after'])} at the end"
     )
-    switches = sum(decision.action in (Action.SWITCH, Action.BACK) for decision in behind)
+    switches = sum(decision.action in (AdaptAction.SWITCH, AdaptAction.BACK) for decision in behind)
     print(
         f"switches decided behind the slowing: {switches}; replayed alike: {all(one.same for one in replay(records))}"
     )

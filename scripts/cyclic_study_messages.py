@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cyclic_study_tasks import MICRO_BATCHES, Task, tasks
 from cyclic_study_train import cyclic_model, micro_batches
 
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 
 WORKERS, ROUND = MICRO_BATCHES, 2 * MICRO_BATCHES
@@ -68,7 +68,7 @@ def _messages(name: str, found: Sequence[_Sent]) -> Messages:
 
 def by_programme(stages: list[int]) -> list[list[int]]:
     """Bytes sent by each worker at each time step of one round in steady state."""
-    programme = Programme(CyclicRule.V2, CyclicSetting.DATA, WORKERS)
+    programme = CyclicProgramme(CyclicRule.V2, CyclicSetting.DATA, WORKERS)
     sent = [[0] * ROUND for _ in range(WORKERS)]
     for process in range(WORKERS):
         for step in (SETTLED - 1, SETTLED):

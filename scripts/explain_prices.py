@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from galvatron_lite import api
-from galvatron_lite.analysis.what_ifs import Clock, price_of_memory
+from galvatron_lite.analysis.what_ifs import TimeLimit, price_of_memory
 from galvatron_lite.api_plans import question_of
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.errors import GalvatronError, InfeasibleError
@@ -171,9 +171,9 @@ def outcome_of(case: Case, made: Plan) -> Outcome | None:
         write_plan(made, path)
         began = time.process_time()
         setting, plan, _ = question_of(path, known, {})
-        price = price_of_memory(setting, Clock(), plan, Budget(case.budget))
+        price = price_of_memory(setting, TimeLimit(), plan, Budget(case.budget))
         taken = time.process_time() - began
-        own = price_of_memory(setting, Clock(), plan, Budget(case.budget), same_shape=True)
+        own = price_of_memory(setting, TimeLimit(), plan, Budget(case.budget), same_shape=True)
     now = seconds_of(made)
     try:
         then = seconds_of(planned(case, case.budget + price.added_bytes))
@@ -185,10 +185,10 @@ def outcome_of(case: Case, made: Plan) -> Outcome | None:
 
 def planned(case: Case, budget: int) -> Plan:
     """The fastest plan within a budget, which may be more than a device has."""
-    from galvatron_lite.analysis.setting import Setting, ask
+    from galvatron_lite.analysis.setting import PlanSetting, ask
 
     known = api.find_profile(model=case.model, cluster=case.cluster, gpus=case.devices)
-    return ask(Setting(known, budget), case.devices, case.batch, runners_up=api.RUNNERS_UP)
+    return ask(PlanSetting(known, budget), case.devices, case.batch, runners_up=api.RUNNERS_UP)
 
 
 def seconds_of(plan: Plan) -> float:

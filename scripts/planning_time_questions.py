@@ -9,8 +9,8 @@ from functools import lru_cache
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import build_graph, load_shape
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 
@@ -99,7 +99,7 @@ def graph_of(model: str, layers: int | None) -> ModelGraph:
 def pyramid(layers: int) -> ModelGraph:
     """A convolutional network of so many layers, no two alike: bottlenecks that widen from each to the next, in four
     stages that halve the picture (after Han et al. 2017, "Deep Pyramidal Residual Networks", without shortcuts)."""
-    net = Network(f"pyramid-{layers}", ITEM_BYTES, 3, (224, 224))
+    net = NetworkBuilder(f"pyramid-{layers}", ITEM_BYTES, 3, (224, 224))
     net.stem(_stem)
     blocks = layers - 2
     for place in range(blocks):
@@ -109,9 +109,9 @@ def pyramid(layers: int) -> ModelGraph:
     return net.finish(1000, PRECISION)
 
 
-def _stem(flow: Flow) -> None:
+def _stem(flow: ImageFlow) -> None:
     flow.unit(64, 7, 2).pool(3, 2)
 
 
-def _bottleneck(flow: Flow, width: int, stride: int) -> None:
+def _bottleneck(flow: ImageFlow, width: int, stride: int) -> None:
     flow.unit(width // 4).unit(width // 4, 3, stride).unit(width)

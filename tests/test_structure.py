@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import networkx
@@ -39,3 +40,13 @@ def test_folders_stand_in_the_order_of_the_design() -> None:
     assert len(order) > 15
     upwards = [(a, b) for a, b in imports().edges if {a, b} <= set(order) and order.index(a) > order.index(b)]
     assert upwards == []
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    names = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []

@@ -8,13 +8,13 @@ from functools import singledispatch
 from typing import Any
 
 from galvatron_lite.analysis.setting import Point
-from galvatron_lite.analysis.sweeps import SATURATED, BestBatch, Cheapest, Fewest, Front, Goal, RunCost, Target
+from galvatron_lite.analysis.sweeps import SATURATED, BestBatch, Cheapest, Fewest, Goal, ParetoFront, RunCost, Target
 from galvatron_lite.files import to_data
 from galvatron_lite.plans.schema import Proof
 from galvatron_lite.search.result import summary
 from galvatron_lite.units import format_budget, format_bytes, format_count, format_duration, format_seconds
 
-Answer = BestBatch | Fewest | Cheapest | Front
+Answer = BestBatch | Fewest | Cheapest | ParetoFront
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _(answer: Cheapest) -> AnswerText:
 
 
 @answer_text.register
-def _(answer: Front) -> AnswerText:
+def _(answer: ParetoFront) -> AnswerText:
     top = answer.points[0].seconds if answer.points else 1.0
     certain = all(proven(p) for p in answer.points)
     rows = tuple(
@@ -286,16 +286,16 @@ def as_data(answer: Answer) -> dict[str, Any]:
         data["ceiling"] = answer.ceiling if answer.ceiling < float("inf") else None
     if isinstance(answer, Fewest):
         data["target"] = {"goal": answer.target.goal.value, "value": answer.target.value}
-    if isinstance(answer, Front):
+    if isinstance(answer, ParetoFront):
         data |= {"step": answer.step, "least": answer.least}
     elif not isinstance(answer, Cheapest):
         data["answer"] = None if chosen is None else point_data(chosen)
-    if not isinstance(answer, Front):
+    if not isinstance(answer, ParetoFront):
         data["plan"] = None if chosen is None or chosen.plan is None else to_data(chosen.plan)
     return data
 
 
-_QUESTIONS = {BestBatch: "best_batch", Fewest: "fewest_devices", Cheapest: "cheapest", Front: "pareto_front"}
+_QUESTIONS = {BestBatch: "best_batch", Fewest: "fewest_devices", Cheapest: "cheapest", ParetoFront: "pareto_front"}
 
 
 def point_data(point: Point) -> dict[str, Any]:

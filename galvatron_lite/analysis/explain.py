@@ -28,12 +28,12 @@ from galvatron_lite.analysis.explanation import (
     WhatIf,
 )
 from galvatron_lite.analysis.neighbours import choices, runners_up
-from galvatron_lite.analysis.setting import Setting
-from galvatron_lite.analysis.step_time import BUBBLE, Priced, account, explained_in_parts, memory_of, taken_apart
+from galvatron_lite.analysis.setting import PlanSetting
+from galvatron_lite.analysis.step_time import BUBBLE, PricedStages, account, explained_in_parts, memory_of, taken_apart
 from galvatron_lite.analysis.what_ifs import (
-    Clock,
     OutOfTimeError,
     Progress,
+    TimeLimit,
     in_its_shape,
     price_of_memory,
     what_ifs,
@@ -104,7 +104,7 @@ WORTH = 0.01
 
 
 def bounds(
-    priced: Priced,
+    priced: PricedStages,
     time: TimeAccount,
     runs: Sequence[RunChoice],
     memory: Sequence[StageMemory],
@@ -222,7 +222,7 @@ def _gained(seconds: float, one: WhatIf, now: str) -> str:
     return f"saves {format_seconds(seconds)} a step ({one.gain:+.1%} samples/s){other}"
 
 
-def _balance(priced: Priced) -> Iterator[Bound]:
+def _balance(priced: PricedStages) -> Iterator[Bound]:
     """How much longer the busiest group works than all do on average: layers are whole, and stages are of them."""
     if priced.shape.stages == 1:
         return
@@ -256,7 +256,7 @@ class _Anew:
 
 
 def explain_plan(
-    setting: Setting,
+    setting: PlanSetting,
     plan: Plan,
     *,
     what_if: bool = True,
@@ -276,13 +276,15 @@ def explain_plan(
     if plan.provenance is not None:
         setting = replace(setting, tolerance=plan.provenance.tolerance, margin=plan.provenance.margin)
     budget = as_budget(setting.budget_at(plan.devices))
-    clock = Clock(seconds, progress, MOST_ASKED)
+    clock = TimeLimit(seconds, progress, MOST_ASKED)
     priced = taken_apart(setting.session(plan.devices).pricer, plan) if explained_in_parts(plan) else None
     anew = _anew(setting, plan, budget, clock, what_if=what_if)
     return _put_together(setting, plan, budget, priced, anew)
 
 
-def _put_together(setting: Setting, plan: Plan, budget: Budget, priced: Priced | None, anew: _Anew) -> Explanation:
+def _put_together(
+    setting: PlanSetting, plan: Plan, budget: Budget, priced: PricedStages | None, anew: _Anew
+) -> Explanation:
     prediction = _prediction(plan)
     session, backend = setting.session(plan.devices), backend_named(setting.backend)
     time = memory = runs = bound = None
@@ -344,7 +346,7 @@ def _unsaid(plan: Plan) -> list[str]:
     return said
 
 
-def _anew(setting: Setting, plan: Plan, budget: Budget, clock: Clock, *, what_if: bool) -> _Anew:
+def _anew(setting: PlanSetting, plan: Plan, budget: Budget, clock: TimeLimit, *, what_if: bool) -> _Anew:
     """What planning anew tells, as far as the time goes."""
     if not what_if:
         told = _Anew(left_out=(_NOT_WANTED,))
@@ -371,7 +373,7 @@ def _anew(setting: Setting, plan: Plan, budget: Budget, clock: Clock, *, what_if
     return told
 
 
-def _request(setting: Setting, plan: Plan, budget: Budget, backend: Backend) -> Request:
+def _request(setting: PlanSetting, plan: Plan, budget: Budget, backend: Backend) -> Request:
     session = setting.session(plan.devices)
     fixed = setting.pins.at(plan.devices, plan.global_batch)
     return request_of(session, plan.devices, plan.global_batch, budget, fixed, setting.schedules, backend)
@@ -384,7 +386,7 @@ def _rate(plan: Plan, price: MemoryPrice | None) -> float:
 
 
 def _price(
-    setting: Setting, plan: Plan, budget: Budget, clock: Clock, *, same_shape: bool
+    setting: PlanSetting, plan: Plan, budget: Budget, clock: TimeLimit, *, same_shape: bool
 ) -> tuple[MemoryPrice | None, tuple[str, ...]]:
     """The price of memory, or why there is none."""
     try:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 from galvatron_lite.analysis.explanation import Neighbour, RunChoice, RunnerUp
-from galvatron_lite.analysis.step_time import Priced
-from galvatron_lite.analysis.what_ifs import Clock, OutOfTimeError, peak_of, seconds_of
+from galvatron_lite.analysis.step_time import PricedStages
+from galvatron_lite.analysis.what_ifs import OutOfTimeError, TimeLimit, peak_of, seconds_of
 from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.step import price_staged
@@ -54,7 +54,7 @@ _NAMES = tuple(item.name for item in fields(Strategy))
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class PlanDimension:
     """A dimension as a reader knows it."""
 
     name: str  # of it
@@ -66,33 +66,33 @@ class Axis:
 
 
 AXES = (
-    Axis(
+    PlanDimension(
         "tensor", ("tensor",), lambda s: s.tensor, lambda s: s.tensor > 1, True, ("sequence_parallel", "expert_tensor")
     ),
-    Axis("sequence", ("sequence_parallel",), None, lambda s: s.sequence_parallel),
-    Axis("context", ("context",), lambda s: s.context, lambda s: s.context > 1, True, ("ulysses", "strided")),
-    Axis("ulysses", ("ulysses",), None, lambda s: s.ulysses),
-    Axis("expert", ("expert", "expert_tensor"), lambda s: s.expert, lambda s: s.expert > 1),
-    Axis("zero", ("zero", "zero_stage", "data"), lambda s: s.zero, lambda s: s.zero_stage > 0),
-    Axis("spatial", ("depth", "height", "width"), lambda s: s.spatial, lambda s: s.spatial > 1, True),
-    Axis("filters", ("filters",), lambda s: s.filters, lambda s: s.filters > 1, True),
-    Axis("channels", ("channels",), lambda s: s.channels, lambda s: s.channels > 1, True),
-    Axis("recompute", ("recompute",), None, lambda s: s.recompute is not Recompute.NONE),
-    Axis("offload", ("offload",), None, lambda s: s.offload is not Offload.NONE),
-    Axis("placement", ("strided",), None, lambda s: s.strided is not Strided.NONE),
+    PlanDimension("sequence", ("sequence_parallel",), None, lambda s: s.sequence_parallel),
+    PlanDimension("context", ("context",), lambda s: s.context, lambda s: s.context > 1, True, ("ulysses", "strided")),
+    PlanDimension("ulysses", ("ulysses",), None, lambda s: s.ulysses),
+    PlanDimension("expert", ("expert", "expert_tensor"), lambda s: s.expert, lambda s: s.expert > 1),
+    PlanDimension("zero", ("zero", "zero_stage", "data"), lambda s: s.zero, lambda s: s.zero_stage > 0),
+    PlanDimension("spatial", ("depth", "height", "width"), lambda s: s.spatial, lambda s: s.spatial > 1, True),
+    PlanDimension("filters", ("filters",), lambda s: s.filters, lambda s: s.filters > 1, True),
+    PlanDimension("channels", ("channels",), lambda s: s.channels, lambda s: s.channels > 1, True),
+    PlanDimension("recompute", ("recompute",), None, lambda s: s.recompute is not Recompute.NONE),
+    PlanDimension("offload", ("offload",), None, lambda s: s.offload is not Offload.NONE),
+    PlanDimension("placement", ("strided",), None, lambda s: s.strided is not Strided.NONE),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class NeighbourStep:
     """A strategy next to another one."""
 
-    axis: Axis  # in which they differ
+    axis: PlanDimension  # in which they differ
     strategy: Strategy  # the other
     off: bool  # whether it does without the axis, which the first one uses
 
 
-def steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[Step]:
+def steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[NeighbourStep]:
     """The strategies next to the chosen one among those that are offered.
 
     Along a dimension that splits: no use of it, and the next degrees below and above; where fewer devices share a
@@ -102,10 +102,10 @@ def steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[Step]:
     for axis in AXES:
         found = [one for one in every if _differs_only_in(axis, chosen, one)]
         for one in found if axis.degree is None else _next(axis, chosen, found):
-            yield Step(axis, one, axis.used(chosen) and not axis.used(one))
+            yield NeighbourStep(axis, one, axis.used(chosen) and not axis.used(one))
 
 
-def _differs_only_in(axis: Axis, chosen: Strategy, other: Strategy) -> bool:
+def _differs_only_in(axis: PlanDimension, chosen: Strategy, other: Strategy) -> bool:
     changed = {name for name in _NAMES if getattr(chosen, name) != getattr(other, name)}
     if not changed & set(axis.own):
         return False
@@ -126,7 +126,7 @@ def _batch_alike(chosen: Strategy, other: Strategy) -> bool:
     return chosen.data == other.data if chosen.zero > 1 else other.zero == 1
 
 
-def _next(axis: Axis, chosen: Strategy, offered: Sequence[Strategy]) -> list[Strategy]:
+def _next(axis: PlanDimension, chosen: Strategy, offered: Sequence[Strategy]) -> list[Strategy]:
     """Those without the axis, those of the same degree, and those of the nearest degrees on either side."""
     assert axis.degree is not None
     here, degrees = axis.degree(chosen), {axis.degree(one) for one in offered}
@@ -146,7 +146,7 @@ class _Alike:
     places: tuple[int, ...]  # of all their layers
 
 
-def choices(priced: Priced, space: Space, fits: Fits) -> tuple[RunChoice, ...]:
+def choices(priced: PricedStages, space: Space, fits: Fits) -> tuple[RunChoice, ...]:
     """Every run of layers, those of several stages that do the same together, in the order of the model.
 
     Args:
@@ -157,7 +157,7 @@ def choices(priced: Priced, space: Space, fits: Fits) -> tuple[RunChoice, ...]:
     return tuple(_choice(priced, alike, space, fits) for alike in _alike(priced))
 
 
-def _alike(priced: Priced) -> list[_Alike]:
+def _alike(priced: PricedStages) -> list[_Alike]:
     graph = priced.pricer.profile.graph
     found: dict[object, list[tuple[int, LayerRun, range]]] = {}
     for number, stage in enumerate(priced.plan.stages):
@@ -177,7 +177,7 @@ def _alike(priced: Priced) -> list[_Alike]:
     ]
 
 
-def _choice(priced: Priced, alike: _Alike, space: Space, fits: Fits) -> RunChoice:
+def _choice(priced: PricedStages, alike: _Alike, space: Space, fits: Fits) -> RunChoice:
     layers, first, last = priced.pricer.profile.graph.layers, alike.runs[0], alike.runs[-1]
     kinds = tuple(dict.fromkeys(layers[place].kind for place in alike.places))
     return RunChoice(
@@ -192,7 +192,7 @@ def _choice(priced: Priced, alike: _Alike, space: Space, fits: Fits) -> RunChoic
     )
 
 
-def _seconds(priced: Priced, alike: _Alike) -> float:
+def _seconds(priced: PricedStages, alike: _Alike) -> float:
     """Of a step, mean over the stages."""
     total, times = 0.0, priced.shape.microbatches
     for stage in alike.stages:
@@ -209,7 +209,7 @@ def _offered(space: Space, kinds: Sequence[str], devices: int) -> list[Strategy]
     return [one for one in every[0] if all(one in own for own in others)]
 
 
-def _neighbours(priced: Priced, alike: _Alike, offered: Sequence[Strategy], fits: Fits) -> Iterator[Neighbour]:
+def _neighbours(priced: PricedStages, alike: _Alike, offered: Sequence[Strategy], fits: Fits) -> Iterator[Neighbour]:
     """The neighbours; of those of a dimension and degree the quickest that fits, or the leanest."""
     chosen = alike.runs[0].strategy
     places = _tied(priced, alike.places)
@@ -229,13 +229,15 @@ def _rank(other: Neighbour) -> tuple[bool, float]:
     return not other.fits, other.added_step_seconds if other.fits else other.added_bytes
 
 
-def _tied(priced: Priced, places: Sequence[int]) -> frozenset[int]:
+def _tied(priced: PricedStages, places: Sequence[int]) -> frozenset[int]:
     """Layers and those that share their parameters, which have one strategy."""
     own = set(places)
     return frozenset(own.union(*(group for group in tied_groups(priced.pricer.profile.graph) if own & set(group))))
 
 
-def _neighbour(priced: Priced, alike: _Alike, places: frozenset[int], step: Step, fits: Fits) -> Neighbour | None:
+def _neighbour(
+    priced: PricedStages, alike: _Alike, places: frozenset[int], step: NeighbourStep, fits: Fits
+) -> Neighbour | None:
     """The plan with the step taken, priced; None where nothing could run or price it."""
     changed = [step.strategy if place in places else own for place, own in enumerate(priced.strategies)]
     graph = priced.pricer.profile.graph
@@ -251,7 +253,7 @@ def _neighbour(priced: Priced, alike: _Alike, places: frozenset[int], step: Step
     return Neighbour(step.axis.name, str(step.strategy), step.off, added, after - before, fits(other))
 
 
-def with_strategies(priced: Priced, strategies: Sequence[Strategy]) -> Plan:
+def with_strategies(priced: PricedStages, strategies: Sequence[Strategy]) -> Plan:
     """The plan with other strategies of the model's layers, without its prediction."""
     layers = priced.pricer.profile.graph.layers
     stages: list[Stage] = []
@@ -265,7 +267,7 @@ Pinned = tuple[str, str, str, Fixed]
 """Dimension, what the plan chooses, what is chosen instead, and the pins for it."""
 
 
-def runners_up(session: Session, request: Request, clock: Clock, plan: Plan) -> tuple[tuple[RunnerUp, ...], str]:
+def runners_up(session: Session, request: Request, clock: TimeLimit, plan: Plan) -> tuple[tuple[RunnerUp, ...], str]:
     """The quickest plan met in each dimension, and what was not looked at, for people; empty: nothing.
 
     Args:
@@ -335,7 +337,7 @@ def most_used(plan: Plan) -> Strategy:
     return min(used, key=lambda strategy: (-used[strategy], str(strategy)))
 
 
-def _along(axis: Axis, request: Request, plan: Plan, most: Strategy) -> Iterator[Pinned]:
+def _along(axis: PlanDimension, request: Request, plan: Plan, most: Strategy) -> Iterator[Pinned]:
     devices = request.devices // plan.pipeline
     for chosen, instead, pins in _values(axis, most, plan, devices):
         free = Fixed(pipeline=plan.pipeline if axis.degree is None else None)
@@ -349,7 +351,7 @@ def _along(axis: Axis, request: Request, plan: Plan, most: Strategy) -> Iterator
 
 
 def _values(
-    axis: Axis, most: Strategy, plan: Plan, devices: int
+    axis: PlanDimension, most: Strategy, plan: Plan, devices: int
 ) -> Iterator[tuple[str, str, tuple[tuple[str, object], ...]]]:
     """What most layers do in a dimension, what they might do, and the fields of ``Strategy`` that say so."""
     if axis.name == "recompute":

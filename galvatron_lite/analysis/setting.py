@@ -85,7 +85,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PlanSetting:
     """What does not change from point to point."""
 
     profile: Profile  # of the largest cluster that is asked about
@@ -171,7 +171,7 @@ def batch_for(devices: int, batch: int | None) -> int:
 
 
 def ask(
-    setting: Setting,
+    setting: PlanSetting,
     devices: int,
     batch: int,
     *,
@@ -210,7 +210,7 @@ def ask(
 
 
 def look(
-    setting: Setting,
+    setting: PlanSetting,
     devices: int,
     batch: int,
     budget: int | Budget | None = None,

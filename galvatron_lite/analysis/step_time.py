@@ -22,7 +22,7 @@ from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.cost.communication import together
 from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
 from galvatron_lite.cost.groups import hidden_share as hidden_sends
-from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
+from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.overlap import GATHER, hidden_share, moment_of
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, StageCost
@@ -49,7 +49,7 @@ def explained_in_parts(plan: Plan) -> bool:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedStages:
     """A plan in stages and its price."""
 
     pricer: LayerPricer  # of the profile, in the plan's mode
@@ -99,17 +99,17 @@ class Priced:
         """The pricer of a stage's devices."""
         return self.pricer.of_group(self.shape.stage_devices, self.group_of(stage))
 
-    def sharing_at(self, stage: int) -> dict[int, Sharing]:
+    def sharing_at(self, stage: int) -> dict[int, ParameterSharing]:
         """What sharing parameters means for the layers of a stage, by place; absent: nothing."""
         beside = {place for own in self.stages_of(self.group_of(stage)) for place in self.ranges[own]}
         return sharing_of(self.pricer.profile.graph, beside)
 
-    def sharing_of_layer(self, stage: int, place: int) -> Sharing:
+    def sharing_of_layer(self, stage: int, place: int) -> ParameterSharing:
         """The same of one layer."""
         return self.sharing_at(stage).get(place, ALONE)
 
 
-def taken_apart(pricer: LayerPricer, plan: Plan) -> Priced:
+def taken_apart(pricer: LayerPricer, plan: Plan) -> PricedStages:
     """A plan in stages, priced."""
     done = price_staged(pricer, plan)
     strategies = tuple(strategies_of(plan, pricer.profile))
@@ -117,7 +117,7 @@ def taken_apart(pricer: LayerPricer, plan: Plan) -> Priced:
     sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
     stages = tuple(price_stages(pricer, shape, sizes, strategies))
     assert done.prediction is not None
-    return Priced(pricer, done, done.prediction, strategies, shape, stages)
+    return PricedStages(pricer, done, done.prediction, strategies, shape, stages)
 
 
 FORWARD, BACKWARD, STEP = Moment.FORWARD.value, Moment.BACKWARD.value, Moment.STEP.value
@@ -268,7 +268,7 @@ Item = tuple[Key, float, float]
 """What it is, seconds of the step, and those of communication that run behind compute."""
 
 
-def account(priced: Priced) -> TimeAccount:
+def account(priced: PricedStages) -> TimeAccount:
     """Where the time of a plan's step goes."""
     group = priced.busiest
     operations = Operations(priced.pricer_of(priced.stages_of(group)[0]))
@@ -288,7 +288,7 @@ def account(priced: Priced) -> TimeAccount:
     return TimeAccount(priced.prediction.step_seconds, group, tuple(shown), operations.origin)
 
 
-def _waiting(priced: Priced, busy: float) -> Iterator[tuple[Key, float]]:
+def _waiting(priced: PricedStages, busy: float) -> Iterator[tuple[Key, float]]:
     """What of the step is neither work nor communication of the busiest group: host work once a step, and waiting."""
     profile, seconds = priced.pricer.profile, priced.prediction.step_seconds
     alone = seconds / straggling(profile, priced.plan.devices)
@@ -300,7 +300,7 @@ def _waiting(priced: Priced, busy: float) -> Iterator[tuple[Key, float]]:
         yield (TimeClass.WAITING, SLOWEST), seconds - alone
 
 
-def _stage(priced: Priced, stage: int, operations: Operations) -> Iterator[Item]:
+def _stage(priced: PricedStages, stage: int, operations: Operations) -> Iterator[Item]:
     """What a stage takes of a step."""
     cost, times = priced.stages[stage], priced.shape.microbatches
     for place, layer in zip(priced.ranges[stage], cost.layers, strict=True):
@@ -317,7 +317,7 @@ def _stage(priced: Priced, stage: int, operations: Operations) -> Iterator[Item]
     yield (TimeClass.HOST, "micro-batches"), times * max(_between(cost) - handing, 0.0), 0.0
 
 
-def _handing_over(priced: Priced, stage: int) -> float:
+def _handing_over(priced: PricedStages, stage: int) -> float:
     """The host's fixed seconds a micro-batch for what a stage sends to and receives from its neighbours."""
     inside, last = priced.ranges[stage], len(priced.strategies)
     neighbours = (inside.start > 0) + (inside.stop < last)
@@ -330,7 +330,7 @@ def _between(cost: StageCost) -> float:
     return max(float(cost.times.forward + cost.times.backward - layers - cost.moving), 0.0)
 
 
-def _compute(priced: Priced, place: int, layer: LayerCost, operations: Operations) -> Iterator[Item]:
+def _compute(priced: PricedStages, place: int, layer: LayerCost, operations: Operations) -> Iterator[Item]:
     times, kind = priced.shape.microbatches, priced.pricer.profile.graph.layers[place].kind
     forward, backward = operations.shares(kind, priced.strategies[place], priced.shape.microbatch)
     for name, share in forward.items():
@@ -340,7 +340,7 @@ def _compute(priced: Priced, place: int, layer: LayerCost, operations: Operation
     yield (TimeClass.RECOMPUTE, "computing again"), times * layer.recompute, 0.0
 
 
-def _communication(priced: Priced, stage: int, place: int, layer: LayerCost) -> Iterator[Item]:
+def _communication(priced: PricedStages, stage: int, place: int, layer: LayerCost) -> Iterator[Item]:
     """Communication of a layer by cause; what no dimension sends is of shared parameters, or goes to host memory."""
     times, kind = priced.shape.microbatches, priced.pricer.profile.graph.layers[place].kind
     strategy, size = priced.strategies[place], priced.shape.microbatch
@@ -362,7 +362,7 @@ _SETTLED = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 _WORDS = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward", Pass.WEIGHT: "gradients of weights"}
 
 
-def memory_of(priced: Priced, budget: Budget) -> tuple[StageMemory, ...]:
+def memory_of(priced: PricedStages, budget: Budget) -> tuple[StageMemory, ...]:
     """Memory of each group of devices at its worst moment.
 
     Args:
@@ -385,7 +385,7 @@ def _shorter(plan: Plan) -> Plan:
     return replace(plan, microbatches=count, global_batch=count * plan.microbatch)
 
 
-def _group(priced: Priced, number: int, timed: GroupTimeline | None, budget: Budget) -> StageMemory:
+def _group(priced: PricedStages, number: int, timed: GroupTimeline | None, budget: Budget) -> StageMemory:
     stages = priced.stages_of(number)
     stage = priced.plan.stages[stages[0]]
     moment, layer, microbatch = "", "", -1

@@ -18,7 +18,7 @@ _MARGIN = 1.08
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class LogAxis:
     """One axis, logarithmic."""
 
     name: str  # what it shows
@@ -26,7 +26,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class PointMark:
     """One point of the figure."""
 
     x: float  # x, y: values, above 0
@@ -55,34 +55,34 @@ def figure(answer: Answer) -> str:
     )
 
 
-def _drawn(answer: Answer) -> tuple[Axis, Axis, list[Mark], bool]:
+def _drawn(answer: Answer) -> tuple[LogAxis, LogAxis, list[PointMark], bool]:
     """Both axes, the points in the order they are joined, and whether in steps."""
     if isinstance(answer, Cheapest):
         kept, best = {cost.point.devices for cost in answer.frontier}, answer.answer
         marks = [
-            Mark(cost.seconds, cost.cost, f"{cost.point.devices} GPUs: {cost.cost:,.4g}, "
+            PointMark(cost.seconds, cost.cost, f"{cost.point.devices} GPUs: {cost.cost:,.4g}, "
                  f"{format_duration(cost.seconds)}", cost == best, cost.point.devices not in kept)
             for cost in sorted(answer.costs, key=lambda cost: cost.seconds)
         ]  # fmt: skip
-        return Axis("time of the run", format_duration), Axis("cost", "{:,.3g}".format), marks, False
+        return LogAxis("time of the run", format_duration), LogAxis("cost", "{:,.3g}".format), marks, False
     planned = [point for point in answer.points if point.plan is not None]
     if isinstance(answer, BestBatch):
         marks = [
-            Mark(p.batch, p.rate, f"batch {p.batch}: {format_count(p.rate)} samples/s", p == answer.best)
+            PointMark(p.batch, p.rate, f"batch {p.batch}: {format_count(p.rate)} samples/s", p == answer.best)
             for p in planned
         ]
-        return Axis("batch", format_count), Axis("samples/s", format_count), marks, False
+        return LogAxis("batch", format_count), LogAxis("samples/s", format_count), marks, False
     if isinstance(answer, Fewest):
         marks = [
-            Mark(p.devices, p.seconds, f"{p.devices} GPUs: {format_seconds(p.seconds)}", p == answer.answer)
+            PointMark(p.devices, p.seconds, f"{p.devices} GPUs: {format_seconds(p.seconds)}", p == answer.answer)
             for p in planned
         ]
-        return Axis("GPUs", format_count), Axis("seconds a step", format_seconds), marks, False
+        return LogAxis("GPUs", format_count), LogAxis("seconds a step", format_seconds), marks, False
     marks = [
-        Mark(p.peak, p.seconds, f"{format_bytes(p.peak)}: {format_seconds(p.seconds)}")
+        PointMark(p.peak, p.seconds, f"{format_bytes(p.peak)}: {format_seconds(p.seconds)}")
         for p in sorted(planned, key=lambda p: p.peak)
     ]
-    return Axis("memory of the fullest GPU", format_bytes), Axis("seconds a step", format_seconds), marks, True
+    return LogAxis("memory of the fullest GPU", format_bytes), LogAxis("seconds a step", format_seconds), marks, True
 
 
 def _scale(values: Sequence[float], start: float, end: float) -> Scale:
@@ -96,12 +96,12 @@ def _path(places: Sequence[tuple[float, float]], stairs: bool) -> str:
     return f"M{first[0]:.1f} {first[1]:.1f}" + "".join(moves)
 
 
-def _dot(mark: Mark, x: float, y: float) -> str:
+def _dot(mark: PointMark, x: float, y: float) -> str:
     size, kind = (6, "c1") if mark.chosen else (4, "soft" if mark.faint else "c0")
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"><title>{escape(mark.words)}</title></circle>'
 
 
-def _grid(across: Axis, up: Axis, right: Scale, top: Scale, marks: Sequence[Mark]) -> list[str]:
+def _grid(across: LogAxis, up: LogAxis, right: Scale, top: Scale, marks: Sequence[PointMark]) -> list[str]:
     """The frame, and a few of the points' own values along both axes."""
     lines = [f'<path class="grid" d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>']
     for value, x in _apart([mark.x for mark in marks], right, 64):

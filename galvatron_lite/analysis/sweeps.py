@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from galvatron_lite.analysis.setting import (
+    PlanSetting,
     Point,
     Points,
     Progress,
-    Setting,
     batch_for,
     device_counts,
     even,
@@ -84,7 +84,7 @@ class BestBatch:
     complete: bool  # whether every batch was looked at
 
 
-def best_batch(setting: Setting, most: int | None = None, progress: Progress | None = None) -> BestBatch:
+def best_batch(setting: PlanSetting, most: int | None = None, progress: Progress | None = None) -> BestBatch:
     """The batch of the greatest throughput among ``batches(devices, most)``: exact over that set.
 
     A batch whose compute alone, shared without loss, would be slower than the best found is not searched.
@@ -110,7 +110,7 @@ def batches(devices: int, most: int) -> tuple[int, ...]:
     return tuple(sorted({*(part for part in divisors(devices) if part <= most), *multiples}))
 
 
-def _batch_points(setting: Setting, wanted: tuple[int, ...], progress: Progress | None) -> Iterator[Point]:
+def _batch_points(setting: PlanSetting, wanted: tuple[int, ...], progress: Progress | None) -> Iterator[Point]:
     """The largest batches first: they are mostly the fastest, so that bounds rule small ones out."""
     devices, best = setting.profile.cluster.devices, 0.0
     for number, batch in enumerate(reversed(wanted)):
@@ -129,13 +129,13 @@ def _batch_points(setting: Setting, wanted: tuple[int, ...], progress: Progress 
         yield point
 
 
-def ceiling(setting: Setting, batch: int) -> float:
+def ceiling(setting: PlanSetting, batch: int) -> float:
     """Samples a second that no plan of a batch exceeds."""
     least = least_seconds(setting.profile, setting.profile.cluster.devices, batch)
     return batch / least if least > 0 else float("inf")
 
 
-def _answer(setting: Setting, wanted: tuple[int, ...], seen: Points) -> BestBatch:
+def _answer(setting: PlanSetting, wanted: tuple[int, ...], seen: Points) -> BestBatch:
     points = tuple(sorted(seen.points, key=lambda point: point.batch))
     planned = [point for point in points if point.plan is not None]
     best = max(planned, key=lambda point: point.rate, default=None)
@@ -182,7 +182,7 @@ class Fewest:
 
 
 def fewest_devices(
-    setting: Setting, target: Target, batch: int | None = None, progress: Progress | None = None
+    setting: PlanSetting, target: Target, batch: int | None = None, progress: Progress | None = None
 ) -> Fewest:
     """The fewest devices of the setting's cluster that reach a target: 1 to a node, then whole nodes.
 
@@ -205,7 +205,9 @@ def fewest_devices(
     return Fewest(target, seen.points, last if reached else None, seen.complete)
 
 
-def _device_points(setting: Setting, target: Target, batch: int | None, progress: Progress | None) -> Iterator[Point]:
+def _device_points(
+    setting: PlanSetting, target: Target, batch: int | None, progress: Progress | None
+) -> Iterator[Point]:
     counts = device_counts(setting.profile.cluster)
     for number, devices in enumerate(counts):
         if progress is not None:
@@ -217,7 +219,7 @@ def _device_points(setting: Setting, target: Target, batch: int | None, progress
             return
 
 
-def _bounded(setting: Setting, target: Target, devices: int, batch: int) -> Point | None:
+def _bounded(setting: PlanSetting, target: Target, devices: int, batch: int) -> Point | None:
     """A point without a plan where compute alone takes too long; None where it may be enough."""
     least = least_seconds(setting.profile, devices, batch)
     if least <= target.seconds(batch, setting.profile.graph.sequence):
@@ -226,7 +228,7 @@ def _bounded(setting: Setting, target: Target, devices: int, batch: int) -> Poin
     return Point(devices, batch, budget, reason=f"too few: compute alone takes {format_seconds(least)} a step")
 
 
-def _met(setting: Setting, target: Target, point: Point) -> bool:
+def _met(setting: PlanSetting, target: Target, point: Point) -> bool:
     return point.seconds <= target.seconds(point.batch, setting.profile.graph.sequence)
 
 
@@ -236,7 +238,7 @@ MILLION = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingAmount:
     """How much is trained; just one of the fields is given."""
 
     samples: float | None = None  # in all
@@ -264,7 +266,7 @@ class RunCost:
 class Cheapest:
     """The answer."""
 
-    run: Run  # how much is trained
+    run: TrainingAmount  # how much is trained
     price: float  # of a device for an hour
     costs: tuple[RunCost, ...]  # by number of devices, ascending
     missing: tuple[Point, ...]  # points without a plan; they say why
@@ -275,8 +277,8 @@ class Cheapest:
 
 
 def cheapest(
-    setting: Setting,
-    run: Run,
+    setting: PlanSetting,
+    run: TrainingAmount,
     price: float,
     *,
     batch: int | None = None,
@@ -324,7 +326,7 @@ def _rank(cost: RunCost) -> tuple[float, float, int]:
     return cost.cost, cost.seconds, cost.point.devices
 
 
-def _check(run: Run, price: float, batch: int | None, deadline: float | None) -> None:
+def _check(run: TrainingAmount, price: float, batch: int | None, deadline: float | None) -> None:
     given = {"samples": run.samples, "tokens": run.tokens, "steps": run.steps}
     told = {name: value for name, value in given.items() if value is not None}
     if len(told) != 1:
@@ -336,7 +338,7 @@ def _check(run: Run, price: float, batch: int | None, deadline: float | None) ->
         raise InputError("--batch", None, "What a step trains depends on the samples in it: say how many.")
 
 
-def _cost_points(setting: Setting, batch: int | None, progress: Progress | None) -> Iterator[Point]:
+def _cost_points(setting: PlanSetting, batch: int | None, progress: Progress | None) -> Iterator[Point]:
     counts = even_counts(setting.profile.cluster)
     for number, devices in enumerate(counts):
         if progress is not None:
@@ -344,7 +346,7 @@ def _cost_points(setting: Setting, batch: int | None, progress: Progress | None)
         yield look(setting, devices, batch_for(devices, batch))
 
 
-def _cost(run: Run, price: float, point: Point, sequence: int) -> RunCost:
+def _cost(run: TrainingAmount, price: float, point: Point, sequence: int) -> RunCost:
     seconds = run.of(point.batch, sequence) * point.seconds
     hours = seconds * point.devices / HOUR
     return RunCost(point, seconds, hours, hours * price)
@@ -355,7 +357,7 @@ STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class ParetoFront:
     """The answer."""
 
     # plans of which none beats another in both time and memory, the fastest first; the budget of a point is the
@@ -368,13 +370,13 @@ class Front:
 
 
 def pareto_front(
-    setting: Setting,
+    setting: PlanSetting,
     batch: int | None = None,
     *,
     step: int | None = None,
     progress: Progress | None = None,
     searching: Progress | None = None,
-) -> Front:
+) -> ParetoFront:
     """The time-memory front from the setting's budget down.
 
     Args:
@@ -392,7 +394,7 @@ def pareto_front(
     require_plan(seen)
     least = next((point.needs for point in seen.points if point.plan is None), None)
     planned = [point for point in seen.points if point.plan is not None]
-    return Front(undominated(planned), gap, least, seen.complete)
+    return ParetoFront(undominated(planned), gap, least, seen.complete)
 
 
 def undominated(points: list[Point]) -> tuple[Point, ...]:
@@ -408,7 +410,7 @@ def undominated(points: list[Point]) -> tuple[Point, ...]:
 
 
 def _budget_points(
-    setting: Setting, batch: int | None, step: int, progress: Progress | None, searching: Progress | None
+    setting: PlanSetting, batch: int | None, step: int, progress: Progress | None, searching: Progress | None
 ) -> Iterator[Point]:
     devices = setting.profile.cluster.devices
     samples, whole = batch_for(devices, batch), as_budget(setting.budget_at(devices))

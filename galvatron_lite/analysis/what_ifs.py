@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from galvatron_lite.analysis.explanation import MemoryPrice, MemoryStep, WhatIf
-from galvatron_lite.analysis.setting import Setting, ask
+from galvatron_lite.analysis.setting import PlanSetting, ask
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster, Level
@@ -40,7 +40,7 @@ class OutOfTimeError(GalvatronError):
 
 
 @dataclass(slots=True)
-class Clock:
+class TimeLimit:
     """Time for planning anew."""
 
     seconds: float | None = None  # in all; None: no end
@@ -69,8 +69,8 @@ class Clock:
 
 
 def plan_anew(
-    setting: Setting,
-    clock: Clock,
+    setting: PlanSetting,
+    clock: TimeLimit,
     devices: int,
     batch: int,
     budget: int | Budget | None = None,
@@ -191,7 +191,7 @@ def added_bytes(budget: Budget) -> int:
     return min(GIB, max(budget.least // SHARE, 1))
 
 
-def in_its_shape(setting: Setting, plan: Plan) -> Setting:
+def in_its_shape(setting: PlanSetting, plan: Plan) -> PlanSetting:
     """The same question, asked of the plan's own pipeline, micro-batches and schedule alone: soon answered."""
     pipelined = plan.pipeline > 1
     fixed = replace(
@@ -205,8 +205,8 @@ def in_its_shape(setting: Setting, plan: Plan) -> Setting:
 
 
 def price_of_memory(
-    setting: Setting,
-    clock: Clock,
+    setting: PlanSetting,
+    clock: TimeLimit,
     plan: Plan,
     budget: Budget,
     added: int | None = None,
@@ -246,7 +246,7 @@ def price_of_memory(
     )
 
 
-def with_less(price: MemoryPrice, setting: Setting, clock: Clock, plan: Plan, budget: Budget) -> MemoryPrice:
+def with_less(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget) -> MemoryPrice:
     """The price with what as much memory less would cost; as it is where the time is over."""
     size = price.added_bytes
     try:
@@ -259,7 +259,7 @@ def with_less(price: MemoryPrice, setting: Setting, clock: Clock, plan: Plan, bu
     return replace(price, less_bytes=size, less_step_seconds=max(seconds_of(lean), price.step_seconds))
 
 
-def with_stairs(price: MemoryPrice, setting: Setting, clock: Clock, plan: Plan, budget: Budget) -> MemoryPrice:
+def with_stairs(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget) -> MemoryPrice:
     """The price with the fastest plans between the two budgets, the leanest first; fewer where the time is over."""
     found: list[MemoryStep] = list(price.steps)
     alike = not budget.own  # budgets of unlike devices have no one order
@@ -290,7 +290,7 @@ MEMORY_CHANGE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Variation:
     """A change and how to ask for it."""
 
     name: str  # name, change: see ``WhatIf``
@@ -301,26 +301,26 @@ class Change:
     profile: Callable[[Profile], Profile | None] | None = None
 
 
-def changes(setting: Setting, plan: Plan, budget: Budget) -> Iterator[Change]:
+def changes(setting: PlanSetting, plan: Plan, budget: Budget) -> Iterator[Variation]:
     """What is tried, the most asked-for first."""
     batch, cluster = plan.global_batch, setting.profile.cluster
-    yield Change("memory_less", "10 % less memory on every device", batch, budget.scaled(1 - MEMORY_CHANGE))
-    yield Change("memory_more", "10 % more memory on every device", batch, budget.scaled(1 + MEMORY_CHANGE))
+    yield Variation("memory_less", "10 % less memory on every device", batch, budget.scaled(1 - MEMORY_CHANGE))
+    yield Variation("memory_more", "10 % more memory on every device", batch, budget.scaled(1 + MEMORY_CHANGE))
     for place, level in reversed(list(enumerate(cluster.levels))):
         if level.size > 1:
             text = f"links of each {level.name} twice as fast"
-            yield Change(f"links_{level.name}", text, batch, budget, _links_faster(place))
-    yield Change("batch_twice", "twice the batch", 2 * batch, budget)
+            yield Variation(f"links_{level.name}", text, batch, budget, _links_faster(place))
+    yield Variation("batch_twice", "twice the batch", 2 * batch, budget)
     if batch % 2 == 0:
-        yield Change("batch_half", "half the batch", batch // 2, budget)
-    yield Change("node_more", "one node more, as many samples a device", batch, budget, with_one_more)
+        yield Variation("batch_half", "half the batch", batch // 2, budget)
+    yield Variation("node_more", "one node more, as many samples a device", batch, budget, with_one_more)
 
 
 def _links_faster(place: int) -> Callable[[Profile], Profile]:
     return lambda profile: with_faster_links(profile, place)
 
 
-def what_ifs(setting: Setting, clock: Clock, plan: Plan, budget: Budget, rate: float) -> tuple[WhatIf, ...]:
+def what_ifs(setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget, rate: float) -> tuple[WhatIf, ...]:
     """What each change would give.
 
     Args:
@@ -333,7 +333,7 @@ def what_ifs(setting: Setting, clock: Clock, plan: Plan, budget: Budget, rate: f
     return tuple(_what_if(setting, clock, plan, change, rate) for change in changes(setting, plan, budget))
 
 
-def _what_if(setting: Setting, clock: Clock, plan: Plan, change: Change, rate: float) -> WhatIf:
+def _what_if(setting: PlanSetting, clock: TimeLimit, plan: Plan, change: Variation, rate: float) -> WhatIf:
     told = WhatIf(change.name, change.change, plan.devices, change.batch)
     try:
         clock.begin(change.change)
@@ -353,7 +353,7 @@ def _what_if(setting: Setting, clock: Clock, plan: Plan, change: Change, rate: f
     )  # fmt: skip
 
 
-def _changed(setting: Setting, plan: Plan, change: Change) -> tuple[Setting, int, int] | None:
+def _changed(setting: PlanSetting, plan: Plan, change: Variation) -> tuple[PlanSetting, int, int] | None:
     """The question after a change: setting, devices, batch; None where there is no profile for it."""
     if change.profile is None:
         return setting, plan.devices, change.batch

@@ -69,7 +69,7 @@ class DeviceConstants:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ConstantsOrigin:
     """Where the constants of one entry come from."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -93,7 +93,7 @@ class Calibration:
     # entries without constants of their own, as ``devices/A800``, and the entry of the same kind they share
     like: dict[str, str] = field(default_factory=dict)
     # where the constants of an entry come from, by kind and name: ``devices/A100``
-    origins: dict[str, Origin] = field(default_factory=dict)
+    origins: dict[str, ConstantsOrigin] = field(default_factory=dict)
     provenance: tuple[str, ...] = ()  # what the whole was calibrated on, for people
     # mean absolute relative error of step times of published runs by what the fit left out: ``without_model``,
     # ``without_family`` (and their software); empty where it was not cross-validated. Of image networks, of which

@@ -10,7 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from galvatron_lite.calibration.schema import Calibration, DeviceConstants, LinkConstants, Origin, StackConstants
+from galvatron_lite.calibration.schema import (
+    Calibration,
+    ConstantsOrigin,
+    DeviceConstants,
+    LinkConstants,
+    StackConstants,
+)
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import STRICT, from_data, read_data, to_data, write_data
@@ -33,7 +39,7 @@ class _Entry:
 
     __pydantic_config__ = STRICT
     constants: dict[str, Any] | None = None
-    origin: Origin | None = None
+    origin: ConstantsOrigin | None = None
     like: str | None = None
 
 

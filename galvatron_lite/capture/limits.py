@@ -15,7 +15,7 @@ from galvatron_lite.model.batch import map_tensors, places, tensors_of
 from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import DeadParameters, Layer
 from galvatron_lite.model.own_checkpoints import left_to_the_plan
-from galvatron_lite.model.trace_flow import Flow
+from galvatron_lite.model.trace_flow import DataFlow
 from galvatron_lite.model.trace_record import Recorder
 from galvatron_lite.model.trace_run import BlockCall, Observation, shapes_only
 from galvatron_lite.parallelism.context.rules import RING_RULES
@@ -76,7 +76,7 @@ def token_writes(block: nn.Module, call: BlockCall) -> str:
 
 
 def whole_reason(
-    model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor], flow: Flow
+    model: nn.Module, layers: Sequence[Layer], seen: Observation, ends: Sequence[Tensor], flow: DataFlow
 ) -> str:
     """Why not every layer can begin a stage; empty where it can.
 
@@ -167,7 +167,7 @@ def _loose_read(model: nn.Module, held: dict[str, int], seen: Observation, tenso
     return direct
 
 
-def dead_parameters(model: nn.Module, flow: Flow, outputs: Any) -> tuple[DeadParameters, ...]:
+def dead_parameters(model: nn.Module, flow: DataFlow, outputs: Any) -> tuple[DeadParameters, ...]:
     """Parameters of which no output is made, by the outermost modules that hold no others; shared ones count once.
 
     A parameter counts as living where it may decide what is run, where the model remembers what was made of it, and

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import Layer, Passed, Role, Tie
-from galvatron_lite.model.trace_flow import Flow, Needs, group_bits, holders_of, needs_of
+from galvatron_lite.model.trace_flow import DataFlow, Needs, group_bits, holders_of, needs_of
 from galvatron_lite.model.trace_run import Observation
 
 
@@ -215,7 +215,7 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def layer_needs(flow: Flow, model: nn.Module, layers: Sequence[Layer], loss: int) -> dict[str, Needs]:
+def layer_needs(flow: DataFlow, model: nn.Module, layers: Sequence[Layer], loss: int) -> dict[str, Needs]:
     """What each layer needs; the last one all that the loss is made of.
 
     Args:
@@ -284,7 +284,7 @@ def _lacking(
                 own |= {other.name} | reached[other.name]
 
 
-def read_elsewhere(flow: Flow, model: nn.Module, layers: Sequence[Layer]) -> tuple[Tie, ...]:
+def read_elsewhere(flow: DataFlow, model: nn.Module, layers: Sequence[Layer]) -> tuple[Tie, ...]:
     """Layers whose parameters code outside of them reads, each with the layers around which that code stands.
 
     Where these are all layers, or none, it is the last one.

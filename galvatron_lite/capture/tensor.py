@@ -16,7 +16,7 @@ from galvatron_lite.model.batch import LossFn, map_tensors
 from galvatron_lite.model.graph import OperatorClass, Sharding, TensorSplit
 from galvatron_lite.model.trace_figures import SAMPLES, CallFigures, RegionFigures, figures
 from galvatron_lite.model.trace_run import BlockCall, run_block
-from galvatron_lite.parallelism.expert.find import Mixture, find_mixtures
+from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ListeningGroup, ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import NOT_OFFERED, infer_block, infer_edge
@@ -232,7 +232,7 @@ def mixture_figures(block: nn.Module, calls: Sequence[CallFigures]) -> MixtureFi
     )
 
 
-def _sent(block: nn.Module, mixture: Mixture, calls: Sequence[CallFigures]) -> int:
+def _sent(block: nn.Module, mixture: BlockMixture, calls: Sequence[CallFigures]) -> int:
     """Bytes of the rows that a mixture's first matmul takes."""
     matmuls = (c for c in calls if c.path == mixture.path and c.groups > 1 and not c.backward)
     first = next(matmuls, None)

@@ -14,7 +14,7 @@ from galvatron_lite.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from galvatron_lite.diagnose.diagnosis import Diagnosis, Source
+    from galvatron_lite.diagnose.diagnosis import Diagnosis, DiagnosisInput
     from galvatron_lite.diagnose.findings import Finding
     from galvatron_lite.profiler.schema import Profile
 
@@ -54,7 +54,7 @@ def diagnose_command(
         typer.echo(f"Written to {update}: plan anew with galvatron plan --profile {update}.")
 
 
-def _update(profile: Profile, source: Source, path: Path) -> tuple[str, ...]:
+def _update(profile: Profile, source: DiagnosisInput, path: Path) -> tuple[str, ...]:
     from galvatron_lite.diagnose.diagnosis import updated
     from galvatron_lite.profiler.store import write_profile
 

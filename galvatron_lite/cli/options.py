@@ -129,7 +129,7 @@ _ALIKE = ("fewest", "step", "rate", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class QuestionOptions:
     """The options of this module as they were given, by their names."""
 
     best_batch: bool

@@ -12,8 +12,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.units import format_bytes, format_duration, format_seconds
 
 if TYPE_CHECKING:
-    from galvatron_lite.oracle.measured import Check
-    from galvatron_lite.oracle.rows import Forecast, Line, Row
+    from galvatron_lite.oracle.measured import RowCheck
+    from galvatron_lite.oracle.rows import Forecast, ForecastRow, StrategyLine
 
 _WIDE = 150
 """Columns that a table takes; lines are not broken."""
@@ -71,7 +71,7 @@ def oracle_command(
     if check:
         _check(as_json)
         return
-    from galvatron_lite.oracle.request import Options, counts_of, forecast
+    from galvatron_lite.oracle.request import OracleOptions, counts_of, forecast
     from galvatron_lite.svg import check_target
 
     if model is None:
@@ -80,7 +80,7 @@ def oracle_command(
         raise InputError("--cluster", None, "Say where the model is to run: abci, v100, or a YAML file.")
     if plot is not None:
         check_target(plot)
-    options = Options(
+    options = OracleOptions(
         counts_of(gpus), formulas, tuple(strategies.replace(" ", "").split(",")) if strategies else (),
         tuple(strategy or ()), batch, samples, group, segments, precision, image, network, tuple(quirk or ()),
         contention,
@@ -139,7 +139,7 @@ def _print_table(forecast: Forecast) -> None:
     console.print()
 
 
-def _cells(line: Line) -> list[list[str]]:
+def _cells(line: StrategyLine) -> list[list[str]]:
     """Rows of a strategy; those beyond its limit are one line."""
     rows = [_figures(line.strategy if number == 0 else "", row) for number, row in enumerate(line.complete)]
     out = [row for row in line.rows if row.problem]
@@ -149,7 +149,7 @@ def _cells(line: Line) -> list[list[str]]:
     return rows
 
 
-def _figures(name: str, row: Row) -> list[str]:
+def _figures(name: str, row: ForecastRow) -> list[str]:
     waiting = row.waiting + row.other
     return [
         name,
@@ -199,7 +199,7 @@ def _check(as_json: bool) -> None:
     _print_checks(checks)
 
 
-def _print_checks(checks: tuple[Check, ...]) -> None:
+def _print_checks(checks: tuple[RowCheck, ...]) -> None:
     from rich.console import Console
 
     from galvatron_lite.oracle.measured import FORMULAS, mean_accuracy, rankings, scores, software_notes

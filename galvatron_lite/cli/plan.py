@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from galvatron_lite.cli.options import Options
+    from galvatron_lite.cli.options import QuestionOptions
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase
     from galvatron_lite.profiler.schema import Profile
@@ -189,7 +189,7 @@ def plan_command(
         return
     from galvatron_lite import api
 
-    options = opts.Options(
+    options = opts.QuestionOptions(
         best_batch, max_batch, fewest, step, rate, tokens, price, tokens_total, samples_total, steps, within, pareto,
         memory_step, plot,
     )  # fmt: skip
@@ -227,7 +227,7 @@ def plan_command(
         _plan(known, setup, source, output, as_json, certify, best, tolerance, verbose)
 
 
-def _check(options: Options, certify: bool, best: int | None, output: Path | None) -> None:
+def _check(options: QuestionOptions, certify: bool, best: int | None, output: Path | None) -> None:
     """Refuse options that do not go together, and files that cannot be written, before anything is searched."""
     from galvatron_lite.cli.tables import check_output
     from galvatron_lite.svg import check_target
@@ -288,7 +288,7 @@ def _plan(
 
 
 def _answer(
-    options: Options,
+    options: QuestionOptions,
     profile_of: Callable[[int | None], Profile],
     setup: PlanArguments,
     source: str,

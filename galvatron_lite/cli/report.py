@@ -12,7 +12,7 @@ from galvatron_lite.cli.terminal import print_json
 from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
-    from galvatron_lite.analysis.report.gather import Shown, Source
+    from galvatron_lite.analysis.report.gather import PriceSource, Shown
 
 
 def report_command(
@@ -42,18 +42,18 @@ def report_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Show plans as one HTML file: layers, every pass of a step, memory, devices, other plans. Opens offline."""
-    from galvatron_lite.analysis.report.gather import Source
+    from galvatron_lite.analysis.report.gather import PriceSource
     from galvatron_lite.cli.tables import check_folder
 
     check_folder("-o", output)
     check_folder("--trace", trace)
-    source = Source(profile, model, cluster, gpus, sequence, precision, mem, batch)
+    source = PriceSource(profile, model, cluster, gpus, sequence, precision, mem, batch)
     shown = _gathered(plans, source, run, search if trace is None or output is not None else 0.0)
     written = _written(shown, output, trace)
     _print(shown, written, as_json)
 
 
-def _gathered(plans: list[Path], source: Source, run: Path | None, search: float) -> list[Shown]:
+def _gathered(plans: list[Path], source: PriceSource, run: Path | None, search: float) -> list[Shown]:
     from galvatron_lite.analysis.report.gather import check_priced, gather, with_answers, with_run
     from galvatron_lite.runs.read import read_run
 

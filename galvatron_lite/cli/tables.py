@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from galvatron_lite.cli.terminal import plain_table, print_json, wide_console
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.parallelism.branch.find import Branch, Region, find_regions
+from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def shown_point(profile: Profile, kind: str) -> LayerPoint | None:
     return next((entry for entry in points if entry.samples >= 1), next(iter(points), None))
 
 
-def figures_of(profile: Profile, region: Region) -> Iterator[BranchFigures]:
+def figures_of(profile: Profile, region: BranchRegion) -> Iterator[BranchFigures]:
     """Of every branch of a region."""
     graph = profile.graph
     for branch in region.branches:
@@ -81,7 +81,7 @@ def print_branches(console: Console, profile: Profile) -> None:
         console.print(f"Independent of one another: {names}{at_most}.")
 
 
-def best_gain(profile: Profile, region: Region) -> float:
+def best_gain(profile: Profile, region: BranchRegion) -> float:
     """The sum of its branches' times, of one sample, over the longest; 0 where it is not known."""
     own = [one.seconds for one in figures_of(profile, region)]
     times = [sum(seconds) for seconds in own if seconds is not None]
@@ -158,9 +158,9 @@ def require_answer(answer: Answer) -> None:
 
 def _failed(answer: Answer, text: AnswerText) -> bool:
     """Whether everything was looked at and nothing is enough."""
-    from galvatron_lite.analysis.sweeps import Front
+    from galvatron_lite.analysis.sweeps import ParetoFront
 
-    return text.chosen is None and answer.complete and not isinstance(answer, Front)
+    return text.chosen is None and answer.complete and not isinstance(answer, ParetoFront)
 
 
 def print_profile(profile: Profile, where: str) -> None:

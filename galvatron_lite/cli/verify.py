@@ -93,10 +93,10 @@ def _memory(console: Console, role: RoleRun, plan: Plan) -> None:
 
 def _arriving(one: Message) -> int:
     """Bytes of what this rank is sent; of another message nothing, where it gives nothing."""
-    from galvatron_lite.verify.schema import Kind
+    from galvatron_lite.verify.schema import MessageType
 
     bits = "".join(filter(str.isdigit, one.dtype))
-    return prod(one.shape) * (int(bits) // 8 if bits else 1) if one.kind is Kind.RECEIVE else 0
+    return prod(one.shape) * (int(bits) // 8 if bits else 1) if one.kind is MessageType.RECEIVE else 0
 
 
 def _roles(role: RoleRun) -> str:

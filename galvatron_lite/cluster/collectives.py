@@ -109,7 +109,7 @@ def _slowest(hops: Sequence[Hop]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CollectiveTime:
     """Seconds of a collective of S bytes: ``latency + S * per_byte``; arrays where there are several groups."""
 
     latency: Real
@@ -119,21 +119,21 @@ class Line:
         """Seconds of so many bytes."""
         return self.latency + size * self.per_byte
 
-    def times(self, count: float) -> Line:
+    def times(self, count: float) -> CollectiveTime:
         """So many of them, one after the other."""
-        return Line(count * self.latency, count * self.per_byte)
+        return CollectiveTime(count * self.latency, count * self.per_byte)
 
 
-def ring_pass(hops: Sequence[Hop]) -> Line:
+def ring_pass(hops: Sequence[Hop]) -> CollectiveTime:
     """One ring pass over all ranks (a reduce-scatter or an all-gather): (n-1)/n · S/β + (n-1)·α.
 
     The slowest link of the ring sets β; α adds up along the ring (Thakur et al. 2005, 4.1 and 4.5).
     """
     ranks = prod(hop.members for hop in hops)
-    return Line(_path_latency(hops), (ranks - 1) / ranks / _slowest(hops))
+    return CollectiveTime(_path_latency(hops), (ranks - 1) / ranks / _slowest(hops))
 
 
-def tree_all_reduce(hops: Sequence[Hop]) -> Line:
+def tree_all_reduce(hops: Sequence[Hop]) -> CollectiveTime:
     """A pipelined double binary tree all-reduce: 2·ceil(log2 n)·α + bytes/β of the slowest level.
 
     Each half of the tensor has a tree of its own. A member is a leaf of one (sends S/2 up) and has two children in the
@@ -143,38 +143,38 @@ def tree_all_reduce(hops: Sequence[Hop]) -> Line:
     and tensor groups over four nodes (43 ms) too (github.com/Oneflow-Inc/DLPerf, reports/GPT, 2021).
     """
     latency = sum(ceil(log2(hop.members)) * hop.alpha for hop in hops)
-    return Line(2 * latency, 2 / _slowest(hops) / TREE_EFFICIENCY)
+    return CollectiveTime(2 * latency, 2 / _slowest(hops) / TREE_EFFICIENCY)
 
 
-def _all_reduce(hops: Sequence[Hop]) -> tuple[Line, ...]:
+def _all_reduce(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
     return ring_pass(hops).times(2), tree_all_reduce(hops)
 
 
-def _one_pass(hops: Sequence[Hop]) -> tuple[Line, ...]:
+def _one_pass(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
     return (ring_pass(hops),)
 
 
-def _all_to_all(hops: Sequence[Hop]) -> tuple[Line, ...]:
+def _all_to_all(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
     """Pairwise exchange (Thakur et al. 2005, 4.3); the levels' links work at the same time."""
     ranks = prod(hop.members for hop in hops)
     latency = sum((hop.members - 1) * hop.ranks * hop.alpha for hop in hops)
-    return (Line(latency, max((hop.members - 1) * hop.ranks**2 / ranks / hop.bandwidth for hop in hops)),)
+    return (CollectiveTime(latency, max((hop.members - 1) * hop.ranks**2 / ranks / hop.bandwidth for hop in hops)),)
 
 
-def _broadcast(hops: Sequence[Hop]) -> tuple[Line, ...]:
+def _broadcast(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
     """The better of NCCL's pipelined ring and a binomial tree (Thakur et al. 2005, 4.2), level by level."""
     rounds = [ceil(log2(hop.members)) for hop in hops]
     latency = sum(count * hop.alpha for count, hop in zip(rounds, hops, strict=True))
     per_byte = sum(count / hop.bandwidth for count, hop in zip(rounds, hops, strict=True))
-    return Line(_path_latency(hops), 1 / _slowest(hops)), Line(latency, per_byte)
+    return CollectiveTime(_path_latency(hops), 1 / _slowest(hops)), CollectiveTime(latency, per_byte)
 
 
-def _send_recv(hops: Sequence[Hop]) -> tuple[Line, ...]:
+def _send_recv(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
     """Every rank sends ``size`` bytes to the next one; the slowest pair counts."""
-    return tuple(Line(hop.latency + hop.ramp / hop.lane, 1 / hop.lane) for hop in hops)
+    return tuple(CollectiveTime(hop.latency + hop.ramp / hop.lane, 1 / hop.lane) for hop in hops)
 
 
-_LINES: dict[Collective, Callable[[Sequence[Hop]], tuple[Line, ...]]] = {
+_LINES: dict[Collective, Callable[[Sequence[Hop]], tuple[CollectiveTime, ...]]] = {
     Collective.ALL_REDUCE: _all_reduce,
     Collective.ALL_GATHER: _one_pass,
     Collective.REDUCE_SCATTER: _one_pass,
@@ -184,20 +184,20 @@ _LINES: dict[Collective, Callable[[Sequence[Hop]], tuple[Line, ...]]] = {
 }
 
 
-def collective_lines(cluster: Cluster, collective: Collective, group: RankGroup) -> tuple[Line, ...]:
+def collective_lines(cluster: Cluster, collective: Collective, group: RankGroup) -> tuple[CollectiveTime, ...]:
     """Straight lines that bound a collective's seconds by its bytes, see ``seconds_on``.
 
     Raises:
         InputError: the group reaches beyond the cluster.
     """
     if group.size <= 1:
-        return (Line(0.0, 0.0),)
+        return (CollectiveTime(0.0, 0.0),)
     hops = hops_of(cluster, group)
     start = max(hop.start for hop in hops)
-    return tuple(Line(line.latency + start, line.per_byte) for line in _LINES[collective](hops))
+    return tuple(CollectiveTime(line.latency + start, line.per_byte) for line in _LINES[collective](hops))
 
 
-def seconds_on(collective: Collective, lines: Sequence[Line], size: Real) -> Real:
+def seconds_on(collective: Collective, lines: Sequence[CollectiveTime], size: Real) -> Real:
     """Seconds of so many bytes: the least of the lines of all algorithms, the greatest of those of all pairs that send.
 
     Args:

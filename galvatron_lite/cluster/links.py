@@ -27,7 +27,7 @@ START = 8.4e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class Design:
     """The vendor's reference design around one generation of devices.
 
     Attributes:
@@ -52,24 +52,24 @@ _DGX_B300 = "https://docs.nvidia.com/dgx/dgxb300-user-guide/introduction-to-dgxb
 _GB200 = "https://docs.nvidia.com/dgx/dgxgb200-user-guide/hardware.html"
 _PLAIN = "one 100 Gb/s adapter in a server of 8 devices, [Assumption]"
 
-_REFERENCES: tuple[tuple[str, Reference], ...] = (
-    (r"gb300", Reference("nvlink5-nvl72", "infiniband-xdr", 1.0, _GB200)),
-    (r"gb200", Reference("nvlink5-nvl72", "infiniband-ndr", 1.0, _GB200)),
-    (r"b300", Reference("nvlink5", "infiniband-xdr", 1.0, _DGX_B300)),
-    (r"b200|b100", Reference("nvlink5", "infiniband-ndr", 1.0, _DGX_B200)),
-    (r"(h100|h200|h800).*pcie|h100 nvl", Reference("pcie5", "infiniband-ndr", 0.125, _PLAIN)),
-    (r"h800", Reference("nvlink4-h800", "infiniband-ndr", 1.0, _DGX_H100)),
-    (r"h100|h200|h20|gh200|hopper", Reference("nvlink4", "infiniband-ndr", 1.0, _DGX_H100)),
-    (r"(a100|a800).*pcie|a10\b|a40|a30|a6000|3090|3080|ga102", Reference("pcie4", "infiniband-hdr", 0.125, _PLAIN)),
-    (r"a800", Reference("nvlink3-a800", "infiniband-hdr", 1.0, _DGX_A100)),
-    (r"a100|ampere", Reference("nvlink3", "infiniband-hdr", 1.0, _DGX_A100)),
-    (r"ada|4090|l40|l4\b", Reference("pcie4", "infiniband-hdr", 0.125, _PLAIN)),
-    (r"v100.*sxm3|dgx-2", Reference("nvlink2-switch", "infiniband-edr", 0.5, _DGX2)),
-    (r"v100.*pcie", Reference("pcie3", "infiniband-edr", 0.125, _PLAIN)),
-    (r"v100|volta", Reference("nvlink2", "infiniband-edr", 0.5, _DGX1)),
-    (r"p100.*sxm", Reference("nvlink1", "infiniband-edr", 0.5, _DGX1)),
+_REFERENCES: tuple[tuple[str, Design], ...] = (
+    (r"gb300", Design("nvlink5-nvl72", "infiniband-xdr", 1.0, _GB200)),
+    (r"gb200", Design("nvlink5-nvl72", "infiniband-ndr", 1.0, _GB200)),
+    (r"b300", Design("nvlink5", "infiniband-xdr", 1.0, _DGX_B300)),
+    (r"b200|b100", Design("nvlink5", "infiniband-ndr", 1.0, _DGX_B200)),
+    (r"(h100|h200|h800).*pcie|h100 nvl", Design("pcie5", "infiniband-ndr", 0.125, _PLAIN)),
+    (r"h800", Design("nvlink4-h800", "infiniband-ndr", 1.0, _DGX_H100)),
+    (r"h100|h200|h20|gh200|hopper", Design("nvlink4", "infiniband-ndr", 1.0, _DGX_H100)),
+    (r"(a100|a800).*pcie|a10\b|a40|a30|a6000|3090|3080|ga102", Design("pcie4", "infiniband-hdr", 0.125, _PLAIN)),
+    (r"a800", Design("nvlink3-a800", "infiniband-hdr", 1.0, _DGX_A100)),
+    (r"a100|ampere", Design("nvlink3", "infiniband-hdr", 1.0, _DGX_A100)),
+    (r"ada|4090|l40|l4\b", Design("pcie4", "infiniband-hdr", 0.125, _PLAIN)),
+    (r"v100.*sxm3|dgx-2", Design("nvlink2-switch", "infiniband-edr", 0.5, _DGX2)),
+    (r"v100.*pcie", Design("pcie3", "infiniband-edr", 0.125, _PLAIN)),
+    (r"v100|volta", Design("nvlink2", "infiniband-edr", 0.5, _DGX1)),
+    (r"p100.*sxm", Design("nvlink1", "infiniband-edr", 0.5, _DGX1)),
 )
-_ELSE = Reference("pcie3", "infiniband-edr", 0.125, _PLAIN)
+_ELSE = Design("pcie3", "infiniband-edr", 0.125, _PLAIN)
 
 _INSIDE: tuple[tuple[str, str], ...] = (
     (r"nvl72|nvl36", "nvlink5-nvl72"),
@@ -100,7 +100,7 @@ _BETWEEN: tuple[tuple[str, str], ...] = (
 
 
 @lru_cache(maxsize=256)
-def reference_of(gpu: str) -> Reference:
+def reference_of(gpu: str) -> Design:
     """The vendor's reference design around a device, by its name; servers with PCIe cards where there is none."""
     name = gpu.lower()
     return next((reference for pattern, reference in _REFERENCES if re.search(pattern, name)), _ELSE)

@@ -18,8 +18,8 @@ from galvatron_lite.cost.memory import stage_memory
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.base import Moment
-from galvatron_lite.parallelism.branch.cost import Border, Site, border_of, buffer_bytes, messages, moves
-from galvatron_lite.parallelism.branch.find import Branch, Region, find_regions
+from galvatron_lite.parallelism.branch.cost import BranchSite, BranchTraffic, border_of, buffer_bytes, messages, moves
+from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions
 from galvatron_lite.parallelism.branch.parts import part_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.strategy import Strategy
@@ -35,8 +35,8 @@ class PartCost:
     cost: StageCost  # of one stage that holds them, what moves in and out included
     first: int  # first, devices: consecutive devices
     devices: int
-    border: Border  # what enters and leaves
-    site: Site  # where it works
+    border: BranchTraffic  # what enters and leaves
+    site: BranchSite  # where it works
     # seconds of a micro-batch that what moves in and out takes, host time of messages included; part of ``cost``
     moved: float = 0.0
 
@@ -55,7 +55,7 @@ class PartPricer:
     """Prices parts of one profile's model; pricers of parts are remembered."""
 
     pricer: LayerPricer  # of the profile
-    regions: tuple[Region, ...] = field(init=False)  # where the model falls into branches
+    regions: tuple[BranchRegion, ...] = field(init=False)  # where the model falls into branches
     _known: dict[tuple[str, ...], LayerPricer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class PartPricer:
         return self._known[names]
 
     def price(
-        self, layers: Sequence[str], strategies: Sequence[Strategy], place: range, site: Site, microbatches: int
+        self, layers: Sequence[str], strategies: Sequence[Strategy], place: range, site: BranchSite, microbatches: int
     ) -> PartCost:
         """A part on consecutive devices.
 

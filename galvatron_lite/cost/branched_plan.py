@@ -11,7 +11,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import stage_memory
 from galvatron_lite.cost.step import breakdown, straggling
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.branch.cost import Site
+from galvatron_lite.parallelism.branch.cost import BranchSite
 from galvatron_lite.parallelism.branch.find import Branch
 from galvatron_lite.parallelism.branch.parts import trunk_of
 from galvatron_lite.parallelism.strategy import Strategy
@@ -55,7 +55,7 @@ def parts_of(parts: PartPricer, plan: Plan) -> tuple[PartCost, list[PartCost]]:
     strategies = expanded(plan.stages[0].runs, layers, "stages.0")
     spread = is_spread(strategies, plan)
     world = plan.devices if spread else 1
-    site = Site(plan.devices, world, world, spread, plan.microbatch)
+    site = BranchSite(plan.devices, world, world, spread, plan.microbatch)
     trunk = parts.price(layers, strategies, range(plan.devices), site, plan.microbatches)
     return trunk, [
         _branch(parts, plan, one, branch, spread, number)
@@ -69,7 +69,7 @@ def _branch(parts: PartPricer, plan: Plan, one: BranchPlacement, branch: Branch,
         if strategy.devices != one.devices or plan.microbatch % strategy.batch_degree:
             remedy = f"{one.name} has {one.devices} devices and micro-batches of {plan.microbatch} samples."
             raise InputError(f"branches.{number}, strategy", str(strategy), remedy)
-    site = Site(plan.devices, one.devices, strategies[0].batch_degree, spread, plan.microbatch)
+    site = BranchSite(plan.devices, one.devices, strategies[0].batch_degree, spread, plan.microbatch)
     place = range(one.first, one.first + one.devices)
     return parts.with_moves(parts.price(branch.layers, strategies, place, site, plan.microbatches))
 

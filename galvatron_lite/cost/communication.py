@@ -14,7 +14,7 @@ import numpy as np
 
 from galvatron_lite.arrays import IntArray, Real, where
 from galvatron_lite.cluster.cluster import Apart, Collective, RankGroup
-from galvatron_lite.cluster.collectives import Line, collective_lines, seconds_on
+from galvatron_lite.cluster.collectives import CollectiveTime, collective_lines, seconds_on
 from galvatron_lite.cluster.transport import as_driven, staged_seconds
 from galvatron_lite.parallelism.base import Communication
 from galvatron_lite.parallelism.ranks import told_apart
@@ -27,10 +27,10 @@ Curve = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GroupSize:
     """What a collective costs on a shape of group."""
 
-    lines: tuple[Line, ...]  # see ``seconds_on``
+    lines: tuple[CollectiveTime, ...]  # see ``seconds_on``
     curve: Curve | None  # what was measured; it counts up to its largest size
 
 
@@ -39,7 +39,7 @@ class Shapes:
     """What a collective costs on each of n groups."""
 
     place: IntArray  # (n,) the number of the shape of each
-    lines: Sequence[Line]  # of each group
+    lines: Sequence[CollectiveTime]  # of each group
     curves: Sequence[tuple[int, Curve]]  # number of a shape and what was measured for it
 
 
@@ -50,7 +50,7 @@ class Links:
     profile: Profile  # what was measured or estimated
     _measured: dict[GroupKey, dict[int, Curve]] = field(default_factory=dict)
     _fits: dict[GroupKey, dict[int, CollectiveFit]] = field(default_factory=dict)
-    _shapes: dict[tuple[Collective, RankGroup], Shape] = field(default_factory=dict)
+    _shapes: dict[tuple[Collective, RankGroup], GroupSize] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Sorts the measured points by shape of group and size."""
@@ -115,32 +115,34 @@ class Links:
             seconds = _on_curve(shape.curve, size, seconds)
         return where(size > 0, seconds, 0.0)
 
-    def _shape(self, collective: Collective, group: RankGroup) -> Shape:
+    def _shape(self, collective: Collective, group: RankGroup) -> GroupSize:
         key = (collective, group)
         if key not in self._shapes:
             self._shapes[key] = self._new_shape(collective, group)
         return self._shapes[key]
 
-    def _new_shape(self, collective: Collective, group: RankGroup) -> Shape:
+    def _new_shape(self, collective: Collective, group: RankGroup) -> GroupSize:
         cluster = as_driven(self.profile.cluster, self.profile.transport, collective)
         if group.size == 1 or group.run > 1:
-            return Shape(collective_lines(cluster, collective, group), None)
+            return GroupSize(collective_lines(cluster, collective, group), None)
         key = (collective, group.size, group.stride)
         curve = _nearest(self._measured[key], group.siblings) if key in self._measured else None
         fit = _nearest(self._fits[key], group.siblings) if key in self._fits else None
-        line = None if fit is None else Line(fit.latency, 1 / fit.bandwidth)
+        line = None if fit is None else CollectiveTime(fit.latency, 1 / fit.bandwidth)
         lines = collective_lines(cluster, collective, group) if line is None else (line,)
-        return Shape(lines, curve if curve is not None and len(curve[0]) > 1 else None)
+        return GroupSize(lines, curve if curve is not None and len(curve[0]) > 1 else None)
 
 
 def _several(group: RankGroup) -> bool:
     return any(isinstance(figure, np.ndarray) for figure in (group.size, group.stride, group.siblings))
 
 
-def _line_of(shapes: Sequence[Shape], number: int, place: IntArray) -> Line:
+def _line_of(shapes: Sequence[GroupSize], number: int, place: IntArray) -> CollectiveTime:
     """A line of each group; the last again of a shape that has fewer."""
     lines = [shape.lines[min(number, len(shape.lines) - 1)] for shape in shapes]
-    return Line(np.array([line.latency for line in lines])[place], np.array([line.per_byte for line in lines])[place])
+    return CollectiveTime(
+        np.array([line.latency for line in lines])[place], np.array([line.per_byte for line in lines])[place]
+    )
 
 
 def _on_curve(curve: Curve, size: Real, beyond: Real) -> Real:

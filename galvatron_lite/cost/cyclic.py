@@ -21,10 +21,10 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Communication
 from galvatron_lite.parallelism.base import Moment as When
 from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
-from galvatron_lite.parallelism.cyclic.simulation import Loop, Slot, loop_of, round_seconds
+from galvatron_lite.parallelism.cyclic.simulation import CyclicSlot, Loop, loop_of, round_seconds
 from galvatron_lite.parallelism.pipeline.cost import stride_between
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan
@@ -52,7 +52,7 @@ def price_cyclic(pricer: LayerPricer, plan: Plan) -> Plan:
     return replace(plan, stages=stages, prediction=priced.prediction(plan, memory))
 
 
-def price(pricer: LayerPricer, plan: Plan) -> Priced:
+def price(pricer: LayerPricer, plan: Plan) -> CyclicFigures:
     """Figures of a plan's stages, and its programme; raises what ``price_cyclic`` does."""
     check_plan(plan)
     if plan.cyclic is None:
@@ -60,11 +60,11 @@ def price(pricer: LayerPricer, plan: Plan) -> Priced:
     if any(strategy != Strategy() for strategy in strategies_of(plan, pricer.profile)):
         raise InputError("strategy", "cyclic", "Under cyclic data parallelism every layer is whole: on one device.")
     cuts = (0, *accumulate(sum(run.count for run in stage.runs) for stage in plan.stages))
-    return Priced(pricer, plan.cyclic, tuple(stage_figures(pricer, cuts, plan.microbatch)))
+    return CyclicFigures(pricer, plan.cyclic, tuple(stage_figures(pricer, cuts, plan.microbatch)))
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class CyclicFigures:
     """A plan's figures."""
 
     pricer: LayerPricer  # of the profile
@@ -128,7 +128,7 @@ class Priced:
     def _sharing(self) -> int:
         return len({slot.process for slot in self.loop.slots})
 
-    def pass_seconds(self, slot: Slot, sends: Sequence[float]) -> float:
+    def pass_seconds(self, slot: CyclicSlot, sends: Sequence[float]) -> float:
         """Seconds that a pass takes its process, with the host time of its messages and updates of parameters.
 
         Args:
@@ -140,11 +140,11 @@ class Priced:
         shown = (1.0 - self._hidden) * sum(sends[message] for message in slot.sends)
         return compute + stage.host / 2 + self._moving(slot) + self._updating(slot) + shown
 
-    def _moving(self, slot: Slot) -> float:
+    def _moving(self, slot: CyclicSlot) -> float:
         """Host time of messages."""
         return (len(slot.receives) + len(slot.sends)) * self.pricer.profile.overhead.pipeline
 
-    def _updating(self, slot: Slot) -> float:
+    def _updating(self, slot: CyclicSlot) -> float:
         """Seconds of updates: where each process makes its own before forward, or of the pass that ends the sum."""
         stage, setting = self.stages[slot.does.moment.stage], self.cyclic.setting
         own = setting in (CyclicSetting.SINGLE, CyclicSetting.ZERO)
@@ -154,7 +154,7 @@ class Priced:
     def _own_work(self) -> Mapping[int, TimeBreakdown]:
         """What each process does itself in a step; under ``stages`` each process of a stage its share of them."""
         found: dict[int, TimeBreakdown] = {}
-        programme = Programme(self.cyclic.rule, self.cyclic.setting, len(self.stages))
+        programme = CyclicProgramme(self.cyclic.rule, self.cyclic.setting, len(self.stages))
         turns = self.cyclic.setting is CyclicSetting.STAGES
         for slot in self.loop.slots:
             stage, backward = self.stages[slot.does.moment.stage], slot.does.moment.backward
@@ -172,22 +172,22 @@ class Priced:
             )
         return found
 
-    def message_bytes(self, message: Message) -> int:
+    def message_bytes(self, message: CyclicMessage) -> int:
         """What a message holds."""
         stage = self.stages[message.stage]
-        if message.kind is Kind.ACTIVATION:
+        if message.kind is MessageContent.ACTIVATION:
             return stage.leaving
-        if message.kind is Kind.GRADIENT:
+        if message.kind is MessageContent.GRADIENT:
             return stage.entering
-        if message.kind in (Kind.PARTIAL, Kind.UPDATE):
+        if message.kind in (MessageContent.PARTIAL, MessageContent.UPDATE):
             return stage.gradients
         parameters = len(message.versions) * stage.parameters
-        if message.kind is Kind.WEIGHTS:
+        if message.kind is MessageContent.WEIGHTS:
             return parameters
         summed = message.worker < len(self.stages) - 1
         return parameters + stage.states + (stage.gradients if summed else 0)
 
-    def message_seconds(self, message: Message) -> float:
+    def message_seconds(self, message: CyclicMessage) -> float:
         """Seconds from its being sent to its arrival; of the farthest pair where the processes of a stage take turns.
 
         In every time step about as many messages are under way as there are workers.
@@ -210,12 +210,14 @@ class Priced:
     def _turning(self) -> bool:
         return self.cyclic.setting is CyclicSetting.STAGES
 
-    def _places(self, message: Message) -> tuple[int, ...]:
+    def _places(self, message: CyclicMessage) -> tuple[int, ...]:
         """The first and last of the processes that may send and receive it, in turn."""
         if not self._turning:
             return message.source, message.target
-        other = {Kind.ACTIVATION: message.stage + 1, Kind.GRADIENT: message.stage - 1}.get(message.kind, message.stage)
-        programme = Programme(self.cyclic.rule, self.cyclic.setting, len(self.stages))
+        other = {MessageContent.ACTIVATION: message.stage + 1, MessageContent.GRADIENT: message.stage - 1}.get(
+            message.kind, message.stage
+        )
+        programme = CyclicProgramme(self.cyclic.rule, self.cyclic.setting, len(self.stages))
         firsts = [programme.process_of(stage, 0) for stage in (message.stage, other)]
         return *firsts, *(
             first + programme.replicas(stage) - 1 for first, stage in zip(firsts, (message.stage, other), strict=True)
@@ -237,7 +239,7 @@ class Priced:
         own = self.stages[one.moment.stage]
         rest = self._beside(holding)
         made = own.back - own.gradients if backward else own.ahead
-        early = 0 if backward else self._bytes_of(sent for sent in one.sends if sent.kind is Kind.UPDATE)
+        early = 0 if backward else self._bytes_of(sent for sent in one.sends if sent.kind is MessageContent.UPDATE)
         late = self._bytes_of(one.sends)
         moments = (
             (own.kept, max(made - own.kept, 0), early),
@@ -271,7 +273,7 @@ class Priced:
             context=self.pricer.profile.cluster.device.context,
         )
 
-    def _bytes_of(self, messages: Iterable[Message]) -> int:
+    def _bytes_of(self, messages: Iterable[CyclicMessage]) -> int:
         return sum(map(self.message_bytes, messages))
 
     def _updates(self, holding: Holding) -> bool:

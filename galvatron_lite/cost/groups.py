@@ -10,7 +10,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.simulation import group_ends
 from galvatron_lite.cost.stage import Shape, StageCost, held_memory, price_chunk
 from galvatron_lite.cost.timeline_memory import GroupMemory
-from galvatron_lite.cost.zero_bubble import Run, run_zero_bubble
+from galvatron_lite.cost.zero_bubble import ZeroBubbleStep, run_zero_bubble
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, stride_between
@@ -131,7 +131,7 @@ def groups_of(shape: Shape, costs: Sequence[StageCost]) -> list[list[StageCost]]
     return [[costs[stage] for stage in _own_stages(shape, group)] for group in range(shape.stages)]
 
 
-def zero_bubble_of(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> Run:
+def zero_bubble_of(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> ZeroBubbleStep:
     """The zero-bubble schedule of priced stages."""
     return run_zero_bubble(order_of(profile, costs), course_of(shape))
 

@@ -34,7 +34,7 @@ from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ParameterSharing:
     """What parameter sharing with another layer means for one layer in one stage."""
 
     # it owns parameters that a later layer of the same stage uses too: gathered ones stay until its own backward, and
@@ -46,7 +46,7 @@ class Sharing:
 
 LAYOUT = "layout"
 """Cause of communication between layers whose tensors lie differently."""
-ALONE = Sharing()
+ALONE = ParameterSharing()
 """A layer that shares no parameters."""
 
 
@@ -177,7 +177,7 @@ class LayerPricer:
     _host: dict[str, float] = field(init=False)
     _by_kind: dict[str, dict[PointKey, tuple[LayerPoint, ...]]] = field(default_factory=dict)
     _curves: dict[str, Curves] = field(default_factory=dict)
-    _known: dict[tuple[str, Sharing, Strategy, int, int], LayerCost | None] = field(default_factory=dict)
+    _known: dict[tuple[str, ParameterSharing, Strategy, int, int], LayerCost | None] = field(default_factory=dict)
     _moves: dict[tuple[int, Layout, Layout], float] = field(default_factory=dict)
     _exchanges: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], tuple[RankGroup, FloatArray, IntArray]] = field(
         default_factory=dict
@@ -205,7 +205,7 @@ class LayerPricer:
         return self._types[kind]
 
     def price(
-        self, kind: str, strategy: Strategy, microbatch: int, stages: int, sharing: Sharing = ALONE
+        self, kind: str, strategy: Strategy, microbatch: int, stages: int, sharing: ParameterSharing = ALONE
     ) -> LayerCost | None:
         """Cost of a layer of a kind.
 
@@ -227,7 +227,7 @@ class LayerPricer:
         return self._known[key]
 
     def _new_price(
-        self, kind: str, strategy: Strategy, microbatch: int, stages: int, sharing: Sharing
+        self, kind: str, strategy: Strategy, microbatch: int, stages: int, sharing: ParameterSharing
     ) -> LayerCost | None:
         points = self._points_of(kind, strategy)
         if points is None:
@@ -244,7 +244,7 @@ class LayerPricer:
         strategies: Sequence[Strategy] | Strategies,
         microbatch: int | IntArray,
         stages: int,
-        sharing: Sharing = ALONE,
+        sharing: ParameterSharing = ALONE,
     ) -> LayerCosts:
         """``price`` of n strategies at once, to the last bit, in a few microseconds each.
 
@@ -341,7 +341,7 @@ class LayerPricer:
         strategy: Either,
         microbatch: Whole,
         stages: int,
-        sharing: Sharing,
+        sharing: ParameterSharing,
         figures: LayerFigures,
         again: Real,
     ) -> dict[str, Any]:

@@ -109,24 +109,24 @@ def _unformed(cost: LayerCost | LayerCosts, microbatches: int, filled: bool) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PeakMoment:
     """The worst moment of a stage."""
 
     size: int  # bytes, without what the stage holds throughout
     layer: int  # place of the layer whose backward (or forward) it is; -1 for the optimizer
 
 
-def worst_moment(layers: Sequence[MemoryTerms], optimizer: bool = True) -> Moment:
+def worst_moment(layers: Sequence[MemoryTerms], optimizer: bool = True) -> PeakMoment:
     """The greatest of the moments; of equal ones the optimizer (where it is looked at), then the first layer."""
     total, prefix = sum(term.rest for term in layers), 0
-    worst = Moment(sum(term.updated for term in layers) if optimizer else -1, -1)
+    worst = PeakMoment(sum(term.updated for term in layers) if optimizer else -1, -1)
     before = [0, *(term.prefetched for term in layers)]
     after = [*(term.pending for term in layers[1:]), 0]
     for place, term in enumerate(layers):
         local = max(term.peak, term.middle + after[place]) + before[place]
         size = total + prefix + local
         if size > worst.size:
-            worst = Moment(size, place)
+            worst = PeakMoment(size, place)
         prefix += term.prefix
     return worst
 

@@ -122,7 +122,7 @@ def closed_form(stages: Sequence[StageTimes], microbatches: int, schedule: Sched
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class PassEvent:
     """One pass of one micro-batch on one stage."""
 
     stage: int  # stage, microbatch: which
@@ -143,7 +143,7 @@ def order_of(schedule: Schedule, stages: int, stage: int, microbatches: int) -> 
     return order
 
 
-def simulate(stages: Sequence[StageTimes], microbatches: int, schedule: Schedule) -> list[Event]:
+def simulate(stages: Sequence[StageTimes], microbatches: int, schedule: Schedule) -> list[PassEvent]:
     """Every pass of a step, each as early as its stage and its input allow; transfers delay, but occupy no stage."""
     orders = [order_of(schedule, len(stages), index, microbatches) for index in range(len(stages))]
     ends: dict[tuple[int, bool, int], float] = {}
@@ -160,7 +160,7 @@ def simulate(stages: Sequence[StageTimes], microbatches: int, schedule: Schedule
                 start = max(clock[index], ready)
                 clock[index] = start + (stages[index].forward if forward else stages[index].backward)
                 ends[index, forward, microbatch] = clock[index]
-                events.append(Event(index, microbatch, forward, start, clock[index]))
+                events.append(PassEvent(index, microbatch, forward, start, clock[index]))
                 done[index] += 1
                 waiting = True
     return events
@@ -181,6 +181,6 @@ def _ready(
     return None if end is None else end + stages[index + 1].send_backward
 
 
-def makespan(events: Sequence[Event]) -> float:
+def makespan(events: Sequence[PassEvent]) -> float:
     """Seconds from the first start to the last end."""
     return max(event.end for event in events)

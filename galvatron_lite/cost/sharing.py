@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from galvatron_lite.cost.layer import Sharing
+from galvatron_lite.cost.layer import ParameterSharing
 from galvatron_lite.model.graph import ModelGraph, Tie
 
 
-def sharing_of(graph: ModelGraph, inside: Container[int]) -> dict[int, Sharing]:
+def sharing_of(graph: ModelGraph, inside: Container[int]) -> dict[int, ParameterSharing]:
     """What sharing means for the layers of one stage; layers that share nothing are absent.
 
     Args:
@@ -18,21 +18,23 @@ def sharing_of(graph: ModelGraph, inside: Container[int]) -> dict[int, Sharing]:
     if not graph.ties:
         return {}
     place = {layer.name: index for index, layer in enumerate(graph.layers)}
-    result: dict[int, Sharing] = {}
+    result: dict[int, ParameterSharing] = {}
     for tie in graph.ties:
         for index in (place[tie.first], place[tie.second]):
             if index in inside:
-                result[index] = _joined(result.get(index, Sharing()), tie, place, index, inside)
+                result[index] = _joined(result.get(index, ParameterSharing()), tie, place, index, inside)
     return result
 
 
-def _joined(known: Sharing, tie: Tie, place: dict[str, int], index: int, inside: Container[int]) -> Sharing:
+def _joined(
+    known: ParameterSharing, tie: Tie, place: dict[str, int], index: int, inside: Container[int]
+) -> ParameterSharing:
     first, second = place[tie.first], place[tie.second]
     if first in inside and second in inside:
         owns = index == first and tie.parameters > 0
-        return Sharing(known.grouped or owns, known.copied, known.exchanged)
+        return ParameterSharing(known.grouped or owns, known.copied, known.exchanged)
     copied = tie.parameters if index == second else 0
-    return Sharing(known.grouped, known.copied + copied, known.exchanged + tie.parameters)
+    return ParameterSharing(known.grouped, known.copied + copied, known.exchanged + tie.parameters)
 
 
 def tied_groups(graph: ModelGraph) -> tuple[tuple[int, ...], ...]:

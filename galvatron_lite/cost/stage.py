@@ -9,7 +9,7 @@ from itertools import groupby
 from galvatron_lite.arrays import Real, largest, least
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.forward_only import passes_with_moves
-from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, Sharing
+from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
@@ -164,7 +164,9 @@ def _reading(operator: Operator) -> tuple[bool, int, int, Sharding]:
     return True, rows, inner, operator.sharding
 
 
-def _layer_cost(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy, sharing: Sharing) -> LayerCost:
+def _layer_cost(
+    pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy, sharing: ParameterSharing
+) -> LayerCost:
     layer = pricer.profile.graph.layers[place]
     cost = pricer.price(layer.kind, strategy, shape.microbatch, shape.stages, sharing)
     if cost is None:

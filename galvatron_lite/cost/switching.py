@@ -44,7 +44,7 @@ _ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StateRectangle:
     """Which rectangle of a layer's states a device holds under a strategy."""
 
     slices: int  # ways that matmuls are split, and which this device has (n,) of each of n devices
@@ -63,7 +63,7 @@ def _intervals(index: IntArray, ways: int) -> FloatArray:
     return np.stack([index / ways, (index + 1) / ways], axis=1)
 
 
-def share_of(strategy: Strategy) -> Share:
+def share_of(strategy: Strategy) -> StateRectangle:
     """What each device of a stage holds under a strategy; see ``parallelism.ranks`` for the order."""
     place, strides = np.arange(strategy.devices), strides_of(strategy)
 
@@ -76,11 +76,11 @@ def share_of(strategy: Strategy) -> Share:
     tokens = index("context", strategy.context) * strategy.spatial + index("spatial", strategy.spatial)
     shard_of = index("zero", strategy.zero) * strategy.context * strategy.spatial + tokens
     shards = strategy.state_shards
-    return Share(slices, slice_of, shards, shard_of % shards, strategy.zero_stage >= 2)
+    return StateRectangle(slices, slice_of, shards, shard_of % shards, strategy.zero_stage >= 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MovedLayers:
     """Layers that go from one strategy to another, and what of them."""
 
     before: Strategy  # before, after: strategies
@@ -116,7 +116,7 @@ def switch_cost(profile: Profile, before: Plan, after: Plan) -> SwitchCost:
     return SwitchCost(seconds, round(float(got.max())), round(float(got.sum())))
 
 
-def _parts(profile: Profile, before: Plan, after: Plan) -> Iterator[Part]:
+def _parts(profile: Profile, before: Plan, after: Plan) -> Iterator[MovedLayers]:
     """Every layer, those that do the same together."""
     graph = profile.graph
     counted: Counter[tuple[Strategy, Strategy, int, int]] = Counter()
@@ -130,7 +130,7 @@ def _parts(profile: Profile, before: Plan, after: Plan) -> Iterator[Part]:
         counted[one, other, old, new] += split.tensor
         whole[one, other, old, new] += split.total - split.tensor
     for key, items in counted.items():
-        yield Part(*key, items, whole[key])
+        yield MovedLayers(*key, items, whole[key])
 
 
 def _firsts(plan: Plan) -> list[int]:
@@ -144,7 +144,13 @@ def _firsts(plan: Plan) -> list[int]:
 
 
 def _move(
-    cluster: Cluster, part: Part, states: bool, width: int, received: FloatArray, given: FloatArray, held: FloatArray
+    cluster: Cluster,
+    part: MovedLayers,
+    states: bool,
+    width: int,
+    received: FloatArray,
+    given: FloatArray,
+    held: FloatArray,
 ) -> None:
     """Add a part's parameters (or optimizer states) to what each device takes over each level, gives, and holds."""
     old, new = share_of(part.before), share_of(part.after)

@@ -16,14 +16,14 @@ from galvatron_lite.parallelism.pipeline.zero_bubble import shown_of, shown_roun
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ZeroBubbleStep:
     """One step."""
 
     spans: tuple[float, ...]  # seconds from each group's first pass to its last
     actions: tuple[tuple[Action, ...], ...]  # of each group, in order, as far as they are simulated (``shown_of``)
 
 
-def run_zero_bubble(order: PassOrder, course: Course) -> Run:
+def run_zero_bubble(order: PassOrder, course: Course) -> ZeroBubbleStep:
     """Spans and memory of a step.
 
     Args:
@@ -32,4 +32,4 @@ def run_zero_bubble(order: PassOrder, course: Course) -> Run:
     """
     groups = shown_rounds(order, course)
     more = (course.microbatches - shown_of(course).microbatches) * busiest(order.stages, course, order.hidden)
-    return Run(tuple(group.span + more for group in groups), tuple(group.actions for group in groups))
+    return ZeroBubbleStep(tuple(group.span + more for group in groups), tuple(group.actions for group in groups))

@@ -23,7 +23,7 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import DeviceFigures, LayerPoint, OptimizerCost, Origin, OriginKind, Profile
 from galvatron_lite.profiler.store import profile_hash, read_profile
-from galvatron_lite.runs.read import PROFILE, Run, is_run, read_run
+from galvatron_lite.runs.read import PROFILE, RecordedRun, is_run, read_run
 from galvatron_lite.runtime.adapt.correct import corrected
 from galvatron_lite.runtime.adapt.schema import Corrections, LinkFactor
 
@@ -56,17 +56,17 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DiagnosisInput:
     """What is diagnosed."""
 
     name: str  # folder or file
-    run: Run | None  # the log; None: traces alone
+    run: RecordedRun | None  # the log; None: traces alone
     plan: Plan  # that was in force
     times: tuple[RankTimes, ...]  # of the ranks
     notes: tuple[str, ...] = ()  # what could not be looked at
 
 
-def open_source(place: Path, plan: Plan | None = None) -> Source:
+def open_source(place: Path, plan: Plan | None = None) -> DiagnosisInput:
     """What a folder of a run, a trace, or a folder of traces holds.
 
     Args:
@@ -81,10 +81,10 @@ def open_source(place: Path, plan: Plan | None = None) -> Source:
         raise FileFormatError("run", str(place), f"It holds no run and no trace. {remedy}")
     if plan is None:
         raise InputError("--plan", "none", "Traces by themselves do not say what was planned: give --plan PLAN.")
-    return Source(str(place), None, plan, *_traced(paths))
+    return DiagnosisInput(str(place), None, plan, *_traced(paths))
 
 
-def _of_run(run: Run) -> Source:
+def _of_run(run: RecordedRun) -> DiagnosisInput:
     """A run's traces where there are some, else its log."""
     notes = [f"{name}: its last line was cut off, and is left out." for name in run.torn]
     logged = times_logged(run)
@@ -93,12 +93,12 @@ def _of_run(run: Run) -> Source:
         times, more = _traced(traces)
         between = {one.rank: one.between for one in logged}
         times = tuple(replace(one, between=between.get(one.rank, 0.0)) for one in times)
-        return Source(str(run.folder), run, run.plan, times, (*notes, *more))
+        return DiagnosisInput(str(run.folder), run, run.plan, times, (*notes, *more))
     if not logged:
         remedy = "It ended before anything was measured: train some steps more."
         raise FileFormatError("run", str(run.folder), remedy)
     notes.append("No traces: layers' backward passes and communication inside layers are not told apart.")
-    return Source(str(run.folder), run, run.plan, tuple(logged), tuple(notes))
+    return DiagnosisInput(str(run.folder), run, run.plan, tuple(logged), tuple(notes))
 
 
 def _is_of(path: Path, since: int) -> bool:
@@ -120,7 +120,7 @@ def _traced(paths: Sequence[Path]) -> tuple[tuple[RankTimes, ...], tuple[str, ..
     return times, tuple(notes)
 
 
-def find_profile(source: Source, folder: Path = Path("profiles")) -> Profile:
+def find_profile(source: DiagnosisInput, folder: Path = Path("profiles")) -> Profile:
     """What the plan of a run was made from: beside the run, else of those that were made here."""
     if source.run is not None and (source.run.folder / PROFILE).is_file():
         return read_profile(source.run.folder / PROFILE)
@@ -138,7 +138,7 @@ def find_profile(source: Source, folder: Path = Path("profiles")) -> Profile:
     raise InputError("--profile", "none", f"The run is of {wanted}, which is not here: give --profile FILE.")
 
 
-def diagnose(source: Source, profile: Profile) -> Diagnosis:
+def diagnose(source: DiagnosisInput, profile: Profile) -> Diagnosis:
     """Hold a run against what its plan is predicted to do."""
     other = source.plan.cyclic is not None or bool(source.plan.branches)
     wanted = evaluate(profile, source.plan) if other else expect(profile, source.plan)
@@ -159,14 +159,14 @@ def diagnose(source: Source, profile: Profile) -> Diagnosis:
     )  # fmt: skip
 
 
-def _backend(source: Source, profile: Profile) -> str:
+def _backend(source: DiagnosisInput, profile: Profile) -> str:
     """What carries messages: gloo between processes on CPUs, by what the run says of its devices, or the profile."""
     devices = [] if source.run is None else [one.name for one in source.run.header.devices]
     on_cpus = "cpu" in devices if devices else profile.cluster.device.name.startswith("CPU ")
     return GLOO if on_cpus else NCCL
 
 
-def _untraced(run: Run | None) -> float | None:
+def _untraced(run: RecordedRun | None) -> float | None:
     """Median seconds of a step of a run while no profiler ran; without the first one, which warms up."""
     own = [] if run is None else [one.seconds for one in run.own_steps[1:] if not one.profiled]
     return median(own) if own else None
@@ -180,13 +180,13 @@ def _explained(causes: Sequence[Finding]) -> float:
     return most + sum(one.seconds for one in within if one.stage < 0)
 
 
-def _check_ranks(source: Source, wanted: Expected) -> None:
+def _check_ranks(source: DiagnosisInput, wanted: Expected) -> None:
     for one in source.times:
         if one.rank >= wanted.plan.devices:
             raise InputError("rank", one.rank, f"The plan is for {wanted.plan.devices} ranks: give traces of its run.")
 
 
-def _steps_alone(source: Source, wanted: Plan) -> Diagnosis:
+def _steps_alone(source: DiagnosisInput, wanted: Plan) -> Diagnosis:
     """The whole step, of plans whose parts are not told apart."""
     assert wanted.prediction is not None
     seconds = median(one.seconds for one in source.times)
@@ -198,7 +198,7 @@ def _steps_alone(source: Source, wanted: Plan) -> Diagnosis:
     )  # fmt: skip
 
 
-def _memory(run: Run | None, plan: Plan) -> tuple[MemoryRow, ...]:
+def _memory(run: RecordedRun | None, plan: Plan) -> tuple[MemoryRow, ...]:
     from galvatron_lite.cost.step import device_memory
 
     if run is None:
@@ -220,7 +220,7 @@ _NEAR = 0.02
 """Relative difference below which nothing is corrected."""
 
 
-def updated(profile: Profile, source: Source) -> tuple[Profile, tuple[str, ...]]:
+def updated(profile: Profile, source: DiagnosisInput) -> tuple[Profile, tuple[str, ...]]:
     """The profile as it was measured to be, and what was changed of it, in words.
 
     Args:

@@ -79,7 +79,7 @@ _FEWER = "Trace fewer steps (profile_steps=range(10, 12))."
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TimedEvent:
     """Something that took time."""
 
     name: str  # of the operation or range
@@ -97,7 +97,7 @@ class Trace:
     """A file."""
 
     path: Path  # of it
-    events: tuple[Event, ...]  # in the order they began; longer ones first
+    events: tuple[TimedEvent, ...]  # in the order they began; longer ones first
     about: Mapping[str, Any]  # the other values of the file, by key
 
 
@@ -125,11 +125,11 @@ def read_trace(path: Path) -> Trace:
         raise FileFormatError("trace", str(path), f"It is no trace of a profiler: JSON is wanted ({error}).") from error
     about = {"traceEvents": about} if isinstance(about, list) else about
     values = about.pop("traceEvents", []) if isinstance(about, dict) else None
-    if not isinstance(values, list) or any(not isinstance(one, (Event, dict, type(None))) for one in values):
+    if not isinstance(values, list) or any(not isinstance(one, (TimedEvent, dict, type(None))) for one in values):
         raise FileFormatError(
             f"{path}, traceEvents", str(values)[:30], "A list of events is wanted; each is an object."
         )
-    events = [one for one in values if isinstance(one, Event)]
+    events = [one for one in values if isinstance(one, TimedEvent)]
     if len(events) > MOST_EVENTS:
         raise FileFormatError("trace", str(path), f"It has over {MOST_EVENTS} events. {_FEWER}")
     return Trace(path, tuple(sorted(events, key=lambda one: (one.start, -one.end))), about)
@@ -145,7 +145,7 @@ def _refuse(word: str) -> Any:
     raise ValueError(word)
 
 
-def _event(value: dict[str, Any], path: Path) -> Event | None:
+def _event(value: dict[str, Any], path: Path) -> TimedEvent | None:
     """An event that is of use; None: one that is not."""
     category = value.get("cat")
     if value.get("ph") != "X" or not isinstance(category, str) or category not in _KINDS:
@@ -156,7 +156,7 @@ def _event(value: dict[str, Any], path: Path) -> Event | None:
     given = value.get("args")
     more = given if isinstance(given, dict) else {}
     seconds = float(start) / 1e6
-    return Event(
+    return TimedEvent(
         name, category, str(value.get("tid")), seconds, seconds + float(took) / 1e6,
         _integer(more.get("Sequence number")), _integer(more.get("External id")), _group(more),
     )  # fmt: skip

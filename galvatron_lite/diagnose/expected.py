@@ -18,8 +18,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.runs.read import Run
-from galvatron_lite.runs.schema import Part, RankRecord
+from galvatron_lite.runs.read import RecordedRun
+from galvatron_lite.runs.schema import RankRecord, StepPart
 
 
 class Where(StrEnum):
@@ -64,7 +64,7 @@ class RankTimes:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def times_logged(run: Run) -> list[RankTimes]:
+def times_logged(run: RecordedRun) -> list[RankTimes]:
     """What a run's log tells of each rank, under the plan that was last in force.
 
     Forward passes of blocks are told apart, each of them with its communication; backward is one figure.
@@ -80,24 +80,26 @@ def _of_rank(records: Sequence[RankRecord], passes: int) -> RankTimes:
         """Median over records: a slow moment of the machine is not the run."""
         return median(figure(record) for record in known) if known else 0.0
 
-    seconds = {part: mean(lambda record, part=part: record.parts.get(part, 0.0)) for part in Part}  # type: ignore[misc]
+    seconds = {part: mean(lambda record, part=part: record.parts.get(part, 0.0)) for part in StepPart}  # type: ignore[misc]
     names = dict.fromkeys(name for record in known for name in record.layers)
     layers = {
         name: passes * median(record.layers[name] for record in known if name in record.layers) for name in names
     }  # fmt: skip
     blocks = sum(layers.values())
-    forward = {**layers, "": max(seconds[Part.FORWARD] - blocks, 0.0)} if layers else {"": seconds[Part.FORWARD]}
+    forward = (
+        {**layers, "": max(seconds[StepPart.FORWARD] - blocks, 0.0)} if layers else {"": seconds[StepPart.FORWARD]}
+    )
     communication = {
-        (Where.GRADIENTS, ""): seconds[Part.GRADIENTS],
-        (Where.CHECK, ""): seconds[Part.CHECK],
+        (Where.GRADIENTS, ""): seconds[StepPart.GRADIENTS],
+        (Where.CHECK, ""): seconds[StepPart.CHECK],
     }
     whole = mean(lambda record: record.seconds)
-    parted = any(record.parts.keys() - {Part.OTHER} for record in known)
-    backward = {"": seconds[Part.BACKWARD] + seconds[Part.WEIGHT]}
+    parted = any(record.parts.keys() - {StepPart.OTHER} for record in known)
+    backward = {"": seconds[StepPart.BACKWARD] + seconds[StepPart.WEIGHT]}
     return RankTimes(
         records[0].rank, whole, sum(record.steps for record in known), forward, backward,
-        {key: own for key, own in communication.items() if own}, seconds[Part.OPTIMIZER], seconds[Part.WAITING],
-        seconds[Part.OTHER], mean(lambda record: record.between), layered=bool(layers), parted=parted,
+        {key: own for key, own in communication.items() if own}, seconds[StepPart.OPTIMIZER], seconds[StepPart.WAITING],
+        seconds[StepPart.OTHER], mean(lambda record: record.between), layered=bool(layers), parted=parted,
     )  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from galvatron_lite.diagnose.events import Cover, Event, Trace
+from galvatron_lite.diagnose.events import Cover, TimedEvent, Trace
 from galvatron_lite.diagnose.expected import RankTimes, Where
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP, Part
+from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP, StepPart
 
 _USERS_STEP = "ProfilerStep#"
 _NODE = "autograd::engine::evaluate_function: "
@@ -26,9 +26,14 @@ _COLLECTIVES = {
     "scatter": "scatter",
 }  # fmt: skip
 _PLACES = {
-    Part.FORWARD: Where.LAYERS, Part.BACKWARD: Where.LAYERS, Part.WEIGHT: Where.LAYERS, Part.OTHER: Where.LAYERS,
-    Part.GRADIENTS: Where.GRADIENTS, Part.CHECK: Where.CHECK, Part.OPTIMIZER: Where.OPTIMIZER,
-}  # fmt: skip
+    StepPart.FORWARD: Where.LAYERS,
+    StepPart.BACKWARD: Where.LAYERS,
+    StepPart.WEIGHT: Where.LAYERS,
+    StepPart.OTHER: Where.LAYERS,
+    StepPart.GRADIENTS: Where.GRADIENTS,
+    StepPart.CHECK: Where.CHECK,
+    StepPart.OPTIMIZER: Where.OPTIMIZER,
+}
 FORWARD, BACKWARD = True, False
 
 
@@ -48,7 +53,7 @@ def times_of(trace: Trace) -> RankTimes:
     return _Reading(trace, steps).times()
 
 
-def _steps(trace: Trace) -> list[Event]:
+def _steps(trace: Trace) -> list[TimedEvent]:
     """The steps: ours, else the user's (``profiler.step()``), else all of it as one."""
     for name in (STEP, _USERS_STEP):
         found = [event for event in trace.events if event.name.startswith(name) and event.category == "user_annotation"]
@@ -57,7 +62,7 @@ def _steps(trace: Trace) -> list[Event]:
     if not trace.events:
         raise FileFormatError("trace", str(trace.path), "It holds no operations: trace whole training steps.")
     first, last = trace.events[0], max(trace.events, key=lambda event: event.end)
-    return [Event("all", "user_annotation", first.thread, first.start, last.end)]
+    return [TimedEvent("all", "user_annotation", first.thread, first.start, last.end)]
 
 
 def kind_of(name: str) -> str:
@@ -77,7 +82,7 @@ class _Belongs:
 class _Reading:
     """One trace, looked at."""
 
-    def __init__(self, trace: Trace, steps: Sequence[Event]) -> None:
+    def __init__(self, trace: Trace, steps: Sequence[TimedEvent]) -> None:
         self._trace, self._steps = trace, steps
         within = Cover((step.start, step.end) for step in steps)
         events = [one for one in trace.events if within.inside(one.start, one.end) > 0 or one.start == one.end]
@@ -91,7 +96,7 @@ class _Reading:
             self._spoken = [one for one in self._kernels if "nccl" in one.name.lower()]
         else:
             # what stages of a pipeline send is asked for beforehand, and counts where it is waited for
-            staged = bool(self._of(Part.WAITING))
+            staged = bool(self._of(StepPart.WAITING))
             self._spoken = [one for one in spoken if not staged or kind_of(one.name) != "send_recv"]
         self._starts = [one.start for one in self._parts]
 
@@ -105,18 +110,18 @@ class _Reading:
         exposed = spoken.minus(computes)
         forward, backward = dict[str, float](), dict[str, float]()
         for layer in self._outermost(self._layers):
-            if self._part_at(layer.start) is not Part.BACKWARD:
+            if self._part_at(layer.start) is not StepPart.BACKWARD:
                 own = layer.end - layer.start - exposed.inside(layer.start, layer.end)
                 _add(forward, layer.name.removeprefix(LAYER), own)
         for name, start, end in self._backward_stretches():
             _add(backward, name, end - start - exposed.inside(start, end))
         communication = self._communication(exposed)
-        for part, where in ((Part.GRADIENTS, Where.GRADIENTS), (Part.CHECK, Where.CHECK)):
+        for part, where in ((StepPart.GRADIENTS, Where.GRADIENTS), (StepPart.CHECK, Where.CHECK)):
             self._take_all(communication, part, where, computes)
         optimizer = sum(
-            one.end - one.start - exposed.inside(one.start, one.end) for one in self._of(Part.OPTIMIZER)
+            one.end - one.start - exposed.inside(one.start, one.end) for one in self._of(StepPart.OPTIMIZER)
         )  # fmt: skip
-        waiting = sum(one.end - one.start for one in self._of(Part.WAITING))
+        waiting = sum(one.end - one.start for one in self._of(StepPart.WAITING))
         return self._record(forward, backward, communication, optimizer, waiting)
 
     def _on_device(self) -> RankTimes:
@@ -129,10 +134,10 @@ class _Reading:
             if "nccl" in kernel.name.lower():
                 continue
             operation = launched.get(kernel.external)
-            part = Part.OTHER if operation is None else self._part_at(operation.start)
+            part = StepPart.OTHER if operation is None else self._part_at(operation.start)
             owner = None if operation is None else owners(operation)
             took = kernel.end - kernel.start
-            if part is Part.OPTIMIZER:
+            if part is StepPart.OPTIMIZER:
                 optimizer += took
             elif owner is not None:
                 _add(forward if owner.forward else backward, owner.layer, took)
@@ -161,7 +166,7 @@ class _Reading:
         )  # fmt: skip
 
     def _communication(
-        self, exposed: Cover, launched: Mapping[int, Event] | None = None
+        self, exposed: Cover, launched: Mapping[int, TimedEvent] | None = None
     ) -> dict[tuple[Where, str], float]:
         """Communication that nothing hides; where several kinds run at once the earliest counts."""
         found: dict[tuple[Where, str], float] = {}
@@ -173,12 +178,12 @@ class _Reading:
             counted = one.end
             cause = one if launched is None else launched.get(one.external, one)
             for part, begin, end in self._cut(start, one.end, None if launched is None else cause.start):
-                if part is not Part.WAITING and (seconds := exposed.inside(begin, end)):
+                if part is not StepPart.WAITING and (seconds := exposed.inside(begin, end)):
                     key = _PLACES[part], kind_of(one.name)
                     found[key] = found.get(key, 0.0) + seconds
         return found
 
-    def _take_all(self, table: dict[tuple[Where, str], float], part: Part, where: Where, computes: Cover) -> None:
+    def _take_all(self, table: dict[tuple[Where, str], float], part: StepPart, where: Where, computes: Cover) -> None:
         """In a part that only communicates, all time without operations is waiting, whether events tell it or not."""
         seconds = sum(one.end - one.start - computes.inside(one.start, one.end) for one in self._of(part))
         told = {kind: own for (place, kind), own in table.items() if place is where}
@@ -186,7 +191,7 @@ class _Reading:
         if seconds:
             table[where, longest] = told.get(longest, 0.0) + max(seconds - sum(told.values()), 0.0)
 
-    def _cut(self, start: float, end: float, cause: float | None) -> Iterable[tuple[Part, float, float]]:
+    def _cut(self, start: float, end: float, cause: float | None) -> Iterable[tuple[StepPart, float, float]]:
         """A stretch by the parts of the step that it lies in; of a kernel, that in which it was launched."""
         if cause is not None or not self._parts:
             yield self._part_at(start if cause is None else cause), start, end
@@ -198,16 +203,16 @@ class _Reading:
             if part.end > start:
                 yield _part(part), max(start, part.start), min(end, part.end)
 
-    def _part_at(self, moment: float) -> Part:
+    def _part_at(self, moment: float) -> StepPart:
         place = bisect_right(self._starts, moment) - 1
         if place < 0 or self._parts[place].end < moment:
-            return Part.OTHER
+            return StepPart.OTHER
         return _part(self._parts[place])
 
-    def _of(self, wanted: Part) -> list[Event]:
+    def _of(self, wanted: StepPart) -> list[TimedEvent]:
         return [one for one in self._parts if _part(one) is wanted]
 
-    def _outermost(self, ranges: Sequence[Event]) -> list[Event]:
+    def _outermost(self, ranges: Sequence[TimedEvent]) -> list[TimedEvent]:
         """Those that lie in no other one of their thread."""
         until: dict[str, float] = {}
         found = []
@@ -232,7 +237,7 @@ class _Reading:
         nodes = [(one.start, made[one.sequence]) for one in self._nodes() if one.sequence in made]
         starts = [start for start, _ in nodes]
         found = []
-        for part in self._of(Part.BACKWARD):
+        for part in self._of(StepPart.BACKWARD):
             place, moment, name = bisect_left(starts, part.start), part.start, ""
             while place < len(nodes) and nodes[place][0] < part.end:
                 found.append((name, moment, nodes[place][0]))
@@ -241,20 +246,20 @@ class _Reading:
             found.append((name, moment, part.end))
         return found
 
-    def _nodes(self) -> list[Event]:
+    def _nodes(self) -> list[TimedEvent]:
         return [one for one in self._operations if one.name.startswith(_NODE)]
 
 
 class _Stack:
     """The layer whose range an operation lies in, asked in the order of time."""
 
-    def __init__(self, ranges: Sequence[Event]) -> None:
-        self._ranges: dict[str, list[Event]] = {}
+    def __init__(self, ranges: Sequence[TimedEvent]) -> None:
+        self._ranges: dict[str, list[TimedEvent]] = {}
         for one in ranges:
             self._ranges.setdefault(one.thread, []).append(one)
         self._starts = {thread: [one.start for one in own] for thread, own in self._ranges.items()}
 
-    def at(self, operation: Event) -> str:
+    def at(self, operation: TimedEvent) -> str:
         own = self._ranges.get(operation.thread, [])
         place = bisect_right(self._starts.get(operation.thread, []), operation.start) - 1
         if place < 0 or own[place].end < operation.end:
@@ -265,14 +270,14 @@ class _Stack:
 class _Owners:
     """What operations are done for: a layer's forward, or the backward of the node that they run in."""
 
-    def __init__(self, layers: Sequence[Event], nodes: Sequence[Event], mapping: Mapping[int, str]) -> None:
+    def __init__(self, layers: Sequence[TimedEvent], nodes: Sequence[TimedEvent], mapping: Mapping[int, str]) -> None:
         self._layers, self._made = _Stack(layers), mapping
-        self._nodes: dict[str, list[Event]] = {}
+        self._nodes: dict[str, list[TimedEvent]] = {}
         for one in nodes:
             self._nodes.setdefault(one.thread, []).append(one)
         self._starts = {thread: [one.start for one in own] for thread, own in self._nodes.items()}
 
-    def __call__(self, operation: Event) -> _Belongs | None:
+    def __call__(self, operation: TimedEvent) -> _Belongs | None:
         own = self._nodes.get(operation.thread, [])
         place = bisect_right(self._starts.get(operation.thread, []), operation.start) - 1
         if place >= 0 and own[place].end >= operation.end and own[place].sequence in self._made:
@@ -281,9 +286,9 @@ class _Owners:
         return _Belongs(layer, FORWARD) if layer else None
 
 
-def _part(event: Event) -> Part:
+def _part(event: TimedEvent) -> StepPart:
     name = event.name.removeprefix(PART)
-    return Part(name) if name in Part._value2member_map_ else Part.OTHER
+    return StepPart(name) if name in StepPart._value2member_map_ else StepPart.OTHER
 
 
 def _add(to: dict[str, float], name: str, seconds: float) -> None:

@@ -14,7 +14,7 @@ from galvatron_lite.model.discover_blocks import BlockNames, find_blocks, kind_n
 from galvatron_lite.model.discover_forks import forked_blocks
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_figures import SAMPLES
-from galvatron_lite.model.trace_flow import Flow
+from galvatron_lite.model.trace_flow import DataFlow
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_run import Observation, observe
 
@@ -110,7 +110,7 @@ class Watched:
     blocks: list[str]  # paths of its blocks
     seen: Observation  # the run, the calls of units among it
     output: Any  # what the model gave in the run that ``flow`` is of
-    flow: Flow  # what tensors are made of
+    flow: DataFlow  # what tensors are made of
     forked: bool  # whether blocks are those of sub-networks that do not depend on each other
 
 
@@ -125,7 +125,7 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
     Raises:
         TraceError: an unknown block, or the model does not run.
     """
-    paths, flow = find_blocks(twin, blocks), Flow(twin, batch)
+    paths, flow = find_blocks(twin, blocks), DataFlow(twin, batch)
     seen = observe(twin, batch, unit_paths(twin, paths), flow)
     forked = None
     if blocks is None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from galvatron_lite.model.discover_blocks import at, find_blocks, inside, unit_paths
 from galvatron_lite.model.order import bits, order_of
-from galvatron_lite.model.trace_flow import Flow, Needs, holders_of, needs_of
+from galvatron_lite.model.trace_flow import DataFlow, Needs, holders_of, needs_of
 
 _SHARE = 0.02
 """Of the model's work that all parts of a region but the largest must do: they are the most that a fork could save."""
@@ -28,7 +28,7 @@ _NEARLY_ALL = 0.75
 """Of the model's work: a module that does as much stands for the model."""
 
 
-def forked_blocks(model: nn.Module, flow: Flow, order: Sequence[str], blocks: list[str]) -> list[str] | None:
+def forked_blocks(model: nn.Module, flow: DataFlow, order: Sequence[str], blocks: list[str]) -> list[str] | None:
     """Blocks such that no layer mixes modules that do not depend on each other; None where the model does not fork.
 
     Args:
@@ -50,7 +50,7 @@ class _Forks:
     """A model that ran."""
 
     model: nn.Module
-    flow: Flow  # of the run
+    flow: DataFlow  # of the run
     calls: Counter[str]  # by module path how often it ran
     places: dict[str, int]  # by module path its place in the order of first runs
 

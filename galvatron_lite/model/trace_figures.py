@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.model.trace_record import Call, Recording
+from galvatron_lite.model.trace_record import OperatorCall, Recording
 from galvatron_lite.model.trace_run import RegionRun
 
 SAMPLES = (2, 4)
@@ -19,7 +19,7 @@ SAMPLES = (2, 4)
 
 @dataclass(frozen=True, slots=True)
 class CallFigures:
-    """One operator call for one sample; fields as in ``Call``, ``weight_bytes`` being what does not grow."""
+    """One operator call for one sample; fields as in ``OperatorCall``, ``weight_bytes`` being what does not grow."""
 
     path: str
     name: str
@@ -129,7 +129,7 @@ def _peak(events: Iterable[int], sizes: Mapping[int, int], live: int) -> tuple[i
     return most, live
 
 
-def _per_sample(small: Call, large: Call) -> CallFigures:
+def _per_sample(small: OperatorCall, large: OperatorCall) -> CallFigures:
     moved = _slope(small.moved, large.moved)
     weights = 0 if large.name == "embedding" else max(0, large.moved - SAMPLES[1] * moved)
     return CallFigures(
@@ -147,7 +147,7 @@ def _per_sample(small: Call, large: Call) -> CallFigures:
     )
 
 
-def _sample_shape(small: Call, large: Call) -> tuple[int, ...]:
+def _sample_shape(small: OperatorCall, large: OperatorCall) -> tuple[int, ...]:
     sizes = [_slope(a, b) or b for a, b in zip(small.extents, large.extents, strict=True)]
     return tuple(sizes[1:]) if large.kind is OperatorClass.ATTENTION else tuple(sizes)
 

@@ -26,7 +26,7 @@ from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.trace_operators import flops
 
 
-class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows what tensors are made of while it is entered; sets are the bits of a whole number.
 
     Attributes:
@@ -210,7 +210,7 @@ class Needs:
     busy: int = 0  # modules of it with FLOPs of their own
 
 
-def needs_of(flow: Flow, model: nn.Module, groups: Mapping[str, Collection[str]]) -> dict[str, Needs]:
+def needs_of(flow: DataFlow, model: nn.Module, groups: Mapping[str, Collection[str]]) -> dict[str, Needs]:
     """What each group of modules needs, by its name.
 
     A group that is given what code elsewhere made of parameters that one other group alone holds needs that one.
@@ -235,7 +235,7 @@ def needs_of(flow: Flow, model: nn.Module, groups: Mapping[str, Collection[str]]
     return found
 
 
-def group_bits(flow: Flow, model: nn.Module, groups: Mapping[str, Collection[str]]) -> dict[str, int]:
+def group_bits(flow: DataFlow, model: nn.Module, groups: Mapping[str, Collection[str]]) -> dict[str, int]:
     """By group of modules what tensors that it worked on are made of: its modules, and parameters that it alone has."""
     bits = dict.fromkeys(groups, 0)
     for path, name in held_by(flow.modules, groups).items():

@@ -34,7 +34,7 @@ _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_
 
 
 @dataclass(slots=True)
-class Call:
+class OperatorCall:
     """One operator call."""
 
     path: str  # module it belongs to, relative to the region
@@ -54,7 +54,7 @@ class Call:
 class Recording:
     """One region's run. Storages are numbered in the order they are first seen."""
 
-    calls: list[Call] = field(default_factory=list)  # in order
+    calls: list[OperatorCall] = field(default_factory=list)  # in order
     sizes: dict[int, int] = field(default_factory=dict)  # bytes by storage
     # storages made (number) and freed (-number), in order; those that were there before do not appear
     events: list[int] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         called, sums = name_of(func), statistics_of(name_of(func), args)
         causal = is_causal(func, args)
         many = groups(func, args)
-        call = Call(self.path, called, kind, sizes, flop, traffic, self.backward, numbers, causal, sums, many)
+        call = OperatorCall(self.path, called, kind, sizes, flop, traffic, self.backward, numbers, causal, sums, many)
         target.calls.append(call)
 
     def number(self, tensor: Tensor, made: bool = False) -> int:

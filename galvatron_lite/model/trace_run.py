@@ -16,7 +16,7 @@ from galvatron_lite.errors import GalvatronError, TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
 from galvatron_lite.model.fused_kernels import FusedAttention, GroupedExperts
 from galvatron_lite.model.own_checkpoints import left_to_the_plan
-from galvatron_lite.model.trace_flow import Flow
+from galvatron_lite.model.trace_flow import DataFlow
 from galvatron_lite.model.trace_record import Recorder, Recording, ValuesReadError
 
 
@@ -46,7 +46,7 @@ class Observation:
     output: Any = None  # what the model returned
 
 
-def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: Flow | None = None) -> Observation:
+def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow | None = None) -> Observation:
     """Run a model on the meta device once, whole, and note its blocks' calls, and what its tensors are made of.
 
     Raises:

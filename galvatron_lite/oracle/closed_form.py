@@ -36,7 +36,7 @@ from enum import StrEnum
 from math import ceil
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.layers import Network, OracleLayer, Split
+from galvatron_lite.oracle.layers import ModelSplit, Network, OracleLayer
 from galvatron_lite.oracle.links import Link, Wires, all_gather, all_reduce
 
 
@@ -65,7 +65,7 @@ def quirks_named(names: Iterable[str]) -> frozenset[Quirk]:
     return frozenset(Quirk) if "all" in given else frozenset(known[name] for name in given)
 
 
-class Kind(StrEnum):
+class Method(StrEnum):
     """The strategies of the paper's table 3."""
 
     SERIAL = "serial"
@@ -79,7 +79,7 @@ class Kind(StrEnum):
     DATA_SPATIAL = "data+spatial"
 
 
-HYBRIDS = (Kind.DATA_FILTER, Kind.DATA_SPATIAL)
+HYBRIDS = (Method.DATA_FILTER, Method.DATA_SPATIAL)
 """Strategies of groups: data parallelism between them, another within."""
 
 
@@ -89,7 +89,7 @@ class Case:
 
     network: Network  # what is trained
     wires: Wires  # on which links
-    kind: Kind  # how it is split
+    kind: Method  # how it is split
     devices: int  # p
     batch: int  # samples of a replica: of a device under data, of a group (p2 devices) under hybrids, of all elsewhere
     group: int = 4  # p2, devices of a group of a hybrid
@@ -102,7 +102,7 @@ class Case:
         """p1: replicas that take samples of their own."""
         if self.kind in HYBRIDS:
             return max(self.devices // self.group, 1)
-        return self.devices if self.kind is Kind.DATA else 1
+        return self.devices if self.kind is Method.DATA else 1
 
     @property
     def global_batch(self) -> int:
@@ -129,7 +129,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class CommunicationSeconds:
     """Seconds of communication an epoch, by what they are for."""
 
     gradients: float = 0.0  # gradient exchange, once an iteration
@@ -143,10 +143,10 @@ class Moved:
         """All together."""
         return self.gradients + self.layers + self.halo + self.messages + self.gather
 
-    def times(self, count: float) -> Moved:
+    def times(self, count: float) -> CommunicationSeconds:
         """So many times as much."""
         parts = (self.gradients, self.layers, self.halo, self.messages, self.gather)
-        return Moved(*(part * count for part in parts))
+        return CommunicationSeconds(*(part * count for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Estimate:
     """What a strategy costs on so many devices."""
 
     compute: float  # seconds of an epoch
-    moved: Moved  # communication of an epoch
+    moved: CommunicationSeconds  # communication of an epoch
     memory: float  # bytes a device
     update: float = 0.0  # the part of ``compute`` that is weight update
 
@@ -212,7 +212,7 @@ def _filled(weights: Sequence[float], limit: float, runs: int) -> list[int]:
     return sizes
 
 
-def seconds_in_full(network: Network, split: Split, devices: int) -> float:
+def seconds_in_full(network: Network, split: ModelSplit, devices: int) -> float:
     """Forward and backward of one sample where so many devices share the layers a strategy splits."""
     return sum(network.seconds_of(one) / (devices if split in one.split else 1) for one in network.layers)
 
@@ -223,7 +223,7 @@ def layer_collectives(case: Case, link: Link, devices: int, samples: float) -> f
     3 (p - 1) sum over l < G of (alpha + B y_l / p delta beta): 1 for the all-gather, 2 for the all-reduce.
     """
     network = case.network
-    inner = [one for one in network.layers[:-1] if Split.FILTER in one.split]
+    inner = [one for one in network.layers[:-1] if ModelSplit.FILTER in one.split]
     items = sum(one.outputs for one in inner)
     return 3 * (devices - 1) * (len(inner) * link.alpha + samples * items / devices * network.item_bytes * link.beta)
 
@@ -235,8 +235,8 @@ def halo_seconds(case: Case, link: Link, samples: float) -> float:
     """
     size = samples * case.network.item_bytes * link.beta
     return sum(
-        2 * (2 * link.alpha + (one.halo(one.x) + one.halo(one.x if case.kind is Kind.DATA_SPATIAL else one.y)) * size)
-        for one in case.network.split_by(Split.SPATIAL)
+        2 * (2 * link.alpha + (one.halo(one.x) + one.halo(one.x if case.kind is Method.DATA_SPATIAL else one.y)) * size)
+        for one in case.network.split_by(ModelSplit.SPATIAL)
         if one.exchanges
     )
 
@@ -244,7 +244,7 @@ def halo_seconds(case: Case, link: Link, samples: float) -> float:
 def sharded_weights(case: Case, devices: int, *, twice: bool) -> float:
     """Items of weights a device holds where it shares those of the layers that filter parallelism splits."""
     network = case.network
-    held = sum(one.weights / (devices if Split.FILTER in one.split else 1) for one in network.layers)
+    held = sum(one.weights / (devices if ModelSplit.FILTER in one.split else 1) for one in network.layers)
     return held / devices if twice and case.has(Quirk.FILTER_MEMORY) else held
 
 
@@ -252,14 +252,14 @@ def data_filter(case: Case) -> Estimate:
     """Filter parallelism within groups, data parallelism between them."""
     network, inner = case.network, case.group
     update = case.iterations / inner * network.update_seconds
-    compute = case.iterations * case.batch * seconds_in_full(network, Split.FILTER, inner) + update
+    compute = case.iterations * case.batch * seconds_in_full(network, ModelSplit.FILTER, inner) + update
     within = layer_collectives(case, case.wires.link(inner), inner, case.batch)
     own = sharded_weights(case, inner, twice=False)
     between = _between(case, network.weights if case.has(Quirk.WHOLE_WEIGHTS) else own)
     held = case.batch * (network.inputs + network.outputs) + own
     return Estimate(
         compute,
-        Moved(gradients=between, layers=within).times(case.iterations),
+        CommunicationSeconds(gradients=between, layers=within).times(case.iterations),
         2 * network.item_bytes * held,
         update,
     )
@@ -271,7 +271,9 @@ def data_spatial(case: Case) -> Estimate:
     update = case.iterations * network.update_seconds
     seconds = sum(network.seconds_of(one) / _share(case, one) for one in layers)
     compute = ceil(network.samples / case.replicas) * seconds + update
-    moved = Moved(gradients=_gradients(case), halo=_halo(case), gather=_gather(case)).times(case.iterations)
+    moved = CommunicationSeconds(gradients=_gradients(case), halo=_halo(case), gather=_gather(case)).times(
+        case.iterations
+    )
     kept = [one for one in layers if one.counted or case.has(Quirk.COUNTS_REUSED)]
     activations = sum(ceil(one.inputs / _share(case, one)) + ceil(one.outputs / _share(case, one)) for one in kept)
     return Estimate(compute, moved, 2 * network.item_bytes * (case.batch * activations + network.weights), update)
@@ -279,7 +281,7 @@ def data_spatial(case: Case) -> Estimate:
 
 def _share(case: Case, layer: OracleLayer) -> int:
     """Devices that share a layer's pixels."""
-    return case.group if Split.SPATIAL in layer.split else 1
+    return case.group if ModelSplit.SPATIAL in layer.split else 1
 
 
 def _spatial_layers(case: Case) -> tuple[OracleLayer, ...]:
@@ -287,7 +289,7 @@ def _spatial_layers(case: Case) -> tuple[OracleLayer, ...]:
     layers = case.network.layers
     if not case.has(Quirk.STOPS_AT_SPLIT):
         return layers
-    last = max((place for place, one in enumerate(layers) if Split.SPATIAL in one.split), default=-1)
+    last = max((place for place, one in enumerate(layers) if ModelSplit.SPATIAL in one.split), default=-1)
     return layers[: last + 1]
 
 
@@ -310,7 +312,7 @@ def _halo(case: Case) -> float:
 
 def _gather(case: Case) -> float:
     """Seconds an iteration: all-gather of the last split layer's output, and its scatter in backward."""
-    split = case.network.split_by(Split.SPATIAL)
+    split = case.network.split_by(ModelSplit.SPATIAL)
     if not split or case.group == 1:
         return 0.0
     link = case.wires.staged_link(case.group).contended(case.phi(2))
@@ -336,7 +338,9 @@ def serial(case: Case) -> Estimate:
     """One device does everything."""
     network = case.network
     update = case.iterations * network.update_seconds
-    return Estimate(network.samples * network.seconds + update, Moved(), _memory(case, case.batch), update)
+    return Estimate(
+        network.samples * network.seconds + update, CommunicationSeconds(), _memory(case, case.batch), update
+    )
 
 
 def data(case: Case) -> Estimate:
@@ -344,20 +348,20 @@ def data(case: Case) -> Estimate:
     network = case.network
     update = case.iterations * network.update_seconds
     compute = ceil(network.samples / case.devices) * network.seconds + update
-    return Estimate(compute, Moved(gradients=_exchange(case)), _memory(case, case.batch), update)
+    return Estimate(compute, CommunicationSeconds(gradients=_exchange(case)), _memory(case, case.batch), update)
 
 
 def spatial(case: Case) -> Estimate:
     """Every device has a part of each picture; halos go between neighbours in both passes."""
     network, p = case.network, case.devices
     update = case.iterations * network.update_seconds
-    seconds = seconds_in_full(network, Split.SPATIAL, p)
+    seconds = seconds_in_full(network, ModelSplit.SPATIAL, p)
     halo = case.iterations * halo_seconds(case, case.wires.staged_link(p), case.batch) if p > 1 else 0.0
-    split = _activations(network.split_by(Split.SPATIAL))
+    split = _activations(network.split_by(ModelSplit.SPATIAL))
     held = split / p + network.inputs + network.outputs - split
     return Estimate(
         network.samples * seconds + update,
-        Moved(gradients=_exchange(case), halo=halo),
+        CommunicationSeconds(gradients=_exchange(case), halo=halo),
         2 * network.item_bytes * (case.batch * held + network.weights),
         update,
     )
@@ -370,7 +374,10 @@ def layer(case: Case) -> Estimate:
     update = case.iterations * network.update_seconds
     messages = 2 * case.iterations * sum(_sends(case, stages, case.batch))
     return Estimate(
-        network.samples * network.seconds + update, Moved(messages=messages), _fullest(case, stages), update
+        network.samples * network.seconds + update,
+        CommunicationSeconds(messages=messages),
+        _fullest(case, stages),
+        update,
     )
 
 
@@ -384,7 +391,7 @@ def pipeline(case: Case) -> Estimate:
     slowest = max(_sends(case, stages, case.batch / parts), default=0.0)
     return Estimate(
         network.samples * (p + parts - 1) / parts * (forward + backward) + update,
-        Moved(messages=2 * case.iterations * (p + parts - 2) * slowest),
+        CommunicationSeconds(messages=2 * case.iterations * (p + parts - 2) * slowest),
         _fullest(case, stages),
         update,
     )
@@ -394,10 +401,10 @@ def filters(case: Case) -> Estimate:
     """Every device has a part of each layer's output channels (filter) or input channels (channel)."""
     network, p = case.network, case.devices
     update = case.iterations / p * network.update_seconds
-    compute = case.iterations * case.batch * seconds_in_full(network, Split.FILTER, p) + update
+    compute = case.iterations * case.batch * seconds_in_full(network, ModelSplit.FILTER, p) + update
     moved = case.iterations * layer_collectives(case, case.wires.link(p), p, case.batch) if p > 1 else 0.0
     held = case.batch * (network.inputs + network.outputs) + sharded_weights(case, p, twice=True)
-    return Estimate(compute, Moved(layers=moved), 2 * network.item_bytes * held, update)
+    return Estimate(compute, CommunicationSeconds(layers=moved), 2 * network.item_bytes * held, update)
 
 
 def _memory(case: Case, samples: float) -> float:
@@ -432,14 +439,14 @@ def _fullest(case: Case, stages: Sequence[Sequence[OracleLayer]]) -> float:
     return 2 * case.network.item_bytes * max(held)
 
 
-_FORMULAS: dict[Kind, Callable[[Case], Estimate]] = {
-    Kind.SERIAL: serial,
-    Kind.DATA: data,
-    Kind.SPATIAL: spatial,
-    Kind.LAYER: layer,
-    Kind.PIPELINE: pipeline,
-    Kind.FILTER: filters,
-    Kind.CHANNEL: filters,
-    Kind.DATA_FILTER: data_filter,
-    Kind.DATA_SPATIAL: data_spatial,
+_FORMULAS: dict[Method, Callable[[Case], Estimate]] = {
+    Method.SERIAL: serial,
+    Method.DATA: data,
+    Method.SPATIAL: spatial,
+    Method.LAYER: layer,
+    Method.PIPELINE: pipeline,
+    Method.FILTER: filters,
+    Method.CHANNEL: filters,
+    Method.DATA_FILTER: data_filter,
+    Method.DATA_SPATIAL: data_spatial,
 }

@@ -13,21 +13,21 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.oracle.closed_form import (
     HYBRIDS,
     Case,
-    Kind,
+    Method,
     balanced,
     estimate,
     group_of,
     largest_batch,
     seconds_in_full,
 )
-from galvatron_lite.oracle.layers import Network, OracleLayer, Split
-from galvatron_lite.oracle.rows import Forecast, Limit, Line, Loudest, Row, beyond
+from galvatron_lite.oracle.layers import ModelSplit, Network, OracleLayer
+from galvatron_lite.oracle.rows import Forecast, ForecastRow, Limit, Loudest, StrategyLine, beyond
 
-KINDS = tuple(kind for kind in Kind if kind is not Kind.SERIAL)
+KINDS = tuple(kind for kind in Method if kind is not Method.SERIAL)
 """Strategies of the table; one device is where each of them starts."""
 
 
-def forecast(case: Case, kinds: Sequence[Kind], counts: Sequence[int]) -> Forecast:
+def forecast(case: Case, kinds: Sequence[Method], counts: Sequence[int]) -> Forecast:
     """The table of several strategies (``kinds``) on several numbers of devices (``counts``, ascending)."""
     wires = case.wires
     for devices in counts:
@@ -45,15 +45,15 @@ def _notes(case: Case) -> tuple[str, ...]:
     return said if case.contention else (*said, "contention is left out")
 
 
-def _line(case: Case, counts: Sequence[int]) -> Line:
+def _line(case: Case, counts: Sequence[int]) -> StrategyLine:
     limit = limit_of(case)
     rows = tuple(_row(replace(case, devices=count), limit) for count in counts)
-    return Line(case.kind.value, rows, limit, case.network.samples * case.network.seconds)
+    return StrategyLine(case.kind.value, rows, limit, case.network.samples * case.network.seconds)
 
 
-def _row(case: Case, limit: Limit) -> Row:
+def _row(case: Case, limit: Limit) -> ForecastRow:
     """One row; beyond the limit it says so and has no figures."""
-    row = Row(case.kind.value, case.devices, case.global_batch, case.iterations)
+    row = ForecastRow(case.kind.value, case.devices, case.global_batch, case.iterations)
     if limit.devices is not None and case.devices > limit.devices:
         return replace(row, problem=beyond(limit))
     try:
@@ -75,7 +75,7 @@ def _row(case: Case, limit: Limit) -> Row:
         uneven=_uneven(case),
         twice=_twice(case),
         congested=found.moved.total - estimate(replace(case, contention=False)).moved.total,
-        shared=case.devices // case.replicas if case.kind not in (Kind.LAYER, Kind.PIPELINE) else 1,
+        shared=case.devices // case.replicas if case.kind not in (Method.LAYER, Method.PIPELINE) else 1,
         largest=largest_batch(case),
     )
 
@@ -87,27 +87,27 @@ def limit_of(case: Case) -> Limit:
     pixels of one; a pipeline: layers; data: the data set, as the batch grows with the devices.
     """
     network = case.network
-    filters = _least(network, Split.FILTER, lambda one: one.y[0])
-    first = next(iter(network.split_by(Split.FILTER)), None)
-    channels = min((one.x[0] for one in network.split_by(Split.FILTER) if one is not first), default=1)
-    pixels = _least(network, Split.SPATIAL, lambda one: min(prod(one.x[1:]), prod(one.y[1:])))
-    side = _least(network, Split.SPATIAL, lambda one: min(one.x[1], one.y[1]))
+    filters = _least(network, ModelSplit.FILTER, lambda one: one.y[0])
+    first = next(iter(network.split_by(ModelSplit.FILTER)), None)
+    channels = min((one.x[0] for one in network.split_by(ModelSplit.FILTER) if one is not first), default=1)
+    pixels = _least(network, ModelSplit.SPATIAL, lambda one: min(prod(one.x[1:]), prod(one.y[1:])))
+    side = _least(network, ModelSplit.SPATIAL, lambda one: min(one.x[1], one.y[1]))
     most = network.samples // max(case.batch, 1)
     layers = len(network.layers)
     return {
-        Kind.SERIAL: Limit(1, "p = 1"),
-        Kind.DATA: Limit(most, f"p <= B, and B = {case.batch} p is at most the data set"),
-        Kind.SPATIAL: Limit(pixels, f"p <= {pixels}, the pixels of the smallest split layer"),
-        Kind.LAYER: Limit(layers, f"p <= {layers} layers"),
-        Kind.PIPELINE: Limit(layers, f"p <= {layers} layers"),
-        Kind.FILTER: Limit(filters, f"p <= {filters}, the fewest filters of a split layer"),
-        Kind.CHANNEL: Limit(channels, f"p <= {channels}, the fewest input channels of a split layer but the first"),
-        Kind.DATA_FILTER: Limit(most * filters, f"p <= B x {filters} filters; groups of {case.group}"),
-        Kind.DATA_SPATIAL: Limit(most * side, f"p <= B x {side} rows of the smallest split layer"),
+        Method.SERIAL: Limit(1, "p = 1"),
+        Method.DATA: Limit(most, f"p <= B, and B = {case.batch} p is at most the data set"),
+        Method.SPATIAL: Limit(pixels, f"p <= {pixels}, the pixels of the smallest split layer"),
+        Method.LAYER: Limit(layers, f"p <= {layers} layers"),
+        Method.PIPELINE: Limit(layers, f"p <= {layers} layers"),
+        Method.FILTER: Limit(filters, f"p <= {filters}, the fewest filters of a split layer"),
+        Method.CHANNEL: Limit(channels, f"p <= {channels}, the fewest input channels of a split layer but the first"),
+        Method.DATA_FILTER: Limit(most * filters, f"p <= B x {filters} filters; groups of {case.group}"),
+        Method.DATA_SPATIAL: Limit(most * side, f"p <= B x {side} rows of the smallest split layer"),
     }[case.kind]
 
 
-def _least(network: Network, split: Split, extent: Callable[[OracleLayer], int]) -> int:
+def _least(network: Network, split: ModelSplit, extent: Callable[[OracleLayer], int]) -> int:
     return min((extent(one) for one in network.split_by(split)), default=1)
 
 
@@ -116,13 +116,13 @@ def _alike(case: Case) -> float:
     network, size = case.network, 2 * case.network.item_bytes
     activations = case.batch * (network.inputs + network.outputs)
     match case.kind:
-        case Kind.DATA:
+        case Method.DATA:
             return size * network.weights
-        case Kind.SPATIAL | Kind.DATA_SPATIAL:
-            split = sum(one.inputs + one.outputs for one in network.split_by(Split.SPATIAL) if one.counted)
+        case Method.SPATIAL | Method.DATA_SPATIAL:
+            split = sum(one.inputs + one.outputs for one in network.split_by(ModelSplit.SPATIAL) if one.counted)
             return size * (activations - case.batch * split + network.weights)
-        case Kind.FILTER | Kind.CHANNEL | Kind.DATA_FILTER:
-            split = sum(one.weights for one in network.split_by(Split.FILTER))
+        case Method.FILTER | Method.CHANNEL | Method.DATA_FILTER:
+            split = sum(one.weights for one in network.split_by(ModelSplit.FILTER))
             return size * (activations + network.weights - split)
     return 0.0
 
@@ -131,17 +131,19 @@ def _loudest(case: Case) -> Loudest:
     """The layers that communicate most: by weights, by outputs of split ones, by halos or a stage's output."""
     network, moved = case.network, estimate(case).moved
     gradients = max(network.layers, key=lambda one: one.weights).name if moved.gradients else ""
-    wide = max(network.split_by(Split.FILTER), key=lambda one: one.outputs, default=None) if moved.layers else None
+    wide = max(network.split_by(ModelSplit.FILTER), key=lambda one: one.outputs, default=None) if moved.layers else None
     if moved.messages:
         ends = [stage[-1] for stage in balanced(network, case.devices)[:-1]]
         return Loudest(messages=max(ends, key=lambda one: one.outputs).name)
-    near = max(network.split_by(Split.SPATIAL), key=lambda one: one.halo(one.x), default=None) if moved.halo else None
+    near = (
+        max(network.split_by(ModelSplit.SPATIAL), key=lambda one: one.halo(one.x), default=None) if moved.halo else None
+    )
     return Loudest(gradients, wide.name if wide else "", near.name if near else "")
 
 
 def _uneven(case: Case) -> float:
     """The slowest stage over the mean stage."""
-    if case.kind not in (Kind.PIPELINE, Kind.LAYER):
+    if case.kind not in (Method.PIPELINE, Method.LAYER):
         return 1.0
     network = case.network
     stages = balanced(network, case.devices)
@@ -151,8 +153,8 @@ def _uneven(case: Case) -> float:
 def _twice(case: Case) -> float:
     """Share of a device's compute in layers that every device of its group computes in full."""
     split = {
-        Kind.SPATIAL: Split.SPATIAL, Kind.DATA_SPATIAL: Split.SPATIAL, Kind.FILTER: Split.FILTER,
-        Kind.CHANNEL: Split.FILTER, Kind.DATA_FILTER: Split.FILTER,
+        Method.SPATIAL: ModelSplit.SPATIAL, Method.DATA_SPATIAL: ModelSplit.SPATIAL, Method.FILTER: ModelSplit.FILTER,
+        Method.CHANNEL: ModelSplit.FILTER, Method.DATA_FILTER: ModelSplit.FILTER,
     }.get(case.kind)  # fmt: skip
     group = case.group if case.kind in HYBRIDS else case.devices
     if split is None or group == 1:

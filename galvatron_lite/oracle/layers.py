@@ -39,7 +39,7 @@ class Op(StrEnum):
     OTHER = "other"
 
 
-class Split(StrEnum):
+class ModelSplit(StrEnum):
     """A model-parallel strategy that a layer can take part in; other layers are computed by every device in full."""
 
     FILTER = "filter"
@@ -60,7 +60,7 @@ class OracleLayer:
     x: tuple[Samples, ...]  # extents of the input of one sample, channels first
     y: tuple[Samples, ...]  # extents of the output
     kernel: tuple[Samples, ...] = ()  # of a window; of a fully connected layer the input's extents without channels
-    split: tuple[Split, ...] = ()  # strategies that split it
+    split: tuple[ModelSplit, ...] = ()  # strategies that split it
     groups: Samples = 1  # of a convolution
 
     @property
@@ -170,7 +170,7 @@ class Network:
         """A layer's weight update (WU_l): its part by weights."""
         return layer.weights * self.update_seconds / max(self.weights, 1)
 
-    def split_by(self, split: Split) -> tuple[OracleLayer, ...]:
+    def split_by(self, split: ModelSplit) -> tuple[OracleLayer, ...]:
         """Layers that a strategy splits."""
         return tuple(layer for layer in self.layers if split in layer.split)
 
@@ -221,13 +221,13 @@ def _layer(name: str, kind: LayerKind, one: Operator) -> OracleLayer:
         return OracleLayer(name, _element_op(one), (one.shape[0],), (one.shape[0],))
     before, after = tuple(side.extent for side in sides), tuple(side.output for side in sides)
     kernel = tuple(side.kernel for side in sides)
-    shared = (Split.SPATIAL,) if prod(before) > 1 else ()
+    shared = (ModelSplit.SPATIAL,) if prod(before) > 1 else ()
     if one.kind is not OperatorClass.CONVOLUTION:
         channels = one.shape[1]
         return OracleLayer(name, Op.POOL, (channels, *before), (channels, *after), kernel, shared)
     inputs, outputs, groups = channels_of(one)
     return OracleLayer(
-        name, Op.CONV, (inputs, *before), (outputs, *after), kernel, (Split.FILTER, *shared), groups
+        name, Op.CONV, (inputs, *before), (outputs, *after), kernel, (ModelSplit.FILTER, *shared), groups
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _linear(name: str, kind: LayerKind, one: Operator) -> OracleLayer:
     """A matmul over every pixel is a convolution of one pixel's window; over one row it is fully connected."""
     rows, inner, columns = one.shape
     if rows > 1 and is_picture(kind) and one.weight_bytes:
-        return OracleLayer(name, Op.CONV, (inner, rows), (columns, rows), (1,), (Split.FILTER, Split.SPATIAL))
+        return OracleLayer(name, Op.CONV, (inner, rows), (columns, rows), (1,), (ModelSplit.FILTER, ModelSplit.SPATIAL))
     return OracleLayer(name, Op.FC, (inner, rows), (columns, rows), (1,))
 
 

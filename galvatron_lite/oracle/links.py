@@ -49,7 +49,7 @@ def all_gather(link: Link, devices: int, size: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class LinkSetting:
     """One way the figures of a network are told."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -86,7 +86,7 @@ class Fabric:
     memory: float  # bytes a device
     node: int  # devices of a node
     default: str  # name of the setting taken where none is asked for
-    settings: dict[str, Setting]  # named figures of a way's ends
+    settings: dict[str, LinkSetting]  # named figures of a way's ends
     inside: Rate  # between devices of a node
     between: float  # bytes a second between nodes
     bridge: float  # seconds of the switch between a device and the adapter

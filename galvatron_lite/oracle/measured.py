@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import STRICT, from_data, read_data
-from galvatron_lite.oracle.closed_form import Case, Kind, estimate
+from galvatron_lite.oracle.closed_form import Case, Method, estimate
 from galvatron_lite.oracle.links import wires_of
-from galvatron_lite.oracle.pricing import Machine, machine_of, row_of
+from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
 from galvatron_lite.oracle.request import fabric_named, graph_named, network_named
-from galvatron_lite.oracle.rows import Forecast, Line, Row, findings, iterations_of
-from galvatron_lite.oracle.strategies import Question
+from galvatron_lite.oracle.rows import Forecast, ForecastRow, StrategyLine, findings, iterations_of
+from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.stacks.catalog import match_stack
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ FRAMEWORKS = {"report": "Chainer/ChainerMN, layer-wise collectives by NCCL", "lo
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRow:
     """One measured row."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     origin: str  # ``report`` or ``logs``
     model: str  # a table of layers
-    strategy: Kind  # how it was split
+    strategy: Method  # how it was split
     devices: int
     batch: int  # samples of a replica
     per: str  # what ``seconds`` are of: an epoch or an iteration
@@ -51,10 +51,10 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class RowCheck:
     """A measured row and what the formulas say."""
 
-    row: Measured  # the measured one
+    row: MeasuredRow  # the measured one
     # seconds by formulas (``paradl``, ``galvatron``, ``published``), None where there is no figure
     predicted: dict[str, float | None]
     problems: dict[str, str] = field(default_factory=dict)  # why there is none
@@ -69,11 +69,11 @@ FORMULAS = ("paradl", "galvatron", "published")
 """The closed forms, the planner's cost model, and what the authors' oracle printed of these rows."""
 
 
-def measured_rows() -> tuple[Measured, ...]:
+def measured_rows() -> tuple[MeasuredRow, ...]:
     """The rows under ``profiles/paradl/measured.yaml``."""
     path = profile_folder("paradl") / "measured.yaml"
     rows = read_data(path)["rows"]
-    return tuple(from_data(Measured, _renamed(row), f"{path}, {number}") for number, row in enumerate(rows))
+    return tuple(from_data(MeasuredRow, _renamed(row), f"{path}, {number}") for number, row in enumerate(rows))
 
 
 def software_notes() -> dict[str, str]:
@@ -87,19 +87,19 @@ def _renamed(row: dict[str, Any]) -> dict[str, Any]:
     return {"origin" if name == "from" else name: value for name, value in row.items()}
 
 
-def check_rows(rows: Sequence[Measured]) -> tuple[Check, ...]:
+def check_rows(rows: Sequence[MeasuredRow]) -> tuple[RowCheck, ...]:
     """Every row against the closed forms and the planner's cost model."""
     origins = {row.origin for row in rows}
     machines = {origin: _machines((row for row in rows if row.origin == origin), origin) for origin in origins}
     return tuple(_check(row, machines[row.origin]) for row in rows)
 
 
-def _machines(rows: Iterable[Measured], origin: str) -> dict[str, Machine | str]:
+def _machines(rows: Iterable[MeasuredRow], origin: str) -> dict[str, ClusterCosts | str]:
     """The planner's costs of each model on the rows' cluster; why there are none where there are none."""
     most, batches = defaultdict[str, int](int), dict[str, int]()
     for row in rows:
         most[row.model], batches[row.model] = max(most[row.model], row.devices), row.batch
-    found: dict[str, Machine | str] = {}
+    found: dict[str, ClusterCosts | str] = {}
     for model, devices in most.items():
         try:
             graph = graph_named(network_named(model).graph or model, PRECISION)
@@ -110,7 +110,7 @@ def _machines(rows: Iterable[Measured], origin: str) -> dict[str, Machine | str]
     return found
 
 
-def _check(row: Measured, machines: dict[str, Machine | str]) -> Check:
+def _check(row: MeasuredRow, machines: dict[str, ClusterCosts | str]) -> RowCheck:
     ways: dict[str, Callable[[], float]] = {
         "paradl": lambda: closed_seconds(row),
         "galvatron": lambda: priced_seconds(row, machines[row.model]),
@@ -121,10 +121,10 @@ def _check(row: Measured, machines: dict[str, Machine | str]) -> Check:
             predicted[name] = way()
         except GalvatronError as error:
             predicted[name], problems[name] = None, str(error)
-    return Check(row, predicted | {"published": row.projected or None}, problems)
+    return RowCheck(row, predicted | {"published": row.projected or None}, problems)
 
 
-def closed_seconds(row: Measured) -> float:
+def closed_seconds(row: MeasuredRow) -> float:
     """What the closed forms say of a row, without quirks, with the network's default setting."""
     fabric = fabric_named(CLUSTER)
     assert fabric is not None
@@ -133,12 +133,12 @@ def closed_seconds(row: Measured) -> float:
     return found if row.per == "epoch" else found / case.iterations
 
 
-def priced_seconds(row: Measured, machine: Machine | str) -> float:
+def priced_seconds(row: MeasuredRow, machine: ClusterCosts | str) -> float:
     """What the planner's cost model says of a row."""
     if isinstance(machine, str):
         raise GalvatronError(machine)
     samples = network_named(row.model).samples
-    found = row_of(machine, Question(row.strategy, row.devices, row.batch, samples))
+    found = row_of(machine, RowQuestion(row.strategy, row.devices, row.batch, samples))
     if found.problem:
         raise GalvatronError(found.problem)
     return found.epoch if row.per == "epoch" else found.iteration
@@ -153,9 +153,9 @@ class Score:
     accuracy: dict[str, float | None]  # mean by formulas; None where none of the rows has a prediction
 
 
-def scores(checks: Sequence[Check], key: Callable[[Measured], str]) -> tuple[Score, ...]:
+def scores(checks: Sequence[RowCheck], key: Callable[[MeasuredRow], str]) -> tuple[Score, ...]:
     """Mean accuracy of groups of rows, in the order they first appear."""
-    groups = defaultdict[str, list[Check]](list)
+    groups = defaultdict[str, list[RowCheck]](list)
     for check in checks:
         groups[key(check.row)].append(check)
     return tuple(
@@ -163,7 +163,7 @@ def scores(checks: Sequence[Check], key: Callable[[Measured], str]) -> tuple[Sco
     )
 
 
-def mean_accuracy(checks: Iterable[Check], formulas: str) -> float | None:
+def mean_accuracy(checks: Iterable[RowCheck], formulas: str) -> float | None:
     """Mean over rows that have a prediction."""
     known = [found for check in checks if (found := check.accuracy(formulas)) is not None]
     return fmean(known) if known else None
@@ -179,17 +179,17 @@ class Ranking:
     right: dict[str, bool]  # by formulas, whether no pair is the wrong way round (equal predictions are not wrong)
 
 
-def rankings(checks: Sequence[Check]) -> tuple[Ranking, ...]:
+def rankings(checks: Sequence[RowCheck]) -> tuple[Ranking, ...]:
     """Rankings of every group of two strategies and more, by seconds of an epoch."""
-    groups = defaultdict[str, list[Check]](list)
+    groups = defaultdict[str, list[RowCheck]](list)
     for check in checks:
         row = check.row
         groups[f"{row.model} on {row.devices} ({row.origin})"].append(check)
     return tuple(_ranking(name, group) for name, group in groups.items() if len(group) > 1)
 
 
-def _ranking(name: str, group: Sequence[Check]) -> Ranking:
-    def named(order: Iterable[Check]) -> tuple[str, ...]:
+def _ranking(name: str, group: Sequence[RowCheck]) -> Ranking:
+    def named(order: Iterable[RowCheck]) -> tuple[str, ...]:
         return tuple(check.row.strategy.value for check in order)
 
     predicted, right = dict[str, tuple[str, ...]](), dict[str, bool]()
@@ -201,16 +201,16 @@ def _ranking(name: str, group: Sequence[Check]) -> Ranking:
     return Ranking(name, named(sorted(group, key=lambda check: _epoch(check.row, check.row.seconds))), predicted, right)
 
 
-def _turned(left: tuple[Check, float], other: tuple[Check, float]) -> bool:
+def _turned(left: tuple[RowCheck, float], other: tuple[RowCheck, float]) -> bool:
     measured = _epoch(left[0].row, left[0].row.seconds) - _epoch(other[0].row, other[0].row.seconds)
     return measured * (left[1] - other[1]) < 0
 
 
-def _epoch(row: Measured, seconds: float) -> float:
+def _epoch(row: MeasuredRow, seconds: float) -> float:
     """Seconds of an epoch from a row's own."""
     if row.per == "epoch":
         return seconds
-    question = Question(row.strategy, row.devices, row.batch, 1)
+    question = RowQuestion(row.strategy, row.devices, row.batch, 1)
     return seconds * iterations_of(network_named(row.model).samples, question.global_batch)
 
 
@@ -246,11 +246,11 @@ def as_data(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _line(line: Line) -> dict[str, Any]:
+def _line(line: StrategyLine) -> dict[str, Any]:
     return {"strategy": line.strategy, "limit": asdict(line.limit), "rows": [_row(row) for row in line.rows]}
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: ForecastRow) -> dict[str, Any]:
     told: dict[str, Any] = {"gpus": row.devices, "batch": row.batch}
     if row.problem:
         return told | {"problem": row.problem}
@@ -274,7 +274,7 @@ def _row(row: Row) -> dict[str, Any]:
     )
 
 
-def checks_data(checks: tuple[Check, ...]) -> dict[str, Any]:
+def checks_data(checks: tuple[RowCheck, ...]) -> dict[str, Any]:
     """Measured rows, what is predicted of them, and how near that is."""
     rows = [
         asdict(check.row)

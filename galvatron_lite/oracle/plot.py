@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from xml.sax.saxutils import escape
 
-from galvatron_lite.oracle.rows import Forecast, Line, Row
+from galvatron_lite.oracle.rows import Forecast, ForecastRow, StrategyLine
 from galvatron_lite.svg import COLOURS, Scale, caption, colour, decades, document, mark
 from galvatron_lite.units import format_bytes, format_duration
 
@@ -53,7 +53,7 @@ def _origin(forecast: Forecast) -> str:
     return f"Seconds of {'a sample' if forecast.formulas == 'paradl' else 'layers'} are {kind}; the rest is worked out."
 
 
-def _words(lines: Sequence[Line]) -> str:
+def _words(lines: Sequence[StrategyLine]) -> str:
     """What a screen reader says."""
     return " ".join(
         f"{line.strategy}: {format_duration(line.complete[-1].epoch)} on {line.complete[-1].devices:,} GPUs."
@@ -61,7 +61,7 @@ def _words(lines: Sequence[Line]) -> str:
     )
 
 
-def _epochs(lines: Sequence[Line]) -> Iterator[str]:
+def _epochs(lines: Sequence[StrategyLine]) -> Iterator[str]:
     """Epochs over GPUs, a line a strategy, named at its end."""
     rows = [row for line in lines for row in line.complete]
     if not rows:
@@ -81,7 +81,7 @@ def _epochs(lines: Sequence[Line]) -> Iterator[str]:
         yield from _curve(line, place, across, up, names[place])
 
 
-def _curve(line: Line, place: int, across: Scale, up: Scale, name: float) -> Iterator[str]:
+def _curve(line: StrategyLine, place: int, across: Scale, up: Scale, name: float) -> Iterator[str]:
     points = [(across.at(row.devices), up.at(row.epoch)) for row in line.complete]
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     yield f'<path class="t{colour(place)}" stroke-width="1.6" d="{path}"/>'
@@ -152,7 +152,7 @@ class _Place:
     step: float
 
 
-def _panel(line: Line, place: int) -> Iterator[str]:
+def _panel(line: StrategyLine, place: int) -> Iterator[str]:
     """A strategy's bars: shares of its epochs, then memory."""
     width = (_WIDTH - 2 * _MARGIN - (_COLUMNS - 1) * _GAP) / _COLUMNS
     left = _MARGIN + place % _COLUMNS * (width + _GAP)
@@ -166,7 +166,7 @@ def _panel(line: Line, place: int) -> Iterator[str]:
     yield from _counts(line, here)
 
 
-def _shares(line: Line, here: _Place) -> Iterator[str]:
+def _shares(line: StrategyLine, here: _Place) -> Iterator[str]:
     for share in (0, 0.5, 1):
         y = here.y + _BARS * (1 - share)
         yield f'<path class="grid" d="M{here.x:.1f} {y:.1f}h{here.step * len(line.rows):.1f}"/>'
@@ -176,7 +176,7 @@ def _shares(line: Line, here: _Place) -> Iterator[str]:
             yield from _bar(row, here.x + number * here.step + (here.step - here.wide) / 2, here)
 
 
-def _bar(row: Row, x: float, here: _Place) -> Iterator[str]:
+def _bar(row: ForecastRow, x: float, here: _Place) -> Iterator[str]:
     """One stacked bar, compute lowest; it tells its figures where the reader points at it."""
     seconds = (row.compute, row.moved.total, row.update, row.waiting + row.other)
     told = ", ".join(f"{name} {format_duration(part)}" for (name, _), part in zip(PARTS, seconds, strict=True) if part)
@@ -190,7 +190,7 @@ def _bar(row: Row, x: float, here: _Place) -> Iterator[str]:
     yield "</g>"
 
 
-def _memories(line: Line, here: _Place) -> Iterator[str]:
+def _memories(line: StrategyLine, here: _Place) -> Iterator[str]:
     """A device's memory, against what it has; bars that go beyond the panel are cut."""
     known = line.complete
     capacity = max(row.capacity for row in known)
@@ -217,7 +217,7 @@ def _memories(line: Line, here: _Place) -> Iterator[str]:
     yield caption(here.x, above, f"peak {format_bytes(fullest.memory)}", "start", "soft", ' font-size="10"')
 
 
-def _counts(line: Line, here: _Place) -> Iterator[str]:
+def _counts(line: StrategyLine, here: _Place) -> Iterator[str]:
     """Numbers of GPUs under the bars, as many as there is room for, and where the strategy ends."""
     y = here.y + _BARS + 30 + _MEMORY + 15
     every = max(1, ceil(36 / here.step))

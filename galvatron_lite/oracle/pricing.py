@@ -20,9 +20,9 @@ from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph
-from galvatron_lite.oracle.closed_form import Kind, Moved, least_runs
-from galvatron_lite.oracle.rows import Loudest, Row, iterations_of
-from galvatron_lite.oracle.strategies import Chosen, Question, family_of, moving_seconds, picked
+from galvatron_lite.oracle.closed_form import CommunicationSeconds, Method, least_runs
+from galvatron_lite.oracle.rows import ForecastRow, Loudest, iterations_of
+from galvatron_lite.oracle.strategies import Chosen, RowQuestion, family_of, moving_seconds, picked
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
@@ -38,13 +38,13 @@ SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(slots=True)
-class Machine:
+class ClusterCosts:
     """A model's costs on a cluster of any number of devices; answers are remembered."""
 
     cluster: str  # name or path
     profile: Profile  # of the largest number of devices asked for
     free: bool = False  # whether flows never share an adapter
-    _alone: Machine | None = None
+    _alone: ClusterCosts | None = None
     _pricers: dict[int, LayerPricer] = field(default_factory=dict)
 
     @property
@@ -60,10 +60,10 @@ class Machine:
         return self._pricers[devices]
 
     @property
-    def alone(self) -> Machine:
+    def alone(self) -> ClusterCosts:
         """The same where every device has an adapter of its own: what the real one takes longer is congestion."""
         if self._alone is None:
-            self._alone = Machine(self.cluster, self.profile, free=True)
+            self._alone = ClusterCosts(self.cluster, self.profile, free=True)
         return self._alone
 
 
@@ -79,7 +79,7 @@ def _unshared(cluster: Cluster) -> Cluster:
 
 def machine_of(
     graph: ModelGraph, cluster: str, devices: int, precision: str, batch: int, stack: Stack = GALVATRON
-) -> Machine:
+) -> ClusterCosts:
     """The costs of a model from data sheets, for up to so many devices.
 
     Args:
@@ -90,7 +90,7 @@ def machine_of(
         batch: samples of a replica, which are estimated beside ``SAMPLES``.
         stack: the training software.
     """
-    return Machine(cluster, profile_on(graph, load_cluster(cluster, devices), precision, batch, stack))
+    return ClusterCosts(cluster, profile_on(graph, load_cluster(cluster, devices), precision, batch, stack))
 
 
 def profile_on(
@@ -127,17 +127,17 @@ class LayerLayout:
 
     shape: Shape  # of the plan
     costs: tuple[StageCost, ...]  # of the stages
-    moved: Moved  # seconds of a step
+    moved: CommunicationSeconds  # seconds of a step
     alike: float = 0.0  # share of compute that several devices do alike
 
 
-def lay_out_model(pricer: LayerPricer, question: Question) -> LayerLayout:
+def lay_out_model(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
     """The stages of a question's strategy, priced."""
-    in_turn = question.kind in (Kind.PIPELINE, Kind.LAYER)
+    in_turn = question.kind in (Method.PIPELINE, Method.LAYER)
     return _pipeline(pricer, question) if in_turn else _stage(pricer, question)
 
 
-def _stage(pricer: LayerPricer, question: Question) -> LayerLayout:
+def _stage(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
     """All layers on all devices."""
     graph, chosen = pricer.profile.graph, picked(pricer, question)
     layers = [_price(pricer, question, one, own) for one, own in zip(graph.layers, chosen, strict=True)]
@@ -149,7 +149,7 @@ def _stage(pricer: LayerPricer, question: Question) -> LayerLayout:
     memory = group_memory([layers], ((0, (1,)),), 1, 0, pricer.profile.cluster.device.context)
     cost = StageCost(tuple(layers), times, sum(one.step_seconds for one in layers), moving, memory)
     inner = sum(one.forward_exposed + one.backward_exposed for one in layers)
-    moved = Moved(gradients=sum(one.step_exposed for one in layers), gather=moving)
+    moved = CommunicationSeconds(gradients=sum(one.step_exposed for one in layers), gather=moving)
     moved = replace(moved, halo=inner) if by_pixels(question) else replace(moved, layers=inner)
     alike = sum(_work(one) for one, own in zip(layers, chosen, strict=True) if own.alike > 1)
     shape = Shape(question.devices, 1, 1, question.global_batch)
@@ -160,14 +160,14 @@ def _work(layer: LayerCost) -> float:
     return layer.forward + layer.backward + layer.recompute
 
 
-def by_pixels(question: Question) -> bool:
+def by_pixels(question: RowQuestion) -> bool:
     """Whether devices share the pixels of samples."""
     if question.strategy is not None:
-        return family_of(question.strategy) is Kind.SPATIAL
-    return question.kind in (Kind.SPATIAL, Kind.DATA_SPATIAL)
+        return family_of(question.strategy) is Method.SPATIAL
+    return question.kind in (Method.SPATIAL, Method.DATA_SPATIAL)
 
 
-def _price(pricer: LayerPricer, question: Question, layer: Layer, chosen: Chosen) -> LayerCost:
+def _price(pricer: LayerPricer, question: RowQuestion, layer: Layer, chosen: Chosen) -> LayerCost:
     """Where a group works alike, each of its devices has all of the group's samples."""
     batch = question.global_batch * chosen.alike
     if batch % chosen.strategy.batch_degree:
@@ -178,10 +178,10 @@ def _price(pricer: LayerPricer, question: Question, layer: Layer, chosen: Chosen
     return cost
 
 
-def _pipeline(pricer: LayerPricer, question: Question) -> LayerLayout:
+def _pipeline(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
     """Runs of layers of about equal time on a device each, the batch in segments (GPipe)."""
     graph, stages = pricer.profile.graph, question.devices
-    parts = max(min(question.segments or stages, question.batch), 1) if question.kind is Kind.PIPELINE else 1
+    parts = max(min(question.segments or stages, question.batch), 1) if question.kind is Method.PIPELINE else 1
     while question.batch % parts:
         parts -= 1
     shape = Shape(stages, stages, parts, question.batch // parts, Schedule.GPIPE)
@@ -194,16 +194,16 @@ def _pipeline(pricer: LayerPricer, question: Question) -> LayerLayout:
     sizes = least_runs([_work(one) for one in costs if one is not None], stages)
     priced = tuple(price_stages(pricer, shape, sizes, plain))
     sends = sum(_sends(cost) for cost in priced) + (shape.microbatches - 1) * max(map(_sends, priced))
-    return LayerLayout(shape, priced, Moved(messages=sends if stages > 1 else 0.0))
+    return LayerLayout(shape, priced, CommunicationSeconds(messages=sends if stages > 1 else 0.0))
 
 
 def _sends(cost: StageCost) -> float:
     return cost.times.send_forward + cost.times.send_backward
 
 
-def row_of(machine: Machine, question: Question) -> Row:
+def row_of(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
     """The figures of a row; one that cannot be run says why."""
-    row = Row(
+    row = ForecastRow(
         question.name or question.kind.value, question.devices, question.global_batch,
         iterations_of(question.samples, question.global_batch),
     )  # fmt: skip
@@ -215,7 +215,7 @@ def row_of(machine: Machine, question: Question) -> Row:
     return _filled(row, pricer, question, priced)
 
 
-def _filled(row: Row, pricer: LayerPricer, question: Question, priced: LayerLayout) -> Row:
+def _filled(row: ForecastRow, pricer: LayerPricer, question: RowQuestion, priced: LayerLayout) -> ForecastRow:
     """The row with an epoch's seconds: of the slowest group of devices."""
     profile, shape, costs = pricer.profile, priced.shape, priced.costs
     groups = groups_of(shape, costs)
@@ -251,7 +251,7 @@ def _compute(cost: StageCost) -> float:
     return sum(layer.forward + layer.backward + layer.recompute for layer in cost.layers)
 
 
-def _loudest(graph: ModelGraph, question: Question, costs: Sequence[StageCost]) -> Loudest:
+def _loudest(graph: ModelGraph, question: RowQuestion, costs: Sequence[StageCost]) -> Loudest:
     """The layers whose communication is exposed longest; of a pipeline the last one of the stage that sends longest."""
     layers = [one for cost in costs for one in cost.layers]
     if len(costs) > 1:
@@ -270,12 +270,12 @@ def _named(graph: ModelGraph, seconds: Sequence[float]) -> str:
     return graph.layers[seconds.index(most)].name if most > 0 else ""
 
 
-def _alike(question: Question, memory: MemoryBreakdown) -> float:
+def _alike(question: RowQuestion, memory: MemoryBreakdown) -> float:
     """Bytes that all devices of a group, or all replicas, hold alike: weights, or whole activations."""
     states = memory.parameters + memory.gradients + memory.optimizer
     match question.kind:
-        case Kind.FILTER | Kind.CHANNEL | Kind.DATA_FILTER:
+        case Method.FILTER | Method.CHANNEL | Method.DATA_FILTER:
             return float(memory.activations)
-        case Kind.SERIAL | Kind.PIPELINE | Kind.LAYER:
+        case Method.SERIAL | Method.PIPELINE | Method.LAYER:
             return 0.0
     return float(states)

@@ -20,12 +20,12 @@ from galvatron_lite.model.shapes import build_graph, load_model, load_shape, mod
 from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name
 from galvatron_lite.model.shapes.sizes import not_square, sides_of, sizes_of
 from galvatron_lite.oracle import closed_table, table
-from galvatron_lite.oracle.closed_form import Case, Kind, quirks_named
+from galvatron_lite.oracle.closed_form import Case, Method, quirks_named
 from galvatron_lite.oracle.layers import Network, network_of
 from galvatron_lite.oracle.links import Fabric, wires_of, wires_of_cluster
 from galvatron_lite.oracle.pricing import machine_of, row_of
 from galvatron_lite.oracle.rows import Forecast
-from galvatron_lite.oracle.strategies import Question, check_text
+from galvatron_lite.oracle.strategies import RowQuestion, check_text
 from galvatron_lite.plans.strategy_text import parse_strategy
 from galvatron_lite.units import activation_bytes
 
@@ -91,7 +91,7 @@ def fabric_named(name: str) -> Fabric | None:
 
 
 FORMULAS = ("galvatron", "paradl")
-WORDS = tuple(kind for kind in closed_table.KINDS if kind is not Kind.LAYER)
+WORDS = tuple(kind for kind in closed_table.KINDS if kind is not Method.LAYER)
 """Strategies that are told where none are asked for."""
 SAMPLES, BATCH = 1_280_000, 32
 """Samples of an epoch (ImageNet, as the paper counts it) and of a replica, where nothing else is said."""
@@ -99,7 +99,7 @@ _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class OracleOptions:
     """Everything that can be asked for beside the model and the cluster."""
 
     counts: tuple[int, ...]  # numbers of devices
@@ -132,22 +132,22 @@ def counts_of(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(counts)))
 
 
-def kinds_of(names: Sequence[str]) -> tuple[Kind, ...]:
+def kinds_of(names: Sequence[str]) -> tuple[Method, ...]:
     """The oracle's words."""
-    known = {kind.value: kind for kind in Kind}
+    known = {kind.value: kind for kind in Method}
     for name in names:
         if name not in known:
             raise InputError("--strategies", name, f"Give some of {', '.join(known)}; --strategy takes any other.")
     return tuple(known[name] for name in dict.fromkeys(names)) or WORDS
 
 
-def forecast(model: str, cluster: str, options: Options) -> Forecast:
+def forecast(model: str, cluster: str, options: OracleOptions) -> Forecast:
     """The table that is asked for."""
     _check(options)
     return _closed(model, cluster, options) if options.formulas == "paradl" else _priced(model, cluster, options)
 
 
-def _check(options: Options) -> None:
+def _check(options: OracleOptions) -> None:
     """Whether the options go together."""
     if options.formulas not in FORMULAS:
         raise InputError("--formulas", options.formulas, f"Give {' or '.join(FORMULAS)}.")
@@ -166,7 +166,7 @@ def _check(options: Options) -> None:
             raise InputError(name, number, "Give 1 or more.")
 
 
-def _closed(model: str, cluster: str, options: Options) -> Forecast:
+def _closed(model: str, cluster: str, options: OracleOptions) -> Forecast:
     network = _layer_table(model, cluster, options)
     fabric = fabric_named(cluster)
     if fabric is not None:
@@ -174,13 +174,13 @@ def _closed(model: str, cluster: str, options: Options) -> Forecast:
     else:
         wires = wires_of_cluster(load_cluster(cluster, max(options.counts)), options.network)
     case = Case(
-        network, wires, Kind.SERIAL, 1, options.batch or network.batch, options.group or wires.node, options.segments,
+        network, wires, Method.SERIAL, 1, options.batch or network.batch, options.group or wires.node, options.segments,
         options.contention, quirks_named(options.quirks),
     )  # fmt: skip
     return closed_table.forecast(case, kinds_of(options.strategies), options.counts)
 
 
-def _layer_table(model: str, cluster: str, options: Options) -> Network:
+def _layer_table(model: str, cluster: str, options: OracleOptions) -> Network:
     """The table of layers: a shipped one, a file's, or made from the planner's model."""
     shipped = model in network_names() and options.image is None
     if shipped or (model.endswith((".yaml", ".yml", ".json")) and _holds_layers(model)):
@@ -188,7 +188,7 @@ def _layer_table(model: str, cluster: str, options: Options) -> Network:
         return network if options.samples is None else replace(network, samples=options.samples)
     samples, batch = options.samples or SAMPLES, options.batch or BATCH
     machine = machine_of(graph_named(model, "fp32", options.image), cluster, 1, "fp32", batch)
-    row = row_of(machine, Question(Kind.SERIAL, 1, batch, samples))
+    row = row_of(machine, RowQuestion(Method.SERIAL, 1, batch, samples))
     source = f"{machine.profile.origin.source}, {batch} samples at a time, by the planner's cost model"
     return network_of(machine.graph, row.compute / samples, source, samples, batch)
 
@@ -199,7 +199,7 @@ def _holds_layers(path: str) -> bool:
     return isinstance(data, dict) and "seconds_source" in data
 
 
-def _priced(model: str, cluster: str, options: Options) -> Forecast:
+def _priced(model: str, cluster: str, options: OracleOptions) -> Forecast:
     kinds = kinds_of(options.strategies) if options.strategies or not options.texts else ()
     strategies = tuple(parse_strategy(text, "--strategy") for text in options.texts)
     shipped = network_named(model) if model in network_names() else None
@@ -221,5 +221,5 @@ def _priced(model: str, cluster: str, options: Options) -> Forecast:
             remedy = f"No layer of {graph.name} can be split so; it allows {words}, and --strategy any other."
             raise InputError("--strategies", kind.value, remedy)
     node = machine.profile.cluster.levels[0].size
-    question = Question(Kind.SERIAL, 1, batch, samples, options.group or node, options.segments)
+    question = RowQuestion(Method.SERIAL, 1, batch, samples, options.group or node, options.segments)
     return table.forecast(machine, question, kinds, strategies, options.counts)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, floor
 
-from galvatron_lite.oracle.closed_form import Moved
+from galvatron_lite.oracle.closed_form import CommunicationSeconds
 from galvatron_lite.units import format_bytes
 
 
@@ -33,11 +33,11 @@ class Loudest:
     messages: str = ""  # with neighbours
 
 
-NOTHING, QUIET = Moved(), Loudest()
+NOTHING, QUIET = CommunicationSeconds(), Loudest()
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ForecastRow:
     """One strategy on so many devices; seconds are of an epoch."""
 
     strategy: str  # its name
@@ -45,7 +45,7 @@ class Row:
     batch: int  # samples of an iteration
     iterations: int  # of an epoch
     compute: float = 0.0  # forward and backward, what is computed twice included
-    moved: Moved = NOTHING  # communication that nothing hides
+    moved: CommunicationSeconds = NOTHING  # communication that nothing hides
     update: float = 0.0  # weight update
     waiting: float = 0.0  # of a pipeline's stages for one another; 0 where that is part of ``compute``
     other: float = 0.0  # fixed work of the host, and waiting for the slowest of many nodes
@@ -82,16 +82,16 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StrategyLine:
     """A strategy over numbers of devices."""
 
     strategy: str  # its name
-    rows: tuple[Row, ...]  # by devices, ascending
+    rows: tuple[ForecastRow, ...]  # by devices, ascending
     limit: Limit  # how far it scales
     alone: float = 0.0  # seconds of compute of an epoch on one device; 0 where it is not known
 
     @property
-    def complete(self) -> tuple[Row, ...]:
+    def complete(self) -> tuple[ForecastRow, ...]:
         """Rows with figures."""
         return tuple(row for row in self.rows if not row.problem)
 
@@ -106,7 +106,7 @@ class Forecast:
     samples: int  # of an epoch
     origin: str  # what the seconds come from, and whether they were measured or estimated
     notes: tuple[str, ...]  # what the reader should know
-    lines: tuple[Line, ...]  # the strategies
+    lines: tuple[StrategyLine, ...]  # the strategies
 
 
 def gpus(count: int) -> str:
@@ -132,7 +132,7 @@ class Sort(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ScalingFinding:
     """One thing that bites."""
 
     name: str  # of the cause
@@ -146,18 +146,18 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class LimitCause:
     """How a cause is computed from a row."""
 
     name: str  # for people
     sort: Sort  # limitation or bottleneck
     threshold: float  # share from which it counts
-    share: Callable[[Row], float]  # of a row
+    share: Callable[[ForecastRow], float]  # of a row
     of: str  # what it is a share of
-    where: Callable[[Row], str]  # what of the row says where it is
+    where: Callable[[ForecastRow], str]  # what of the row says where it is
 
 
-def _part(seconds: Callable[[Row], float]) -> Callable[[Row], float]:
+def _part(seconds: Callable[[ForecastRow], float]) -> Callable[[ForecastRow], float]:
     return lambda row: seconds(row) / row.epoch if row.epoch else 0.0
 
 
@@ -165,31 +165,31 @@ def _at(layer: str) -> str:
     return f", most at {layer}" if layer else ""
 
 
-def _nothing(row: Row) -> str:  # noqa: ARG001
+def _nothing(row: ForecastRow) -> str:  # noqa: ARG001
     return ""
 
 
 CAUSES = (
-    Cause("gradient exchange", Sort.LIMITATION, 0.1, _part(lambda row: row.moved.gradients), "the epoch",
+    LimitCause("gradient exchange", Sort.LIMITATION, 0.1, _part(lambda row: row.moved.gradients), "the epoch",
           lambda row: _at(row.loudest.gradients)),
-    Cause("layer-wise collectives", Sort.LIMITATION, 0.1, _part(lambda row: row.moved.layers), "the epoch",
+    LimitCause("layer-wise collectives", Sort.LIMITATION, 0.1, _part(lambda row: row.moved.layers), "the epoch",
           lambda row: _at(row.loudest.layers)),
-    Cause(
+    LimitCause(
         "messages between neighbours", Sort.BOTTLENECK, 0.1,
         _part(lambda row: row.moved.halo + row.moved.messages + row.moved.gather), "the epoch",
         lambda row: _at(row.loudest.messages),
     ),
-    Cause("network congestion", Sort.BOTTLENECK, 0.05, _part(lambda row: row.congested), "the epoch", _nothing),
-    Cause(
+    LimitCause("network congestion", Sort.BOTTLENECK, 0.05, _part(lambda row: row.congested), "the epoch", _nothing),
+    LimitCause(
         "memory redundancy", Sort.BOTTLENECK, 0.5, lambda row: row.whole / row.memory if row.memory else 0.0,
         "a device's memory", lambda row: f", {format_bytes(row.whole)} held alike",
     ),
-    Cause("weight update", Sort.LIMITATION, 0.1, _part(lambda row: row.update), "the epoch", _nothing),
-    Cause(
+    LimitCause("weight update", Sort.LIMITATION, 0.1, _part(lambda row: row.update), "the epoch", _nothing),
+    LimitCause(
         "workload balance", Sort.LIMITATION, 0.1, lambda row: 1 - 1 / row.uneven, "the slowest stage's work",
         lambda row: f", which takes {row.uneven:.2f} times the mean",
     ),
-    Cause("computation redundancy", Sort.BOTTLENECK, 0.1, lambda row: row.twice, "compute", _nothing),
+    LimitCause("computation redundancy", Sort.BOTTLENECK, 0.1, lambda row: row.twice, "compute", _nothing),
 )  # fmt: skip
 """Causes that are shares of a row."""
 
@@ -197,12 +197,12 @@ SPLIT_THRESHOLD = 0.2
 """Share of a device's compute that splitting did not take away, from which it counts."""
 
 
-def findings(forecast: Forecast) -> tuple[Finding, ...]:
+def findings(forecast: Forecast) -> tuple[ScalingFinding, ...]:
     """All that bite, strategy by strategy."""
     return tuple(finding for line in forecast.lines for finding in _of_line(line))
 
 
-def _of_line(line: Line) -> Iterator[Finding]:
+def _of_line(line: StrategyLine) -> Iterator[ScalingFinding]:
     rows = [row for row in line.complete if row.devices > 1]
     for cause in CAUSES:
         found = _passing(line, rows, cause)
@@ -213,7 +213,7 @@ def _of_line(line: Line) -> Iterator[Finding]:
     yield from _ended(line)
 
 
-def _passing(line: Line, rows: list[Row], cause: Cause) -> Finding | None:
+def _passing(line: StrategyLine, rows: list[ForecastRow], cause: LimitCause) -> ScalingFinding | None:
     """From the first row that passes the threshold; None where none does."""
     first = next((row for row in rows if cause.share(row) >= cause.threshold), None)
     if first is None:
@@ -222,7 +222,7 @@ def _passing(line: Line, rows: list[Row], cause: Cause) -> Finding | None:
     here, most = f"{cause.share(first):.0%}", f"{cause.share(worst):.0%}"
     then = f", {most} on {worst.devices:,}" if here != most else ""
     words = f"{here} of {cause.of} from {first.devices:,} GPUs{then}{cause.where(worst)}"
-    return Finding(
+    return ScalingFinding(
         cause.name,
         cause.sort,
         line.strategy,
@@ -234,7 +234,7 @@ def _passing(line: Line, rows: list[Row], cause: Cause) -> Finding | None:
     )
 
 
-def _slow_split(line: Line) -> Iterator[Finding]:
+def _slow_split(line: StrategyLine) -> Iterator[ScalingFinding]:
     """Compute that falls less than the devices that share it grow: small shares keep a device less busy."""
     lost = [
         (1 - line.alone / (row.compute * row.devices), row)
@@ -250,10 +250,10 @@ def _slow_split(line: Line) -> Iterator[Finding]:
         f"compute on {row.devices:,} GPUs is {1 / (1 - share):.1f} times what an even split would leave"
         + (f", {1 / (1 - worst):.1f} times on {last.devices:,}" if last is not row else "")
     )  # fmt: skip
-    yield Finding("split work", Sort.BOTTLENECK, line.strategy, row.devices, share, worst, last.devices, words)
+    yield ScalingFinding("split work", Sort.BOTTLENECK, line.strategy, row.devices, share, worst, last.devices, words)
 
 
-def _overfull(line: Line) -> Iterator[Finding]:
+def _overfull(line: StrategyLine) -> Iterator[ScalingFinding]:
     """Rows that do not fit the device."""
     tight = [row for row in line.complete if not row.fits]
     if not tight:
@@ -267,13 +267,13 @@ def _overfull(line: Line) -> Iterator[Finding]:
             f"; {floor(worst.largest):,} samples a replica would fit" if worst.largest >= 1 else "; not one sample fits"
         )
     first, most = (row.memory / row.capacity for row in (tight[0], worst))
-    yield Finding("memory", Sort.LIMITATION, line.strategy, tight[0].devices, first, most, worst.devices, words)
+    yield ScalingFinding("memory", Sort.LIMITATION, line.strategy, tight[0].devices, first, most, worst.devices, words)
 
 
-def _ended(line: Line) -> Iterator[Finding]:
+def _ended(line: StrategyLine) -> Iterator[ScalingFinding]:
     """Numbers of devices beyond what the strategy can use."""
     beyond = [row for row in line.rows if row.problem.startswith("beyond its limit")]
     if beyond and line.limit.devices is not None:
         words = f"{gpus(line.limit.devices)} at most: {line.limit.reason}"
-        yield Finding("number of devices", Sort.LIMITATION, line.strategy, beyond[0].devices, 1.0, 1.0,
+        yield ScalingFinding("number of devices", Sort.LIMITATION, line.strategy, beyond[0].devices, 1.0, 1.0,
                       beyond[-1].devices, words)  # fmt: skip

@@ -14,7 +14,7 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.layer import LAYOUT, LayerPricer
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.oracle.closed_form import HYBRIDS, Kind
+from galvatron_lite.oracle.closed_form import HYBRIDS, Method
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.channel.each import each_divides
 from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
@@ -22,10 +22,10 @@ from galvatron_lite.search.strategies import Narrowed, strategies_for
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RowQuestion:
     """One row that is asked for."""
 
-    kind: Kind  # how the model is split
+    kind: Method  # how the model is split
     devices: int
     batch: int  # samples of a replica: see ``closed_form.Case``
     samples: int  # of an epoch
@@ -41,7 +41,7 @@ class Question:
             return self.devices // self.strategy.batch_degree
         if self.kind in HYBRIDS:
             return min(self.group, self.devices)
-        return 1 if self.kind in (Kind.DATA, Kind.SERIAL) else self.devices
+        return 1 if self.kind in (Method.DATA, Method.SERIAL) else self.devices
 
     @property
     def replicas(self) -> int:
@@ -68,7 +68,7 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "strided": (Strided.NONE,),
 }
 _PIXELS = ("depth", "height", "width")
-SLICES = {Kind.FILTER: "filters", Kind.DATA_FILTER: "filters", Kind.CHANNEL: "channels"}
+SLICES = {Method.FILTER: "filters", Method.DATA_FILTER: "filters", Method.CHANNEL: "channels"}
 """Fields of ``Strategy`` by the oracle's words for sharing channels."""
 
 
@@ -80,12 +80,12 @@ class Chosen:
     alike: int = 1  # devices of its group that all do the same work; 1 where each has work of its own
 
 
-def degree_of(kind: Kind, strategy: Strategy) -> int:
+def degree_of(kind: Method, strategy: Strategy) -> int:
     """Ways that a strategy splits a layer as the oracle's word says."""
     return strategy.slices if kind in SLICES else strategy.spatial
 
 
-def options(layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strategy]:
+def options(layer: LayerKind, kind: Method, group: int, batch: int) -> list[Strategy]:
     """Strategies of a group for a kind of layer, those first that split it most ways; none where the batch is small.
 
     Args:
@@ -126,12 +126,12 @@ def legal(layer: LayerKind, strategy: Strategy) -> bool:
     return inner in strategies_for(layer, inner.devices, narrowed=Narrowed(values))
 
 
-def family_of(strategy: Strategy) -> Kind | None:
+def family_of(strategy: Strategy) -> Method | None:
     """The oracle's word for how a strategy splits convolutions; None where it does not."""
     if strategy.spatial > 1:
-        return Kind.SPATIAL
+        return Method.SPATIAL
     if strategy.slices > 1:
-        return Kind.FILTER if strategy.filters > 1 else Kind.CHANNEL
+        return Method.FILTER if strategy.filters > 1 else Method.CHANNEL
     return None
 
 
@@ -163,7 +163,7 @@ Way = tuple[float, Chosen]
 """Seconds of a step in a layer, and what it does."""
 
 
-def picked(pricer: LayerPricer, question: Question) -> list[Chosen]:
+def picked(pricer: LayerPricer, question: RowQuestion) -> list[Chosen]:
     """What every layer does: the shortest way through all choices, tensors that go to the next layer counted.
 
     Tensors that pass over layers are not: they are few, and priced once all is chosen.
@@ -178,7 +178,7 @@ def picked(pricer: LayerPricer, question: Question) -> list[Chosen]:
 
 
 def _arrived(
-    pricer: LayerPricer, question: Question, size: int, ends: Sequence[tuple[float, tuple[Chosen, ...]]], way: Way
+    pricer: LayerPricer, question: RowQuestion, size: int, ends: Sequence[tuple[float, tuple[Chosen, ...]]], way: Way
 ) -> tuple[float, tuple[Chosen, ...]]:
     """The shortest way that ends in a choice."""
     seconds, chosen = way
@@ -190,7 +190,7 @@ def _arrived(
     return before + seconds, (*passed, chosen)
 
 
-def ways_of(pricer: LayerPricer, question: Question, name: str) -> list[Way]:
+def ways_of(pricer: LayerPricer, question: RowQuestion, name: str) -> list[Way]:
     """What a kind of layer may do: all of the ways to split it the most."""
     if question.strategy is not None:
         return _as_requested(pricer, question, name, question.strategy)
@@ -199,7 +199,7 @@ def ways_of(pricer: LayerPricer, question: Question, name: str) -> list[Way]:
     return _widest(pricer, question, name, question.kind, Strategy(data=question.replicas), question.width)
 
 
-def _as_requested(pricer: LayerPricer, question: Question, name: str, strategy: Strategy) -> list[Way]:
+def _as_requested(pricer: LayerPricer, question: RowQuestion, name: str, strategy: Strategy) -> list[Way]:
     """A strategy that is given, where the layer allows it; else as much of it as it does."""
     layer, family = pricer.profile.graph.kinds[name], family_of(strategy)
     easier = eased(layer, strategy)
@@ -211,7 +211,9 @@ def _as_requested(pricer: LayerPricer, question: Question, name: str, strategy: 
     return _widest(pricer, question, name, family, outer, strategy.spatial * strategy.slices)
 
 
-def _widest(pricer: LayerPricer, question: Question, name: str, kind: Kind, outer: Strategy, group: int) -> list[Way]:
+def _widest(
+    pricer: LayerPricer, question: RowQuestion, name: str, kind: Method, outer: Strategy, group: int
+) -> list[Way]:
     """The ways to split a layer the most among a group, inside replicas; alike where there is none."""
     layer = pricer.profile.graph.kinds[name]
     found = [
@@ -223,7 +225,7 @@ def _widest(pricer: LayerPricer, question: Question, name: str, kind: Kind, oute
     return found or [(0.0, Chosen(inside(layer, outer, Strategy(data=group)), alike=group))]
 
 
-def _options(pricer: LayerPricer, layer: LayerKind, kind: Kind, group: int, batch: int) -> list[Strategy]:
+def _options(pricer: LayerPricer, layer: LayerKind, kind: Method, group: int, batch: int) -> list[Strategy]:
     """A group's strategies; software that brings pictures together behind every convolution has one only."""
     if kind not in SLICES or not pricer.profile.pictures.gathers_each:
         return options(layer, kind, group, batch)
@@ -232,7 +234,7 @@ def _options(pricer: LayerPricer, layer: LayerKind, kind: Kind, group: int, batc
     return [own] if each_divides(layer, by, group) else []
 
 
-def moving_seconds(pricer: LayerPricer, question: Question, chosen: Sequence[Chosen]) -> float:
+def moving_seconds(pricer: LayerPricer, question: RowQuestion, chosen: Sequence[Chosen]) -> float:
     """Seconds of a step in which tensors change their layout between layers, both ways."""
     graph = pricer.profile.graph
     return sum(
@@ -241,7 +243,7 @@ def moving_seconds(pricer: LayerPricer, question: Question, chosen: Sequence[Cho
     )
 
 
-def move_seconds(pricer: LayerPricer, question: Question, size: int, left: Chosen, right: Chosen) -> float:
+def move_seconds(pricer: LayerPricer, question: RowQuestion, size: int, left: Chosen, right: Chosen) -> float:
     """Seconds to bring a tensor of so many bytes a sample from one layer's layout to another's, and its gradient back.
 
     Where a group works alike on one side, it gathers the tensor or its gradient; the other way each keeps its part.

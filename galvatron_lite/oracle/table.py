@@ -9,20 +9,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from galvatron_lite.model.graph import LayerKind, OperatorClass
-from galvatron_lite.oracle.closed_form import HYBRIDS, Kind
-from galvatron_lite.oracle.pricing import Machine, row_of
-from galvatron_lite.oracle.rows import Forecast, Limit, Line, Row, beyond
-from galvatron_lite.oracle.strategies import Question, degree_of, options
+from galvatron_lite.oracle.closed_form import HYBRIDS, Method
+from galvatron_lite.oracle.pricing import ClusterCosts, row_of
+from galvatron_lite.oracle.rows import Forecast, ForecastRow, Limit, StrategyLine, beyond
+from galvatron_lite.oracle.strategies import RowQuestion, degree_of, options
 from galvatron_lite.parallelism.strategy import Strategy
 
 MOST = 4096
 """Devices up to which limits are looked for."""
-SHARING = (Kind.SPATIAL, Kind.FILTER, Kind.CHANNEL, *HYBRIDS)
+SHARING = (Method.SPATIAL, Method.FILTER, Method.CHANNEL, *HYBRIDS)
 """Words for devices that share layers."""
 
 
 def forecast(
-    machine: Machine, question: Question, words: Sequence[Kind], strategies: Sequence[Strategy], counts: Sequence[int]
+    machine: ClusterCosts,
+    question: RowQuestion,
+    words: Sequence[Method],
+    strategies: Sequence[Strategy],
+    counts: Sequence[int],
 ) -> Forecast:
     """The table; words that the model does not allow are left out, with a note."""
     graph = machine.graph
@@ -39,23 +43,23 @@ def forecast(
     )  # fmt: skip
 
 
-def allows(machine: Machine, kind: Kind) -> bool:
+def allows(machine: ClusterCosts, kind: Method) -> bool:
     """Whether some layer of the model can be split as a word says."""
-    return kind in (Kind.SERIAL, Kind.DATA, Kind.PIPELINE, Kind.LAYER) or _ways(machine, kind) > 1
+    return kind in (Method.SERIAL, Method.DATA, Method.PIPELINE, Method.LAYER) or _ways(machine, kind) > 1
 
 
-def _kind_line(machine: Machine, question: Question, counts: Sequence[int]) -> Line:
+def _kind_line(machine: ClusterCosts, question: RowQuestion, counts: Sequence[int]) -> StrategyLine:
     limit = limit_of(machine, question)
     rows = tuple(_row(machine, replace(question, devices=count), limit) for count in counts)
-    return Line(question.kind.value, rows, limit, _alone(machine, question))
+    return StrategyLine(question.kind.value, rows, limit, _alone(machine, question))
 
 
-def _alone(machine: Machine, question: Question) -> float:
+def _alone(machine: ClusterCosts, question: RowQuestion) -> float:
     """Seconds of compute of an epoch on one device, whether or not that has the memory."""
-    return row_of(machine, replace(question, kind=Kind.SERIAL, devices=1, strategy=None)).compute
+    return row_of(machine, replace(question, kind=Method.SERIAL, devices=1, strategy=None)).compute
 
 
-def _text_line(machine: Machine, question: Question, counts: Sequence[int]) -> Line:
+def _text_line(machine: ClusterCosts, question: RowQuestion, counts: Sequence[int]) -> StrategyLine:
     """A strategy that is given, with as many more replicas as there are devices for."""
     given = question.strategy
     assert given is not None
@@ -65,20 +69,20 @@ def _text_line(machine: Machine, question: Question, counts: Sequence[int]) -> L
     for count in counts:
         if count % unit:
             problem = f"{name} takes {unit} devices or a multiple"
-            rows.append(Row(name, count, question.batch, 1, problem=problem))
+            rows.append(ForecastRow(name, count, question.batch, 1, problem=problem))
             continue
         more = replace(given, data=given.data * count // unit)
         rows.append(_row(machine, replace(question, devices=count, strategy=more, name=name), limit))
-    return Line(name, tuple(rows), limit, _alone(machine, question))
+    return StrategyLine(name, tuple(rows), limit, _alone(machine, question))
 
 
-def _row(machine: Machine, question: Question, limit: Limit) -> Row:
+def _row(machine: ClusterCosts, question: RowQuestion, limit: Limit) -> ForecastRow:
     """A row, with what congestion costs; beyond the limit it says so and has no figures."""
     ended = limit.devices is not None and question.devices > limit.devices
     problem = beyond(limit) if ended else _unshared(machine, question)
     if problem:
         name = question.name or question.kind.value
-        return Row(name, question.devices, question.global_batch, 1, problem=problem)
+        return ForecastRow(name, question.devices, question.global_batch, 1, problem=problem)
     found = row_of(machine, question)
     if found.problem or question.devices <= machine.profile.cluster.levels[0].size:
         return found
@@ -86,7 +90,7 @@ def _row(machine: Machine, question: Question, limit: Limit) -> Row:
     return replace(found, congested=max(found.moved.total - free.moved.total, 0.0))
 
 
-def _unshared(machine: Machine, question: Question) -> str:
+def _unshared(machine: ClusterCosts, question: RowQuestion) -> str:
     """Why devices make no groups that share layers as the word says; empty where they do."""
     kind, width = question.kind, question.width
     if question.strategy is not None or kind not in SHARING or width == 1:
@@ -101,15 +105,15 @@ def _unshared(machine: Machine, question: Question) -> str:
     return "" if most > 1 else f"no layer can be split among {width} GPUs"
 
 
-def limit_of(machine: Machine, question: Question) -> Limit:
+def limit_of(machine: ClusterCosts, question: RowQuestion) -> Limit:
     """How many devices a strategy can use."""
     graph, kind = machine.graph, question.kind
     replicas = max(question.samples // question.batch, 1)
-    if kind is Kind.DATA:
+    if kind is Method.DATA:
         return Limit(replicas, f"p <= B, and B = {question.batch} p is at most the data set")
-    if kind in (Kind.PIPELINE, Kind.LAYER):
+    if kind in (Method.PIPELINE, Method.LAYER):
         return Limit(len(graph.layers), f"p <= {len(graph.layers)} layers")
-    if kind is Kind.SERIAL:
+    if kind is Method.SERIAL:
         return Limit(1, "p = 1")
     ways = _ways(machine, kind)
     if kind in HYBRIDS:
@@ -119,13 +123,13 @@ def limit_of(machine: Machine, question: Question) -> Limit:
     return Limit(ways, f"p <= {ways}, the ways in which every layer with convolutions can be split")
 
 
-def _ways(machine: Machine, kind: Kind) -> int:
+def _ways(machine: ClusterCosts, kind: Method) -> int:
     """The most ways, a power of two, in which every kind of layer with convolutions can be split, of those that can."""
     reach = [_most(one, kind) for one in machine.graph.kinds.values() if has_convolutions(one)]
     return min((most for most in reach if most > 1), default=1)
 
 
-def _most(layer: LayerKind, kind: Kind) -> int:
+def _most(layer: LayerKind, kind: Method) -> int:
     """The most ways, a power of two, in which a kind of layer can be split."""
     ways = 1
     while ways < MOST and any(degree_of(kind, one) == 2 * ways for one in options(layer, kind, 2 * ways, 1)):

@@ -19,7 +19,7 @@ class Mode(StrEnum):
     INFERENCE = "inference"
 
 
-class Trainer(StrEnum):
+class TrainedBy(StrEnum):
     """What trains by a plan."""
 
     GALVATRON = "galvatron"
@@ -120,7 +120,7 @@ ANY = Backend(
 )
 """Everything that is priced: plans for other software, or to see what one would gain."""
 DEEPSPEED = Backend(
-    Trainer.DEEPSPEED.value,
+    TrainedBy.DEEPSPEED.value,
     SIMPLE,
     {
         **dict.fromkeys(("tensor", "context", "expert", "depth", "height", "width", "filters", "channels"), (1,)),

@@ -41,7 +41,7 @@ _WIDTH = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class RankAxis:
     """Ranks that differ in one dimension only."""
 
     size: Whole
@@ -49,7 +49,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class StateSpread:
     """How the states of some parameters lie on the ranks of a stage."""
 
     shards: RankGroup  # ranks that share them
@@ -122,21 +122,21 @@ def channel_group(strategy: Either) -> RankGroup:
 
 
 @_remembered
-def spread_of(strategy: Either) -> Spread:
+def spread_of(strategy: Either) -> StateSpread:
     """Where the states of parameters lie that are not experts'."""
     strides, sharded = strides_of(strategy), strategy.state_shards > 1
     pixels = strategy.spatial > 1
-    context = Axis(strategy.context * strategy.spatial, where(pixels, strides["spatial"], strides["context"]))
-    zero, data = Axis(strategy.zero, strides["zero"]), Axis(strategy.data, strides["data"])
+    context = RankAxis(strategy.context * strategy.spatial, where(pixels, strides["spatial"], strides["context"]))
+    zero, data = RankAxis(strategy.zero, strides["zero"]), RankAxis(strategy.data, strides["data"])
     far = is_option(strategy.strided, Strided.CONTEXT)
-    split, whole = (Axis(where(mask, context.size, 1), context.stride) for mask in (sharded, opposite(sharded)))
-    return Spread(_joined(split, zero, far, strategy.devices), _joined(whole, data, far, strategy.devices))
+    split, whole = (RankAxis(where(mask, context.size, 1), context.stride) for mask in (sharded, opposite(sharded)))
+    return StateSpread(_joined(split, zero, far, strategy.devices), _joined(whole, data, far, strategy.devices))
 
 
-def _joined(context: Axis, other: Axis, far: Whole, devices: Whole) -> RankGroup:
+def _joined(context: RankAxis, other: RankAxis, far: Whole, devices: Whole) -> RankGroup:
     """The group over the context ranks and those of a dimension that lies above them, below where context is far."""
-    inner = Axis(where(far, other.size, context.size), where(far, other.stride, context.stride))
-    outer = Axis(where(far, context.size, other.size), where(far, context.stride, other.stride))
+    inner = RankAxis(where(far, other.size, context.size), where(far, other.stride, context.stride))
+    outer = RankAxis(where(far, context.size, other.size), where(far, context.stride, other.stride))
     size = inner.size * outer.size
     plain = (inner.size == 1) | (outer.size == 1) | (outer.stride == inner.size * inner.stride)
     stride, siblings = where(inner.size == 1, outer.stride, inner.stride), devices // size
@@ -147,14 +147,14 @@ def _joined(context: Axis, other: Axis, far: Whole, devices: Whole) -> RankGroup
 
 
 @_remembered
-def expert_spread_of(strategy: Either) -> Spread:
+def expert_spread_of(strategy: Either) -> StateSpread:
     """Where the states of experts lie: devices / (expert degree x slices of an expert) ranks hold the same."""
     stride = expert_slices(strategy) * strategy.expert
     holders = largest(strategy.devices // stride, 1)
     beyond = largest(stride // strategy.tensor, 1)
     shards = largest(strategy.state_shards // beyond, 1)
     replicas = largest(holders // shards, 1)
-    return Spread(
+    return StateSpread(
         rank_group(shards, stride, strategy.devices // shards),
         rank_group(replicas, stride * shards, strategy.devices // replicas),
     )
@@ -174,7 +174,7 @@ def expert_group(strategy: Either) -> RankGroup:
     return rank_group(strategy.expert, expert_slices(strategy), strategy.devices // strategy.expert)
 
 
-def shared_items(work: LayerWork, strategy: Either) -> tuple[tuple[Real, Spread], ...]:
+def shared_items(work: LayerWork, strategy: Either) -> tuple[tuple[Real, StateSpread], ...]:
     """The parameters one device computes with, in parts of equal spread, experts last where there are any."""
     dense = (work.parameters - work.expert_items, spread_of(strategy))
     if never(work.expert_items):

@@ -16,7 +16,7 @@ from galvatron_lite.plans.schema import (
     Provenance,
     Stage,
     TimeBreakdown,
-    Trainer,
+    TrainedBy,
 )
 from galvatron_lite.units import format_bytes, format_seconds
 
@@ -60,7 +60,7 @@ def headline(plan: Plan) -> str:
 
 def _trained_by(plan: Plan) -> str:
     """What trains by the plan, where it is not this package's own runtime."""
-    return ", trained by DeepSpeed" if plan.backend is Trainer.DEEPSPEED else ""
+    return ", trained by DeepSpeed" if plan.backend is TrainedBy.DEEPSPEED else ""
 
 
 def stage_groups(plan: Plan) -> list[range]:

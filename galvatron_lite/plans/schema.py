@@ -15,7 +15,7 @@ from galvatron_lite.files import STRICT
 from galvatron_lite.limits import DEVICES, LAYERS, SAMPLES, Amount, Devices, Name, Precision, Seconds, Share, Size
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.backends import Mode as Mode
-from galvatron_lite.parallelism.backends import Trainer as Trainer
+from galvatron_lite.parallelism.backends import TrainedBy as TrainedBy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.pipeline.schedule import Schedule as Schedule
 from galvatron_lite.parallelism.pipeline.times import PassOrder
@@ -274,7 +274,7 @@ class Plan:
     cyclic: Cyclic | None = None
     branches: tuple[BranchPlacement, ...] = ()
     mode: Mode = Mode.TRAINING
-    backend: Trainer = Trainer.GALVATRON
+    backend: TrainedBy = TrainedBy.GALVATRON
     order: PassOrder | None = None
 
     @classmethod

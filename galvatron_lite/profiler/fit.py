@@ -14,7 +14,7 @@ _SLOWEST = 1e-15
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LatencyFit:
     """``latency + slope * size``."""
 
     latency: float  # seconds, >= 0
@@ -26,7 +26,7 @@ class Line:
         return self.latency + self.slope * size
 
 
-def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LatencyFit:
     """The line of least relative error, little moved by outliers.
 
     Relative errors, since small and large messages matter alike; iteratively reweighted least squares towards least
@@ -43,7 +43,7 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
         latency, slope = _weighted(sizes, seconds, [b * b * w for b, w in zip(base, weights, strict=True)])
         errors = _errors(sizes, seconds, latency, slope)
         weights = [1.0 / max(error, 1e-6) for error in errors]
-    return Line(latency, slope, median(_errors(sizes, seconds, latency, slope)))
+    return LatencyFit(latency, slope, median(_errors(sizes, seconds, latency, slope)))
 
 
 def fit_collectives(points: Sequence[CollectivePoint]) -> tuple[CollectiveFit, ...]:

@@ -14,7 +14,7 @@ from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.files import from_data
 from galvatron_lite.profiler.fit import fit_collectives
 from galvatron_lite.profiler.measure_hardware import with_throughput
-from galvatron_lite.profiler.measure_overhead import Waiting
+from galvatron_lite.profiler.measure_overhead import BlockingCost
 from galvatron_lite.profiler.measure_scope import EDGES, Scope, layer_key, layer_settings
 from galvatron_lite.profiler.measure_tasks import Results
 from galvatron_lite.profiler.schema import (
@@ -108,5 +108,5 @@ def _origin(scope: Scope, spread: float) -> Origin:
 
 def _overhead(results: Results) -> HostOverhead:
     own = from_data(HostOverhead, results["overhead"], "overhead")
-    waiting = from_data(Waiting, results["waiting"], "waiting")
+    waiting = from_data(BlockingCost, results["waiting"], "waiting")
     return replace(own, tensor=waiting.fixed, tensor_per_byte=waiting.per_byte)

@@ -25,10 +25,10 @@ from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_edges import EdgeInput, measure_edges
 from galvatron_lite.profiler.measure_layers import LayerSetting, measure_block
-from galvatron_lite.profiler.measure_overhead import Waiting, measure_overhead, measure_waiting
+from galvatron_lite.profiler.measure_overhead import BlockingCost, measure_overhead, measure_waiting
 from galvatron_lite.profiler.measure_pictures import WHOLE, Slicing, cut_pictures
 from galvatron_lite.profiler.schema import HostOverhead, LayerPoint
-from galvatron_lite.profiler.segments import BlockCall, Skeleton, copy_block, make_skeleton, record_calls
+from galvatron_lite.profiler.segments import SegmentCall, Skeleton, copy_block, make_skeleton, record_calls
 from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule, launched
 
 _EDGES = (Role.BEFORE, Role.AFTER)
@@ -50,7 +50,7 @@ class LayerBench:
     _skeleton: Skeleton | None = None
     _blocks: dict[str, nn.Module] = field(default_factory=dict)
     _plans: dict[str, TensorPlan] = field(default_factory=dict)
-    _calls: tuple[int, Mapping[str, BlockCall]] = field(default_factory=lambda: (0, {}))
+    _calls: tuple[int, Mapping[str, SegmentCall]] = field(default_factory=lambda: (0, {}))
 
     def measure_block(self, setting: LayerSetting) -> LayerPoint | None:
         """One point of one kind of block; None where it does not run on a share of its pictures (it makes a row of
@@ -114,11 +114,11 @@ class LayerBench:
             found = replace(found, branch=self.branch_seconds(self.device, self.rule))
         return found
 
-    def measure_waiting(self, most: int) -> Waiting:
+    def measure_waiting(self, most: int) -> BlockingCost:
         """What blocking collectives of that kind of block cost beside the transfer, from one sample to ``most``."""
         kind = self._frequent_kind()
         if kind is None:
-            return Waiting()
+            return BlockingCost()
         calls = [self._calls_at(samples)[kind] for samples in (1, most)]
         block = self._blocks[kind]
         plan = infer_block(block, calls[0].args, calls[0].kwargs)
@@ -136,7 +136,7 @@ class LayerBench:
                     self._blocks[layer.kind] = copy_block(self.model, layer.modules[0], self.device)
         return self._skeleton
 
-    def _calls_at(self, samples: int) -> Mapping[str, BlockCall]:
+    def _calls_at(self, samples: int) -> Mapping[str, SegmentCall]:
         skeleton = self._prepare()
         if self._calls[0] != samples:
             dtype, batch = compute_dtype(self.graph.precision), self._batch_at(samples)

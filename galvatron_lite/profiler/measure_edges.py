@@ -28,10 +28,10 @@ from galvatron_lite.profiler.measure_layers import (
 from galvatron_lite.profiler.memory import track_peak
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.profiler.segments import (
-    BlockCall,
     Boundary,
     Joined,
     PassThrough,
+    SegmentCall,
     Skeleton,
     StopRunError,
     hidden_state,
@@ -45,7 +45,7 @@ class EdgeInput:
     """What the edges are run on."""
 
     skeleton: Skeleton  # the model without blocks; sharded already where a shard is measured
-    calls: Mapping[str, BlockCall]  # what each kind of block returns, for the stubs
+    calls: Mapping[str, SegmentCall]  # what each kind of block returns, for the stubs
     batch: Any  # on the skeleton's device
     loss_fn: LossFn | None = None  # see ``model.batch.loss_of``
     precision: str = "fp32"  # of compute, as the runtime has it
@@ -146,7 +146,7 @@ def _step(given: EdgeInput, lap: Callable[[], None]) -> None:
         lap()
 
 
-def _passing(calls: Mapping[str, BlockCall], lap: Callable[[], None]) -> Callable[..., Any]:
+def _passing(calls: Mapping[str, SegmentCall], lap: Callable[[], None]) -> Callable[..., Any]:
     """A visitor that calls ``lap`` when the first stub is reached and when its gradient arrives."""
     reached: list[bool] = []
 

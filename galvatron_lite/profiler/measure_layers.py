@@ -28,9 +28,9 @@ from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.measure_pictures import UNSLICED, WHOLE, Slicing
-from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
+from galvatron_lite.profiler.memory import MemoryPhase, storage_bytes, track_peak
 from galvatron_lite.profiler.schema import LayerPoint
-from galvatron_lite.profiler.segments import BlockCall, entering, hidden_state, leaf_of
+from galvatron_lite.profiler.segments import SegmentCall, entering, hidden_state, leaf_of
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
 
 _MOST_COPIES = 4
@@ -62,7 +62,7 @@ class SegmentMemory:
 
 def measure_block(
     block: nn.Module,
-    call: BlockCall,
+    call: SegmentCall,
     setting: LayerSetting,
     device: torch.device,
     rule: TimingRule = DEFAULT_RULE,
@@ -115,7 +115,7 @@ def layer_point(setting: LayerSetting, timing: Timing, memory: SegmentMemory) ->
     )
 
 
-def slicing_of(block: nn.Module, call: BlockCall, setting: LayerSetting) -> Slicing:
+def slicing_of(block: nn.Module, call: SegmentCall, setting: LayerSetting) -> Slicing:
     """How the channels of a block are sliced under a setting."""
     if setting.ways == 1:
         return Slicing()
@@ -157,7 +157,7 @@ def computing_in(precision: str, device: torch.device, forward: Callable[..., An
     return run
 
 
-def local_call(call: BlockCall, degree: int) -> BlockCall:
+def local_call(call: SegmentCall, degree: int) -> SegmentCall:
     """The call with the hidden state's tokens (dim 1) cut to one rank's share; tensors shaped like it are cut too."""
     if degree == 1:
         return call
@@ -191,7 +191,7 @@ class Seed(torch.autograd.Function):
         return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
-def block_memory(run: Callable[..., Any], call: BlockCall, device: torch.device) -> SegmentMemory:
+def block_memory(run: Callable[..., Any], call: SegmentCall, device: torch.device) -> SegmentMemory:
     """Bytes of one forward and backward of a block whose parameters have gradients.
 
     The input is made inside the tracked region and let go of by the caller, so it counts for as long as the block
@@ -209,7 +209,7 @@ def block_memory(run: Callable[..., Any], call: BlockCall, device: torch.device)
     return replace(memory, kept=max(memory.kept - passed, 0))
 
 
-def segment_memory(forward: Phase, backward: Phase, earlier: int, small: int = 0) -> SegmentMemory:
+def segment_memory(forward: MemoryPhase, backward: MemoryPhase, earlier: int, small: int = 0) -> SegmentMemory:
     """What a segment holds beyond what earlier ones keep; ``small``: bytes of the scalar that ends it."""
     kept = max(forward.end - earlier - small, 0)
     return SegmentMemory(kept, max(backward.peak - earlier, kept), max(forward.peak - earlier, kept))
@@ -219,13 +219,13 @@ def _seed_bytes(device: torch.device) -> int:
     return 512 if device.type == "cuda" else 4
 
 
-def _forward_backward(run: Callable[..., Any], call: BlockCall, leaf: Tensor, between: Callable[[], None]) -> None:
+def _forward_backward(run: Callable[..., Any], call: SegmentCall, leaf: Tensor, between: Callable[[], None]) -> None:
     seed = _forward(run, call, leaf)
     between()
     seed.backward()  # type: ignore[no-untyped-call]
 
 
-def _kept_output(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> int:
+def _kept_output(run: Callable[..., Any], call: SegmentCall, leaf: Tensor) -> int:
     """Bytes of a block's result that its own operators keep for backward."""
     kept: set[int] = set()
 
@@ -238,7 +238,7 @@ def _kept_output(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> int:
     return storage_bytes(one for one in outputs if one.untyped_storage().data_ptr() in kept)
 
 
-def _forward(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> Tensor:
+def _forward(run: Callable[..., Any], call: SegmentCall, leaf: Tensor) -> Tensor:
     """Run the block on a copy of ``leaf`` that nobody else holds."""
     whole = hidden_state(call.args, call.kwargs)
     holder = [leaf.clone()]
@@ -261,7 +261,7 @@ def differentiable(result: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_of(result) if tensor.requires_grad]
 
 
-def time_blocks(modules: list[nn.Module], call: BlockCall, device: torch.device, rule: TimingRule) -> Timing:
+def time_blocks(modules: list[nn.Module], call: SegmentCall, device: torch.device, rule: TimingRule) -> Timing:
     """Seconds of one forward and one backward of a block, of which several equal copies are given.
 
     The copies run one after another, forward all and then backward all, as the layers of a model do: their
@@ -285,7 +285,7 @@ def time_blocks(modules: list[nn.Module], call: BlockCall, device: torch.device,
     return Timing((forward / len(modules), backward / len(modules)), timing.repetitions, timing.spread)
 
 
-def _plain(run: Callable[..., Any], call: BlockCall, leaf: Tensor) -> Any:
+def _plain(run: Callable[..., Any], call: SegmentCall, leaf: Tensor) -> Any:
     whole = hidden_state(call.args, call.kwargs)
 
     def fill(tensor: Tensor) -> Tensor:

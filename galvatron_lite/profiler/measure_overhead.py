@@ -35,7 +35,7 @@ from galvatron_lite.profiler.measure_layers import differentiable, seeded
 from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, on_share
 from galvatron_lite.profiler.memory import storage_bytes
 from galvatron_lite.profiler.schema import HostOverhead
-from galvatron_lite.profiler.segments import BlockCall, entering, hidden_state, leaf_of
+from galvatron_lite.profiler.segments import SegmentCall, entering, hidden_state, leaf_of
 from galvatron_lite.profiler.timing import (
     DEFAULT_RULE,
     Across,
@@ -52,20 +52,20 @@ from galvatron_lite.profiler.timing import (
 CHAIN_LAYERS = 3
 
 
-class Chain(nn.Module):
+class BlockChain(nn.Module):
     """Equal blocks that run one after another, each on its own copy of the input."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(CHAIN_LAYERS))
 
-    def forward(self, call: BlockCall, leaves: list[Tensor]) -> Tensor:
+    def forward(self, call: SegmentCall, leaves: list[Tensor]) -> Tensor:
         """A scalar whose backward runs through every block."""
         outputs = [_run(block, call, leaf) for block, leaf in zip(self.blocks, leaves, strict=True)]
         return seeded([tensor for output in outputs for tensor in output], leaves[0].device)
 
 
-def _run(block: nn.Module, call: BlockCall, leaf: Tensor) -> list[Tensor]:
+def _run(block: nn.Module, call: SegmentCall, leaf: Tensor) -> list[Tensor]:
     whole = hidden_state(call.args, call.kwargs)
 
     def fill(tensor: Tensor) -> Tensor:
@@ -79,13 +79,17 @@ def _leave(_: Tensor) -> None:
 
 
 def chain_seconds(
-    chain: nn.Module, call: BlockCall, device: torch.device, rule: TimingRule, watch: Callable[[Tensor], None] = _leave
+    chain: nn.Module,
+    call: SegmentCall,
+    device: torch.device,
+    rule: TimingRule,
+    watch: Callable[[Tensor], None] = _leave,
 ) -> float:
     """Seconds of forward and backward of one block of a chain; see ``chain_run``."""
     return time_laps(chain_run(chain, call, watch), device, rule).laps[1] / CHAIN_LAYERS
 
 
-def chain_run(chain: nn.Module, call: BlockCall, watch: Callable[[Tensor], None] = _leave) -> Callable[[Lap], object]:
+def chain_run(chain: nn.Module, call: SegmentCall, watch: Callable[[Tensor], None] = _leave) -> Callable[[Lap], object]:
     """Forward and backward of a chain, as the second of two parts; gradients begin as None, as after ``zero_grad``.
 
     ``watch`` sees the chain's scalar before backward.
@@ -109,7 +113,7 @@ _SMALL = 4096
 
 def measure_overhead(
     block: nn.Module,
-    call: BlockCall,
+    call: SegmentCall,
     kind: LayerKind,
     batch: Any,
     device: torch.device,
@@ -126,7 +130,7 @@ def measure_overhead(
         rule: how long to time each.
     """
     step = time_call(lambda: _prepare_batch(batch, device), device, rule).seconds
-    plain = chain_seconds(Chain(block), call, device, rule)
+    plain = chain_seconds(BlockChain(block), call, device, rule)
     data = max(_data_seconds(block, call, device, rule) - plain, 0.0)
     spatial = _spatial_seconds(block, call, kind, device, rule)
     if not launched():
@@ -139,9 +143,9 @@ def _prepare_batch(batch: Any, device: torch.device) -> object:
     return move_batch(slice_batch(batch, 0, batch_size(batch)), device)
 
 
-def _zero_seconds(block: nn.Module, call: BlockCall, device: torch.device, rule: TimingRule) -> float:
+def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:
     """Beside a layer's collectives under ZeRO-3: two gathers of its parameters, one reduction of its gradients."""
-    plain, sharded = Chain(block), Chain(block)
+    plain, sharded = BlockChain(block), BlockChain(block)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in sharded.blocks:
         shard_group(ZeroGroup((layer,), mesh, STAGE_3), ())
@@ -159,22 +163,22 @@ def _zero_seconds(block: nn.Module, call: BlockCall, device: torch.device, rule:
     return max(time_difference(terms, device, rule).seconds, 0.0)
 
 
-def _data_seconds(block: nn.Module, call: BlockCall, device: torch.device, rule: TimingRule) -> float:
+def _data_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:
     """With gradients collected in buckets, but not sent."""
-    chain = Chain(block)
+    chain = BlockChain(block)
     reducer = GradientReducer([Reduced(parameter, None) for parameter in chain.parameters()])
     return chain_seconds(chain, call, device, rule, reducer.watch)
 
 
 def _spatial_seconds(
-    block: nn.Module, call: BlockCall, kind: LayerKind, device: torch.device, rule: TimingRule
+    block: nn.Module, call: SegmentCall, kind: LayerKind, device: torch.device, rule: TimingRule
 ) -> float:
     """How much longer a block takes on a share of its pixels than on a picture of that size."""
     grid = next(iter(measured_grids(kind)), None)
     if grid is None:
         return 0.0
     args, kwargs = (cut_pictures(given, kind, grid) for given in (call.args, call.kwargs))
-    own, plain, shared = replace(call, args=args, kwargs=kwargs), Chain(block), Chain(block)
+    own, plain, shared = replace(call, args=args, kwargs=kwargs), BlockChain(block), BlockChain(block)
     for layer in shared.blocks:
         on_share(layer, call, kind, grid)
     terms = Term(1.0 / CHAIN_LAYERS, chain_run(shared, own)), Term(-1.0 / CHAIN_LAYERS, chain_run(plain, own))
@@ -206,7 +210,7 @@ def _pipeline(device: torch.device, rule: TimingRule) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class BlockingCost:
     """Seconds that a blocking collective costs beside its transfer: ``fixed + per_byte * bytes of the tensor``."""
 
     fixed: float = 0.0
@@ -216,10 +220,10 @@ class Waiting:
 def measure_waiting(
     block: nn.Module,
     plan: TensorPlan,
-    calls: Sequence[BlockCall],
+    calls: Sequence[SegmentCall],
     device: torch.device,
     rule: TimingRule = DEFAULT_RULE,
-) -> Waiting:
+) -> BlockingCost:
     """Measure it on the largest tensor-parallel group that this world and the block allow.
 
     Args:
@@ -234,7 +238,7 @@ def measure_waiting(
     """
     degree = largest_degree(plan)
     if degree == 1:
-        return Waiting()
+        return BlockingCost()
     group = make_group(GroupShape(degree, 1, dist.get_world_size() // degree))
     points = [_point(block, plan, call, ProcessTensorGroup(group), device, rule) for call in calls]
     return line_through(points)
@@ -247,17 +251,17 @@ def largest_degree(plan: TensorPlan) -> int:
     return max(legal) if plan.collectives else 1
 
 
-def line_through(points: Sequence[tuple[int, float]]) -> Waiting:
+def line_through(points: Sequence[tuple[int, float]]) -> BlockingCost:
     """The line through the points of the smallest and the largest tensor, neither figure below zero."""
     (small, few), (large, many) = min(points), max(points)
     per_byte = max((many - few) / (large - small), 0.0) if large > small else 0.0
-    return Waiting(max(few - per_byte * small, 0.0), per_byte)
+    return BlockingCost(max(few - per_byte * small, 0.0), per_byte)
 
 
 def _point(
     block: nn.Module,
     plan: TensorPlan,
-    call: BlockCall,
+    call: SegmentCall,
     group: ProcessTensorGroup,
     device: torch.device,
     rule: TimingRule,
@@ -266,7 +270,7 @@ def _point(
     size = storage_bytes([hidden_state(call.args, call.kwargs)])
 
     def chain(shards: TensorGroup) -> Callable[[Lap], object]:
-        made = Chain(block)
+        made = BlockChain(block)
         for layer in made.blocks:
             shard_layer(layer, plan, shards)
         return chain_run(made, call)

@@ -26,7 +26,7 @@ from galvatron_lite.parallelism.cuts.tensor import cut_tensor, local_of
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.grids import Grid, laid_on, sensible_grids, splits_pixels
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from galvatron_lite.profiler.segments import BlockCall
+from galvatron_lite.profiler.segments import SegmentCall
 
 WHOLE: Grid = (1, 1, 1)
 WAYS = (2, 4, 8)
@@ -56,7 +56,7 @@ def cut_pictures(value: Any, kind: LayerKind, grid: Grid) -> Any:
     return map_tensors(value, lambda tensor: _cut(tensor, degrees))
 
 
-def on_share(block: nn.Module, call: BlockCall, kind: LayerKind, grid: Grid) -> nn.Module:
+def on_share(block: nn.Module, call: SegmentCall, kind: LayerKind, grid: Grid) -> nn.Module:
     """The block, changed to work on the first device's pixels as training does, without the other devices.
 
     Args:

@@ -19,7 +19,7 @@ from galvatron_lite.profiler.measure_hardware import measure_optimizer, measure_
 from galvatron_lite.profiler.measure_layers import LayerSetting
 from galvatron_lite.profiler.measure_overlap import measure_overlap
 from galvatron_lite.profiler.measure_pictures import measured_grids, measured_slices, share_on
-from galvatron_lite.profiler.measure_tasks import Task
+from galvatron_lite.profiler.measure_tasks import MeasureTask
 from galvatron_lite.profiler.timing import TimingRule
 
 EDGES = "before and after"
@@ -70,19 +70,19 @@ def layer_settings(scope: Scope) -> list[LayerSetting]:
     ]
 
 
-def make_tasks(scope: Scope, bench: LayerBench) -> list[Task]:
+def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
     """Everything a profile is made of; the same list on every rank."""
     device, rule, precision = scope.device, scope.rule, scope.graph.precision
-    tasks = [Task("throughput", "throughput", lambda _: to_data(measure_throughput(device, precision, rule)))]
+    tasks = [MeasureTask("throughput", "throughput", lambda _: to_data(measure_throughput(device, precision, rule)))]
     tasks += [_layer_task(setting, bench, scope) for setting in layer_settings(scope)]
     tasks += [_edge_task(samples, degree, bench) for samples in scope.samples for degree in scope.degrees]
     tasks += [_stem_task(setting, bench) for setting in stem_settings(scope)]
     tasks += [_sliced_edge_task(setting, bench) for setting in sliced_edges(scope)]
     tasks += [
-        Task("optimizer", "optimizer", lambda _: to_data(measure_optimizer(device, rule))),
-        Task("overlap", "overlap", lambda _: to_data(measure_overlap(device, rule))),
-        Task("overhead", "overhead of the runtime", lambda _: to_data(bench.measure_overhead())),
-        Task("waiting", "waiting at collectives", lambda _: to_data(bench.measure_waiting(max(scope.samples)))),
+        MeasureTask("optimizer", "optimizer", lambda _: to_data(measure_optimizer(device, rule))),
+        MeasureTask("overlap", "overlap", lambda _: to_data(measure_overlap(device, rule))),
+        MeasureTask("overhead", "overhead of the runtime", lambda _: to_data(bench.measure_overhead())),
+        MeasureTask("waiting", "waiting at collectives", lambda _: to_data(bench.measure_waiting(max(scope.samples)))),
     ]
     groups: dict[GroupShape, dist.ProcessGroup | None] = {}
     for shape in group_shapes(scope.world):
@@ -111,7 +111,7 @@ def sliced_edges(scope: Scope) -> list[LayerSetting]:
     ]
 
 
-def _layer_task(setting: LayerSetting, bench: LayerBench, scope: Scope) -> Task:
+def _layer_task(setting: LayerSetting, bench: LayerBench, scope: Scope) -> MeasureTask:
     def run(results: Mapping[str, Any]) -> Any:
         if not _fits(setting, scope, results):
             return None
@@ -119,7 +119,7 @@ def _layer_task(setting: LayerSetting, bench: LayerBench, scope: Scope) -> Task:
         return None if point is None else to_data(point)
 
     key = layer_key(setting)
-    return Task(key, key.replace("/", " "), run)
+    return MeasureTask(key, key.replace("/", " "), run)
 
 
 def _fits(setting: LayerSetting, scope: Scope, results: Mapping[str, Any]) -> bool:
@@ -140,23 +140,27 @@ def layer_key(setting: LayerSetting) -> str:
     return f"{setting.kind}/samples {setting.samples}/{ways}/recompute {setting.recompute}"
 
 
-def _edge_task(samples: int, degree: int, bench: LayerBench) -> Task:
+def _edge_task(samples: int, degree: int, bench: LayerBench) -> MeasureTask:
     key = f"{EDGES}/samples {samples}/tensor {degree}"
-    return Task(key, key.replace("/", " "), lambda _: [to_data(one) for one in bench.measure_edges(samples, degree)])
+    return MeasureTask(
+        key, key.replace("/", " "), lambda _: [to_data(one) for one in bench.measure_edges(samples, degree)]
+    )
 
 
-def _stem_task(setting: LayerSetting, bench: LayerBench) -> Task:
+def _stem_task(setting: LayerSetting, bench: LayerBench) -> MeasureTask:
     key = f"{EDGES}/pixels {setting.samples}"
-    return Task(key, key.replace("/", " "), lambda _: [to_data(one) for one in (bench.measure_stem(setting),) if one])
+    return MeasureTask(
+        key, key.replace("/", " "), lambda _: [to_data(one) for one in (bench.measure_stem(setting),) if one]
+    )
 
 
-def _sliced_edge_task(setting: LayerSetting, bench: LayerBench) -> Task:
+def _sliced_edge_task(setting: LayerSetting, bench: LayerBench) -> MeasureTask:
     def run(_: Mapping[str, Any]) -> Any:
         point = bench.measure_sliced_edge(setting)
         return [] if point is None else [to_data(point)]
 
     key = f"{EDGES}/{setting.kind}/samples {setting.samples}/{setting.by} {setting.ways}"
-    return Task(key, key.replace("/", " "), run)
+    return MeasureTask(key, key.replace("/", " "), run)
 
 
 def _collective_task(
@@ -164,7 +168,7 @@ def _collective_task(
     shape: GroupShape,
     groups: dict[GroupShape, dist.ProcessGroup | None],
     scope: Scope,
-) -> Task:
+) -> MeasureTask:
     def run(_: Mapping[str, Any]) -> Any:
         if shape not in groups:
             groups[shape] = make_group(shape)
@@ -172,4 +176,4 @@ def _collective_task(
         return [to_data(one) for one in points]
 
     key = f"{collective}/{shape.size} ranks {shape.stride} apart"
-    return Task(key, key.replace("/", " "), run)
+    return MeasureTask(key, key.replace("/", " "), run)

@@ -21,7 +21,7 @@ Progress: TypeAlias = Callable[[int, int, str], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class MeasureTask:
     """One thing to measure."""
 
     key: str  # tells it from every other task of the profile
@@ -30,7 +30,7 @@ class Task:
     run: Callable[[Mapping[str, Any]], Any]
 
 
-def run_tasks(tasks: Sequence[Task], journal: Journal | None, progress: Progress | None = None) -> Results:
+def run_tasks(tasks: Sequence[MeasureTask], journal: Journal | None, progress: Progress | None = None) -> Results:
     """Run what is not finished yet, in order, and keep each result at once.
 
     Args:

@@ -27,7 +27,7 @@ _MARK = "galvatron_lite.memory.mark"
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class MemoryPhase:
     """Memory between two marks, in bytes above what lived when tracking began."""
 
     start: int  # live when the phase began
@@ -40,8 +40,8 @@ class PeakMemory:
     """What ``track_peak`` found; filled in when its ``with`` block ends."""
 
     device: torch.device
-    phases: tuple[Phase, ...] = ()  # one between the entry, each ``mark``, and the exit
-    _measured: list[Phase] = field(default_factory=list)
+    phases: tuple[MemoryPhase, ...] = ()  # one between the entry, each ``mark``, and the exit
+    _measured: list[MemoryPhase] = field(default_factory=list)
 
     @property
     def peak(self) -> int:
@@ -125,18 +125,18 @@ def _is_mark(event: dict[str, Any]) -> bool:
     return bool(event.get("name") == _MARK and event.get("ph") == "X")
 
 
-def _phases(events: list[dict[str, Any]]) -> tuple[Phase, ...]:
+def _phases(events: list[dict[str, Any]]) -> tuple[MemoryPhase, ...]:
     blocks: dict[int, int] = {}
     live = start = peak = 0
     phases = []
     for event in events:
         if _is_mark(event):
-            phases.append(Phase(start, peak, live))
+            phases.append(MemoryPhase(start, peak, live))
             start = peak = live
             continue
         live += _change(blocks, event["args"]["Addr"], event["args"]["Bytes"])
         peak = max(peak, live)
-    return (*phases, Phase(start, peak, live))
+    return (*phases, MemoryPhase(start, peak, live))
 
 
 def _change(blocks: dict[int, int], address: int, size: int) -> int:
@@ -154,11 +154,13 @@ def _track_cuda(found: PeakMemory) -> Iterator[PeakMemory]:
     entry = torch.cuda.memory_allocated(found.device)
     yield found
     found.mark()
-    found.phases = tuple(Phase(max(p.start, entry) - entry, p.peak - entry, p.end - entry) for p in found._measured)
+    found.phases = tuple(
+        MemoryPhase(max(p.start, entry) - entry, p.peak - entry, p.end - entry) for p in found._measured
+    )
 
 
-def _cuda_phase(device: torch.device, earlier: list[Phase]) -> Phase:
+def _cuda_phase(device: torch.device, earlier: list[MemoryPhase]) -> MemoryPhase:
     torch.cuda.synchronize(device)
     end, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return Phase(earlier[-1].end if earlier else 0, peak, end)
+    return MemoryPhase(earlier[-1].end if earlier else 0, peak, end)

@@ -7,9 +7,9 @@ extent to 32 (NVIDIA, "Convolutional Layers User's Guide", sections on channels 
 channels last; a picture that lies channels first is converted on its way in and out (the same guide, "Tensor
 Layouts"). Nothing runs faster than its bytes can be moved.
 
-Grouped convolutions fill such tiles badly; how badly depends on the kernels that cuDNN has for a layout (``Layout``).
-Depthwise ones do not use tensor cores at all: they read and write memory, the gradient of the weights more than once
-(Lu et al. 2021, arXiv:2104.02636), and work at a small share of the fp32 units' rate.
+Grouped convolutions fill such tiles badly; how badly depends on the kernels that cuDNN has for a layout
+(``MemoryLayout``). Depthwise ones do not use tensor cores at all: they read and write memory, the gradient of the
+weights more than once (Lu et al. 2021, arXiv:2104.02636), and work at a small share of the fp32 units' rate.
 
 Figures marked [Empirical] were fitted on published runs of half of the networks (even CRC-32 of the name) and tried on
 the other half.
@@ -43,7 +43,7 @@ DEPTHWISE_RATE = 0.09
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryLayout:
     """How cuDNN's 16-bit kernels serve a memory layout. [Empirical], from the same runs as ``DEPTHWISE``."""
 
     conversions: float  # times input and output are moved besides, in each of the three products
@@ -54,10 +54,10 @@ class Layout:
     uneven_ramp: float = 0.0  # input channels a group at which they reach half of it
 
 
-FIRST = Layout(conversions=2.0, grouped=0.37, width=33.0)
-FULL = Layout(conversions=0.0, grouped=0.37, width=33.0)
+FIRST = MemoryLayout(conversions=2.0, grouped=0.37, width=33.0)
+FULL = MemoryLayout(conversions=0.0, grouped=0.37, width=33.0)
 # Grouped: chosen by hand on half of the networks of DeepLearningExamples on A100 and V100, checked on the others.
-LAST = Layout(conversions=0.0, grouped=0.11, width=4.0, even=32, uneven=0.074, uneven_ramp=38.0)
+LAST = MemoryLayout(conversions=0.0, grouped=0.11, width=4.0, even=32, uneven=0.074, uneven_ramp=38.0)
 """16 bits and TF32 channels first; fp32, and TF32 channels last, which need no conversion; 16 bits channels last."""
 
 
@@ -94,7 +94,7 @@ def convolution(machine: Machine, operator: Operator, samples: float, shared: in
     return _sums(operator, layout, (forward * unit, to_input * unit, to_weight * unit), seconds)
 
 
-def _layout(machine: Machine, last: bool) -> Layout:
+def _layout(machine: Machine, last: bool) -> MemoryLayout:
     if last:
         return LAST if machine.item_bytes <= 2 else FULL
     return FIRST if machine.item_bytes <= 2 or machine.precision == "tf32" else FULL
@@ -106,7 +106,7 @@ def _is_winograd(operator: Operator) -> bool:
     return len(sides) == 2 and all(side.kernel == 3 and side.stride == side.dilation == 1 for side in sides)
 
 
-def _sums(operator: Operator, layout: Layout, work: tuple[float, float, float], seconds: float) -> Seconds:
+def _sums(operator: Operator, layout: MemoryLayout, work: tuple[float, float, float], seconds: float) -> Seconds:
     """The three products, each bound by work or bytes, conversions added; no input gradient for the first layer."""
     forward, to_input, to_weight = (max(part, seconds) + layout.conversions * seconds for part in work)
     if not operator.backward_flops:
@@ -122,7 +122,7 @@ def _depthwise(machine: Machine, operator: Operator, samples: float, seconds: fl
 
 
 @lru_cache(maxsize=4096)
-def _grouped_rate(layout: Layout, channels: int, groups: int) -> float:
+def _grouped_rate(layout: MemoryLayout, channels: int, groups: int) -> float:
     """Of the dense rate, by channels a group and number of groups."""
     if groups % layout.even:
         return layout.uneven * channels / (channels + layout.uneven_ramp)

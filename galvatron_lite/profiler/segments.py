@@ -24,7 +24,7 @@ from galvatron_lite.parallelism.precision import compute_context
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCall:
+class SegmentCall:
     """What a block is called with, and the shapes of what it returns."""
 
     args: tuple[Any, ...]  # args, kwargs: detached arguments
@@ -121,7 +121,7 @@ def materialise(module: nn.Module, device: torch.device) -> nn.Module:
 
 def record_calls(
     skeleton: Skeleton, blocks: Mapping[str, nn.Module], batch: Any, compute: torch.dtype | None = None
-) -> dict[str, BlockCall]:
+) -> dict[str, SegmentCall]:
     """What the first block of every kind is called with for a batch.
 
     Args:
@@ -133,7 +133,7 @@ def record_calls(
     Raises:
         TraceError: a block is never called, or a block fails.
     """
-    calls: dict[str, BlockCall] = {}
+    calls: dict[str, SegmentCall] = {}
 
     def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if stub.kind not in calls:
@@ -153,7 +153,7 @@ def record_calls(
     raise TraceError("blocks", ", ".join(missing), "The model ran without calling them; name its blocks (blocks=...).")
 
 
-def passed_on(call: BlockCall, hidden: Tensor) -> Any:
+def passed_on(call: SegmentCall, hidden: Tensor) -> Any:
     """What a stub returns: the hidden state where the block returned one, zeros of the right shape elsewhere."""
     place = next(tensors_of(call.result), None)
 
@@ -180,7 +180,7 @@ def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return found
 
 
-def leaf_of(call: BlockCall) -> Tensor:
+def leaf_of(call: SegmentCall) -> Tensor:
     """A copy of the boundary tensor that takes a gradient where it can."""
     hidden = hidden_state(call.args, call.kwargs).detach().clone()
     return hidden.requires_grad_() if hidden.is_floating_point() else hidden
@@ -250,7 +250,7 @@ def _fill_buffer(buffer: Tensor) -> None:
 
 def _call_once(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str, compute: torch.dtype | None
-) -> BlockCall:
+) -> SegmentCall:
     if next(tensors_of((args, kwargs)), None) is None:
         raise TraceError(f"block {path}", "its arguments", "It is given no tensor; name other blocks (blocks=...).")
     args = tuple(_owned(value, compute) for value in args)
@@ -259,7 +259,7 @@ def _call_once(
         result = block(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
         raise TraceError(path, str(error), "The block cannot be run on its own; name other blocks.") from error
-    return BlockCall(args, kwargs, map_tensors(result, lambda tensor: tensor.to("meta")))
+    return SegmentCall(args, kwargs, map_tensors(result, lambda tensor: tensor.to("meta")))
 
 
 def _owned(value: Any, compute: torch.dtype | None) -> Any:

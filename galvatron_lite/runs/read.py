@@ -36,7 +36,7 @@ PROFILE = "profile.yaml"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """What a folder tells of a run."""
 
     folder: Path  # it
@@ -74,7 +74,7 @@ def is_run(folder: Path) -> bool:
     return folder.is_dir() and any(_STEPS.fullmatch(path.name) for path in folder.iterdir())
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """What a folder tells of a run."""
     files = _files(folder)
     adapters = _adapters()
@@ -87,7 +87,7 @@ def read_run(folder: Path) -> Run:
         for one in _under(digest, _records(path, adapters, torn)):
             by_rank.setdefault(one.rank, []).append(one)
     last = records.index(starts[-1])
-    return Run(
+    return RecordedRun(
         folder,
         starts,
         _steps(records),

@@ -33,7 +33,7 @@ Count = Annotated[int, Ge(0)]
 Seconds = Annotated[float, Ge(0)]
 
 
-class Part(StrEnum):
+class StepPart(StrEnum):
     """Where the time of a step on a rank goes; the parts of a step add up to its seconds."""
 
     FORWARD = "forward"
@@ -120,7 +120,7 @@ class RankRecord:
     steps: Count
     seconds: Seconds  # mean of a step; those of steps that were profiled or changed the plan are left out
     between: Seconds = 0.0  # mean seconds before a step
-    parts: dict[Part, Seconds] = field(default_factory=dict)  # mean seconds of a step, by where they went
+    parts: dict[StepPart, Seconds] = field(default_factory=dict)  # mean seconds of a step, by where they went
     # seconds of one forward pass of a block, median, by its name; empty where they were not timed
     layers: dict[str, Seconds] = field(default_factory=dict)
     # peak bytes in tensors since the plan began, as the device's allocator tells; 0: it does not (CPUs)
@@ -166,7 +166,7 @@ RECENT = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class StepFigures:
     """Figures of some steps, or of a prediction; 0 where one is not known."""
 
     seconds: float = 0.0  # of a step
@@ -176,30 +176,30 @@ class Figures:
     memory: int = 0  # bytes on the fullest device, without its driver's context
 
 
-def predicted(plan: Plan) -> Figures:
+def predicted(plan: Plan) -> StepFigures:
     """What a plan is predicted to do; nothing of one written by hand."""
     found = plan.prediction
     if found is None:
-        return Figures()
+        return StepFigures()
     tokens = found.tokens_per_second if found.tokens_per_second != found.samples_per_second else 0.0
     memory = max((stage.memory.total - stage.memory.context for stage in plan.stages), default=0)
-    return Figures(found.step_seconds, found.samples_per_second, tokens, found.mfu, max(memory, 0))
+    return StepFigures(found.step_seconds, found.samples_per_second, tokens, found.mfu, max(memory, 0))
 
 
-def measured(steps: Sequence[StepRecord], plan: Plan) -> Figures:
+def measured(steps: Sequence[StepRecord], plan: Plan) -> StepFigures:
     """What the last of some steps came to: medians, so that single slow ones do not count.
 
     MFU counts the FLOPs that the plan was made for: those of its prediction, a sample.
     """
     recent = [step for step in steps if not step.profiled][-RECENT:]
     if not recent:
-        return Figures()
+        return StepFigures()
     seconds, period = median(step.seconds for step in recent), median(step.seconds + step.between for step in recent)
     samples = median(step.samples for step in recent) / period if period else 0.0
     tokens = median(step.tokens for step in recent) / period if period else 0.0
     wanted = predicted(plan)
     mfu = wanted.mfu * samples / wanted.samples if wanted.samples else 0.0
-    return Figures(seconds, samples, tokens if wanted.tokens else 0.0, mfu, recent[-1].memory)
+    return StepFigures(seconds, samples, tokens if wanted.tokens else 0.0, mfu, recent[-1].memory)
 
 
 def tokens_of_sample(plan: Plan) -> float:
@@ -211,7 +211,7 @@ def tokens_of_sample(plan: Plan) -> float:
 STEP = "galvatron.step "
 """Before the number of a step."""
 PART = "galvatron.part "
-"""Before a part of a step (``Part``)."""
+"""Before a part of a step (``StepPart``)."""
 LAYER = "galvatron.layer "
 """Before the name of a layer: around its forward pass, and again where it is computed again in backward."""
 METADATA = "galvatron"

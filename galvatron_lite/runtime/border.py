@@ -14,22 +14,22 @@ from galvatron_lite.parallelism.cuts.line import Line, ProcessLine
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts, Rules
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.layout import WHOLE, Axis, Layout, Split
+from galvatron_lite.runtime.layout import WHOLE, Axis, AxisSplit, Layout
 from galvatron_lite.runtime.mesh import StrategyGroups
-from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.placement import LayerAssignment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class RankPiece:
     """A rank's part of a tensor of the stage."""
 
     tensor: Tensor  # a plain one; its gradient is complete on every rank that holds the same
-    split: Split  # how the whole lies on the stage
+    split: AxisSplit  # how the whole lies on the stage
     shape: tuple[int, ...]  # of the whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Border:
+class BoundaryLayout:
     """What code in one layout works on."""
 
     layout: Layout  # of its activations
@@ -39,7 +39,7 @@ class Border:
     slices: Line | None = None  # the ranks that share the channels of what enters and leaves; None where they are whole
     outputs: tuple[int, ...] = ()  # channels of the pictures that leave, in order; empty where their shares are equal
 
-    def cuts(self, split: Split, shape: Sequence[int]) -> Cuts:
+    def cuts(self, split: AxisSplit, shape: Sequence[int]) -> Cuts:
         """How a rank's box of a tensor is cut inside.
 
         Where tensor groups split a rank's tokens again, code inside sees as many tokens as all ranks of the line hold.
@@ -49,13 +49,13 @@ class Border:
         cut = [(dim, replace(axis, inner=1), extent // axis.inner) for dim, (axis, extent) in places]
         return tuple(Cut(dim, extent, lines[axis]) for dim, axis, extent in cut if axis in lines)
 
-    def split(self, cuts: Cuts, shape: Sequence[int]) -> Split:
+    def split(self, cuts: Cuts, shape: Sequence[int]) -> AxisSplit:
         """How a tensor that is cut inside lies on the stage; its samples are shared."""
         whole = self.layout.samples(shape)
         axes = list(whole.axes)
         for cut in cuts:
             axes[cut.dim] = next(axis for axis, line in zip(self.axes, self.lines, strict=True) if line is cut.line)
-        return Split(whole.devices, tuple(axes))
+        return AxisSplit(whole.devices, tuple(axes))
 
     @property
     def replicas(self) -> int:
@@ -68,8 +68,8 @@ class Bordered:
     """A module of a layer, by its path, and what it works on."""
 
     path: str
-    placed: Placed
-    border: Border
+    placed: LayerAssignment
+    border: BoundaryLayout
 
 
 def rules_under(strategy: Strategy) -> Rules:
@@ -77,12 +77,12 @@ def rules_under(strategy: Strategy) -> Rules:
     return rules_of(strategy) if strategy.context > 1 else PIXELS_RULES
 
 
-def border_of(layout: Layout, strategy: Strategy, groups: StrategyGroups) -> Border:
+def border_of(layout: Layout, strategy: Strategy, groups: StrategyGroups) -> BoundaryLayout:
     """The border of a layer: lines of ranks along the tokens or the sides of pictures that its strategy shares."""
     if strategy.context > 1 and groups.context is not None:
-        return Border(layout, (layout.token_axis,), (Mirrored(ProcessLine(groups.context)),))
+        return BoundaryLayout(layout, (layout.token_axis,), (Mirrored(ProcessLine(groups.context)),))
     sides = zip(layout.pixel_axes, (groups.depth, groups.height, groups.width), strict=True)
     lines = [(axis, ProcessLine(group)) for axis, group in sides if axis != WHOLE and group is not None]
     if strategy.spatial == 1 or not lines:
-        return Border(layout)
-    return Border(layout, tuple(axis for axis, _ in lines), tuple(line for _, line in lines))
+        return BoundaryLayout(layout)
+    return BoundaryLayout(layout, tuple(axis for axis, _ in lines), tuple(line for _, line in lines))

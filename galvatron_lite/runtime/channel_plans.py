@@ -14,10 +14,10 @@ from galvatron_lite.model.trace_run import BlockCall
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.placement import LayerAssignment
 
 
-def channel_plans(model: nn.Module, placed: Iterable[Placed], batch: Any) -> dict[str, ChannelPlan]:
+def channel_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, ChannelPlan]:
     """Channel plans by module path, of the layers whose strategy shares channels; equal blocks are examined once.
 
     Of the layers before and after the blocks, each module is examined by itself; those that have nothing to be split
@@ -71,7 +71,7 @@ def _given(batch: Any) -> Any:
     return batch
 
 
-def _examined(model: nn.Module, one: Placed, call: BlockCall) -> ChannelPlan:
+def _examined(model: nn.Module, one: LayerAssignment, call: BlockCall) -> ChannelPlan:
     by, degree = by_of(one.strategy)
     try:
         return infer_channels(model.get_submodule(call.path), call.args, call.kwargs, by, degree)

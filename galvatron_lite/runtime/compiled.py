@@ -25,7 +25,7 @@ from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.recompute.apply import casting_anew
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.mesh import Group, Meshes
-from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.placement import LayerAssignment
 
 Forward = Callable[..., Any]
 AUTO, DEFAULT = "auto", "inductor"
@@ -58,21 +58,21 @@ def _torch_version() -> tuple[int, int]:
 
 
 @dataclass(slots=True)
-class Verdict:
+class CompileVerdict:
     """What was found of a kind of block."""
 
     takes: bool | None = None  # whether its blocks run compiled; None until the first of them has been tried
 
 
 @dataclass(slots=True)
-class Block:
+class CompiledBlock:
     """A block whose forward may be compiled."""
 
     name: str  # of the layer
     module: nn.Module  # the block
     forward: Forward  # as it was
     compiled: Forward  # the same, compiled when it is first called
-    verdict: Verdict  # of its kind
+    verdict: CompileVerdict  # of its kind
     group: Group  # ranks that run it together; their slowest counts
     measures: bool  # whether the faster way is kept, instead of the compiled one
 
@@ -118,7 +118,9 @@ class Block:
         warnings.warn(f"{self.name} does not compile, and runs as it is ({reason}).", stacklevel=3)
 
 
-def compile_blocks(model: nn.Module, stage: Sequence[Placed], meshes: Meshes, wanted: str) -> list[Block]:
+def compile_blocks(
+    model: nn.Module, stage: Sequence[LayerAssignment], meshes: Meshes, wanted: str
+) -> list[CompiledBlock]:
     """Have a stage's blocks compiled, in place. Call it before they are split: all that is put around them stays out.
 
     Blocks that share tokens or pixels run as they are: they are given tensors that show whole shapes, which cannot be
@@ -132,23 +134,23 @@ def compile_blocks(model: nn.Module, stage: Sequence[Placed], meshes: Meshes, wa
     """
     if not wanted:
         return []
-    verdicts: dict[object, Verdict] = {}
+    verdicts: dict[object, CompileVerdict] = {}
     backend = DEFAULT if wanted == AUTO else wanted
     made = []
     for placed in stage:
         if placed.layer.role is not Role.BLOCK or placed.strategy.context * placed.strategy.spatial > 1:
             continue
         module, group = model.get_submodule(placed.layer.modules[0]), meshes.groups(placed.strategy).everyone
-        verdict = verdicts.setdefault((_kind_of(module), placed.strategy), Verdict())
+        verdict = verdicts.setdefault((_kind_of(module), placed.strategy), CompileVerdict())
         compiled = torch.compile(module.forward, backend=backend)
-        block = Block(placed.layer.name, module, module.forward, compiled, verdict, group, wanted == AUTO)
+        block = CompiledBlock(placed.layer.name, module, module.forward, compiled, verdict, group, wanted == AUTO)
         module.forward = _forward_of(block)
         module.register_forward_pre_hook(block.try_out, with_kwargs=True)
         made.append(block)
     return made
 
 
-def _forward_of(block: Block) -> Forward:
+def _forward_of(block: CompiledBlock) -> Forward:
     @functools.wraps(block.forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         return block.run(*args, **kwargs)

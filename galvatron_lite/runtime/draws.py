@@ -15,7 +15,7 @@ from galvatron_lite.parallelism.draws.modules import Draws, find_sites
 from galvatron_lite.parallelism.draws.sites import Lot
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.mesh import Meshes
-from galvatron_lite.runtime.placement import Placed, glue_of
+from galvatron_lite.runtime.placement import LayerAssignment, glue_of
 
 OWN, SAME = "own", "same"
 
@@ -38,7 +38,7 @@ def draws_of(
     return Draws(seed, find_sites(model, layers, batch), batch)
 
 
-def lot_of(placed: Placed, meshes: Meshes) -> Lot:
+def lot_of(placed: LayerAssignment, meshes: Meshes) -> Lot:
     """What this rank has of a layer's work."""
     groups, strategy = meshes.groups(placed.strategy), placed.strategy
     replicas = meshes.stage_devices // strategy.batch_degree
@@ -48,7 +48,9 @@ def lot_of(placed: Placed, meshes: Meshes) -> Lot:
 
 
 @contextmanager
-def drawing(draws: Draws | None, stage: Sequence[Placed], meshes: Meshes, part: object, rows: int) -> Iterator[None]:
+def drawing(
+    draws: Draws | None, stage: Sequence[LayerAssignment], meshes: Meshes, part: object, rows: int
+) -> Iterator[None]:
     """The model's forward runs inside, on a micro-batch of so many samples."""
     if draws is None:
         yield

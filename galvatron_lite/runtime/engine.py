@@ -36,7 +36,7 @@ from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.setup import Options, StageRuntime, set_up
+from galvatron_lite.runtime.setup import SetupOptions, StageRuntime, set_up
 from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.steering import Steering
@@ -45,7 +45,7 @@ from galvatron_lite.runtime.stepped import check_gradients, check_no_gradients, 
 from galvatron_lite.runtime.switch.origin import origin_of
 from galvatron_lite.runtime.switch.switching import Switching
 from galvatron_lite.runtime.synced_buffers import SyncedBuffers
-from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.notes import StepPhase
 from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.world import pick_device
 
@@ -133,7 +133,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self._compute = compute_dtype(precision or plan.precision)
         self.scaler = LossScaler(self._norm, self._multiply) if self._compute is torch.float16 else None
         self.entries = entries_of(model, layers)
-        options = Options(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity)
+        options = SetupOptions(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity)
         draws = draws_of(randomness, model, plan, layers, batch, seed, compiles=bool(compile))
         groups = ProcessGroups(timeout=timeout)
         options = replace(options, compile=check_compile(compile, plan), draws=draws, groups=groups)
@@ -150,7 +150,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self._optimizers, self._turns = OptimizerSteps(self), 1
         self._batches = GlobalBatches(self.device, batch, local_batch, timeout)
 
-    def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
+    def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions) -> StageRuntime:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
         self._runtimes = set_up(model, self.plan, layers, batch, meshes, options)
         self.copies = nn.ModuleList(runtime.model for runtime in self._runtimes[1:])
@@ -244,7 +244,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             PeerError: another rank is gone, failed or hangs.
             ExhaustedError: memory ran out.
         """
-        with self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index, Phase.BATCH):
+        with self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index, StepPhase.BATCH):
             batch, self._turns = self._batches.of_step(batch, self.watch.group)
         loss: Tensor = self._train_step(batch, optimizer, max_grad_norm)
         return loss
@@ -266,7 +266,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             optimizer.zero_grad(set_to_none=True)
             raise
         if is_finite:
-            self.watch.at(Phase.OPTIMIZER)
+            self.watch.at(StepPhase.OPTIMIZER)
             optimizer.step()
             self.publish()  # torch calls no hook of an optimizer of another library
         optimizer.zero_grad(set_to_none=True)
@@ -284,7 +284,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self._calls.buffers.begin(self.runtimes, self.plan.microbatches)
         with holding_copies(self._compute, self.device):
             loss = (self._accumulated if self.runtime.pipeline is None else self._pipelined)(batch, lifted)
-        self.watch.at(Phase.GRADIENTS)
+        self.watch.at(StepPhase.GRADIENTS)
         self._calls.buffers.finish()
         for one in self.runtimes:
             one.reducer.finish()
@@ -348,7 +348,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         check_gradients(self._has_gradients() or not any(runtime.owned for runtime in self.runtimes))
         self._multiply(factor)
 
-    def _watched(self, phase: Phase = Phase.SAVING) -> AbstractContextManager[None]:
+    def _watched(self, phase: StepPhase = StepPhase.SAVING) -> AbstractContextManager[None]:
         return self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index, phase)
 
     def _norm(self) -> Tensor:
@@ -457,9 +457,9 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
     def _accumulate(self, parts: Sequence[Any], scale: float, before_backward: Callable[[int], None]) -> Tensor:
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts):
-            self.watch.at(Phase.FORWARD, number)
+            self.watch.at(StepPhase.FORWARD, number)
             loss = self._scaled(part, scale)
-            self.watch.at(Phase.BACKWARD, number)
+            self.watch.at(StepPhase.BACKWARD, number)
             before_backward(number)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()

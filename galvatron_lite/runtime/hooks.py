@@ -20,9 +20,9 @@ from galvatron_lite.parallelism.channel.borders import is_shared
 from galvatron_lite.parallelism.cuts.functions import enter
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
 from galvatron_lite.parallelism.spatial.apply import CUTS, CutsAt
-from galvatron_lite.runtime.border import Border, Bordered, Piece
+from galvatron_lite.runtime.border import Bordered, BoundaryLayout, RankPiece
 from galvatron_lite.runtime.laid import LaidTensor
-from galvatron_lite.runtime.layout import IDS, INNER, Layout, Split
+from galvatron_lite.runtime.layout import IDS, INNER, AxisSplit, Layout
 from galvatron_lite.runtime.traffic import Traffic
 
 UserHooks = Mapping[str, tuple[Sequence[int], Sequence[int]]]
@@ -79,7 +79,7 @@ class _Entry:
     """
 
     traffic: Traffic
-    border: Border
+    border: BoundaryLayout
     layer: str
     compute: torch.dtype | None
 
@@ -102,7 +102,7 @@ class _Entry:
         args, kwargs = map_places((args, kwargs), convert)
         return args, {**kwargs, CUTS: CutsAt(cuts)} if self.border.lines else kwargs
 
-    def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> Split:
+    def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> AxisSplit:
         layout = self.border.layout
         if hidden is None and layout.context > 1 and len(shape) == IDS:
             return layout.of_tokens(shape)
@@ -133,7 +133,7 @@ class _Entry:
             known[place] = (tensor, make())
         return known[place][1]
 
-    def _moved(self, piece: Piece, target: Split) -> Tensor:
+    def _moved(self, piece: RankPiece, target: AxisSplit) -> Tensor:
         return self.traffic.mover(self._cast(piece.tensor), piece.split, target, piece.shape)
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class _Exit:
     """Hook: what the layer returned, as the code behind it is given it."""
 
     traffic: Traffic
-    border: Border
+    border: BoundaryLayout
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         cuts: Mapping[str, Cuts] = {}
@@ -166,20 +166,20 @@ class _Exit:
 
         return map_places(output, convert)
 
-    def _slice(self, tensor: Tensor, channels: int | None) -> Piece:
+    def _slice(self, tensor: Tensor, channels: int | None) -> RankPiece:
         """A share of channels; of so many, or of equal ones."""
         layout, (_, own, *rest) = self.border.layout, tensor.shape
         shape = (self.traffic.rows, channels or own * layout.channels, *rest)
-        return Piece(tensor, layout.hidden(shape), shape)
+        return RankPiece(tensor, layout.hidden(shape), shape)
 
-    def _piece(self, tensor: Tensor, cuts: Cuts, is_hidden: bool) -> Piece:
+    def _piece(self, tensor: Tensor, cuts: Cuts, is_hidden: bool) -> RankPiece:
         layout = self.border.layout
         shape = [self.traffic.rows, *tensor.shape[1:]]
         for cut in cuts:
             shape[cut.dim] = cut.extent
         if self.border.lines and not (is_hidden and layout.sequence > 1):
-            return Piece(tensor, self.border.split(cuts, shape), tuple(shape))
+            return RankPiece(tensor, self.border.split(cuts, shape), tuple(shape))
         if is_hidden and tensor.dim() > INNER:
             shape[INNER] *= layout.sequence
-            return Piece(tensor, layout.hidden(shape), tuple(shape))
-        return Piece(tensor, layout.samples(shape), tuple(shape))
+            return RankPiece(tensor, layout.hidden(shape), tuple(shape))
+        return RankPiece(tensor, layout.samples(shape), tuple(shape))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of, shares_only
-from galvatron_lite.runtime.border import Piece
+from galvatron_lite.runtime.border import RankPiece
 
-Look = Callable[[Piece], Tensor]
+Look = Callable[[RankPiece], Tensor]
 """Brings a piece to the glue layout; with communication, so all ranks of the stage do it together."""
 
 _OF_PIECE = frozenset({"dtype", "device", "requires_grad", "is_floating_point", "is_complex", "layout"})
@@ -25,7 +25,7 @@ class LaidTensor(CutTensor):
     It tells its shape, dtype and the like without that. (A subclass, so that among cut tensors it is asked first.)
     """
 
-    piece: Piece
+    piece: RankPiece
     look: Look
     rows: int
     looked: Tensor | None
@@ -44,7 +44,7 @@ class LaidTensor(CutTensor):
         return func(*map_tensors(args, seen), **map_tensors(kwargs or {}, seen))
 
 
-def laid_tensor(piece: Piece, rows: int, look: Look) -> Tensor:
+def laid_tensor(piece: RankPiece, rows: int, look: Look) -> Tensor:
     """A piece as glue code may hold it.
 
     Args:

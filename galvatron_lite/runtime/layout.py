@@ -1,9 +1,9 @@
 """How activations lie on the ranks of a stage: every rank holds a box of the whole tensor. No torch here.
 
 The ranks of a stage are row-major over (batch, context, tensor, depth, height, width, channels). A ``Layout`` says how
-many ways a strategy shares the samples, and the tokens, pixels or channels of each. A ``Split`` says the same of one
-tensor, dim by dim: a picture (samples, channels, [[planes,] rows,] columns) and the scores made of it lie unlike in one
-layout.
+many ways a strategy shares the samples, and the tokens, pixels or channels of each. An ``AxisSplit`` says the same of
+one tensor, dim by dim: a picture (samples, channels, [[planes,] rows,] columns) and the scores made of it lie unlike
+in one layout.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class AxisSplit:
     """How one tensor is shared by the ranks of a stage; ranks that differ in no axis hold the same."""
 
     devices: int  # ranks of the stage
@@ -172,7 +172,7 @@ class Layout:
         )
         return planes, rows, columns
 
-    def samples(self, shape: Sequence[int]) -> Split:
+    def samples(self, shape: Sequence[int]) -> AxisSplit:
         """How a tensor lies whose samples alone are shared.
 
         Args:
@@ -184,13 +184,13 @@ class Layout:
         if shape[0] % self.batch:
             raise InputError("samples", shape[0], f"A micro-batch must be divisible by {self.batch}.")
         rows = Axis(self.batch, self.replicas) if self.batch > 1 else WHOLE
-        return Split(self.devices, (rows, *[WHOLE] * (len(shape) - 1)))
+        return AxisSplit(self.devices, (rows, *[WHOLE] * (len(shape) - 1)))
 
-    def of_tokens(self, shape: Sequence[int]) -> Split:
+    def of_tokens(self, shape: Sequence[int]) -> AxisSplit:
         """How ids of tokens (samples, tokens) lie where ranks share tokens."""
-        return Split(self.devices, (*self.samples(shape).axes[:INNER], self.token_axis))
+        return AxisSplit(self.devices, (*self.samples(shape).axes[:INNER], self.token_axis))
 
-    def hidden(self, shape: Sequence[int], pictures: bool = True) -> Split:
+    def hidden(self, shape: Sequence[int], pictures: bool = True) -> AxisSplit:
         """How a hidden state lies: samples are shared, and tokens, channels or pixels.
 
         Args:
@@ -212,7 +212,7 @@ class Layout:
         count = len(axes) - PIXELS
         if pictures and 0 < count <= len(self.sides) and self._fills(shape[PIXELS:]):
             axes[PIXELS:] = self.pixel_axes[len(self.sides) - count :]
-        return Split(self.devices, tuple(axes))
+        return AxisSplit(self.devices, tuple(axes))
 
     def _fills(self, extents: Sequence[int]) -> bool:
         """Whether every rank gets pixels."""
@@ -238,7 +238,7 @@ class Route:
 
 
 @lru_cache(maxsize=4096)
-def route(source: Split, target: Split, shape: tuple[int, ...], place: int) -> Route:
+def route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], place: int) -> Route:
     """The way of the rank at ``place`` from one split of a tensor of that whole shape to another."""
     ranks = range(source.devices)
     before, after = (tuple(split.box(rank, shape) for rank in ranks) for split in (source, target))

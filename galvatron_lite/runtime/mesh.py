@@ -123,7 +123,7 @@ def join_world(plan: Plan, device_type: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MeshPart:
     """Layers that have ranks of their own, and no pipeline."""
 
     first: int  # their first rank
@@ -131,7 +131,7 @@ class Part:
     strategies: tuple[Strategy, ...]  # of the layers. Those of one device: every rank does the whole work
 
 
-def build_part_meshes(parts: Sequence[Part], device_type: str) -> list[Meshes | None]:
+def build_part_meshes(parts: Sequence[MeshPart], device_type: str) -> list[Meshes | None]:
     """Every process group of several parts of a model; all ranks must call it together, once the world is joined.
 
     Returns:
@@ -143,11 +143,11 @@ def build_part_meshes(parts: Sequence[Part], device_type: str) -> list[Meshes | 
     return [_part_view(part, rank, made, device_type) for part in parts]
 
 
-def _part_degrees(part: Part) -> list[Strategy]:
+def _part_degrees(part: MeshPart) -> list[Strategy]:
     return sorted({_degrees(strategy) for strategy in part.strategies})
 
 
-def _part_view(part: Part, rank: int, made: Mapping[Key, dist.ProcessGroup], device_type: str) -> Meshes | None:
+def _part_view(part: MeshPart, rank: int, made: Mapping[Key, dist.ProcessGroup], device_type: str) -> Meshes | None:
     if not part.first <= rank < part.first + part.devices:
         return None
     views = {

@@ -63,7 +63,7 @@ def fused_on_host(
     ]
 
 
-class Split(Protocol):
+class ShardedModel(Protocol):
     """A model whose parameters optimizers update: a ``ParallelModel``."""
 
     plan: Plan
@@ -85,7 +85,7 @@ class OptimizerSteps:
         parallel: the model.
     """
 
-    def __init__(self, parallel: Split) -> None:
+    def __init__(self, parallel: ShardedModel) -> None:
         self._parallel = weakref.ref(parallel)
         self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Plan] = weakref.WeakKeyDictionary()
         handles = [
@@ -126,7 +126,7 @@ class OptimizerSteps:
             raise refused
         self._checked[optimizer] = parallel.plan
 
-    def _updates(self, optimizer: torch.optim.Optimizer) -> Split | None:
+    def _updates(self, optimizer: torch.optim.Optimizer) -> ShardedModel | None:
         """The model, where the optimizer is over parameters of it."""
         parallel = self._parallel()
         if parallel is None:

@@ -26,7 +26,7 @@ RUNNING = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ItemRun:
     """Items that are in one place both in a rank's tensor and in the whole one; the boxes' shapes are equal."""
 
     local: Box  # where in the rank's tensor
@@ -40,7 +40,7 @@ class Held:
     name: str  # the user's; of a shared parameter the first of its names in the model's ``state_dict()``
     shape: tuple[int, ...]  # of the whole tensor
     tensor: Tensor  # this rank's, plain; it shares its storage with what training uses
-    chunks: tuple[Chunk, ...]  # which items it has; none where the rank has no part
+    chunks: tuple[ItemRun, ...]  # which items it has; none where the rank has no part
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,9 @@ def _among_all(held: Held, spread: ParameterShard) -> Held:
         return held
     ((start, _),) = spread.ranges
     chunks = [
-        Chunk(one.local, Box(((one.whole.ranges[0][0] + start, one.whole.ranges[0][1] + start), *one.whole.ranges[1:])))
+        ItemRun(
+            one.local, Box(((one.whole.ranges[0][0] + start, one.whole.ranges[0][1] + start), *one.whole.ranges[1:]))
+        )
         for one in held.chunks
     ]
     return replace(held, shape=(spread.shape[0], *held.shape[1:]), chunks=tuple(chunks))
@@ -232,11 +234,11 @@ def _follows(shape: tuple[int, ...], one: Owned, shard: ParameterShard) -> bool:
     return alike and shape[shard.dim] == own[shard.dim]
 
 
-def _whole_chunks(part: Box) -> tuple[Chunk, ...]:
-    return (Chunk(part.within(part), part),) if part.items else ()
+def _whole_chunks(part: Box) -> tuple[ItemRun, ...]:
+    return (ItemRun(part.within(part), part),) if part.items else ()
 
 
-def _sliced_chunks(part: Box, shard: ParameterShard) -> tuple[Chunk, ...]:
+def _sliced_chunks(part: Box, shard: ParameterShard) -> tuple[ItemRun, ...]:
     """Where the items of a part of a rank's slice lie in the whole tensor: fused parts are sliced each by itself."""
     chunks, offset = [], 0
     for start, length in shard.ranges:
@@ -247,14 +249,14 @@ def _sliced_chunks(part: Box, shard: ParameterShard) -> tuple[Chunk, ...]:
             whole = list(met.ranges)
             first, last = met.ranges[shard.dim]
             whole[shard.dim] = (first - offset + start, last - offset + start)
-            chunks.append(Chunk(met.within(part), Box(tuple(whole))))
+            chunks.append(ItemRun(met.within(part), Box(tuple(whole))))
         offset += length
     return tuple(chunks)
 
 
 def _buffers(
     runtime: StageRuntime, tree: nn.Module, entries: Entries, is_first: bool
-) -> Iterator[tuple[str, Tensor, tuple[Chunk, ...]]]:
+) -> Iterator[tuple[str, Tensor, tuple[ItemRun, ...]]]:
     # those that no layer has are on every part
     here = {placed.layer.name for placed in runtime.stage} | ({""} if is_first else set())
     cut = _cut_paths(runtime)
@@ -267,7 +269,7 @@ def _buffers(
         if group is not None and last in RUNNING:
             start, length = share(buffer.shape[0], *group)
             box = Box(((start, start + length), *box.ranges[1:]))
-        yield entries.names[name], buffer, (Chunk(box, box),) if box.items else ()
+        yield entries.names[name], buffer, (ItemRun(box, box),) if box.items else ()
 
 
 def _cut_paths(runtime: StageRuntime) -> dict[str, tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.layout import Box, Split
+from galvatron_lite.runtime.layout import AxisSplit, Box
 
 Boxes = tuple[Box, ...]
 
@@ -26,7 +26,7 @@ class PieceRoute:
 
 
 @lru_cache(maxsize=1024)
-def piece_route(source: Split, target: Split, shape: tuple[int, ...], place: int) -> PieceRoute:
+def piece_route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], place: int) -> PieceRoute:
     """The way of the rank at ``place`` from one split of a tensor of that whole shape to another."""
     ranks = range(source.devices)
     before, after = ([split.boxes(rank, shape) for rank in ranks] for split in (source, target))
@@ -49,7 +49,12 @@ def piece_route(source: Split, target: Split, shape: tuple[int, ...], place: int
 
 
 def move_pieces(
-    tensor: Tensor, source: Split, target: Split, shape: tuple[int, ...], place: int, group: dist.ProcessGroup | None
+    tensor: Tensor,
+    source: AxisSplit,
+    target: AxisSplit,
+    shape: tuple[int, ...],
+    place: int,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
     """A rank's part of a tensor under another split. No autograd; all ranks of the stage call it together.
 

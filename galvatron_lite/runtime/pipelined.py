@@ -19,7 +19,7 @@ from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.setup import StageRuntime
 from galvatron_lite.runtime.stage_calls import Calls
-from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.notes import StepPhase
 from galvatron_lite.runtime.watch.watch import Watch
 
 _PLAIN = (bool, int, float, str, NoneType)
@@ -56,7 +56,7 @@ def pipelined_step(
     weights = iter(range(len(parts) * len(parts[0])))
 
     def before(action: Action, last: bool) -> None:
-        watch.at(Phase(action.what.value), action.microbatch)
+        watch.at(StepPhase(action.what.value), action.microbatch)
         if action.what is not Pass.WEIGHT:
             watch.waits()
         if action.what is Pass.BACKWARD:

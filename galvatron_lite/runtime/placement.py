@@ -14,7 +14,7 @@ from galvatron_lite.runtime.layout import Layout, layout_of
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class LayerAssignment:
     """A layer and what the plan does with it."""
 
     layer: Layer
@@ -27,7 +27,7 @@ class Placed:
         return layout if self.layer.role is Role.BLOCK else replace(layout, sequence=1)
 
 
-Stages = tuple[tuple[Placed, ...], ...]
+Stages = tuple[tuple[LayerAssignment, ...], ...]
 
 
 def place_layers(plan: Plan, layers: Sequence[Layer]) -> Stages:
@@ -37,12 +37,12 @@ def place_layers(plan: Plan, layers: Sequence[Layer]) -> Stages:
         InputError: the plan names a layer the model does not have, leaves one out, or takes them in another order.
     """
     names = [layer.name for layer in layers]
-    stages, start = list[tuple[Placed, ...]](), 0
+    stages, start = list[tuple[LayerAssignment, ...]](), 0
     for number, stage in enumerate(plan.stages):
-        placed: list[Placed] = []
+        placed: list[LayerAssignment] = []
         for run in stage.runs:
             chosen = _layers_of(run, layers, names, start, f"plan.stages[{number}]")
-            placed += [Placed(layer, run.strategy) for layer in chosen]
+            placed += [LayerAssignment(layer, run.strategy) for layer in chosen]
             start += len(chosen)
         stages.append(tuple(placed))
     if start < len(names):
@@ -71,7 +71,7 @@ def _shorten(names: Sequence[str]) -> str:
     return ", ".join(shown)
 
 
-def glue_of(stage: Sequence[Placed]) -> Placed:
+def glue_of(stage: Sequence[LayerAssignment]) -> LayerAssignment:
     """The layer in whose layout (with whole tokens) a stage's inputs lie, and what runs between its layers.
 
     It is the first of the edges, else the first block.
@@ -79,7 +79,7 @@ def glue_of(stage: Sequence[Placed]) -> Placed:
     return next((placed for placed in stage if placed.layer.role is not Role.BLOCK), stage[0])
 
 
-def glue_layout(stage: Sequence[Placed]) -> Layout:
+def glue_layout(stage: Sequence[LayerAssignment]) -> Layout:
     """The layout of a stage's inputs, and of what runs between its layers."""
     return glue_of(stage).layout.whole_tokens
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.layout import Box, Route, Split, route
+from galvatron_lite.runtime.layout import AxisSplit, Box, Route, route
 from galvatron_lite.runtime.piecewise import move_pieces
 
 Shape = tuple[int, ...]
@@ -23,7 +23,7 @@ class Mover:
     group: dist.ProcessGroup | None  # all ranks of the stage; None for a stage of one rank
     place: int  # this rank's place in the stage
 
-    def __call__(self, tensor: Tensor, source: Split, target: Split, shape: Shape) -> Tensor:
+    def __call__(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
         """The tensor split another way.
 
         Args:
@@ -41,7 +41,7 @@ class Mover:
         moved: Tensor = _Redistribute.apply(tensor, self, source, target, shape)  # type: ignore[no-untyped-call]
         return moved
 
-    def move(self, tensor: Tensor, source: Split, target: Split, shape: Shape) -> Tensor:
+    def move(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
         """The same without autograd."""
         if source.pieced is not None or target.pieced is not None:
             return move_pieces(tensor, source, target, shape, self.place, self.group)
@@ -82,7 +82,7 @@ def _assemble(received: Tensor, wanted: Box, pieces: Sequence[Box]) -> Tensor:
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mover: Mover, source: Split, target: Split, shape: Shape) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, mover: Mover, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
         ctx.way = (mover, source, target, shape)
         return mover.move(tensor, source, target, shape)
 

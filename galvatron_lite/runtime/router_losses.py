@@ -29,7 +29,7 @@ from galvatron_lite.parallelism.expert.find import find_mixtures
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.mesh import Meshes
-from galvatron_lite.runtime.placement import Placed, glue_of
+from galvatron_lite.runtime.placement import LayerAssignment, glue_of
 
 _GATHERED, _MASK = "_of_all_tokens", "attention_mask"
 
@@ -86,7 +86,7 @@ class _Masks:
 
 
 def install_router_losses(
-    model: nn.Module, stage: Sequence[Placed], meshes: Meshes, experts: Collection[str] = ()
+    model: nn.Module, stage: Sequence[LayerAssignment], meshes: Meshes, experts: Collection[str] = ()
 ) -> None:
     """Have the modules around the blocks return the routers' logits of all tokens, in place.
 
@@ -131,7 +131,7 @@ def _is_mixed(model: nn.Module, path: str, spread: Collection[str]) -> bool:
     return bool(find_mixtures(model.get_submodule(path))) or any(name.startswith(f"{path}.") for name in spread)
 
 
-def _shares(placed: Placed, glue: Placed, meshes: Meshes) -> _Shares:
+def _shares(placed: LayerAssignment, glue: LayerAssignment, meshes: Meshes) -> _Shares:
     strategy, groups = placed.strategy, meshes.groups(placed.strategy)
     splits_tokens = strategy.sequence_parallel and strategy.tensor > 1
     group = groups.everyone if splits_tokens else groups.gradients

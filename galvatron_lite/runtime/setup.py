@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.draws.modules import Draws
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
-from galvatron_lite.parallelism.pipeline.flow import Flow, flow_of
+from galvatron_lite.parallelism.pipeline.flow import LayerFlow, flow_of
 from galvatron_lite.parallelism.pipeline.runner import Chunk, Luggage, PipelineRunner
 from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel, check_stages
 from galvatron_lite.parallelism.pipeline.tied import (
@@ -52,7 +52,7 @@ from galvatron_lite.runtime.hooks import hooks_of, install_hooks
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
-from galvatron_lite.runtime.placement import Placed, Stages, glue_layout, glue_of, place_layers
+from galvatron_lite.runtime.placement import LayerAssignment, Stages, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.redistribute import Mover
 from galvatron_lite.runtime.router_losses import check_router_losses, install_router_losses
 from galvatron_lite.runtime.sharding import (
@@ -72,7 +72,7 @@ Place = Callable[[nn.Module, Layer], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SetupOptions:
     """How a model is set up; see ``ParallelModel``."""
 
     device: torch.device
@@ -91,7 +91,7 @@ class Options:
 class StageRuntime:
     """What this rank's stage is made of."""
 
-    stage: tuple[Placed, ...]  # its layers and strategies
+    stage: tuple[LayerAssignment, ...]  # its layers and strategies
     meshes: Meshes  # process groups
     owned: list[Owned]  # its parameters
     sharded: Sharded  # how they were split
@@ -121,7 +121,7 @@ class StageRuntime:
 
 
 def set_up(
-    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, meshes: Meshes, options: Options
+    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, meshes: Meshes, options: SetupOptions
 ) -> list[StageRuntime]:
     """Split the model as the plan says, in place, and make what trains it. All ranks call it together.
 
@@ -151,8 +151,8 @@ class Prepared:
     layers: Sequence[Layer]  # of the model
     stages: Stages  # the layers of each stage, with their strategies
     ties: tuple[SharedParameter, ...]  # parameters that layers share
-    known: tuple[Known, ...]  # of each of this rank's stages: how layers are split inside
-    flow: Flow | None  # which layers read what, where there are several stages
+    known: tuple[ModelFacts, ...]  # of each of this rank's stages: how layers are split inside
+    flow: LayerFlow | None  # which layers read what, where there are several stages
 
     @property
     def names(self) -> list[list[str]]:
@@ -166,7 +166,7 @@ class Prepared:
 
 
 def prepare(
-    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, group: int, options: Options
+    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, group: int, options: SetupOptions
 ) -> Prepared:
     """What splitting a whole model needs to know, which is not changed; no communication.
 
@@ -196,7 +196,7 @@ def prepare(
 
 
 def build(
-    model: nn.Module, prepared: Prepared, meshes: Meshes, options: Options, place: Place | None = None
+    model: nn.Module, prepared: Prepared, meshes: Meshes, options: SetupOptions, place: Place | None = None
 ) -> list[StageRuntime]:
     """Split a model in place, and make what trains it. All ranks call it together; it moves no values.
 
@@ -243,9 +243,9 @@ def _build_stage(
     models: Mapping[int, nn.Module],
     number: int,
     cut: StageModel | None,
-    known: Known,
+    known: ModelFacts,
     meshes: Meshes,
-    options: Options,
+    options: SetupOptions,
     place: Place | None,
 ) -> tuple[StageRuntime, Chunk | None]:
     """One of the rank's stages, and what the pipeline runs of it."""
@@ -264,12 +264,12 @@ def _build_stage(
     return runtime, Chunk(cut, Luggage(runtime.traffic.pack, runtime.traffic.unpack), deferral)
 
 
-def _layouts_of(stage: Sequence[Placed]) -> set[Layout]:
+def _layouts_of(stage: Sequence[LayerAssignment]) -> set[Layout]:
     """How what a stage hands on may lie: it passes on what came from earlier ones as well."""
     return {glue_layout(stage), *(placed.layout for placed in stage)}
 
 
-def _defer(model: nn.Module, stage: Sequence[Placed], deferral: Deferral) -> None:
+def _defer(model: nn.Module, stage: Sequence[LayerAssignment], deferral: Deferral) -> None:
     """Leave the gradients of weights to passes of their own, but where ZeRO reduces them when backward ends."""
     for placed in stage:
         whole = placed.strategy.zero_stage in (0, 1)
@@ -289,7 +289,7 @@ def make_pipeline_groups(prepared: Prepared, groups: ProcessGroups) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ModelFacts:
     """What must be found out of a whole model before it is changed."""
 
     plans: LayerPlans  # how layers are split inside
@@ -297,8 +297,12 @@ class Known:
 
 
 def examine(
-    model: nn.Module, everything: Sequence[Placed], stage: Sequence[Placed], batch: Any, options: Options
-) -> Known:
+    model: nn.Module,
+    everything: Sequence[LayerAssignment],
+    stage: Sequence[LayerAssignment],
+    batch: Any,
+    options: SetupOptions,
+) -> ModelFacts:
     """What splitting a stage needs to know.
 
     Args:
@@ -313,16 +317,16 @@ def examine(
     """
     matmuls = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
     plans = LayerPlans(matmuls, channel_plans(model, stage, batch), options.expert_capacity)
-    return Known(plans, _sample_arguments(model, stage, glue_layout(stage), batch))
+    return ModelFacts(plans, _sample_arguments(model, stage, glue_layout(stage), batch))
 
 
 def assemble(
     model: nn.Module,
     layers: Sequence[Layer],
-    stage: tuple[Placed, ...],
+    stage: tuple[LayerAssignment, ...],
     meshes: Meshes,
-    known: Known,
-    options: Options,
+    known: ModelFacts,
+    options: SetupOptions,
     incoming: Collection[Layout] = (),
     roots: Sequence[nn.Module] = (),
     place: Callable[[Layer], None] | None = None,
@@ -366,7 +370,7 @@ def assemble(
     return StageRuntime(stage, meshes, owned, sharded, reducer, traffic, None, None, updates, model)
 
 
-def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> Flow | None:
+def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> LayerFlow | None:
     """Which layers read what; None where no example says so, and each must read the layer before it alone."""
     if batch is None:
         return None
@@ -383,7 +387,7 @@ def _cut_stage(
     layers: Sequence[Layer],
     names: Sequence[Sequence[str]],
     index: int,
-    flow: Flow | None,
+    flow: LayerFlow | None,
     device: torch.device,
 ) -> StageModel | None:
     """Make the model run one stage; None where there is only one.
@@ -410,10 +414,10 @@ def _cut_stage(
 def _split(
     model: nn.Module,
     layers: Sequence[Layer],
-    stage: Sequence[Placed],
+    stage: Sequence[LayerAssignment],
     meshes: Meshes,
     plans: LayerPlans,
-    options: Options,
+    options: SetupOptions,
     roots: Sequence[nn.Module],
     place: Callable[[Layer], None],
 ) -> Sharded:
@@ -425,7 +429,7 @@ def _split(
 
 
 def _sample_arguments(
-    model: nn.Module, stage: Sequence[Placed], glue: Layout, batch: Any
+    model: nn.Module, stage: Sequence[LayerAssignment], glue: Layout, batch: Any
 ) -> Mapping[str, Mapping[str, int]]:
     """What must be known of the arguments of blocks that split samples in another way than the glue code."""
     unlike = {

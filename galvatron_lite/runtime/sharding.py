@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.data.apply import Reduced
 from galvatron_lite.parallelism.draws.modules import Draws, draw_inside, draw_nothing, give_tickets
 from galvatron_lite.parallelism.expert.apply import spread_experts, work_on_shares
 from galvatron_lite.parallelism.expert.exchange import ProcessExchange
-from galvatron_lite.parallelism.expert.find import Mixture, find_mixtures
+from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
 from galvatron_lite.parallelism.offload.states import HostCopy
 from galvatron_lite.parallelism.pipeline.tied import layer_of
@@ -33,12 +33,12 @@ from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, gather_full
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
-from galvatron_lite.parallelism.zero.shares import Share, share_of
-from galvatron_lite.runtime.border import Border, Bordered, border_of, rules_under
+from galvatron_lite.parallelism.zero.shares import RowShare, share_of
+from galvatron_lite.runtime.border import Bordered, BoundaryLayout, border_of, rules_under
 from galvatron_lite.runtime.draws import lot_of
 from galvatron_lite.runtime.layout import Layout
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
-from galvatron_lite.runtime.placement import Placed, glue_layout
+from galvatron_lite.runtime.placement import LayerAssignment, glue_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Owned:
     groups: StrategyGroups  # of its layer's strategy
     copies: int  # ranks of the stage that hold (under ZeRO-1: update) the same
     # the rows of it that this rank updates under ZeRO-1, where the parameter itself is whole
-    share: Share | None = None
+    share: RowShare | None = None
     host: HostCopy | None = None  # its copy in host memory, where the optimizer's states are kept there
     # how it lies in the whole parameter of a mixture whose experts are spread; ``shard`` tells of this part of it.
     # None for all others
@@ -136,7 +136,7 @@ class LayerPlans:
 
 def shard_stage(
     model: nn.Module,
-    stage: Sequence[Placed],
+    stage: Sequence[LayerAssignment],
     meshes: Meshes,
     plans: LayerPlans,
     place: Callable[[Layer], None],
@@ -194,9 +194,9 @@ def shard_stage(
     return done
 
 
-def tied_layers(model: nn.Module, stage: Sequence[Placed]) -> list[list[Placed]]:
+def tied_layers(model: nn.Module, stage: Sequence[LayerAssignment]) -> list[list[LayerAssignment]]:
     """The stage's layers in order; those that share parameters are together, at the place of the first."""
-    together: list[list[Placed]] = []
+    together: list[list[LayerAssignment]] = []
     seen: list[set[int]] = []
     for placed in stage:
         own = {id(p) for path in placed.layer.modules for p in model.get_submodule(path).parameters()}
@@ -211,7 +211,12 @@ def tied_layers(model: nn.Module, stage: Sequence[Placed]) -> list[list[Placed]]
 
 
 def _split_matmuls(
-    model: nn.Module, placed: Placed, meshes: Meshes, plans: Mapping[str, TensorPlan], done: Sharded, glue: Layout
+    model: nn.Module,
+    placed: LayerAssignment,
+    meshes: Meshes,
+    plans: Mapping[str, TensorPlan],
+    done: Sharded,
+    glue: Layout,
 ) -> None:
     layer, strategy = placed.layer, placed.strategy
     if strategy.tensor == 1 or not layer.modules:
@@ -243,7 +248,7 @@ def _beside_experts(plan: TensorPlan, groups: StrategyGroups, sequence_parallel:
     return replace(plan, experts=tuple(replace(one, summed=not sequence_parallel) for one in plan.experts))
 
 
-def _mixtures(model: nn.Module, placed: Placed) -> tuple[Mixture, ...]:
+def _mixtures(model: nn.Module, placed: LayerAssignment) -> tuple[BlockMixture, ...]:
     """The mixtures of experts of a block."""
     if placed.layer.role is not Role.BLOCK:
         return ()
@@ -254,7 +259,9 @@ def _mixtures(model: nn.Module, placed: Placed) -> tuple[Mixture, ...]:
     return found
 
 
-def _spread_experts(model: nn.Module, placed: Placed, meshes: Meshes, capacity: float | None, done: Sharded) -> None:
+def _spread_experts(
+    model: nn.Module, placed: LayerAssignment, meshes: Meshes, capacity: float | None, done: Sharded
+) -> None:
     """Each rank keeps its share of the experts of a block."""
     groups = meshes.groups(placed.strategy)
     if groups.expert is None:
@@ -267,7 +274,7 @@ def _spread_experts(model: nn.Module, placed: Placed, meshes: Meshes, capacity: 
     done.experts |= {f"{path}.{name}": shard for name, shard in spread.items()}
 
 
-def _synchronise_norms(model: nn.Module, placed: Placed, meshes: Meshes) -> None:
+def _synchronise_norms(model: nn.Module, placed: LayerAssignment, meshes: Meshes) -> None:
     """Statistics of synchronised batch norms are over all samples (those of others are over a data rank's own)."""
     group = meshes.groups(placed.strategy).batch
     for path in placed.layer.modules:
@@ -277,17 +284,17 @@ def _synchronise_norms(model: nn.Module, placed: Placed, meshes: Meshes) -> None
 
 
 def _split_channels(
-    module: nn.Module, path: str, placed: Placed, meshes: Meshes, plan: ChannelPlan, done: Sharded
-) -> Border:
+    module: nn.Module, path: str, placed: LayerAssignment, meshes: Meshes, plan: ChannelPlan, done: Sharded
+) -> BoundaryLayout:
     """Share a module's channels in place; its border then."""
     line = ProcessLine(meshes.groups(placed.strategy).slices)
     done.shards |= {f"{path}.{name}": shard for name, shard in shard_channels(module, plan, line).items()}
     shares = placed.strategy.channels > 1
-    return Border(placed.layout, slices=line, outputs=plan.outputs) if shares else Border(placed.layout)
+    return BoundaryLayout(placed.layout, slices=line, outputs=plan.outputs) if shares else BoundaryLayout(placed.layout)
 
 
 def _share_states(
-    model: nn.Module, layers: Sequence[Placed], meshes: Meshes, compute: torch.dtype | None, done: Sharded
+    model: nn.Module, layers: Sequence[LayerAssignment], meshes: Meshes, compute: torch.dtype | None, done: Sharded
 ) -> None:
     strategy = layers[0].strategy
     mesh = meshes.groups(strategy).zero_mesh
@@ -346,7 +353,7 @@ def _share_experts(
 
 def owned_parameters(
     model: nn.Module,
-    stage: Sequence[Placed],
+    stage: Sequence[LayerAssignment],
     meshes: Meshes,
     shards: Mapping[str, ParameterShard],
     experts: Mapping[str, ParameterShard] = MappingProxyType({}),

@@ -26,7 +26,7 @@ from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.runtime.draws import drawing
-from galvatron_lite.runtime.layout import WHOLE, Split
+from galvatron_lite.runtime.layout import WHOLE, AxisSplit
 from galvatron_lite.runtime.loss_weight import LossWeight, ShareScale, share_scales, weighted
 from galvatron_lite.runtime.setup import StageRuntime
 from galvatron_lite.runtime.synced_buffers import SyncedBuffers
@@ -108,7 +108,7 @@ def _gathered(runtime: StageRuntime, tensor: Tensor, factor: Tensor | None) -> T
     traffic, group = runtime.traffic, runtime.glue_groups.batch
     piece = traffic.piece(tensor)
     if piece is not None:
-        whole = Split(piece.split.devices, (WHOLE,) * len(piece.shape))
+        whole = AxisSplit(piece.split.devices, (WHOLE,) * len(piece.shape))
         return traffic.mover(piece.tensor, piece.split, whole, piece.shape)
     plain = local_of(whole_logits(tensor))
     if plain.is_floating_point() and plain.numel() == 1:

@@ -14,13 +14,13 @@ from galvatron_lite.errors import NonFiniteLossError
 from galvatron_lite.runtime.clip import local_tensor, squared_norm_share, step_factor
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import StageRuntime
-from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.notes import StepPhase
 from galvatron_lite.runtime.watch.watch import Watch
 
 _NAMED = 3
 
 
-class Trained(Protocol):
+class SteppedModel(Protocol):
     """What a step's end asks of a model in training: a ``ParallelModel``."""
 
     device: torch.device
@@ -45,7 +45,7 @@ class _Found:
     names: tuple[str, ...]  # parameters whose gradient, summed over ranks
 
 
-def reduced(parallel: Trained, values: list[Tensor], with_norm: bool = True) -> Tensor:
+def reduced(parallel: SteppedModel, values: list[Tensor], with_norm: bool = True) -> Tensor:
     """Sums over the world of values, and of the gradient's squared norm, in one message."""
     if with_norm:
         shares = [squared_norm_share(one.owned, one.counted_elsewhere, parallel.device) for one in parallel.runtimes]
@@ -56,7 +56,7 @@ def reduced(parallel: Trained, values: list[Tensor], with_norm: bool = True) -> 
     return stacked
 
 
-def finish_step(parallel: Trained, loss: Tensor, largest: float | None) -> tuple[Tensor, bool]:
+def finish_step(parallel: SteppedModel, loss: Tensor, largest: float | None) -> tuple[Tensor, bool]:
     """The global loss, and whether the step may be taken, after checking gradients, scaling them back, clipping.
 
     Args:
@@ -67,7 +67,7 @@ def finish_step(parallel: Trained, loss: Tensor, largest: float | None) -> tuple
     Raises:
         NonFiniteLossError: the loss or the gradient is not; on all ranks. Not where fp16 overflows.
     """
-    parallel.watch.at(Phase.CHECK)
+    parallel.watch.at(StepPhase.CHECK)
     lifted = None if parallel.scaler is None else parallel.scaler.get_scale()
     sums = reduced(parallel, [loss])
     is_finite = bool(sums.isfinite().all())
@@ -80,7 +80,7 @@ def finish_step(parallel: Trained, loss: Tensor, largest: float | None) -> tuple
     return sums[0], is_finite
 
 
-def _refuse(parallel: Trained, own: Tensor, loss: Tensor, overflows: bool) -> None:
+def _refuse(parallel: SteppedModel, own: Tensor, loss: Tensor, overflows: bool) -> None:
     """Raise, unless only the gradient is not finite, where that is an overflow of scaled ones."""
     if overflows and bool(loss.isfinite()):
         return
@@ -97,7 +97,7 @@ def _refuse(parallel: Trained, own: Tensor, loss: Tensor, overflows: bool) -> No
     )
 
 
-def _found(parallel: Trained, loss: Tensor) -> _Found:
+def _found(parallel: SteppedModel, loss: Tensor) -> _Found:
     owned = [one for runtime in parallel.runtimes for one in runtime.owned]
     bad = [one for one in owned if one.gradient is not None and not _is_finite(one.gradient)]
     made = any(one.is_final and not one.is_zero for one in bad) or not all(

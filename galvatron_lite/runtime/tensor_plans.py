@@ -13,10 +13,10 @@ from galvatron_lite.model.graph import Role
 from galvatron_lite.model.trace_run import BlockCall
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.placement import LayerAssignment
 
 
-def tensor_plans(model: nn.Module, placed: Iterable[Placed], batch: Any) -> dict[str, TensorPlan]:
+def tensor_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:
     """Tensor plans by layer name, of the layers whose strategy splits them; equal blocks are examined once.
 
     Args:

@@ -14,12 +14,12 @@ from galvatron_lite.model.batch import map_places, map_tensors, tensors_of
 from galvatron_lite.parallelism.cuts.tensor import Rules, cut_tensor, cuts_of, whole_shape
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
-from galvatron_lite.runtime.border import Border, Piece
+from galvatron_lite.runtime.border import BoundaryLayout, RankPiece
 from galvatron_lite.runtime.laid import LaidTensor, laid_tensor
-from galvatron_lite.runtime.layout import PIXELS, Axis, Layout, Split
+from galvatron_lite.runtime.layout import PIXELS, Axis, AxisSplit, Layout
 from galvatron_lite.runtime.redistribute import Mover
 
-Arrived = tuple[Mapping[str, tuple[Split, tuple[int, ...]]], Layout]
+Arrived = tuple[Mapping[str, tuple[AxisSplit, tuple[int, ...]]], Layout]
 """How tensors of a nest that travels between stages lie, by place: split, and shape of the whole; those that are not
 named hold no samples. And the layout that they come from."""
 
@@ -29,7 +29,7 @@ class Traffic:
     """What the hooks of one stage share."""
 
     mover: Mover  # changes layouts
-    border: Border  # of the glue code: its layout, and the ranks that share its pictures
+    border: BoundaryLayout  # of the glue code: its layout, and the ranks that share its pictures
     rules: Rules  # what functions do with cut tensors
     compute: torch.dtype | None  # what floating-point inputs of blocks are cast to; None: left alone
     # by layer and place, how many items of dim 0 of an argument each sample has; where nothing is known, one whose
@@ -57,7 +57,7 @@ class Traffic:
         """Whether a tensor may hold a share of the samples along dim 0."""
         return tensor.dim() > 0 and tensor.shape[0] * layout.batch == self.rows
 
-    def piece(self, tensor: Tensor, sampled: int | None = None) -> Piece | None:
+    def piece(self, tensor: Tensor, sampled: int | None = None) -> RankPiece | None:
         """What a tensor of the glue code is on the stage; None where it does not hold the samples.
 
         Args:
@@ -70,7 +70,7 @@ class Traffic:
             return None
         tensor = settled(whole_logits(tensor), self.border.lines)
         cuts, shape = cuts_of(tensor), (self.rows, *whole_shape(tensor)[1:])
-        return Piece(leaving(tensor, self.border.lines), self.border.split(cuts, shape), shape)
+        return RankPiece(leaving(tensor, self.border.lines), self.border.split(cuts, shape), shape)
 
     def loose(self, tensor: Tensor, layout: Layout) -> Tensor:
         """A glue tensor without samples for a layer: its gradient there, summed over the stage, counts once."""
@@ -89,27 +89,27 @@ class Traffic:
             return tensor
         return _spread(tensor, self.mover.group, 1 / (target.replicas * source.batch))
 
-    def show(self, piece: Piece) -> Tensor:
+    def show(self, piece: RankPiece) -> Tensor:
         """A piece in the glue layout, as glue code sees it."""
         split = self.target(piece.shape)
         moved = self.mover(piece.tensor, piece.split, split, piece.shape)
         return entering(moved, self.border.cuts(split, piece.shape), self.border.lines, self.rules)
 
-    def hand(self, piece: Piece) -> Tensor:
+    def hand(self, piece: RankPiece) -> Tensor:
         """What glue code is given of what a layer returned; it moves once code looks at it."""
         if piece.split == self.target(piece.shape):
             return self.show(piece)
         # by its own shape: what a stage receives is handed over before its first micro-batch begins
         return laid_tensor(piece, piece.shape[0] // self.glue.batch, self.show)
 
-    def target(self, shape: tuple[int, ...]) -> Split:
+    def target(self, shape: tuple[int, ...]) -> AxisSplit:
         """How a tensor of the samples lies in the glue code."""
         layout = self.glue
         return layout.hidden(shape) if self.border.lines else layout.samples(shape)
 
     def pack(self, value: Any) -> tuple[Any, Arrived]:
         """What travels to the next stage: plain tensors, and how those lie that hold samples."""
-        lying: dict[str, tuple[Split, tuple[int, ...]]] = {}
+        lying: dict[str, tuple[AxisSplit, tuple[int, ...]]] = {}
 
         def plain(place: str, tensor: Tensor) -> Tensor:
             piece = self.piece(tensor)
@@ -125,7 +125,7 @@ class Traffic:
         lying, source = known
 
         def given(place: str, tensor: Tensor) -> Tensor:
-            return self.hand(Piece(tensor, *lying[place])) if place in lying else self.see(tensor, source)
+            return self.hand(RankPiece(tensor, *lying[place])) if place in lying else self.see(tensor, source)
 
         return map_places(value, given)
 
@@ -145,7 +145,7 @@ class Traffic:
             if not sides or first < 1 or tuple(tensor.shape[first:]) != sides:
                 return tensor.to(device, non_blocking=True)
             axes = (*[Axis()] * first, *self.glue.pixel_axes[-len(sides) :])
-            cuts = self.border.cuts(Split(self.glue.devices, axes), tensor.shape)
+            cuts = self.border.cuts(AxisSplit(self.glue.devices, axes), tensor.shape)
             for cut in cuts:
                 tensor = tensor.narrow(cut.dim, cut.start, cut.length)
             there = tensor.to(device, non_blocking=True).contiguous()

@@ -15,14 +15,14 @@ from itertools import product
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.search.ways import Asked, led, seconds_of
+from galvatron_lite.search.ways import PlanTask, led, seconds_of
 
 Pins = tuple[tuple[str, object], ...]
-Look = Callable[[Asked], Plan]
+Look = Callable[[PlanTask], Plan]
 """Finds the best plan that keeps the pins of what is asked."""
 
 
-def with_alike(looked: Look, asked: Asked, runners_up: int) -> Plan:
+def with_alike(looked: Look, asked: PlanTask, runners_up: int) -> Plan:
     """The quickest plan of all ways in which the backend may treat all layers alike.
 
     Args:
@@ -63,7 +63,7 @@ def _proven(best: Plan, found: Sequence[Plan]) -> Plan:
     return replace(best, provenance=replace(best.provenance, gap=gap, proof=proof, interrupted=stopped))
 
 
-def _ways(asked: Asked) -> Iterator[Pins]:
+def _ways(asked: PlanTask) -> Iterator[Pins]:
     """Values of the fields that all layers share, of which every layer with parameters has a strategy."""
     request, fields = asked.request, _fields(asked)
     kinds = _kinds(asked)
@@ -78,7 +78,7 @@ def _ways(asked: Asked) -> Iterator[Pins]:
             yield tuple(zip(fields, values, strict=True))
 
 
-def _pinned(asked: Asked, pins: Pins) -> Fixed:
+def _pinned(asked: PlanTask, pins: Pins) -> Fixed:
     """What is pinned with one way; layer by layer where some have no parameters."""
     fixed, graph = asked.request.fixed, asked.request.graph
     kinds = _kinds(asked)
@@ -88,13 +88,13 @@ def _pinned(asked: Asked, pins: Pins) -> Fixed:
     return replace(fixed, layers=(*fixed.layers, *own))
 
 
-def _fields(asked: Asked) -> tuple[str, ...]:
+def _fields(asked: PlanTask) -> tuple[str, ...]:
     """What is the same in all layers: names of attributes of ``Strategy``."""
     samples = ("batch_degree",) if asked.request.graph.folded and asked.backend.uniform == () else ()
     return (*asked.backend.uniform, *samples)
 
 
-def _kinds(asked: Asked) -> list[str]:
+def _kinds(asked: PlanTask) -> list[str]:
     """Kinds of layers that are treated alike: those with parameters, or all where samples must be the same."""
     graph = asked.request.graph
     names = dict.fromkeys(layer.kind for layer in graph.layers)

@@ -9,8 +9,8 @@ from galvatron_lite.cluster.budget import bytes_on
 from galvatron_lite.cost.branched import PartCost, PartPricer
 from galvatron_lite.cost.memory import resting, stage_memory
 from galvatron_lite.parallelism.branch.assign import Option, Phases
-from galvatron_lite.parallelism.branch.cost import Border, Site, border_of, buffer_bytes
-from galvatron_lite.parallelism.branch.find import Branch, Region
+from galvatron_lite.parallelism.branch.cost import BranchSite, BranchTraffic, border_of, buffer_bytes
+from galvatron_lite.parallelism.branch.find import Branch, BranchRegion
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.shapes import Request
 
@@ -18,7 +18,7 @@ Strategies = tuple[Strategy, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class BranchCourse:
     """A number of micro-batches."""
 
     request: Request  # what is planned
@@ -46,21 +46,21 @@ class Course:
         """Bytes taken on a device before the first tensor."""
         return self.parts.pricer.profile.cluster.device.context
 
-    def trunk(self, apart: Sequence[Region]) -> PartCost:
+    def trunk(self, apart: Sequence[BranchRegion]) -> PartCost:
         """All layers but those of some regions, on all devices."""
         taken = {name for region in apart for name in region.layers}
         names = [layer.name for layer in self.request.graph.layers if layer.name not in taken]
         world = self.request.devices if self.spread else 1
-        site = Site(self.request.devices, world, world, self.spread, self.microbatch)
+        site = BranchSite(self.request.devices, world, world, self.spread, self.microbatch)
         strategies = [self.trunk_strategy] * len(names)
         return self.parts.price(names, strategies, range(self.request.devices), site, self.count)
 
-    def in_trunk(self, region: Region) -> float:
+    def in_trunk(self, region: BranchRegion) -> float:
         """Seconds of a step that a region takes as part of the trunk: its branches one after another everywhere."""
         rest = [other for other in self.parts.regions if other is not region]
         return sum(self.phases(self.trunk(rest))) - sum(self.phases(self.trunk(self.parts.regions)))
 
-    def calling(self, region: Region) -> float:
+    def calling(self, region: BranchRegion) -> float:
         """Seconds of a step that the host takes to put off the calls of a region's branches."""
         return self.count * self.parts.calling(region.branches)
 
@@ -74,8 +74,8 @@ class Course:
         site = self._site(devices, strategies[0].batch_degree)
         return self.parts.with_moves(self.parts.price(branch.layers, strategies, range(devices), site, self.count))
 
-    def _site(self, devices: int, sharing: int) -> Site:
-        return Site(self.request.devices, devices, sharing, self.spread, self.microbatch)
+    def _site(self, devices: int, sharing: int) -> BranchSite:
+        return BranchSite(self.request.devices, devices, sharing, self.spread, self.microbatch)
 
     def room(self) -> tuple[int, int]:
         """Bytes that branches may hold on a device beside the trunk, and those that the trunk works with."""
@@ -103,10 +103,10 @@ class Course:
         peak = stage_memory(costs, 1, self.count, 0, 0).total if costs else 0
         return held, max(peak - held, 0)
 
-    def _border(self, branch: Branch) -> Border:
+    def _border(self, branch: Branch) -> BranchTraffic:
         return border_of(self.parts.pricer.profile.graph, set(branch.layers))
 
-    def _buffers(self, border: Border, site: Site, own: bool) -> int:
+    def _buffers(self, border: BranchTraffic, site: BranchSite, own: bool) -> int:
         return buffer_bytes(border, site, own, self.parts.training)
 
     def of_branch(self, branch: Branch, devices: int, room: int) -> Request:

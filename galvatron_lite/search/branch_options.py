@@ -11,8 +11,8 @@ from galvatron_lite.parallelism.branch.assign import Option
 from galvatron_lite.parallelism.branch.find import Branch
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.branch_course import Course, Strategies
-from galvatron_lite.search.shapes import Known, Request
+from galvatron_lite.search.branch_course import BranchCourse, Strategies
+from galvatron_lite.search.shapes import PriceCache, Request
 
 _SMALL = 8
 """Devices up to which groups may have any size; of more, sizes that divide them."""
@@ -22,12 +22,12 @@ Choices = Mapping[int, Mapping[Option, Strategies]]
 
 
 @dataclass(slots=True)
-class Options:
+class BranchOptions:
     """Options of branches under one course; those of branches that are alike are searched once."""
 
-    course: Course  # the number of micro-batches
+    course: BranchCourse  # the number of micro-batches
     _known: dict[tuple[object, ...], Strategies | None] = field(default_factory=dict)
-    _figures: dict[tuple[str, ...], Known] = field(default_factory=dict)
+    _figures: dict[tuple[str, ...], PriceCache] = field(default_factory=dict)
 
     def of(self, branch: Branch, room: int, working: int, beside: int) -> Choices:
         """What a branch may do: the quickest within all of the room, and within an even share of it.
@@ -60,7 +60,7 @@ class Options:
         pins = tuple(request.fixed.pins_of(name) for name in branch.layers)
         key = (likeness(request.graph), pins, devices, room)
         if key not in self._known:
-            figures = self._figures.setdefault(branch.layers, Known())
+            figures = self._figures.setdefault(branch.layers, PriceCache())
             self._known[key] = self._found(branch, replace(request, known=figures))
         return self._known[key]
 

@@ -17,30 +17,30 @@ from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.branch.assign import Assignment, assign
-from galvatron_lite.parallelism.branch.find import Region
+from galvatron_lite.parallelism.branch.find import BranchRegion
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Plan, Proof, Schedule, Stage
 from galvatron_lite.profiler.unsure import spread_note
-from galvatron_lite.search.branch_course import Course
+from galvatron_lite.search.branch_course import BranchCourse
 from galvatron_lite.search.branch_notes import branch_notes
-from galvatron_lite.search.branch_options import Choices, Options
+from galvatron_lite.search.branch_options import BranchOptions, Choices
 from galvatron_lite.search.programme.ilp_branches import certify_assignment
 from galvatron_lite.search.result import provenance, runs_of
 from galvatron_lite.search.space import microbatch_counts
-from galvatron_lite.search.ways import Asked, seconds_of
+from galvatron_lite.search.ways import PlanTask, seconds_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
     """A region whose branches have devices of their own."""
 
-    region: Region  # of the model
+    region: BranchRegion  # of the model
     assigned: Assignment  # its branches to groups
     choices: tuple[Choices, ...]  # of each branch
     gain: float  # seconds of a step that it takes less than as part of the trunk
     certificate: str = ""  # what an integer programme said of the assignment; empty where none was asked
 
-    def placements(self, course: Course) -> Iterator[BranchPlacement]:
+    def placements(self, course: BranchCourse) -> Iterator[BranchPlacement]:
         """Where each branch is, group by group."""
         for group in self.assigned.groups:
             for number, option in group.branches:
@@ -51,7 +51,7 @@ class _Split:
                 yield BranchPlacement(branch.name, branch.roots, group.first, group.devices, runs)
 
 
-def branch_plans(asked: Asked) -> list[Plan]:
+def branch_plans(asked: PlanTask) -> list[Plan]:
     """The best plan with branches on devices of their own; none where the model has none or it is not asked for."""
     request = asked.request
     if not _open(asked) or not may_branch(request.graph):
@@ -59,7 +59,7 @@ def branch_plans(asked: Asked) -> list[Plan]:
     parts = PartPricer(asked.session.pricer)
     best: Plan | None = None
     for count in microbatch_counts(request.global_batch, request.fixed) if parts.regions else ():
-        found = _best_at(asked, Course(request, parts, count))
+        found = _best_at(asked, BranchCourse(request, parts, count))
         if best is not None and (found is None or _rank(found) >= _rank(best)):
             break
         best = found or best
@@ -72,7 +72,7 @@ def may_branch(graph: ModelGraph) -> bool:
     return bool(edges) and any((left.name, right.name) not in edges for left, right in pairwise(graph.layers))
 
 
-def _open(asked: Asked) -> bool:
+def _open(asked: PlanTask) -> bool:
     """Whether devices and pins leave room for it: several of one type; no pipeline, no schedule, no delay alone."""
     request, fixed = asked.request, asked.request.fixed
     pinned = fixed.pipeline not in (None, 1) or fixed.schedule is not None or fixed.virtual is not None
@@ -85,7 +85,7 @@ def _rank(plan: Plan) -> tuple[bool, float]:
     return not plan.fits, seconds_of(plan)
 
 
-def _best_at(asked: Asked, course: Course) -> Plan | None:
+def _best_at(asked: PlanTask, course: BranchCourse) -> Plan | None:
     """The quickest plan that fits at a number of micro-batches, else the quickest; None where there is none."""
     if not course.request.fixed.allows(course.trunk_strategy):
         return None
@@ -98,11 +98,11 @@ def _best_at(asked: Asked, course: Course) -> Plan | None:
     return min((_priced(asked, course, chosen) for chosen in sets if chosen), key=_rank, default=None)
 
 
-def _splits(course: Course, certify: bool) -> Iterator[_Split]:
+def _splits(course: BranchCourse, certify: bool) -> Iterator[_Split]:
     """Every region whose branches fit on devices of their own, with the quickest assignment."""
     room, working = course.room()
     node = course.parts.pricer.profile.cluster.levels[0].size
-    options = Options(course)
+    options = BranchOptions(course)
     for region in course.parts.regions:
         choices = tuple(options.of(branch, room, working, len(region.branches)) for branch in region.branches)
         jobs = [{devices: tuple(own) for devices, own in choice.items()} for choice in choices]
@@ -113,7 +113,7 @@ def _splits(course: Course, certify: bool) -> Iterator[_Split]:
             room -= max(sum(option.held for _, option in group.branches) for group in found.groups)
 
 
-def _priced(asked: Asked, course: Course, chosen: Sequence[_Split]) -> Plan:
+def _priced(asked: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> Plan:
     """The plan of some regions' branches on their groups, with its prediction."""
     request, graph = course.request, course.request.graph
     trunk = course.trunk([split.region for split in chosen])
@@ -135,7 +135,7 @@ def _priced(asked: Asked, course: Course, chosen: Sequence[_Split]) -> Plan:
     return replace(priced, provenance=replace(made_from, certificate=said))
 
 
-def _told(asked: Asked, plan: Plan) -> Plan:
+def _told(asked: PlanTask, plan: Plan) -> Plan:
     """A priced plan with what is to be said of it."""
     made_from, ordinary = plan.provenance, asked.ordinary
     unsure = spread_note(asked.session.profile.origin)

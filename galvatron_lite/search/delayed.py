@@ -27,7 +27,7 @@ from galvatron_lite.profiler.unsure import spread_note
 from galvatron_lite.search.result import plan_of, provenance
 
 if TYPE_CHECKING:
-    from galvatron_lite.search.ways import Asked
+    from galvatron_lite.search.ways import PlanTask
 
 MOST_STAGES = 32
 """Stages at most on one device, where devices do not say how many; with more, pricing takes seconds a plan."""
@@ -35,7 +35,7 @@ _RULES = (CyclicRule.V2, CyclicRule.V1)
 _ROUNDING = 1e-9
 
 
-def delayed_plans(asked: Asked) -> Sequence[Plan]:
+def delayed_plans(asked: PlanTask) -> Sequence[Plan]:
     """The best plan of each setting; none where delayed gradients are not allowed.
 
     Raises:
@@ -52,7 +52,7 @@ def delayed_plans(asked: Asked) -> Sequence[Plan]:
     return _made(asked, found) if found else ()
 
 
-def why_not_delayed(asked: Asked) -> Sequence[str]:
+def why_not_delayed(asked: PlanTask) -> Sequence[str]:
     """Settings that are not offered, and why; nothing where delayed gradients are not allowed."""
     if asked.delay is None:
         return ()
@@ -67,7 +67,7 @@ def why_not_delayed(asked: Asked) -> Sequence[str]:
     return lines
 
 
-def _never(asked: Asked) -> str:
+def _never(asked: PlanTask) -> str:
     """Why no setting will do; empty where one may."""
     request, fixed = asked.request, asked.request.fixed
     if not asked.backend.beside:
@@ -86,7 +86,7 @@ def _never(asked: Asked) -> str:
     return ""
 
 
-def _why_not(asked: Asked, setting: CyclicSetting) -> str:
+def _why_not(asked: PlanTask, setting: CyclicSetting) -> str:
     """Why a setting has no plan; empty where it has."""
     request, counts = asked.request, _counts(asked, setting)
     if not counts:
@@ -123,7 +123,7 @@ def _devices_of(setting: CyclicSetting, devices: int) -> str:
     return f"N stages take N(N+1)/2 devices: {' or '.join(near)}, not {devices}"
 
 
-def _counts(asked: Asked, setting: CyclicSetting) -> list[int]:
+def _counts(asked: PlanTask, setting: CyclicSetting) -> list[int]:
     """How many stages there may be."""
     request = asked.request
     if setting is CyclicSetting.SINGLE:
@@ -133,14 +133,14 @@ def _counts(asked: Asked, setting: CyclicSetting) -> list[int]:
     return [count for count in range(2, request.devices + 1) if device_count(setting, count) == request.devices]
 
 
-def _pinned(asked: Asked, setting: CyclicSetting, count: int) -> bool:
+def _pinned(asked: PlanTask, setting: CyclicSetting, count: int) -> bool:
     """Whether a number of stages is what pins ask for."""
     fixed = asked.request.fixed
     groups = count if setting is CyclicSetting.STAGES else 1
     return fixed.pipeline in (None, groups) and fixed.microbatches in (None, count)
 
 
-def _cuts(asked: Asked, count: int) -> tuple[int, ...]:
+def _cuts(asked: PlanTask, count: int) -> tuple[int, ...]:
     from galvatron_lite.cost.cyclic_stages import split
 
     if asked.request.global_batch % count:
@@ -151,7 +151,7 @@ def _cuts(asked: Asked, count: int) -> tuple[int, ...]:
         return ()
 
 
-def _priced(asked: Asked, setting: CyclicSetting) -> Iterator[Plan]:
+def _priced(asked: PlanTask, setting: CyclicSetting) -> Iterator[Plan]:
     """Every plan of a setting with its prediction; see the module for those left out."""
     from galvatron_lite.cost.plan import price_plan
 
@@ -171,13 +171,13 @@ def _priced(asked: Asked, setting: CyclicSetting) -> Iterator[Plan]:
             yield plan
 
 
-def _promising(asked: Asked, setting: CyclicSetting) -> list[int]:
+def _promising(asked: PlanTask, setting: CyclicSetting) -> list[int]:
     """Numbers of stages of which there are plans, those that compute least first."""
     counts = [count for count in _counts(asked, setting) if _pinned(asked, setting, count) and _cuts(asked, count)]
     return sorted(counts, key=lambda count: (_least_seconds(asked, count), count))
 
 
-def _least_seconds(asked: Asked, count: int) -> float:
+def _least_seconds(asked: PlanTask, count: int) -> float:
     """Seconds of compute of all micro-batches, one after the other."""
     from galvatron_lite.cost.cyclic_stages import layer_costs
 
@@ -185,7 +185,7 @@ def _least_seconds(asked: Asked, count: int) -> float:
     return count * sum(cost.forward + cost.backward + cost.recompute for cost in costs)
 
 
-def _hopeless(asked: Asked, setting: CyclicSetting, count: int) -> bool:
+def _hopeless(asked: PlanTask, setting: CyclicSetting, count: int) -> bool:
     """Whether a plan of one micro-batch a device is known, before it is priced, not to be chosen."""
     from galvatron_lite.cost.cyclic_stages import layer_costs
 
@@ -197,7 +197,7 @@ def _hopeless(asked: Asked, setting: CyclicSetting, count: int) -> bool:
     return slower or states + sum(cost.kept for cost in costs) > bytes_on(asked.budget, "")
 
 
-def _plan(asked: Asked, cyclic: Cyclic, count: int) -> Plan:
+def _plan(asked: PlanTask, cyclic: Cyclic, count: int) -> Plan:
     """Without prediction."""
     request = asked.request
     plan = plan_of(
@@ -207,7 +207,7 @@ def _plan(asked: Asked, cyclic: Cyclic, count: int) -> Plan:
     return replace(plan, cyclic=cyclic)
 
 
-def _best(asked: Asked, plans: Sequence[Plan]) -> Plan | None:
+def _best(asked: PlanTask, plans: Sequence[Plan]) -> Plan | None:
     """The quickest that fits, the first of equal ones; else the one that needs least; None of none."""
     best: Plan | None = None
     for plan in (own for own in plans if asked.request.fits(own)):
@@ -220,7 +220,7 @@ def _seconds(plan: Plan) -> float:
     return plan.prediction.step_seconds if plan.prediction else float("inf")
 
 
-def _made(asked: Asked, plans: Sequence[Plan]) -> list[Plan]:
+def _made(asked: PlanTask, plans: Sequence[Plan]) -> list[Plan]:
     """With what they were made from."""
     ordinary = asked.ordinary
     known = None if ordinary is None else ordinary.provenance
@@ -237,7 +237,7 @@ def _made(asked: Asked, plans: Sequence[Plan]) -> list[Plan]:
     return made
 
 
-def _gap(asked: Asked, plan: Plan) -> float:
+def _gap(asked: PlanTask, plan: Plan) -> float:
     """Share of a plan's time that some plan may be below it: all with delay are known, those without up to a gap."""
     ordinary, only = asked.ordinary, asked.delay is not None and asked.delay.only
     if only or ordinary is None or ordinary.provenance is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from galvatron_lite.arrays import FloatArray, IntArray
-from galvatron_lite.cost.layer import LayerCosts, LayerPricer, Sharing
+from galvatron_lite.cost.layer import LayerCosts, LayerPricer, ParameterSharing
 from galvatron_lite.cost.memory import late_gradients, resting, terms
 from galvatron_lite.cost.stage import weight_seconds
 from galvatron_lite.errors import InputError
@@ -38,7 +38,7 @@ def all_ticks(seconds: FloatArray) -> IntArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Figures:
+class StrategyFigures:
     """What S strategies cost a layer."""
 
     # forward, backward, weight, step: (S,) picoseconds a micro-batch (``weight``: of ``backward``, the gradients of
@@ -54,9 +54,9 @@ class Figures:
     # (S, 2) bytes of states, parameters and gradients while other layers compute, and gathered beside them
     resting: IntArray
 
-    def at(self, rows: IntArray) -> Figures:
+    def at(self, rows: IntArray) -> StrategyFigures:
         """Of some of the strategies."""
-        return Figures(
+        return StrategyFigures(
             self.forward[rows],
             self.backward[rows],
             self.weight[rows],
@@ -74,9 +74,9 @@ def figures_of(
     strategies: Strategies,
     microbatch: int,
     stages: int,
-    sharing: Sharing,
+    sharing: ParameterSharing,
     single: bool,
-) -> tuple[IntArray, Figures]:
+) -> tuple[IntArray, StrategyFigures]:
     """Places of the strategies that the profile has figures for, and their figures.
 
     Args:
@@ -93,9 +93,9 @@ def figures_of(
     return valid, _figures(costs, single).at(valid)
 
 
-def _figures(costs: LayerCosts, single: bool) -> Figures:
+def _figures(costs: LayerCosts, single: bool) -> StrategyFigures:
     memory = terms(costs, 1, 1 if single else 2)
-    return Figures(
+    return StrategyFigures(
         all_ticks(costs.forward_seconds),
         all_ticks(costs.backward_seconds),
         all_ticks(weight_seconds(costs.forward, costs.backward)),

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.search.chains.chain import Chain
-from galvatron_lite.search.chains.frontier import Front, Path, pareto_paths
+from galvatron_lite.search.chains.frontier import ChainFront, Path, pareto_paths
 from galvatron_lite.search.chains.pareto import pareto_rows
 
 IntArray = NDArray[np.int64]
@@ -66,7 +66,7 @@ class _Relaxed:
     charged: dict[Pair, tuple[int, IntArray]]
 
 
-def net_paths(net: Net, cap: int | None = None, beam: int | None = None, exact: bool = True) -> Front:
+def net_paths(net: Net, cap: int | None = None, beam: int | None = None, exact: bool = True) -> ChainFront:
     """The Pareto set of a net within memory, as ``frontier.pareto_paths`` has it of a chain.
 
     Args:
@@ -91,7 +91,7 @@ class _Walk:
     work: int = 0  # labels looked at
     dropped: float = np.inf  # a weighted time that no path left out beats
 
-    def run(self, most: int) -> Front:
+    def run(self, most: int) -> ChainFront:
         """Looks into so many nodes, the most promising first."""
         order, looked = count(1), 0
         heap: list[tuple[int, int, dict[int, int]]] = [(0, 0, {})]
@@ -107,7 +107,7 @@ class _Walk:
             for bound, child in self._look(settled, limit):
                 heapq.heappush(heap, (bound, next(order), child))
         paths = sorted(self.best, key=lambda path: (path.time, path.choices))
-        return Front(tuple(paths), self.work, self.dropped)
+        return ChainFront(tuple(paths), self.work, self.dropped)
 
     def _limit(self) -> int | None:
         """What the weighted time of a path of interest is at the most."""

@@ -9,11 +9,11 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage
 from galvatron_lite.search.result import provenance, runs_of
-from galvatron_lite.search.ways import Asked, seconds_of
+from galvatron_lite.search.ways import PlanTask, seconds_of
 from galvatron_lite.units import format_seconds
 
 
-def with_one_device(plan: Plan, asked: Asked) -> Plan:
+def with_one_device(plan: Plan, asked: PlanTask) -> Plan:
     """The plan, with a note where one device with no strategy at all is predicted to take less and fits.
 
     Args:
@@ -31,7 +31,7 @@ def with_one_device(plan: Plan, asked: Asked) -> Plan:
     return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, note)))
 
 
-def _alone(asked: Asked, count: int) -> Plan | None:
+def _alone(asked: PlanTask, count: int) -> Plan | None:
     """The whole batch on one device in so many micro-batches; None where it does not fit or cannot be priced."""
     request = asked.request
     layers = request.graph.layers

@@ -83,14 +83,14 @@ class _Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ShapeResult:
     """What is known of one shape."""
 
     plan: Partition | None  # a plan that takes less than the limit; None if none was met
     least: float  # no plan of the shape that takes less than the limit takes less than this (picoseconds)
 
 
-def best_partition(problem: Problem, bounds: StageBounds | None, limit: int | None) -> Answer:
+def best_partition(problem: Problem, bounds: StageBounds | None, limit: int | None) -> ShapeResult:
     """The best plan of one shape that takes less than ``limit`` picoseconds, as far as can be told in time.
 
     Args:
@@ -114,16 +114,16 @@ def quick_plan(problem: Problem, cuts: tuple[int, ...], limit: int | None) -> Pa
     return Partition(time, cuts, found) if limit is None or time < limit else None
 
 
-def _whole(problem: Problem, limit: int | None) -> Answer:
+def _whole(problem: Problem, limit: int | None) -> ShapeResult:
     """The plan of one stage."""
     layers = len(problem.graph.layers)
     stage, least = problem.quickest(0, range(layers), None if limit is None else limit - 1)
     if stage is None:
-        return Answer(None, least)
-    return Answer(Partition(step_time((stage,), problem.form), (0, layers), (stage,)), least)
+        return ShapeResult(None, least)
+    return ShapeResult(Partition(step_time((stage,), problem.form), (0, layers), (stage,)), least)
 
 
-def _search(problem: Problem, bounds: StageBounds, limit: int | None) -> Answer:
+def _search(problem: Problem, bounds: StageBounds, limit: int | None) -> ShapeResult:
     layers, least = len(problem.graph.layers), float("inf")
     stages, form = problem.shape.stages, problem.form
     top = float("inf") if limit is None else float(limit)
@@ -148,7 +148,7 @@ def _search(problem: Problem, bounds: StageBounds, limit: int | None) -> Answer:
         front = {stop: labels for stop, labels in best.items() if labels}
     ends = [Partition(step_time(label.stages, form), label.cuts, label.stages) for label in front.get(layers, [])]
     found = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
-    return Answer(found, least if found is None else min(least, found.time))
+    return ShapeResult(found, least if found is None else min(least, found.time))
 
 
 def _stops(start: int, layers: int, later: int) -> range:

@@ -30,7 +30,7 @@ from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import Backend, backend_named, check_mode
 from galvatron_lite.plans.notes import plan_notes
-from galvatron_lite.plans.schema import Mode, Plan, Schedule, Trainer
+from galvatron_lite.plans.schema import Mode, Plan, Schedule, TrainedBy
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.unsure import spread_note
 from galvatron_lite.search.alike import with_alike
@@ -49,7 +49,7 @@ from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.simplify import SLACK, simple, simplest
 from galvatron_lite.search.space import Fixed, reasons
-from galvatron_lite.search.ways import Asked, Delay, with_ways
+from galvatron_lite.search.ways import Delay, PlanTask, with_ways
 
 
 def find_plan(
@@ -117,14 +117,14 @@ def find_plan(
     request = request_of(kept, devices, global_batch, budget, fixed or Fixed(), schedules, runner)
     if margin:
         request = replace(request, budget=as_budget(budget).scaled(1.0 - margin), margin=margin)
-    asked = Asked(
+    asked = PlanTask(
         kept, request, runner, request.budget, delay, certify=certify, tolerance=0.0 if certify else tolerance
     )
     searched = partial(_ordinary, runners_up, progress, stoppable, known, effort)
     looked = partial(with_alike, searched, asked, runners_up)
     plan = with_one_device(with_ways(looked, asked, runners_up, WAYS if runner.beside else ()), asked)
     missing = [line for why in WHY for line in why(asked)]
-    trainer = next((one for one in Trainer if one == runner.name), Trainer.GALVATRON)
+    trainer = next((one for one in TrainedBy if one == runner.name), TrainedBy.GALVATRON)
     source = plan.provenance and replace(
         plan.provenance, budget=bytes_on(budget, ""), budgets=dict(as_budget(budget).own), margin=margin,
         tolerance=asked.tolerance,
@@ -138,7 +138,7 @@ def _ordinary(
     stoppable: bool,
     known: Sequence[Plan],
     effort: int,
-    asked: Asked,
+    asked: PlanTask,
 ) -> Plan:
     """The fastest plan of stages in the model's order, for ``find_plan``."""
     kept, request, profile = asked.session, asked.request, asked.session.profile

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
+from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
 from galvatron_lite.cost.layout import NEAR, of_layout
 from galvatron_lite.cost.schedule import Figure, Form
 from galvatron_lite.cost.sharing import sharing_of
@@ -25,9 +25,9 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills, in_flight
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chains.chain import Chain, ChainLayer
-from galvatron_lite.search.chains.frontier import Front, Path
+from galvatron_lite.search.chains.frontier import ChainFront, Path
 from galvatron_lite.search.graphs import Net, net_paths
-from galvatron_lite.search.tables import Glue, Layout, Table, Tables, glue_of, ticks
+from galvatron_lite.search.tables import Glue, Layout, StrategyTable, Tables, glue_of, ticks
 
 IntArray = NDArray[np.int64]
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
@@ -70,7 +70,7 @@ class Answers:
     """What is known of stages under one shape, whatever else is settled."""
 
     # with some of the strategies, by table and what is settled
-    tables: dict[tuple[int, object], Table] = field(default_factory=dict)
+    tables: dict[tuple[int, object], StrategyTable] = field(default_factory=dict)
     # by problem of a stage, the cap it was asked with and ``Problem.plans``
     plans: dict[tuple[object, ...], tuple[int, list[StagePlan], float]] = field(default_factory=dict)
     # the same of ``Problem.quickest``
@@ -103,7 +103,7 @@ class Problem:
     answers: Answers = field(default_factory=Answers)  # shared by all problems of one shape
     runs: int | None = None  # of equal strategies that a part of the model may have in a stage; None: any
     _tied: Mapping[int, Strategy] = field(init=False)
-    _sharings: dict[tuple[int, int], dict[int, Sharing]] = field(default_factory=dict)
+    _sharings: dict[tuple[int, int], dict[int, ParameterSharing]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Indexes the tied layers."""
@@ -127,7 +127,7 @@ class Problem:
         """How often each part of a micro-batch counts where another stage is the slowest; shares of one not at all."""
         return tuple(int(ramp) for ramp in self.form.ramp)
 
-    def layer_table(self, stage: int, place: int, inside: range) -> Table:
+    def layer_table(self, stage: int, place: int, inside: range) -> StrategyTable:
         """The strategies one layer of a stage may take, and their figures."""
         layer, tied = self.graph.layers[place], self._tied.get(place)
         # A layer that shares parameters, or a run, takes what is settled for all of them, be it of no help to this one.
@@ -148,7 +148,7 @@ class Problem:
     def _end(self) -> int:
         return len(self.graph.layers)
 
-    def _sharing(self, inside: range) -> dict[int, Sharing]:
+    def _sharing(self, inside: range) -> dict[int, ParameterSharing]:
         key = (inside.start, inside.stop)
         if key not in self._sharings:
             self._sharings[key] = sharing_of(self.graph, inside) if self.graph.ties else {}
@@ -235,7 +235,7 @@ class Problem:
         """Whether so many are in flight in the first backward alone, see ``cost.memory.terms``."""
         return fills(self.shape.schedule, self.held(stage), self.shape.microbatches)
 
-    def chain(self, stage: int, inside: range, scalar: bool) -> tuple[Chain, list[Table]] | None:
+    def chain(self, stage: int, inside: range, scalar: bool) -> tuple[Chain, list[StrategyTable]] | None:
         """The chain of one stage; None where some layer has no strategy left.
 
         Args:
@@ -273,7 +273,7 @@ class Problem:
         sizes = {inside.start + b: size for a, b, size in store.exchanges(inside) if b == a + 1}
         return [sizes.get(place) for place in range(inside.stop + 1)]
 
-    def _net(self, stage: int, inside: range, chain: Chain, tables: Sequence[Table]) -> Net:
+    def _net(self, stage: int, inside: range, chain: Chain, tables: Sequence[StrategyTable]) -> Net:
         """The chain of a stage with the tensors that skip layers in it."""
         if not self.graph.tensors:
             return Net(chain)
@@ -281,7 +281,7 @@ class Problem:
         pairs = ((a, b, size) for a, b, size in own.store.exchanges(inside) if b > a + 1)
         return Net(chain, {(a, b): own.moves(tables[a], tables[b], size) for a, b, size in pairs})
 
-    def _columns(self, table: Table, scalar: bool) -> Sequence[IntArray]:
+    def _columns(self, table: StrategyTable, scalar: bool) -> Sequence[IntArray]:
         return (table.theta(self.form),) if scalar else self._criteria(table.parts(self.form), table.figures.step)
 
     def _criteria(self, parts: Sequence[Figure], step: Figure) -> tuple[Figure, ...]:
@@ -319,7 +319,11 @@ class Problem:
             built = self.chain(stage, inside, scalar=False)
             sends = self.fixed_costs(stage, inside)[:2]
             alone = cap - self.shape.microbatches * sum(sends)
-            found = Front(()) if built is None else net_paths(self._net(stage, inside, *built), alone, widest(built[0]))
+            found = (
+                ChainFront(())
+                if built is None
+                else net_paths(self._net(stage, inside, *built), alone, widest(built[0]))
+            )
             tables = [] if built is None else built[1]
             self.work += found.work
             options = [self._stage_plan(path, tables, sends) for path in found.paths]
@@ -393,7 +397,7 @@ class Problem:
         plan = self._stage_plan(Path(self._times(net, best.choices, tables), best.choices), tables, sends)
         return plan, min(front.dropped, best.time[0]) + fixed
 
-    def _times(self, net: Net, choices: Sequence[int], tables: Sequence[Table]) -> tuple[int, ...]:
+    def _times(self, net: Net, choices: Sequence[int], tables: Sequence[StrategyTable]) -> tuple[int, ...]:
         """The criteria of a path of a scalar chain."""
         forward = backward = net.moved(choices)
         saved = step = 0
@@ -404,7 +408,7 @@ class Problem:
             step += int(table.figures.step[choice])
         return self._criteria(self.form.parts(forward, backward, saved), step)
 
-    def _stage_plan(self, path: Path, tables: Sequence[Table], sends: tuple[int, int]) -> StagePlan:
+    def _stage_plan(self, path: Path, tables: Sequence[StrategyTable], sends: tuple[int, int]) -> StagePlan:
         parts, step = self._apart(path.time)
         pairs = zip(parts, self.form.parts(*sends, 0), strict=True)
         bottleneck = tuple(own + sent for own, sent in pairs)
@@ -412,7 +416,7 @@ class Problem:
         return StagePlan(bottleneck, step, strategies)
 
 
-def _fitting(table: Table, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> Table:
+def _fitting(table: StrategyTable, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> StrategyTable:
     """The strategies with the layout and degrees that are settled."""
     found = table.lay_out_model(
         lambda own: (wire is None or own == wire) and (glue is None or glue_of(own) == glue)

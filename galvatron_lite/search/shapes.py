@@ -12,7 +12,7 @@ from itertools import product
 
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.cluster import Cluster
-from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
+from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
 from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import Shape
@@ -25,7 +25,7 @@ from galvatron_lite.search.bounds.glance import Glance
 from galvatron_lite.search.bounds.relax import Relaxed, averaged, relaxed
 from galvatron_lite.search.problem import Choice, Problem, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
-from galvatron_lite.search.tables import Glue, Layout, Store, Table, Tables, glue_of
+from galvatron_lite.search.tables import Glue, Layout, Store, StrategyTable, Tables, glue_of
 
 OPEN = Choice(None, None, ())
 """Nothing settled: the widest problem of a shape."""
@@ -34,7 +34,7 @@ _KINDS, _FEW = 16, 4
 
 
 @dataclass(slots=True)
-class Known:
+class PriceCache:
     """Figures by pricer, and by pricer, shape and pins."""
 
     stores: dict[int, Store] = field(default_factory=dict)  # by the pricer they hold, which they keep alive
@@ -59,7 +59,9 @@ class Request:
     fixed: Fixed  # what is not searched
     schedules: tuple[Schedule, ...]  # to choose from
     space: Space  # the strategies to choose from
-    known: Known = field(default_factory=Known, compare=False)  # figures, remembered for all searches with one space
+    known: PriceCache = field(
+        default_factory=PriceCache, compare=False
+    )  # figures, remembered for all searches with one space
     cluster: Cluster | None = None  # the devices; None: all alike
     runs: int | None = None  # see ``Problem``
     margin: float = 0.0  # share of what a device may take that is kept free and not in ``budget``
@@ -143,10 +145,10 @@ def virtual_stages(graph: ModelGraph, schedule: Schedule, stages: int) -> list[i
     return [1]
 
 
-def widest_tables(problem: Problem, stage: int = 0) -> list[Table]:
+def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
     """A table of every layer of the model that bounds all that a stage may use."""
     tied = dict(problem.choice.tied)
-    own, known = problem.tables[stage], dict[tuple[str, str], Table]()
+    own, known = problem.tables[stage], dict[tuple[str, str], StrategyTable]()
     keys = [(layer.kind, layer.name if own.fixed.layers else "") for layer in problem.graph.layers]
     for key, layer in zip(keys, problem.graph.layers, strict=True):
         if key not in known:
@@ -244,9 +246,9 @@ def average_of(problem: Problem) -> float:
     return averaged(problem, tables_by_stage(problem))
 
 
-def tables_by_stage(problem: Problem) -> list[list[Table]]:
+def tables_by_stage(problem: Problem) -> list[list[StrategyTable]]:
     """``widest_tables`` of every stage, the same list for stages with the same tables."""
-    known: dict[int, list[Table]] = {}
+    known: dict[int, list[StrategyTable]] = {}
     for stage, tables in enumerate(problem.tables):
         if id(tables) not in known:
             known[id(tables)] = widest_tables(problem, stage)
@@ -289,7 +291,7 @@ def _group_choices(problem: Problem, group: tuple[int, ...]) -> list[tuple[tuple
     ]
 
 
-def tied_tables(problem: Problem, group: tuple[int, ...]) -> list[Table]:
+def tied_tables(problem: Problem, group: tuple[int, ...]) -> list[StrategyTable]:
     """What strategies that all layers of a group offer cost each of them, whatever stages they may be in."""
     tables = [
         own.whole(problem.graph.layers[place].kind, problem.graph.layers[place].name, sharing)
@@ -301,7 +303,7 @@ def tied_tables(problem: Problem, group: tuple[int, ...]) -> list[Table]:
     return [table.where(lambda strategy: strategy in common) for table in tables]
 
 
-def _sharings(problem: Problem, group: tuple[int, ...], place: int) -> list[Sharing]:
+def _sharings(problem: Problem, group: tuple[int, ...], place: int) -> list[ParameterSharing]:
     """What sharing may mean for a layer: with the whole group in its stage, and alone in its stage."""
     if problem.shape.stages == 1:
         return [sharing_of(problem.graph, range(len(problem.graph.layers)))[place]]

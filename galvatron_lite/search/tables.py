@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import ALONE, LayerPricer, Sharing
+from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
 from galvatron_lite.cost.layout import Layout, layout
 from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape
@@ -18,10 +18,10 @@ from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chains.chain import ChainLayer
 from galvatron_lite.search.chains.pareto import pairs_within, undominated_rows
-from galvatron_lite.search.figures import PREFIX, REST, TICKS, Figures, all_ticks, figures_of, ticks
+from galvatron_lite.search.figures import PREFIX, REST, TICKS, StrategyFigures, all_ticks, figures_of, ticks
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
-__all__ = ["TICKS", "Glue", "Layout", "Options", "Store", "Table", "Tables", "glue_of", "ticks"]
+__all__ = ["TICKS", "Glue", "Layout", "Store", "StrategyOptions", "StrategyTable", "Tables", "glue_of", "ticks"]
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -37,7 +37,7 @@ def glue_of(own: Layout) -> Glue:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Options:
+class StrategyOptions:
     """Strategies that tables choose from, with what does not depend on the micro-batch."""
 
     strategies: tuple[Strategy, ...]  # S of them
@@ -72,7 +72,7 @@ class Options:
         return self._allowed[fixed]
 
 
-def options_of(strategies: Sequence[Strategy]) -> Options:
+def options_of(strategies: Sequence[Strategy]) -> StrategyOptions:
     """Strategies as options."""
     own = [layout(strategy) for strategy in strategies]
     samples = dict(zip(reversed(own), reversed(strategies), strict=True))
@@ -80,7 +80,7 @@ def options_of(strategies: Sequence[Strategy]) -> Options:
     numbers = {name: number for number, name in enumerate(names)}
     many, same = Strategies.of(strategies), dict[Strategy, int]()
     degrees = [same.setdefault(replace(own, recompute=Recompute.NONE), len(same)) for own in strategies]
-    return Options(
+    return StrategyOptions(
         tuple(strategies),
         many,
         many.batch_degree,
@@ -92,12 +92,12 @@ def options_of(strategies: Sequence[Strategy]) -> Options:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class StrategyTable:
     """What strategies of one kind of layer cost under one shape of plan."""
 
-    options: Options  # that the strategies are among
+    options: StrategyOptions  # that the strategies are among
     rows: IntArray  # (S,) which of them
-    figures: Figures  # of each
+    figures: StrategyFigures  # of each
 
     @cached_property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -134,23 +134,23 @@ class Table:
         """How many strategies."""
         return len(self.rows)
 
-    def where(self, wanted: Callable[[Strategy], bool]) -> Table:
+    def where(self, wanted: Callable[[Strategy], bool]) -> StrategyTable:
         """Only the strategies that are wanted."""
         rows = [row for row, strategy in enumerate(self.strategies) if wanted(strategy)]
         return self.at(np.array(rows, dtype=np.int64))
 
-    def of(self, kept: BoolArray) -> Table:
+    def of(self, kept: BoolArray) -> StrategyTable:
         """Only some of the options, (options,)."""
         return self.at(np.flatnonzero(kept[self.rows]))
 
-    def lay_out_model(self, wanted: Callable[[Layout], bool]) -> Table:
+    def lay_out_model(self, wanted: Callable[[Layout], bool]) -> StrategyTable:
         """Only the strategies whose layout is wanted."""
         known = np.array([wanted(own) for own in self.options.layouts], dtype=bool)
         return self.at(np.flatnonzero(known[self.codes]))
 
-    def at(self, rows: IntArray) -> Table:
+    def at(self, rows: IntArray) -> StrategyTable:
         """Only some of the strategies."""
-        return Table(self.options, self.rows[rows], self.figures.at(rows))
+        return StrategyTable(self.options, self.rows[rows], self.figures.at(rows))
 
     def saved(self, form: Form) -> IntArray:
         """(S,): picoseconds that a schedule frees of a micro-batch, see ``Form.parts``."""
@@ -181,7 +181,7 @@ class Table:
         """Everything a strategy is judged by, apart from its layout: (S, figures)."""
         return np.column_stack((*self.parts(form), self.figures.step, self.memory_keys))
 
-    def undominated(self, form: Form, others: Sequence[Table] = ()) -> Table:
+    def undominated(self, form: Form, others: Sequence[StrategyTable] = ()) -> StrategyTable:
         """Without strategies that another one of the same layout equals or beats in every figure.
 
         Args:
@@ -227,9 +227,9 @@ class Store:
     useful: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
     _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
     _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
-    _options: dict[tuple[str, int, Fixed], Options] = field(default_factory=dict)
-    _same: dict[tuple[Strategy, ...], Options] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], Table] = field(default_factory=dict)
+    _options: dict[tuple[str, int, Fixed], StrategyOptions] = field(default_factory=dict)
+    _same: dict[tuple[Strategy, ...], StrategyOptions] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
     _numbers: dict[Strategy, int] = field(default_factory=dict)
     _numbered: dict[int, IntArray] = field(default_factory=dict)
 
@@ -252,7 +252,7 @@ class Store:
             self._exchanges[key] = tuple((a - inside.start, b - inside.start, size) for a, b, size in found)
         return self._exchanges[key]
 
-    def numbers(self, table: Table) -> IntArray:
+    def numbers(self, table: StrategyTable) -> IntArray:
         """(S,): a number for each strategy of a table, the same in all tables."""
         options = table.options
         if id(options) not in self._numbered:
@@ -260,7 +260,7 @@ class Store:
             self._numbered[id(options)] = np.array(own, dtype=np.int64)
         return self._numbered[id(options)][table.rows]
 
-    def options(self, kind: str, devices: int, fixed: Fixed) -> Options:
+    def options(self, kind: str, devices: int, fixed: Fixed) -> StrategyOptions:
         """What a kind of layer may do on a stage of so many devices."""
         key = (kind, devices, fixed)
         if key not in self._options:
@@ -270,7 +270,7 @@ class Store:
             self._options[key] = self._same[strategies]
         return self._options[key]
 
-    def table(self, kind: str, shape: Shape, fixed: Fixed, sharing: Sharing = ALONE) -> Table:
+    def table(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """Every strategy of a kind of layer under a shape; its schedule makes no difference."""
         key = (kind, shape.stage_devices, shape.stages, shape.microbatch, shape.microbatches == 1, fixed, sharing)
         if key not in self._known:
@@ -278,7 +278,7 @@ class Store:
             self._known[key] = self._table(kind, shape, fixed, sharing) if pinned is None else pinned
         return self._known[key]
 
-    def _pinned(self, kind: str, shape: Shape, fixed: Fixed, sharing: Sharing) -> Table | None:
+    def _pinned(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing) -> StrategyTable | None:
         """What pins leave of the table without them, where that takes hardly longer; None where it does, or where pins
         go beyond the space."""
         whole = self._options.get((kind, shape.stage_devices, UNPINNED))
@@ -287,14 +287,14 @@ class Store:
         kept = whole.allowed(fixed)
         return self.table(kind, shape, UNPINNED, sharing).of(kept) if kept.any() else None
 
-    def _table(self, kind: str, shape: Shape, fixed: Fixed, sharing: Sharing) -> Table:
+    def _table(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing) -> StrategyTable:
         options = self.options(kind, shape.stage_devices, fixed)
         rows = np.flatnonzero(shape.microbatch % options.batch == 0)
         asked = options.part(rows)
         valid, figures = figures_of(
             self.pricer, kind, asked, shape.microbatch, shape.stages, sharing, shape.microbatches == 1
         )
-        return Table(options, rows[valid], figures)
+        return StrategyTable(options, rows[valid], figures)
 
 
 @dataclass(slots=True)
@@ -306,7 +306,7 @@ class Tables:
     fixed: Fixed  # what the user pinned
     form: Form = field(init=False)
     _plain: Fixed = field(init=False)
-    _known: dict[tuple[object, ...], Table] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
     _moves: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
     _least_moves: dict[Layout | Glue, int] = field(default_factory=dict)
 
@@ -320,7 +320,7 @@ class Tables:
         """Prices the layers."""
         return self.store.pricer
 
-    def whole(self, kind: str, layer: str, sharing: Sharing = ALONE) -> Table:
+    def whole(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """Every strategy that a layer may take.
 
         Args:
@@ -336,7 +336,7 @@ class Tables:
             self._known[key] = self.store.table(kind, self.shape, self.fixed.at_layer(layer), sharing)
         return self._known[key]
 
-    def table(self, kind: str, layer: str, sharing: Sharing = ALONE) -> Table:
+    def table(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """The same without strategies that never help; with any sharing none is left out: another layer has a say."""
         whole = self.whole(kind, layer, sharing)
         if sharing != ALONE:
@@ -346,7 +346,7 @@ class Tables:
             self._known[key] = whole.undominated(self.form)
         return self._known[key]
 
-    def moves(self, left: Table, right: Table, size: int | None) -> IntArray:
+    def moves(self, left: StrategyTable, right: StrategyTable, size: int | None) -> IntArray:
         """Picoseconds of redistribution in one pass between the layouts present in one table and in the next, of what
         goes between their layers (bytes a sample; None: nothing does)."""
         if size is None:
@@ -371,7 +371,7 @@ class Tables:
             self._least_moves[key] = max(min(known, default=0) - 1, 0)
         return self._least_moves[key]
 
-    def _moved(self, left: Table, right: Table, size: int) -> IntArray:
+    def _moved(self, left: StrategyTable, right: StrategyTable, size: int) -> IntArray:
         layouts = left.options.layouts, right.options.layouts
         seconds = self.store.pricer.redistributions(size, self.shape.microbatch, *layouts)
         return all_ticks(seconds)

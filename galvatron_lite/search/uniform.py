@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import ALONE, Sharing
+from galvatron_lite.cost.layer import ALONE, ParameterSharing
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
@@ -35,7 +35,7 @@ from galvatron_lite.search.chains.pareto import pairs_within, pareto_rows
 from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem, StagePlan
-from galvatron_lite.search.tables import Table
+from galvatron_lite.search.tables import StrategyTable
 from galvatron_lite.search.uniform_memory import along, group_bytes
 
 FloatArray = NDArray[np.float64]
@@ -74,7 +74,7 @@ class _Part:
     """What all layers before the blocks, all blocks, or all layers after them may take."""
 
     size: int  # number of choices; one without meaning where there are no layers
-    tables: dict[int, Table]  # figures of each layer under each choice
+    tables: dict[int, StrategyTable]  # figures of each layer under each choice
 
     def at(self, rows: IntArray) -> _Part:
         """Some of the choices."""
@@ -86,11 +86,11 @@ class _Part:
 class _Pairs:
     """Choices of two strategies for blocks: of those of each group the first so many parts have the first."""
 
-    table: Table  # S strategies, each by itself the first of the choices
+    table: StrategyTable  # S strategies, each by itself the first of the choices
     first: IntArray  # first, second: (Q,) rows of the others, once for each number of parts from 1 on
     second: IntArray
 
-    def at(self, number: int, rows: IntArray) -> Table:
+    def at(self, number: int, rows: IntArray) -> StrategyTable:
         """What a block in one of the parts takes under some of the choices."""
         single = len(self.table)
         pair, count = (rows - single) % max(len(self.first), 1), 1 + (rows - single) // max(len(self.first), 1)
@@ -152,9 +152,9 @@ class Uniform:
         return _chunks(shape.schedule, shape.stages, shape.virtual, self.cuts, self.ranges[1])
 
     @cached_property
-    def sharing(self) -> dict[int, Sharing]:
+    def sharing(self) -> dict[int, ParameterSharing]:
         """Of layers that share parameters."""
-        found: dict[int, Sharing] = {}
+        found: dict[int, ParameterSharing] = {}
         for places in self.chunks.held:
             found |= sharing_of(self.problem.graph, places)
         return found
@@ -169,7 +169,7 @@ class Uniform:
         return [self._part(before), self._part(blocks) if every is None else self._mixed(every), self._part(after)]
 
     def _part(self, places: range) -> _Part:
-        tables: dict[int, Table] = {}
+        tables: dict[int, StrategyTable] = {}
         for group, held in enumerate(self.chunks.held):
             for place in held.intersection(places):
                 layer = self.problem.graph.layers[place]
@@ -184,7 +184,7 @@ class Uniform:
         thinned = {id(table): own.at(kept) for table, own in zip(distinct, every, strict=True)}
         return _Part(len(kept), {place: thinned[id(table)] for place, table in tables.items()})
 
-    def _useful(self, tables: Sequence[Table], of: Sequence[Table], shared: bool) -> IntArray:
+    def _useful(self, tables: Sequence[StrategyTable], of: Sequence[StrategyTable], shared: bool) -> IntArray:
         """Rows that no other of the same layout equals or beats in every figure of all tables, parts of some others."""
         first, form, known = tables[0], self.problem.form, self.problem.tables[0].store.useful
         if shared:
@@ -234,7 +234,7 @@ class Uniform:
             found += [self._least(pairs.table, pairs.first, pairs.second, count) for count in parts]
         return np.concatenate(found) * (1 - 1e-9)
 
-    def _least(self, table: Table, first: IntArray, second: IntArray, count: int) -> FloatArray:
+    def _least(self, table: StrategyTable, first: IntArray, second: IntArray, count: int) -> FloatArray:
         """``least`` where blocks of so many parts have the first of two strategies."""
         form, shape, figures = self.problem.form, self.problem.shape, table.figures
         placed = self.chunks.placed[..., count]
@@ -332,7 +332,7 @@ class Uniform:
         fits: NDArray[np.bool_] = self.group_bytes(group) <= self.problem.budgets[group]
         return fits
 
-    def _summed(self, places: Iterable[int], figure: Callable[[Table], IntArray]) -> IntArray:
+    def _summed(self, places: Iterable[int], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
         """A figure of layers, added up; axes as ``times``, of length 1 where alike."""
         total = np.zeros((1, 1, 1), dtype=np.int64)
         for axis, part in enumerate(self.parts):

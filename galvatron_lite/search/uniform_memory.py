@@ -12,10 +12,10 @@ from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_f
 from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of
 from galvatron_lite.search.figures import MIDDLE, PEAK, PENDING, PREFETCHED, PREFIX, REST, UPDATED
 from galvatron_lite.search.problem import Problem
-from galvatron_lite.search.tables import Table
+from galvatron_lite.search.tables import StrategyTable
 
 IntArray = NDArray[np.int64]
-Run = tuple[int, Table, int]
+Run = tuple[int, StrategyTable, int]
 """Axis, table and number of neighbouring layers with one table."""
 
 
@@ -27,7 +27,7 @@ def along(values: IntArray, axis: int) -> IntArray:
 
 
 def group_bytes(
-    problem: Problem, parts: Sequence[Mapping[int, Table]], group: int, chunks: Mapping[int, range]
+    problem: Problem, parts: Sequence[Mapping[int, StrategyTable]], group: int, chunks: Mapping[int, range]
 ) -> IntArray:
     """(E, B, H): bytes on each device of a group, for every candidate; axes of length 1 where alike.
 
@@ -54,14 +54,14 @@ def group_bytes(
 _ZERO = np.zeros((1, 1, 1), dtype=np.int64)
 
 
-def _runs(parts: Sequence[Mapping[int, Table]], inside: range) -> Iterator[Run]:
+def _runs(parts: Sequence[Mapping[int, StrategyTable]], inside: range) -> Iterator[Run]:
     own = [(axis, part[place]) for place in inside for axis, part in enumerate(parts) if place in part]
     for (axis, _), same in groupby(own, key=lambda pair: (pair[0], id(pair[1]))):
         layers = list(same)
         yield axis, layers[0][1], len(layers)
 
 
-def _column(runs: Sequence[Run], figure: Callable[[Table], IntArray]) -> IntArray:
+def _column(runs: Sequence[Run], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
     """A figure of all layers of a chunk, added up."""
     total = _ZERO
     for axis, table, count in runs:
@@ -97,7 +97,7 @@ def _worst(runs: Sequence[Run], held: int) -> IntArray:
 
 
 def _around(
-    problem: Problem, parts: Sequence[Mapping[int, Table]], chunks: Mapping[int, range], held: Moments
+    problem: Problem, parts: Sequence[Mapping[int, StrategyTable]], chunks: Mapping[int, range], held: Moments
 ) -> IntArray:
     """Buffers of the boundaries, by their senders' strategies, and copies of tensors made before, by the readers'."""
     shape, store = problem.shape, problem.tables[0].store
@@ -114,7 +114,7 @@ def _around(
     return total
 
 
-def _boundary(problem: Problem, parts: Sequence[Mapping[int, Table]], place: int, size: int) -> IntArray:
+def _boundary(problem: Problem, parts: Sequence[Mapping[int, StrategyTable]], place: int, size: int) -> IntArray:
     """``boundary_bytes`` of so many bytes a sample, by the strategies of a layer."""
     axis, table = next((axis, part[place]) for axis, part in enumerate(parts) if place in part)
     own = np.zeros(len(table.options.samples), dtype=np.int64)

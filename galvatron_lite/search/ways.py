@@ -28,7 +28,7 @@ class Delay:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanTask:
     """What a way is asked for."""
 
     session: Session  # of the profile and the mode
@@ -41,14 +41,14 @@ class Asked:
     tolerance: float = 0.0  # see ``find_plan``
 
 
-Way = Callable[[Asked], Sequence[Plan]]
+Way = Callable[[PlanTask], Sequence[Plan]]
 """Plans of one way with their prediction and provenance, whether they fit or not; none where it offers none."""
 
-Why = Callable[[Asked], Sequence[str]]
+Why = Callable[[PlanTask], Sequence[str]]
 """What a way does not offer and why, a line each; nothing where it was not allowed."""
 
 
-def with_ways(ordinary: Callable[[], Plan], asked: Asked, runners_up: int, ways: Sequence[Way]) -> Plan:
+def with_ways(ordinary: Callable[[], Plan], asked: PlanTask, runners_up: int, ways: Sequence[Way]) -> Plan:
     """The quickest plan that fits, the ordinary one of equal ones; the other is among its alternatives.
 
     Args:
@@ -81,7 +81,7 @@ def with_ways(ordinary: Callable[[], Plan], asked: Asked, runners_up: int, ways:
     return led([*quicker, first, *others], runners_up)
 
 
-def _wanted(plans: Sequence[Plan], asked: Asked) -> list[Plan]:
+def _wanted(plans: Sequence[Plan], asked: PlanTask) -> list[Plan]:
     """Those that fit; of delayed gradients alone where no others are wanted."""
     only = asked.delay is not None and asked.delay.only
     return [plan for plan in _fitting(plans) if plan.cyclic is not None or not only]
@@ -101,7 +101,7 @@ def _peak(plan: Plan) -> int:
     return plan.prediction.peak_memory if plan.prediction else 0
 
 
-def _plans(ways: Sequence[Way], asked: Asked) -> list[Plan]:
+def _plans(ways: Sequence[Way], asked: PlanTask) -> list[Plan]:
     """Of all ways, quickest first."""
     return sorted((plan for way in ways for plan in way(asked)), key=seconds_of)
 

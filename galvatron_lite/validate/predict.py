@@ -16,9 +16,9 @@ from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
-from galvatron_lite.oracle.closed_form import Kind
+from galvatron_lite.oracle.closed_form import Method
 from galvatron_lite.oracle.pricing import LayerLayout, lay_out_model, profile_on
-from galvatron_lite.oracle.strategies import Question
+from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -29,7 +29,7 @@ from galvatron_lite.validate.fitting import fitting
 from galvatron_lite.validate.images import image_model
 from galvatron_lite.validate.model import shape_of
 from galvatron_lite.validate.plans import Batch, batch_of, compute_precision, plan_of
-from galvatron_lite.validate.results import Judged, Measured, Predicted, Skipped, judge
+from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Skipped, judge
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.software import stack_of
 
@@ -69,7 +69,7 @@ def shares_samples(run: PublishedRun) -> bool:
     return (run.spatial or 1) > 1 or (run.filter or 1) > 1
 
 
-def question_of(run: PublishedRun) -> Question | Skipped:
+def question_of(run: PublishedRun) -> RowQuestion | Skipped:
     """What a run asks of the oracle: samples are of a group's, as ``micro_batch`` is where devices share them."""
     pixels, filters = run.spatial or 1, run.filter or 1
     group, devices = pixels * filters, run.n_gpus or 0
@@ -81,8 +81,8 @@ def question_of(run: PublishedRun) -> Question | Skipped:
     batch = run.micro_batch or (run.global_batch or 0) // groups
     if not batch or (run.global_batch or batch * groups) != batch * groups or (run.grad_accum or 1) != 1:
         return Skipped("batch does not divide", f"micro_batch: {run.micro_batch}, global_batch: {run.global_batch}.")
-    alone, beside = (Kind.SPATIAL, Kind.DATA_SPATIAL) if pixels > 1 else (Kind.FILTER, Kind.DATA_FILTER)
-    return Question(alone if groups == 1 else beside, devices, batch, batch * groups, group)
+    alone, beside = (Method.SPATIAL, Method.DATA_SPATIAL) if pixels > 1 else (Method.FILTER, Method.DATA_FILTER)
+    return RowQuestion(alone if groups == 1 else beside, devices, batch, batch * groups, group)
 
 
 def predict_shared(
@@ -312,14 +312,14 @@ _GIB = 2**30
 _GB = 10**9
 
 
-def measured_of(run: PublishedRun, batch: Batch) -> Measured:
+def measured_of(run: PublishedRun, batch: Batch) -> MeasuredRun:
     """Step time as it is printed, else from tokens or samples a second; peak memory in bytes.
 
     Memory is printed in GiB under either name by PyTorch and nvidia-smi; rows that say they were converted are in GB.
     """
     memory = run.peak_mem_gb
     unit = _GB if "gib->gb" in run.remarks or "x1.0737" in run.remarks else _GIB
-    return Measured(_seconds(run, batch), None if memory is None else round(memory * unit))
+    return MeasuredRun(_seconds(run, batch), None if memory is None else round(memory * unit))
 
 
 def _seconds(run: PublishedRun, batch: Batch) -> float | None:

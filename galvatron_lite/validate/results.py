@@ -25,7 +25,7 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """What a run measured, in seconds and bytes; None where it did not."""
 
     step_seconds: float | None  # of one optimizer step
@@ -53,7 +53,7 @@ class Judged:
     """A run, what it measured and what was predicted."""
 
     run: PublishedRun
-    measured: Measured | None  # its figures; None where the run was skipped
+    measured: MeasuredRun | None  # its figures; None where the run was skipped
     outcome: Predicted | Skipped  # the prediction, or why there is none
     time: float | None = None  # predicted over measured step time; None where it is not scored
     memory: float | None = None  # predicted over measured peak memory; None where it is not scored
@@ -75,7 +75,7 @@ _WANTED = (
 )
 
 
-def judge(run: PublishedRun, measured: Measured, outcome: Predicted) -> Judged:
+def judge(run: PublishedRun, measured: MeasuredRun, outcome: Predicted) -> Judged:
     """A prediction beside its measurement; a run of a grade that does not count is skipped."""
     time = memory = None
     if measured.step_seconds and run.quality in ("A", "B", None):

@@ -14,7 +14,7 @@ from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.plans.notes import other_size
-from galvatron_lite.plans.schema import Mode, Plan, Trainer
+from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
 from galvatron_lite.profiler.store_journal import Journal
@@ -56,7 +56,7 @@ def check_dry(
         profile: that communication is priced with; the one that the plan was made from if not given, where it is found.
     """
     beside = plan.cyclic is not None or bool(plan.branches)
-    if beside or plan.backend is not Trainer.GALVATRON or plan.mode is not Mode.TRAINING:
+    if beside or plan.backend is not TrainedBy.GALVATRON or plan.mode is not Mode.TRAINING:
         said = "Only plans of stages that galvatron itself trains are run without data."
         return [Check(NAME, Verdict.SKIPPED, said)], []
     made = source.on_meta()

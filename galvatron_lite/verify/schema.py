@@ -13,7 +13,7 @@ NOBODY = -1
 """In place of a rank, a micro-batch or a number of messages: there is none."""
 
 
-class Kind(StrEnum):
+class MessageType(StrEnum):
     """What a message is, as seen by one rank."""
 
     ALL_REDUCE = "all-reduce"
@@ -47,7 +47,7 @@ class Message:
     """One collective, or one message from rank to rank, as one rank gave it."""
 
     number: int  # of this rank's messages, in the order in which they start, from 0
-    kind: Kind  # what it is
+    kind: MessageType  # what it is
     ranks: tuple[int, ...]  # world ranks of its group, in order
     purpose: str  # what its group is for: the name that the runtime made it with
     peer: int  # the world rank that a message goes to or comes from, or the root of a collective

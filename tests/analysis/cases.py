@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from galvatron_lite.analysis.setting import Setting
+from galvatron_lite.analysis.setting import PlanSetting
 from galvatron_lite.cluster.cluster import DeviceGroup, Level
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.plans.schema import Plan
@@ -16,10 +16,10 @@ from tests.factories import random_profile
 BUDGET = 2**30
 
 
-def small(seed: int, devices: int = 4, nodes: int = 1, budget: int = BUDGET) -> Setting:
+def small(seed: int, devices: int = 4, nodes: int = 1, budget: int = BUDGET) -> PlanSetting:
     """A random model on nodes of equal devices."""
     profile = random_profile(random.Random(seed), devices=devices, blocks=2)
-    return Setting(replace(profile, cluster=_wider(profile, nodes)), budget)
+    return PlanSetting(replace(profile, cluster=_wider(profile, nodes)), budget)
 
 
 def _wider(profile: Profile, nodes: int):  # type: ignore[no-untyped-def]
@@ -31,7 +31,7 @@ def _wider(profile: Profile, nodes: int):  # type: ignore[no-untyped-def]
     return replace(cluster, groups=(DeviceGroup(group.device, group.count * nodes),), levels=levels)
 
 
-def asked(setting: Setting, devices: int, batch: int, budget: int | None = None) -> Plan | None:
+def asked(setting: PlanSetting, devices: int, batch: int, budget: int | None = None) -> Plan | None:
     """The plan of one point, on a cluster built here; None where there is none."""
     cluster = setting.profile.cluster
     node = cluster.levels[0].size

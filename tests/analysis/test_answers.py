@@ -13,14 +13,22 @@ import pytest
 from galvatron_lite.analysis.answers import Answer, answer_text, as_data
 from galvatron_lite.analysis.setting import Point, Points, gathered, require_plan
 from galvatron_lite.analysis.sweep_figure import figure
-from galvatron_lite.analysis.sweeps import Goal, Run, Target, best_batch, cheapest, fewest_devices, pareto_front
+from galvatron_lite.analysis.sweeps import (
+    Goal,
+    Target,
+    TrainingAmount,
+    best_batch,
+    cheapest,
+    fewest_devices,
+    pareto_front,
+)
 from tests.analysis.cases import asked, small
 
 SETTING = small(1)
 ANSWERS: dict[str, Callable[[], Answer]] = {
     "best_batch": lambda: best_batch(SETTING, 24),
     "fewest_devices": lambda: fewest_devices(SETTING, Target(Goal.SAMPLES, 1.0), 8),
-    "cheapest": lambda: cheapest(SETTING, Run(tokens=1e9), 2.0, batch=8),
+    "cheapest": lambda: cheapest(SETTING, TrainingAmount(tokens=1e9), 2.0, batch=8),
     "pareto_front": lambda: pareto_front(small(1, budget=200_000), 8),
 }
 
@@ -83,7 +91,7 @@ def test_nothing_found_says_what_comes_nearest() -> None:
     near = fewest_devices(SETTING, Target(Goal.TOKENS, answer_rate() * 8 * 1.0001), 8)
     assert near.answer is None
     assert "The nearest: " in answer_text(near).sentence or "compute alone" in answer_text(near).sentence
-    late = cheapest(SETTING, Run(tokens=1e9), 2.0, batch=8, deadline=1e-3)
+    late = cheapest(SETTING, TrainingAmount(tokens=1e9), 2.0, batch=8, deadline=1e-3)
     assert "the quickest" in answer_text(late).sentence
 
 

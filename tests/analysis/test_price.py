@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 
-from galvatron_lite.analysis.setting import Setting, ask
-from galvatron_lite.analysis.what_ifs import Clock, added_bytes, price_of_memory, with_less, with_stairs
+from galvatron_lite.analysis.setting import PlanSetting, ask
+from galvatron_lite.analysis.what_ifs import TimeLimit, added_bytes, price_of_memory, with_less, with_stairs
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
@@ -25,7 +25,7 @@ STAGES = Pins(fixed=Fixed(forbidden=("pipeline",)))
 """Without a pipeline the closed form that is searched by is the step time that is told."""
 
 
-def every_plan(setting: Setting, batch: int) -> Iterator[tuple[int, float]]:
+def every_plan(setting: PlanSetting, batch: int) -> Iterator[tuple[int, float]]:
     """Peak and step time of every plan of one stage."""
     session = setting.session(setting.profile.cluster.devices)
     space, devices, graph = (
@@ -62,14 +62,16 @@ def fastest(every: list[tuple[int, float]], budget: int) -> float:
 @pytest.mark.parametrize(("seed", "devices", "blocks"), [(1, 1, 4), (7, 1, 3), (9, 2, 1)])
 def test_a_price_is_what_every_plan_says(seed: int, devices: int, blocks: int) -> None:
     profile = random_profile(random.Random(seed), devices=devices, blocks=blocks)
-    setting = Setting(profile, 2**30, STAGES)
+    setting = PlanSetting(profile, 2**30, STAGES)
     every = sorted(every_plan(setting, 4))
     peaks = sorted({peak for peak, _ in every})
     for share in (0.1, 0.5):
         budget = Budget(peaks[int(share * (len(peaks) - 1))])
         plan = ask(setting, devices, 4, budget=budget)
         added = max(budget.least // 4, 1)
-        price = with_stairs(price_of_memory(setting, Clock(), plan, budget, added), setting, Clock(), plan, budget)
+        price = with_stairs(
+            price_of_memory(setting, TimeLimit(), plan, budget, added), setting, TimeLimit(), plan, budget
+        )
         now, then = fastest(every, budget.least), fastest(every, budget.least + added)
         assert price.step_seconds == pytest.approx(now, rel=1e-9)
         assert price.seconds_per_gib * added / 2**30 == pytest.approx(now - then, rel=1e-6, abs=1e-12 * now)
@@ -78,18 +80,18 @@ def test_a_price_is_what_every_plan_says(seed: int, devices: int, blocks: int) -
             assert fastest(every, step.budget_bytes - 1) >= step.step_seconds * (1 + 1e-12) or (
                 step.budget_bytes == budget.least
             )
-        lean = with_less(price, setting, Clock(), plan, budget)
+        lean = with_less(price, setting, TimeLimit(), plan, budget)
         least = fastest(every, budget.least - added)
         assert (lean.less_step_seconds or float("inf")) == pytest.approx(least, rel=1e-9)
 
 
 def test_in_its_own_shape_a_price_is_no_more_than_over_all() -> None:
     profile = random_profile(random.Random(3), devices=2, blocks=2)
-    setting = Setting(profile, 2**30)
+    setting = PlanSetting(profile, 2**30)
     lean = Budget(int(0.6 * _peak(ask(setting, 2, 4))))
     plan = ask(setting, 2, 4, budget=lean, runners_up=5)
-    own = price_of_memory(setting, Clock(), plan, lean, same_shape=True)
-    whole = price_of_memory(setting, Clock(), plan, lean)
+    own = price_of_memory(setting, TimeLimit(), plan, lean, same_shape=True)
+    whole = price_of_memory(setting, TimeLimit(), plan, lean)
     assert own.same_shape
     assert not whole.same_shape
     assert own.then_step_seconds >= whole.then_step_seconds * (1 - 1e-9)

@@ -7,7 +7,7 @@ from math import fsum
 import pytest
 
 from galvatron_lite.analysis.explanation import TimeClass
-from galvatron_lite.analysis.step_time import BUBBLE, SLOWEST, Priced, account, taken_apart
+from galvatron_lite.analysis.step_time import BUBBLE, SLOWEST, PricedStages, account, taken_apart
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
@@ -21,7 +21,7 @@ WAYS = (
 )  # fmt: skip
 
 
-def random_plan(seed: int) -> Priced:
+def random_plan(seed: int) -> PricedStages:
     """A random plan of two stages, with all kinds of communication in it, as priced by a random profile."""
     draw = random.Random(seed)
     profile = random_profile(draw, devices=4, blocks=4, tied=seed % 2 == 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from galvatron_lite import api
-from galvatron_lite.analysis.sweeps import Front
+from galvatron_lite.analysis.sweeps import ParetoFront
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.shapes import build_graph, shape_from_flags
 
@@ -48,5 +48,5 @@ def test_batches_and_the_front_start_from_the_budgets_of_a_single_plan() -> None
     best = api.best_batch(max_batch=16, **tiny)  # type: ignore[arg-type]
     assert best.best is not None
     assert best.best.plan == planned(batch=best.best.batch, sequence=None, **tiny)
-    front: Front = api.pareto_front(batch=16, memory_step="8GB", **tiny)  # type: ignore[arg-type]
+    front: ParetoFront = api.pareto_front(batch=16, memory_step="8GB", **tiny)  # type: ignore[arg-type]
     assert front.points[0].plan == planned(batch=16, sequence=None, **tiny)

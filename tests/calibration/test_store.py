@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from galvatron_lite.calibration.schema import (
     Calibration,
+    ConstantsOrigin,
     DeviceConstants,
     LinkConstants,
-    Origin,
     StackConstants,
 )
 from galvatron_lite.calibration.store import (
@@ -35,7 +35,7 @@ SMALL = Calibration(
     links={"default": LinkConstants(0.5, 1e-5), "infiniband": LinkConstants(0.9, 8e-6)},
     stacks={"default": StackConstants(), "nemo": StackConstants(step_host=0.5, hidden={"data": 0.3})},
     like={"devices/A800": "A100"},
-    origins={"devices/A100": Origin("a paper", "2026-01-02", 7, 0.04)},
+    origins={"devices/A100": ConstantsOrigin("a paper", "2026-01-02", 7, 0.04)},
     provenance=("by hand",),
 )
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
 from galvatron_lite.plans.io import read_plan, write_plan
-from galvatron_lite.runs.schema import Part, RankRecord, StepRecord
+from galvatron_lite.runs.schema import RankRecord, StepPart, StepRecord
 from tests.docs.pages import commands, text_of
 from tests.runs.lines import a_header, a_rank_header, write
 
@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.mkdir(parents=True)
     steps = [StepRecord(step, 1000.0 + step, 0.1 if step else 5.0, samples=64, tokens=65536) for step in range(10)]
     write(run, "steps-00001.jsonl", [a_header(plan=plan), *steps])
-    seconds = {Part.FORWARD: 0.03, Part.BACKWARD: 0.06, Part.OPTIMIZER: 0.01}
+    seconds = {StepPart.FORWARD: 0.03, StepPart.BACKWARD: 0.06, StepPart.OPTIMIZER: 0.01}
     record = RankRecord(0, 9, 10, 0.1, parts=seconds, memory=8 * 2**30)
     write(run, "rank-00000-00001.jsonl", [a_rank_header(0), record])
     return folder
@@ -112,7 +112,7 @@ def test_a_folder_that_is_not_there_is_not_made(place: Path, monkeypatch: pytest
 
 def test_a_profile_among_the_kept_ones_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from galvatron_lite import api
-    from galvatron_lite.analysis.report.gather import Source, gather
+    from galvatron_lite.analysis.report.gather import PriceSource, gather
     from galvatron_lite.profiler.store import write_profile
 
     known = replace(api.find_profile(model="bert-large", cluster="rtx-titan", gpus=2), name="kept")
@@ -120,6 +120,6 @@ def test_a_profile_among_the_kept_ones_is_found(tmp_path: Path, monkeypatch: pyt
     write_plan(api.plan(known, batch=4, runners_up=0), tmp_path / "plan.yaml")
     write_profile(known, tmp_path / "profiles/here/kept.yaml")
     write_profile(replace(known, name="later"), tmp_path / "profiles/here/later.yaml")
-    shown = gather(tmp_path / "plan.yaml", Source())
+    shown = gather(tmp_path / "plan.yaml", PriceSource())
     assert shown.profile == known
     assert shown.timeline is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from galvatron_lite.cluster.cluster import Cluster, Collective, Device, DeviceGroup, Level
-from galvatron_lite.cost.layer import ALONE, Sharing
+from galvatron_lite.cost.layer import ALONE, ParameterSharing
 from galvatron_lite.model.graph import (
     LayerKind,
     Operator,
@@ -42,7 +42,7 @@ class Case:
     strategies: tuple[Strategy, ...]
     microbatch: int
     stages: int
-    sharing: Sharing
+    sharing: ParameterSharing
 
 
 def cases(seed: int, count: int, each: int) -> Iterator[Case]:
@@ -53,7 +53,7 @@ def cases(seed: int, count: int, each: int) -> Iterator[Case]:
         devices, kind = draw.choice(STAGES), draw.choice(sorted(profile.graph.kinds))
         strategies = tuple(dict.fromkeys(strategy_of(draw, devices) for _ in range(each)))
         wide = max(strategy.batch_degree for strategy in strategies) * draw.choice((1, 2, 3))
-        sharing = draw.choice((ALONE, Sharing(grouped=True), Sharing(copied=1000, exchanged=4000)))
+        sharing = draw.choice((ALONE, ParameterSharing(grouped=True), ParameterSharing(copied=1000, exchanged=4000)))
         yield Case(profile, kind, strategies, wide, draw.choice(divisors(DEVICES // devices)), sharing)
 
 

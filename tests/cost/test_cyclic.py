@@ -16,8 +16,8 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate, price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.cyclic.messages import Kind
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import MessageContent
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Plan, Schedule
@@ -97,10 +97,12 @@ def test_what_messages_hold() -> None:
         kinds |= {(message.kind, len(message.versions)): priced.message_bytes(message)
                   for message in priced.loop.messages}  # fmt: skip
     own = 4 * ITEMS * 2
-    assert kinds[Kind.ACTIVATION, 0] == kinds[Kind.GRADIENT, 0] == 1000 * 4  # boundary bytes a sample
-    assert kinds[Kind.PARTIAL, 0] == kinds[Kind.UPDATE, 0] == own
-    assert kinds[Kind.WEIGHTS, 1] == own
-    assert kinds[Kind.STATES, 1] in (own + 2 * STATES, 2 * own + 2 * STATES)  # with a gradient sum or without
+    assert (
+        kinds[MessageContent.ACTIVATION, 0] == kinds[MessageContent.GRADIENT, 0] == 1000 * 4
+    )  # boundary bytes a sample
+    assert kinds[MessageContent.PARTIAL, 0] == kinds[MessageContent.UPDATE, 0] == own
+    assert kinds[MessageContent.WEIGHTS, 1] == own
+    assert kinds[MessageContent.STATES, 1] in (own + 2 * STATES, 2 * own + 2 * STATES)  # with a gradient sum or without
 
 
 @pytest.mark.parametrize("setting", CyclicSetting)
@@ -153,7 +155,7 @@ def test_laws(seed: int, count: int, rule: CyclicRule, setting: CyclicSetting) -
     assert seconds_of(better, plan) <= priced.prediction.step_seconds * (1 + 1e-9)
     # No device is quicker than its own work: of all stages, or its share of one.
     work = [stage.microbatch_seconds for stage in priced.stages]
-    replicas = Programme(rule, setting, count).replicas
+    replicas = CyclicProgramme(rule, setting, count).replicas
     shares = [count / replicas(stage) * seconds for stage, seconds in enumerate(work)]
     least = max(shares) if setting is CyclicSetting.STAGES else sum(shares)
     assert priced.prediction.step_seconds >= least * (1 - 1e-9)

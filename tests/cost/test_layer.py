@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_lite.cost.layer import LayerPricer, Sharing
+from galvatron_lite.cost.layer import LayerPricer, ParameterSharing
 from galvatron_lite.cost.layout import exchanging, layout, of_layout
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy, Strided
@@ -43,7 +43,7 @@ def test_context_ranks_take_shares_of_the_tokens() -> None:
 )
 def test_gradients_of_shared_parameters_are_summed_as_they_are_held(strategy: Strategy, shards: int) -> None:
     exchanged = 250_000
-    costs = [pricer().price("block", strategy, 4, 2, Sharing(exchanged=items)) for items in (0, exchanged)]
+    costs = [pricer().price("block", strategy, 4, 2, ParameterSharing(exchanged=items)) for items in (0, exchanged)]
     assert costs[0] is not None
     assert costs[1] is not None
     size = exchanged / shards * 4

@@ -23,7 +23,7 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runs.read import TRACES
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.live.options import Seen
+from galvatron_lite.runtime.live.options import ObserverOptions
 from galvatron_lite.runtime.live.watching import watch_training
 from tests.known_time import KnownClock, retimed
 from tests.runtime.adapt import slow_link
@@ -139,7 +139,7 @@ class Trained:
         """Train some steps into a folder of their own, the last two of them traced; seconds of the second."""
         first = self.parallel.step
         traced = range(first + 2, first + 4)
-        recorder = watch_training(self.parallel, Seen(self.folder / name, False, traced), self.profile)
+        recorder = watch_training(self.parallel, ObserverOptions(self.folder / name, False, traced), self.profile)
         seconds = []
         for _ in range(4):
             dist.barrier()

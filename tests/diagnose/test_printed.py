@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from galvatron_lite.cli.diagnose import _print
-from galvatron_lite.diagnose.diagnosis import Diagnosis, MemoryRow, Source, _backend, _untraced
+from galvatron_lite.diagnose.diagnosis import Diagnosis, DiagnosisInput, MemoryRow, _backend, _untraced
 from galvatron_lite.diagnose.expected import RankTimes, Where, expect
 from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, _of_links, findings, rank_words
-from galvatron_lite.runs.read import Run
+from galvatron_lite.runs.read import RecordedRun
 from galvatron_lite.runs.schema import RunHeader, StepRecord
 from tests.diagnose.jobs import known_profile, plan_of
 
@@ -54,7 +54,7 @@ def test_advice_is_of_what_carries_the_messages() -> None:
     profile = known_profile()
     expected = expect(profile, plan_of(profile))
     times = [RankTimes(rank, expected.seconds, 3) for group in expected.groups for rank in group.ranks]
-    source = Source("run", None, expected.plan, tuple(times))
+    source = DiagnosisInput("run", None, expected.plan, tuple(times))
     assert _backend(source, profile) == (GLOO if profile.cluster.device.name.startswith("CPU ") else NCCL)
     assert "NCCL" in _of_links(Where.GRADIENTS, NCCL)
     assert "NCCL" not in _of_links(Where.GRADIENTS, GLOO)
@@ -67,7 +67,7 @@ def test_ranks_in_words() -> None:
 def test_steps_without_the_profiler_are_told_of_a_traced_run() -> None:
     plan = plan_of(known_profile())
     steps = [StepRecord(number, 1.0, own, profiled=number == 3) for number, own in enumerate((9.0, 0.1, 0.2, 5.0, 0.3))]
-    run = Run(Path("run"), (RunHeader(1, plan, "abc", 1.0),), tuple(steps))
+    run = RecordedRun(Path("run"), (RunHeader(1, plan, "abc", 1.0),), tuple(steps))
     assert _untraced(run) == 0.2
     assert _untraced(None) is None
     assert _untraced(replace(run, steps=())) is None

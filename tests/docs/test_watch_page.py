@@ -16,7 +16,7 @@ from galvatron_lite.cli import app
 from galvatron_lite.diagnose.findings import Cause
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.profiler.store import read_profile, write_profile
-from galvatron_lite.runs.schema import Part, RankRecord, RunHeader
+from galvatron_lite.runs.schema import RankRecord, RunHeader, StepPart
 from tests.diagnose.jobs import known_profile, plan_of
 from tests.docs.pages import ROOT, commands, text_of
 from tests.runs.lines import a_rank_header, write
@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = known_profile()
     plan = plan_of(profile)
     write(folder / "runs/first", "steps-00001.jsonl", [RunHeader(1, plan, "abc", 1000.0)])
-    parts = {Part.FORWARD: 0.041, Part.BACKWARD: 0.083, Part.OPTIMIZER: 0.2, Part.OTHER: 0.005}
+    parts = {StepPart.FORWARD: 0.041, StepPart.BACKWARD: 0.083, StepPart.OPTIMIZER: 0.2, StepPart.OTHER: 0.005}
     for rank in range(2):
         record = RankRecord(rank, 9, 9, sum(parts.values()), parts=parts)
         write(folder / "runs/first", f"rank-0000{rank}-00001.jsonl", [a_rank_header(rank), record])

@@ -17,13 +17,13 @@ from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.block_calls import sample_arguments
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.pipeline.apply import find_shared
-from galvatron_lite.parallelism.pipeline.flow import Flow
+from galvatron_lite.parallelism.pipeline.flow import LayerFlow
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime import setup
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.placement import LayerAssignment
 from galvatron_lite.runtime.sharding import Owned
 from galvatron_lite.runtime.state import full_gradients, full_state_dict
 from galvatron_lite.runtime.tensor_plans import tensor_plans
@@ -64,7 +64,7 @@ class Case:
     layers: tuple[Layer, ...]
     tensor_plans: dict[str, TensorPlan]
     first_names: dict[str, str]
-    flow: Flow | None
+    flow: LayerFlow | None
     sampled: dict[str, dict[str, int]]
 
     @property
@@ -82,7 +82,7 @@ class Case:
 def make_case(family: str) -> Case:
     """The case of a family."""
     model, batch, layers = build_family(family, SAMPLES)
-    plans = tensor_plans(model, [Placed(layer, Strategy(tensor=2)) for layer in layers], batch)
+    plans = tensor_plans(model, [LayerAssignment(layer, Strategy(tensor=2)) for layer in layers], batch)
     first_names = {name: shared.names[0] for shared in find_shared(model, layers) for name in shared.names}
     flow = setup.known_flow(model, layers, batch, None)
     blocks = [layer.name for layer in layers if layer.role is Role.BLOCK]
@@ -138,7 +138,7 @@ def train_families(work: Sequence[tuple[Case, Sequence[Plan], Reference]]) -> li
 def _examined_once(case: Case) -> Iterator[None]:
     """Runs of a model without storages tell the same under every plan and on every rank: they happened once."""
 
-    def flow(*_: Any) -> Flow | None:
+    def flow(*_: Any) -> LayerFlow | None:
         return case.flow
 
     def arguments(_model: nn.Module, names: Sequence[str], _batch: Any) -> dict[str, dict[str, int]]:

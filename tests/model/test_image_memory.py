@@ -14,10 +14,10 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.model.shapes import ConvNextShape, VitShape, build_graph
 from galvatron_lite.model.shapes.convolution import Extent
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.mobile import Mobile, Row, mobile_graph
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.mobile import BlockSpec, Mobile, mobile_graph
 from galvatron_lite.model.shapes.images.names import builder_of
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 from galvatron_lite.model.shapes.images.partition import partitioned
 from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
@@ -123,7 +123,7 @@ def test_inverted_bottlenecks_keep_what_their_activation_needs(
         *normed(3, 32, 3, 2), fresh(), Inverted(32, 32, 1, fresh, round(32 * squeeze)),
         Inverted(32, 48, 2, fresh, round(32 * squeeze)), *normed(48, 256), fresh(), *head(256),
     )  # fmt: skip
-    rows = (Row(1, 3, 1, 6, 32, squeeze), Row(1, 3, 2, 6, 48, squeeze))
+    rows = (BlockSpec(1, 3, 1, 6, 32, squeeze), BlockSpec(1, 3, 2, 6, 48, squeeze))
     spec = Mobile(rows=rows, head=256, function=name)  # type: ignore[arg-type]
     graph = mobile_graph("made-up", spec, SIDE, 1000, "fp32", 4)
     assert kept_bytes(whole_loss(net), net) == pytest.approx(kept(graph), rel=0.01)
@@ -149,7 +149,7 @@ def test_autocast_keeps_what_the_closed_form_says() -> None:
     assert buffers == pytest.approx(own + copies, rel=0.01)
 
 
-def _norm(flow: Flow) -> None:
+def _norm(flow: ImageFlow) -> None:
     flow.layer_norm().linear(48).activate("gelu").linear(16).scale()
 
 
@@ -167,7 +167,7 @@ def test_norms_under_autocast_keep_fp32() -> None:
             y: Tensor = self.down(F.gelu(self.up(wide.to(torch.bfloat16))))
             return y * self.gamma
 
-    net = Network("made-up", 2, 16, (8, 8))
+    net = NetworkBuilder("made-up", 2, 16, (8, 8))
     net.stem(lambda flow: None)
     net.block(_norm)
     kind = net.finish(10, "bf16").kinds["block1"]

@@ -17,7 +17,7 @@ from galvatron_lite.capture.limits import dead_parameters, everything_in
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.batch import call_model
 from galvatron_lite.model.graph import DeadParameters
-from galvatron_lite.model.trace_flow import Flow
+from galvatron_lite.model.trace_flow import DataFlow
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_run import observe
 
@@ -92,7 +92,7 @@ SEEN_LATER = ("slowly", "remembered")
 
 def dead_of(model: nn.Module, batch: Any) -> tuple[DeadParameters, ...]:
     twin, shapes = meta_copy(model), batch.to("meta")
-    flow = Flow(twin, shapes)
+    flow = DataFlow(twin, shapes)
     return dead_parameters(twin, flow, observe(twin, shapes, [], flow).output)
 
 
@@ -177,6 +177,6 @@ def test_shared_parameters_live_where_one_of_their_modules_does() -> None:
     model.two.weight = model.one.weight
     model.forward = lambda x: model.two(x)  # type: ignore[method-assign]
     batch = torch.zeros(2, WIDTH, device="meta")
-    flow = Flow(model, batch)
+    flow = DataFlow(model, batch)
     output = observe(model, batch, [], flow).output
     assert dead_parameters(model, flow, output) == (DeadParameters("one.bias", WIDTH),)

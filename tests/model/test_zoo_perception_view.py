@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.zoo.perception_view import Grid, birds_eye_view
+from galvatron_lite.model.zoo.perception_view import VoxelGrid, birds_eye_view
 
-SMALL = Grid(side=6, depth=4, resolution=0.5)
+SMALL = VoxelGrid(side=6, depth=4, resolution=0.5)
 
 
-def by_hand(scans: list[list[tuple[float, float, float]]], grid: Grid) -> Tensor:
+def by_hand(scans: list[list[tuple[float, float, float]]], grid: VoxelGrid) -> Tensor:
     """Every voxel of every scan, the largest over the heights."""
     sizes = (grid.side, grid.side, grid.depth)
     voxels = torch.zeros(len(scans), *sizes)
@@ -44,14 +44,14 @@ def test_the_published_grid() -> None:
     """200 x 200 m around the sensor, 5 m up and down, in steps of 0.2 m; sixteen scans of as many points as theirs."""
     draw = torch.Generator().manual_seed(0)
     scans = [(torch.rand(76_380, 3, generator=draw) - 0.5) * torch.tensor([260.0, 260.0, 14.0]) for _ in range(16)]
-    view = birds_eye_view(scans, Grid())
+    view = birds_eye_view(scans, VoxelGrid())
     assert view.shape == (1, 16, 1000, 1000)
     assert view.dtype == torch.float32
     assert set(view.unique().tolist()) == {0.0, 1.0}
     for scan, picture in zip(scans, view[0], strict=True):
         inside = scan[(scan.abs() < torch.tensor([100.0, 100.0, 5.0])).all(dim=1)]
         assert picture.sum() <= len(inside)
-    lone = birds_eye_view([torch.tensor([[-100.0, 99.9, 0.1]])] * 16, Grid())
+    lone = birds_eye_view([torch.tensor([[-100.0, 99.9, 0.1]])] * 16, VoxelGrid())
     assert lone.sum() == 16
     assert lone[0, 0, 0, 999] == 1
 
@@ -87,4 +87,4 @@ def test_what_is_no_list_of_clouds_is_refused(scans: list[Tensor], named: str) -
 @pytest.mark.parametrize("field", ["side", "depth", "resolution"])
 def test_a_grid_has_an_extent(field: str) -> None:
     with pytest.raises(InputError, match=field):
-        Grid(**{field: 0})
+        VoxelGrid(**{field: 0})

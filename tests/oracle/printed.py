@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.files import STRICT, from_data, read_data
-from galvatron_lite.oracle.closed_form import Case, Kind, quirks_named
+from galvatron_lite.oracle.closed_form import Case, Method, quirks_named
 from galvatron_lite.oracle.layers import Network
 from galvatron_lite.oracle.links import Fabric, wires_of
 
@@ -21,7 +21,7 @@ class Printed:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     model: str  # name of a table of layers
-    strategy: Kind  # how it was split
+    strategy: Method  # how it was split
     batch: int  # see ``Case``
     source: str  # the log
     # by devices: seconds of compute and communication an epoch, bytes a device

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.closed_form import Kind
-from galvatron_lite.oracle.request import Options, counts_of, forecast, kinds_of, network_names
+from galvatron_lite.oracle.closed_form import Method
+from galvatron_lite.oracle.request import OracleOptions, counts_of, forecast, kinds_of, network_names
 
 
 def asked(line: str) -> Any:
@@ -51,7 +51,7 @@ def test_bad_numbers_of_devices(text: str) -> None:
 
 
 def test_words() -> None:
-    assert kinds_of(["filter", "data", "filter"]) == (Kind.FILTER, Kind.DATA)
+    assert kinds_of(["filter", "data", "filter"]) == (Method.FILTER, Method.DATA)
     assert len(kinds_of([])) == 7
     with pytest.raises(InputError, match=r"--strategies: 'tensor'.*data\+filter"):
         kinds_of(["tensor"])
@@ -101,25 +101,25 @@ def test_the_table_for_people(tmp_path: Path) -> None:
 def test_every_shipped_table_answers() -> None:
     assert {"resnet50", "resnet152", "vgg16", "alexnet", "cosmoflow-256", "cosmoflow-512"} <= set(network_names())
     for name in network_names():
-        found = forecast(name, "abci", Options((1, 4, 64), "paradl"))
+        found = forecast(name, "abci", OracleOptions((1, 4, 64), "paradl"))
         assert all(line.complete for line in found.lines)
 
 
 def test_any_model_and_any_cluster() -> None:
-    found = forecast("regnety_032", "v100", Options((1, 8, 16), "paradl", batch=16))
+    found = forecast("regnety_032", "v100", OracleOptions((1, 8, 16), "paradl", batch=16))
     data = found.lines[0]
     assert found.origin.startswith("estimated")
     assert data.rows[2].epoch < data.rows[1].epoch < data.rows[0].epoch
 
 
 def test_words_that_a_model_does_not_allow_are_left_out() -> None:
-    found = forecast("gpt2", "v100", Options((1, 8), batch=8))
+    found = forecast("gpt2", "v100", OracleOptions((1, 8), batch=8))
     assert [line.strategy for line in found.lines] == ["data", "pipeline"]
     assert "no layer of gpt2 can be split so: spatial, filter" in found.notes[1]
 
 
 def test_edges_of_a_model_do_without_what_blocks_do() -> None:
-    found = forecast("gpt2", "v100", Options((8,), batch=8, texts=("zero3x4 tensor2+sp recompute", "data8")))
+    found = forecast("gpt2", "v100", OracleOptions((8,), batch=8, texts=("zero3x4 tensor2+sp recompute", "data8")))
     lean, plain = (line.rows[0] for line in found.lines)
     assert lean.problem == plain.problem == ""
     assert lean.memory < plain.memory
@@ -127,9 +127,11 @@ def test_edges_of_a_model_do_without_what_blocks_do() -> None:
 
 
 def test_pictures_of_another_size() -> None:
-    small, large = (forecast("convnext-xl", "v100", Options((4,), batch=4, image=image)) for image in (None, "448x896"))
+    small, large = (
+        forecast("convnext-xl", "v100", OracleOptions((4,), batch=4, image=image)) for image in (None, "448x896")
+    )
     assert large.lines[0].rows[0].compute > 6 * small.lines[0].rows[0].compute
-    closed = forecast("vgg16", "abci", Options((4,), "paradl", image="448"))  # not the published table, of 226
+    closed = forecast("vgg16", "abci", OracleOptions((4,), "paradl", image="448"))  # not the published table, of 226
     assert closed.origin.startswith("estimated")
 
 
@@ -140,11 +142,11 @@ def test_a_table_of_one_s_own(tmp_path: Path) -> None:
         "name: mine\nsource: me\nsamples: 100\nbatch: 4\nseconds: 0.001\nseconds_origin: measured\n"
         f"seconds_source: me\nlayers: [{layer}]\n"
     )
-    found = forecast(str(path), "abci", Options((1, 2), "paradl"))
+    found = forecast(str(path), "abci", OracleOptions((1, 2), "paradl"))
     assert (found.model, found.samples, found.lines[0].rows[0].compute) == ("mine", 100, pytest.approx(0.1))
     path.write_text(path.read_text().replace("op: conv", "op: convolve"))
     with pytest.raises(InputError, match=r"layers\.0\.op"):
-        forecast(str(path), "abci", Options((1,), "paradl"))
+        forecast(str(path), "abci", OracleOptions((1,), "paradl"))
 
 
 def test_the_check_tells_rows_means_and_orders() -> None:

@@ -6,14 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron_lite.oracle.closed_form import Moved
-from galvatron_lite.oracle.rows import CAUSES, Finding, Forecast, Limit, Line, Loudest, Row, Sort, findings
+from galvatron_lite.oracle.closed_form import CommunicationSeconds
+from galvatron_lite.oracle.rows import (
+    CAUSES,
+    Forecast,
+    ForecastRow,
+    Limit,
+    Loudest,
+    ScalingFinding,
+    Sort,
+    StrategyLine,
+    findings,
+)
 
-GOOD = Row("any", 2, 64, 10, compute=100.0, memory=10.0, capacity=20.0)
+GOOD = ForecastRow("any", 2, 64, 10, compute=100.0, memory=10.0, capacity=20.0)
 
 
-def found(*rows: Row, alone: float = 0.0, limit: int | None = None) -> list[Finding]:
-    line = Line("any", rows, Limit(limit, "so it is"), alone)
+def found(*rows: ForecastRow, alone: float = 0.0, limit: int | None = None) -> list[ScalingFinding]:
+    line = StrategyLine("any", rows, Limit(limit, "so it is"), alone)
     return list(findings(Forecast("net", "here", "paradl", 640, "measured: by hand", (), (line,))))
 
 
@@ -24,10 +34,20 @@ def test_nothing_bites() -> None:
 @pytest.mark.parametrize(
     ("name", "sort", "changes", "share"),
     [
-        ("gradient exchange", Sort.LIMITATION, {"moved": Moved(gradients=25.0)}, 0.2),
-        ("layer-wise collectives", Sort.LIMITATION, {"moved": Moved(layers=100.0)}, 0.5),
-        ("messages between neighbours", Sort.BOTTLENECK, {"moved": Moved(halo=10.0, messages=10.0, gather=5.0)}, 0.2),
-        ("network congestion", Sort.BOTTLENECK, {"moved": Moved(gradients=10.0), "congested": 7.7}, 0.07),
+        ("gradient exchange", Sort.LIMITATION, {"moved": CommunicationSeconds(gradients=25.0)}, 0.2),
+        ("layer-wise collectives", Sort.LIMITATION, {"moved": CommunicationSeconds(layers=100.0)}, 0.5),
+        (
+            "messages between neighbours",
+            Sort.BOTTLENECK,
+            {"moved": CommunicationSeconds(halo=10.0, messages=10.0, gather=5.0)},
+            0.2,
+        ),
+        (
+            "network congestion",
+            Sort.BOTTLENECK,
+            {"moved": CommunicationSeconds(gradients=10.0), "congested": 7.7},
+            0.07,
+        ),
         ("memory redundancy", Sort.BOTTLENECK, {"whole": 6.0}, 0.6),
         ("weight update", Sort.LIMITATION, {"update": 25.0}, 0.2),
         ("workload balance", Sort.LIMITATION, {"uneven": 1.25}, 0.2),
@@ -46,14 +66,15 @@ def test_each_cause(name: str, sort: Sort, changes: dict[str, object], share: fl
 def test_thresholds_are_passed_not_neared() -> None:
     for cause in CAUSES:
         assert 0 < cause.threshold < 1
-    below = replace(GOOD, moved=Moved(gradients=11.0))  # 9.9 % of the epoch
+    below = replace(GOOD, moved=CommunicationSeconds(gradients=11.0))  # 9.9 % of the epoch
     assert found(below) == []
 
 
 def test_the_worst_is_told_with_its_layer() -> None:
     loud = Loudest(gradients="fc6")
     rows = [
-        replace(GOOD, devices=p, moved=Moved(gradients=s), loudest=loud) for p, s in ((2, 1.0), (4, 25.0), (8, 100.0))
+        replace(GOOD, devices=p, moved=CommunicationSeconds(gradients=s), loudest=loud)
+        for p, s in ((2, 1.0), (4, 25.0), (8, 100.0))
     ]
     (one,) = found(*rows)
     assert (one.devices, one.worst_devices) == (4, 8)
@@ -71,7 +92,7 @@ def test_work_that_does_not_split() -> None:
 
 def test_memory_and_the_number_of_devices() -> None:
     tight = replace(GOOD, devices=1, memory=30.0)
-    beyond = Row("any", 16, 64, 1, problem="beyond its limit of 8 GPUs")
+    beyond = ForecastRow("any", 16, 64, 1, problem="beyond its limit of 8 GPUs")
     memory, devices = found(tight, GOOD, beyond, limit=8)
     assert (memory.name, memory.devices, memory.worst) == ("memory", 1, 1.5)
     assert "does not fit 20 B on 1 GPU: 30 B" in memory.words

@@ -4,7 +4,7 @@ import pytest
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, OperatorClass
-from galvatron_lite.oracle.layers import Network, Op, Split, network_of
+from galvatron_lite.oracle.layers import ModelSplit, Network, Op, network_of
 from galvatron_lite.oracle.request import graph_named, network_named, network_names
 
 
@@ -33,7 +33,7 @@ def test_the_made_table_is_near_the_published_one() -> None:
     """Pictures of 224 pixels for 226; the projections of He et al. 2015, which the published table leaves out."""
     made, published = table(graph_named("resnet50", "fp32")), network_named("resnet50")
     assert made.weights == pytest.approx(published.weights, rel=0.13)
-    split = [sum(one.outputs for one in net.split_by(Split.FILTER)) for net in (made, published)]
+    split = [sum(one.outputs for one in net.split_by(ModelSplit.FILTER)) for net in (made, published)]
     assert split[0] == pytest.approx(split[1], rel=0.25)
     assert made.outputs == pytest.approx(published.outputs, rel=0.25)
 
@@ -49,8 +49,8 @@ def test_every_published_table_has_a_model_of_the_planner(name: str) -> None:
 
 def test_windows_are_split_where_there_are_pixels() -> None:
     found = table(graph_named("vgg16", "fp32"))
-    assert {one.op for one in found.split_by(Split.SPATIAL)} == {Op.CONV, Op.POOL}
-    assert all(Split.FILTER in one.split for one in found.layers if one.op is Op.CONV)
+    assert {one.op for one in found.split_by(ModelSplit.SPATIAL)} == {Op.CONV, Op.POOL}
+    assert all(ModelSplit.FILTER in one.split for one in found.layers if one.op is Op.CONV)
     assert not any(one.split for one in found.layers if one.op in (Op.FC, Op.RELU, Op.NORM))
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.closed_form import Case, Kind, Quirk, balanced, estimate, least_runs, quirks_named
-from galvatron_lite.oracle.layers import Network, Op, OracleLayer, Split
+from galvatron_lite.oracle.closed_form import Case, Method, Quirk, balanced, estimate, least_runs, quirks_named
+from galvatron_lite.oracle.layers import ModelSplit, Network, Op, OracleLayer
 from galvatron_lite.oracle.links import Link, Wires, all_reduce
 from galvatron_lite.oracle.request import network_named
 
-BOTH = (Split.FILTER, Split.SPATIAL)
+BOTH = (ModelSplit.FILTER, ModelSplit.SPATIAL)
 FIRST = OracleLayer("first", Op.CONV, (2, 8, 8), (4, 8, 8), (3, 3), BOTH)  # 72 weights, 128 in, 256 out
 MIDDLE = OracleLayer("middle", Op.RELU, (4, 8, 8), (4, 8, 8))  # 256 FLOPs, not counted as memory
 LAST = OracleLayer("last", Op.FC, (256, 1, 1), (10, 1, 1), (1, 1))  # 2,560 weights
@@ -24,7 +24,7 @@ NEAR, FAR = Link(1e-5, 1e-9), Link(1e-4, 1e-8)
 WIRES = Wires("two nodes", "", 16, 1e9, 4, ((4, NEAR), (16, FAR)), ((4, FAR), (16, FAR)))
 
 
-def ask(kind: Kind, devices: int, batch: int = 8, **changes: object) -> Case:
+def ask(kind: Method, devices: int, batch: int = 8, **changes: object) -> Case:
     return Case(NET, WIRES, kind, devices, batch, **changes)  # type: ignore[arg-type]
 
 
@@ -35,25 +35,25 @@ def test_pooling_is_counted_as_if_it_mixed_channels() -> None:
 
 
 def test_whole_iterations_count() -> None:
-    assert ask(Kind.DATA, 16, batch=10).iterations == 6
-    assert estimate(ask(Kind.DATA, 7, batch=10)).compute == pytest.approx(138 * 1e-3)  # 960 / 7 rounded up
+    assert ask(Method.DATA, 16, batch=10).iterations == 6
+    assert estimate(ask(Method.DATA, 7, batch=10)).compute == pytest.approx(138 * 1e-3)  # 960 / 7 rounded up
 
 
 def test_the_last_layer_brings_nothing_together() -> None:
-    whole = replace(NET, layers=(FIRST, replace(LAST, split=(Split.FILTER,))))
-    found = estimate(Case(whole, WIRES, Kind.FILTER, 4, 8))
+    whole = replace(NET, layers=(FIRST, replace(LAST, split=(ModelSplit.FILTER,))))
+    found = estimate(Case(whole, WIRES, Method.FILTER, 4, 8))
     assert found.moved.layers == pytest.approx(120 * 3 * 3 * (1e-5 + 8 * 256 / 4 * 4 * 1e-9))
 
 
 def test_spatial_by_hand() -> None:
-    found = estimate(ask(Kind.SPATIAL, 2))
+    found = estimate(ask(Method.SPATIAL, 2))
     assert found.moved.gradients == pytest.approx(120 * all_reduce(NEAR, 2, 2632 * 4))
     assert found.moved.halo == pytest.approx(120 * 2 * (2 * 1e-4 + 8 * (16 + 32) * 4 * 1e-8))
     assert found.memory == 2 * 4 * (8 * (384 / 2 + 266) + 2632)
 
 
 def test_pipeline_by_hand() -> None:
-    found = estimate(ask(Kind.PIPELINE, 2, segments=4))
+    found = estimate(ask(Method.PIPELINE, 2, segments=4))
     stages = balanced(NET, 2)
     assert [len(stage) for stage in stages] == [1, 2]
     forward = [sum(map(NET.forward_of, stage)) for stage in stages]
@@ -61,23 +61,25 @@ def test_pipeline_by_hand() -> None:
     assert found.compute == pytest.approx(960 * (2 + 4 - 1) / 4 * (max(forward) + max(backward)))
     assert found.moved.messages == pytest.approx(2 * 120 * (2 + 4 - 2) * (1e-5 + 8 / 4 * 256 * 4 * 1e-9))
     assert found.memory == 2 * 4 * max(8 * 384 + 72, 8 * 266 + 2560)
-    in_turn = estimate(ask(Kind.LAYER, 2))
+    in_turn = estimate(ask(Method.LAYER, 2))
     assert in_turn.compute == pytest.approx(0.96)
     assert in_turn.moved.messages == pytest.approx(2 * 120 * (1e-5 + 8 * 256 * 4 * 1e-9))
 
 
 def test_weight_update_counts_where_it_is_known() -> None:
     known = replace(NET, update_seconds=0.5)
-    times = {kind: estimate(Case(known, WIRES, kind, 2, 8, group=2)).update for kind in Kind if kind is not Kind.SERIAL}
-    assert times[Kind.SPATIAL] == times[Kind.DATA_SPATIAL] == 60.0
-    assert times[Kind.DATA] == 30.0  # half the iterations
-    assert times[Kind.FILTER] == times[Kind.DATA_FILTER] == 30.0  # half the weights
-    assert times[Kind.PIPELINE] == pytest.approx(60 * 2560 / 2632)
+    times = {
+        kind: estimate(Case(known, WIRES, kind, 2, 8, group=2)).update for kind in Method if kind is not Method.SERIAL
+    }
+    assert times[Method.SPATIAL] == times[Method.DATA_SPATIAL] == 60.0
+    assert times[Method.DATA] == 30.0  # half the iterations
+    assert times[Method.FILTER] == times[Method.DATA_FILTER] == 30.0  # half the weights
+    assert times[Method.PIPELINE] == pytest.approx(60 * 2560 / 2632)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_one_device_is_the_serial_case(kind: Kind) -> None:
-    alone, found = estimate(ask(Kind.SERIAL, 1)), estimate(ask(kind, 1))
+@pytest.mark.parametrize("kind", list(Method))
+def test_one_device_is_the_serial_case(kind: Method) -> None:
+    alone, found = estimate(ask(Method.SERIAL, 1)), estimate(ask(kind, 1))
     assert found.moved.total == 0
     assert found.compute == pytest.approx(alone.compute)
     assert found.memory == pytest.approx(alone.memory)
@@ -87,10 +89,10 @@ def test_formulas_without_the_codes_ways() -> None:
     """Own values that the golden rows' quirks change: systems.md 5.4."""
     resnet, cosmo = network_named("resnet50"), network_named("cosmoflow-512")
     for devices, memory in ((4, 15_310_729_600), (64, 15_271_943_320)):
-        assert estimate(Case(resnet, replace(WIRES, direct=((64, FAR),)), Kind.FILTER, devices, 64)).memory == memory
-    found = estimate(Case(cosmo, WIRES, Kind.DATA_SPATIAL, 4, 1))
+        assert estimate(Case(resnet, replace(WIRES, direct=((64, FAR),)), Method.FILTER, devices, 64)).memory == memory
+    found = estimate(Case(cosmo, WIRES, Method.DATA_SPATIAL, 4, 1))
     assert found.compute / 1584 == pytest.approx(0.6740, abs=5e-5)
-    code = estimate(Case(cosmo, WIRES, Kind.DATA_SPATIAL, 4, 1, quirks=frozenset(Quirk)))
+    code = estimate(Case(cosmo, WIRES, Method.DATA_SPATIAL, 4, 1, quirks=frozenset(Quirk)))
     assert code.compute / 1584 == pytest.approx(0.554168697)
     assert code.moved.gather > 3 * found.moved.gather
 
@@ -105,14 +107,14 @@ def test_quirks_have_names() -> None:
 @pytest.mark.parametrize("devices", [6, 15])
 def test_groups_are_whole(devices: int) -> None:
     with pytest.raises(InputError, match="whole groups of 4"):
-        estimate(ask(Kind.DATA_FILTER, devices, group=4))
+        estimate(ask(Method.DATA_FILTER, devices, group=4))
 
 
 def test_more_devices_than_there_are() -> None:
     with pytest.raises(InputError, match="The cluster has 16"):
-        estimate(ask(Kind.DATA, 17))
+        estimate(ask(Method.DATA, 17))
     with pytest.raises(InputError, match="net has 3 layers"):
-        estimate(ask(Kind.PIPELINE, 4))
+        estimate(ask(Method.PIPELINE, 4))
 
 
 @settings(max_examples=60, deadline=None)
@@ -133,7 +135,7 @@ def test_runs_are_as_light_as_can_be(weights: list[int], data: st.DataObject) ->
 @settings(max_examples=30, deadline=None)
 @given(devices=st.integers(2, 16), batch=st.integers(1, 40))
 def test_what_grows_and_what_falls(devices: int, batch: int) -> None:
-    more, fewer = (estimate(ask(Kind.FILTER, p, batch)) for p in (devices, devices - 1))
+    more, fewer = (estimate(ask(Method.FILTER, p, batch)) for p in (devices, devices - 1))
     assert more.compute < fewer.compute
     assert more.memory < fewer.memory
     assert more.moved.total > fewer.moved.total

@@ -2,8 +2,8 @@
 
 import pytest
 
-from galvatron_lite.oracle.closed_form import Case, Kind, estimate, largest_batch, quirks_named
-from galvatron_lite.oracle.layers import Split
+from galvatron_lite.oracle.closed_form import Case, Method, estimate, largest_batch, quirks_named
+from galvatron_lite.oracle.layers import ModelSplit
 from galvatron_lite.oracle.links import wires_of
 from galvatron_lite.oracle.request import fabric_named, network_named
 
@@ -33,22 +33,24 @@ def test_layers_sum_to_the_published_totals(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "layers", "items"), [("resnet50", 49, 9_096_256), ("vgg16", 13, 13_939_200)])
 def test_layers_that_filters_split(name: str, layers: int, items: int) -> None:
-    split = network_named(name).split_by(Split.FILTER)
+    split = network_named(name).split_by(ModelSplit.FILTER)
     assert (len(split), sum(layer.outputs for layer in split)) == (layers, items)
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "quirks", "samples"),
     [
-        ("resnet50", Kind.DATA, (), "66.3713327303"),
-        ("vgg16", Kind.DATA, (), "58.5511784785"),
-        ("alexnet", Kind.DATA, (), "1132.35276269"),
-        ("cosmoflow-512", Kind.DATA_SPATIAL, ("all",), "0.266622834017"),
-        ("cosmoflow-256", Kind.DATA_SPATIAL, ("all",), "2.10765393012"),
-        ("vgg16", Kind.DATA_SPATIAL, ("all",), "51.3001363286"),
+        ("resnet50", Method.DATA, (), "66.3713327303"),
+        ("vgg16", Method.DATA, (), "58.5511784785"),
+        ("alexnet", Method.DATA, (), "1132.35276269"),
+        ("cosmoflow-512", Method.DATA_SPATIAL, ("all",), "0.266622834017"),
+        ("cosmoflow-256", Method.DATA_SPATIAL, ("all",), "2.10765393012"),
+        ("vgg16", Method.DATA_SPATIAL, ("all",), "51.3001363286"),
     ],
 )
-def test_the_largest_batch_to_every_printed_digit(name: str, kind: Kind, quirks: tuple[str, ...], samples: str) -> None:
+def test_the_largest_batch_to_every_printed_digit(
+    name: str, kind: Method, quirks: tuple[str, ...], samples: str
+) -> None:
     """``maxSamplePerNode`` of the logs."""
     assert ABCI is not None
     case = Case(network_named(name), wires_of(ABCI), kind, 4, 1, quirks=quirks_named(quirks))

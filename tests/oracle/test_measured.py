@@ -2,20 +2,28 @@
 
 import pytest
 
-from galvatron_lite.oracle.closed_form import Kind
-from galvatron_lite.oracle.measured import Check, Measured, check_rows, mean_accuracy, measured_rows, rankings, scores
+from galvatron_lite.oracle.closed_form import Method
+from galvatron_lite.oracle.measured import (
+    MeasuredRow,
+    RowCheck,
+    check_rows,
+    mean_accuracy,
+    measured_rows,
+    rankings,
+    scores,
+)
 
 
-def row(strategy: Kind, seconds: float, **changes: object) -> Measured:
+def row(strategy: Method, seconds: float, **changes: object) -> MeasuredRow:
     fields = {"origin": "report", "model": "resnet50", "devices": 32, "batch": 64, "per": "epoch"}
-    return Measured(strategy=strategy, seconds=seconds, **fields | changes)  # type: ignore[arg-type]
+    return MeasuredRow(strategy=strategy, seconds=seconds, **fields | changes)  # type: ignore[arg-type]
 
 
 def test_the_rows_are_those_of_the_report() -> None:
     rows = [one for one in measured_rows() if one.origin == "report" and one.projected and one.compute]
     assert len(rows) == 24
     # 1 - |error| / measured of what the authors projected, as worked out from their table 8.
-    judged = [Check(one, {"published": one.projected}) for one in rows]
+    judged = [RowCheck(one, {"published": one.projected}) for one in rows]
     spans = {
         ("data+filter", "vgg16"): (0.89, 0.94),
         ("data+filter", "resnet50"): (0.59, 0.88),
@@ -36,11 +44,11 @@ def test_parts_of_measured_rows_add_up() -> None:
 
 
 def test_accuracy_and_ranking_by_hand() -> None:
-    fast, slow, even = row(Kind.DATA, 10.0), row(Kind.FILTER, 40.0), row(Kind.CHANNEL, 50.0)
+    fast, slow, even = row(Method.DATA, 10.0), row(Method.FILTER, 40.0), row(Method.CHANNEL, 50.0)
     checks = (
-        Check(fast, {"paradl": 12.0, "galvatron": 30.0, "published": None}),
-        Check(slow, {"paradl": 20.0, "galvatron": 20.0, "published": None}),
-        Check(even, {"paradl": 20.0, "galvatron": None, "published": None}),
+        RowCheck(fast, {"paradl": 12.0, "galvatron": 30.0, "published": None}),
+        RowCheck(slow, {"paradl": 20.0, "galvatron": 20.0, "published": None}),
+        RowCheck(even, {"paradl": 20.0, "galvatron": None, "published": None}),
     )
     assert [one.accuracy("paradl") for one in checks] == pytest.approx([0.8, 0.5, 0.4])
     assert mean_accuracy(checks, "galvatron") == pytest.approx((-1 + 0.5) / 2)
@@ -53,17 +61,17 @@ def test_accuracy_and_ranking_by_hand() -> None:
 
 def test_iterations_are_ranked_by_their_epochs() -> None:
     """An iteration of data parallelism has more samples."""
-    data = row(Kind.DATA, 0.2, devices=4, per="iteration")  # 5,000 of them: 1,000 s
-    inner = row(Kind.DATA_SPATIAL, 0.1, devices=4, per="iteration")  # 20,000 of them: 2,000 s
-    checks = [Check(one, {"paradl": 1.0, "galvatron": None, "published": None}) for one in (data, inner)]
+    data = row(Method.DATA, 0.2, devices=4, per="iteration")  # 5,000 of them: 1,000 s
+    inner = row(Method.DATA_SPATIAL, 0.1, devices=4, per="iteration")  # 20,000 of them: 2,000 s
+    checks = [RowCheck(one, {"paradl": 1.0, "galvatron": None, "published": None}) for one in (data, inner)]
     assert rankings(checks)[0].measured == ("data", "data+spatial")
 
 
 def test_rows_are_predicted_by_both_kinds_of_formulas() -> None:
-    wanted = [one for one in measured_rows() if one.model == "vgg16" and one.strategy in (Kind.SERIAL, Kind.DATA)]
+    wanted = [one for one in measured_rows() if one.model == "vgg16" and one.strategy in (Method.SERIAL, Method.DATA)]
     checks = check_rows(wanted)
     assert all((one.predicted[way] or 0) > 0 for one in checks for way in ("paradl", "galvatron"))
-    alone = next(one for one in checks if one.row.strategy is Kind.SERIAL)
+    alone = next(one for one in checks if one.row.strategy is Method.SERIAL)
     assert (alone.accuracy("paradl") or 0) > 0.99  # its seconds are this measurement
     assert (alone.accuracy("galvatron") or 0) > 0.8
 

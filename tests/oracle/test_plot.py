@@ -8,36 +8,36 @@ from xml.etree import ElementTree
 
 import pytest
 
-from galvatron_lite.oracle.closed_form import Moved
+from galvatron_lite.oracle.closed_form import CommunicationSeconds
 from galvatron_lite.oracle.plot import _BARS, figure
 from galvatron_lite.oracle.request import network_named
-from galvatron_lite.oracle.rows import Forecast, Limit, Line, Row
+from galvatron_lite.oracle.rows import Forecast, ForecastRow, Limit, StrategyLine
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def line(name: str, counts: tuple[int, ...], last: int | None = None) -> Line:
+def line(name: str, counts: tuple[int, ...], last: int | None = None) -> StrategyLine:
     rows = tuple(
-        Row(
+        ForecastRow(
             name,
             p,
             64,
             10,
             compute=1000 / p,
-            moved=Moved(layers=10.0 * p),
+            moved=CommunicationSeconds(layers=10.0 * p),
             update=5.0,
             waiting=1.0,
             memory=8e9,
             capacity=16e9,
         )
         if last is None or p <= last
-        else Row(name, p, 64, 1, problem=f"beyond its limit of {last} GPUs")
+        else ForecastRow(name, p, 64, 1, problem=f"beyond its limit of {last} GPUs")
         for p in counts
     )
-    return Line(name, rows, Limit(last, "by hand"))
+    return StrategyLine(name, rows, Limit(last, "by hand"))
 
 
-def drawn(*lines: Line) -> ElementTree.Element:
+def drawn(*lines: StrategyLine) -> ElementTree.Element:
     text = figure(Forecast("a < b", "here & there", "paradl", 640, "measured: by hand", (), lines))
     return ElementTree.fromstring(text)
 

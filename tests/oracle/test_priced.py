@@ -9,13 +9,13 @@ import pytest
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.oracle.closed_form import Kind
-from galvatron_lite.oracle.pricing import Machine, machine_of, row_of
+from galvatron_lite.oracle.closed_form import Method
+from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
 from galvatron_lite.oracle.request import graph_named
-from galvatron_lite.oracle.rows import Row
+from galvatron_lite.oracle.rows import ForecastRow
 from galvatron_lite.oracle.strategies import (
     Chosen,
-    Question,
+    RowQuestion,
     allowed,
     degree_of,
     legal,
@@ -33,7 +33,7 @@ SAMPLES, BATCH = 12_800, 16
 
 
 @pytest.fixture(scope="module")
-def machine() -> Machine:
+def machine() -> ClusterCosts:
     return machine_of(graph_named("resnet50", "fp32"), "abci", 64, "fp32", BATCH)
 
 
@@ -52,7 +52,7 @@ def plan(graph: ModelGraph, strategies: list[Strategy], batch: int, sizes: list[
     return Plan(PLAN_VERSION, graph.name, devices, batch, parts, Schedule.GPIPE, "fp32", stages)
 
 
-def compare(machine: Machine, row: Row, priced: Plan) -> None:
+def compare(machine: ClusterCosts, row: ForecastRow, priced: Plan) -> None:
     assert priced.prediction is not None
     assert row.problem == ""
     assert row.iteration == pytest.approx(priced.prediction.step_seconds)
@@ -60,8 +60,8 @@ def compare(machine: Machine, row: Row, priced: Plan) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 4, 32])
-def test_data_is_the_plan_of_replicas(machine: Machine, devices: int) -> None:
-    row = row_of(machine, Question(Kind.DATA, devices, BATCH, SAMPLES))
+def test_data_is_the_plan_of_replicas(machine: ClusterCosts, devices: int) -> None:
+    row = row_of(machine, RowQuestion(Method.DATA, devices, BATCH, SAMPLES))
     layers = len(machine.graph.layers)
     plain = plan(machine.graph, [Strategy(data=devices)] * layers, BATCH * devices, [layers])
     compare(machine, row, evaluate(machine.pricer(devices).profile, plain))
@@ -69,12 +69,14 @@ def test_data_is_the_plan_of_replicas(machine: Machine, devices: int) -> None:
     assert row.moved.gradients == row.moved.total
 
 
-@pytest.mark.parametrize("kind", [Kind.SPATIAL, Kind.FILTER, Kind.CHANNEL, Kind.DATA_FILTER, Kind.DATA_SPATIAL])
-def test_split_layers_are_the_plan_of_their_strategies(machine: Machine, kind: Kind) -> None:
+@pytest.mark.parametrize(
+    "kind", [Method.SPATIAL, Method.FILTER, Method.CHANNEL, Method.DATA_FILTER, Method.DATA_SPATIAL]
+)
+def test_split_layers_are_the_plan_of_their_strategies(machine: ClusterCosts, kind: Method) -> None:
     """What the row says is what the planner's own road says of the same strategies."""
 
-    devices = 4 if kind in (Kind.SPATIAL, Kind.FILTER, Kind.CHANNEL) else 16
-    question = Question(kind, devices, BATCH, SAMPLES)
+    devices = 4 if kind in (Method.SPATIAL, Method.FILTER, Method.CHANNEL) else 16
+    question = RowQuestion(kind, devices, BATCH, SAMPLES)
     pricer, graph = machine.pricer(devices), machine.graph
     chosen = picked(pricer, question)
     assert all(one.alike == 1 for one in chosen)
@@ -88,7 +90,7 @@ def test_layers_are_split_so_that_all_together_cost_least() -> None:
     """Every combination of a short network's grids, by hand."""
     machine = machine_of(graph_named("alexnet", "fp32"), "abci", 8, "fp32", BATCH)
     pricer, graph = machine.pricer(8), machine.graph
-    question = Question(Kind.SPATIAL, 8, BATCH, SAMPLES)
+    question = RowQuestion(Method.SPATIAL, 8, BATCH, SAMPLES)
     ways = [ways_of(pricer, question, layer.kind) for layer in graph.layers]
     sizes = {right: size for left, right, size in graph.exchanges(range(len(graph.layers))) if right == left + 1}
 
@@ -107,8 +109,8 @@ def test_layers_are_split_so_that_all_together_cost_least() -> None:
     assert seconds(found) == pytest.approx(seconds(best))
 
 
-def test_a_pipeline_is_the_plan_of_its_stages(machine: Machine) -> None:
-    row = row_of(machine, Question(Kind.PIPELINE, 4, BATCH, SAMPLES, segments=8))
+def test_a_pipeline_is_the_plan_of_its_stages(machine: ClusterCosts) -> None:
+    row = row_of(machine, RowQuestion(Method.PIPELINE, 4, BATCH, SAMPLES, segments=8))
     from galvatron_lite.oracle.closed_form import least_runs
 
     graph, profile = machine.graph, machine.pricer(4).profile
@@ -117,14 +119,14 @@ def test_a_pipeline_is_the_plan_of_its_stages(machine: Machine) -> None:
     compare(machine, row, evaluate(profile, plan(graph, [Strategy()] * len(graph.layers), BATCH, sizes, 8)))
     assert row.waiting > 0
     assert row.uneven > 1
-    in_turn = row_of(machine, Question(Kind.LAYER, 4, BATCH, SAMPLES))
+    in_turn = row_of(machine, RowQuestion(Method.LAYER, 4, BATCH, SAMPLES))
     assert in_turn.iteration > row.iteration
     assert in_turn.waiting > row.waiting
 
 
-def test_parts_add_up(machine: Machine) -> None:
-    for kind in Kind:
-        row = row_of(machine, Question(kind, 1 if kind is Kind.SERIAL else 8, BATCH, SAMPLES))
+def test_parts_add_up(machine: ClusterCosts) -> None:
+    for kind in Method:
+        row = row_of(machine, RowQuestion(kind, 1 if kind is Method.SERIAL else 8, BATCH, SAMPLES))
         parts = row.compute + row.update + row.waiting + row.other + row.moved.total
         assert row.epoch == pytest.approx(parts)
         assert row.epoch / row.iterations == row.iteration
@@ -134,29 +136,29 @@ def test_parts_add_up(machine: Machine) -> None:
 def test_too_small_a_batch_is_worked_through_alike() -> None:
     """One sample a group: what cannot be split is done by all of them."""
     machine = machine_of(graph_named("vgg16", "fp32"), "abci", 8, "fp32", 1)
-    row = row_of(machine, Question(Kind.DATA_SPATIAL, 8, 1, SAMPLES))
+    row = row_of(machine, RowQuestion(Method.DATA_SPATIAL, 8, 1, SAMPLES))
     assert row.problem == ""
     assert 0 < row.twice < 1
     assert row.moved.gather > 0
-    several = row_of(machine, Question(Kind.DATA_SPATIAL, 8, 4, SAMPLES))
+    several = row_of(machine, RowQuestion(Method.DATA_SPATIAL, 8, 4, SAMPLES))
     assert several.twice == 0
 
 
-def test_a_given_strategy(machine: Machine) -> None:
+def test_a_given_strategy(machine: ClusterCosts) -> None:
     given = parse_strategy("data8 spatial2x1")
-    row = row_of(machine, Question(Kind.SERIAL, 16, BATCH, SAMPLES, strategy=given, name=str(given)))
+    row = row_of(machine, RowQuestion(Method.SERIAL, 16, BATCH, SAMPLES, strategy=given, name=str(given)))
     assert (row.batch, row.strategy) == (128, "data8 spatial2x1")
-    same = row_of(machine, Question(Kind.DATA_SPATIAL, 16, BATCH, SAMPLES, group=2))
+    same = row_of(machine, RowQuestion(Method.DATA_SPATIAL, 16, BATCH, SAMPLES, group=2))
     assert row.iteration == pytest.approx(same.iteration, rel=0.05)  # rows or columns, whichever is cheaper
-    sharded = row_of(machine, Question(Kind.SERIAL, 4, BATCH, SAMPLES, strategy=parse_strategy("zero3x4")))
-    plain = row_of(machine, Question(Kind.DATA, 4, BATCH, SAMPLES))
+    sharded = row_of(machine, RowQuestion(Method.SERIAL, 4, BATCH, SAMPLES, strategy=parse_strategy("zero3x4")))
+    plain = row_of(machine, RowQuestion(Method.DATA, 4, BATCH, SAMPLES))
     assert sharded.memory < plain.memory
 
 
-def test_table_of_words_and_texts(machine: Machine) -> None:
-    question = Question(Kind.SERIAL, 1, BATCH, SAMPLES)
+def test_table_of_words_and_texts(machine: ClusterCosts) -> None:
+    question = RowQuestion(Method.SERIAL, 1, BATCH, SAMPLES)
     texts = (parse_strategy("data2 spatial2x1"),)
-    found = forecast(machine, question, (Kind.DATA, Kind.FILTER), texts, (1, 4, 6, 64))
+    found = forecast(machine, question, (Method.DATA, Method.FILTER), texts, (1, 4, 6, 64))
     data, filters, text = found.lines
     assert [row.devices for row in data.complete] == [1, 4, 64]  # no half node: 6 says why
     assert "fills whole ones" in data.rows[2].problem
@@ -168,26 +170,26 @@ def test_table_of_words_and_texts(machine: Machine) -> None:
     assert found.origin.startswith("estimated")
 
 
-def test_limits(machine: Machine) -> None:
-    def most(kind: Kind) -> int | None:
-        return limit_of(machine, Question(kind, 1, BATCH, SAMPLES)).devices
+def test_limits(machine: ClusterCosts) -> None:
+    def most(kind: Method) -> int | None:
+        return limit_of(machine, RowQuestion(kind, 1, BATCH, SAMPLES)).devices
 
-    assert most(Kind.DATA) == SAMPLES // BATCH
-    assert most(Kind.PIPELINE) == len(machine.graph.layers)
-    assert most(Kind.FILTER) == 64
-    assert most(Kind.DATA_FILTER) == SAMPLES // BATCH * 4
-    rows = forecast(machine, Question(Kind.SERIAL, 1, BATCH, SAMPLES), (Kind.PIPELINE,), (), (32,)).lines[0].rows
+    assert most(Method.DATA) == SAMPLES // BATCH
+    assert most(Method.PIPELINE) == len(machine.graph.layers)
+    assert most(Method.FILTER) == 64
+    assert most(Method.DATA_FILTER) == SAMPLES // BATCH * 4
+    rows = forecast(machine, RowQuestion(Method.SERIAL, 1, BATCH, SAMPLES), (Method.PIPELINE,), (), (32,)).lines[0].rows
     assert rows[0].problem == "beyond its limit of 18 GPUs"
 
 
-def test_what_layers_allow(machine: Machine) -> None:
+def test_what_layers_allow(machine: ClusterCosts) -> None:
     block = machine.graph.kinds["stage0_block"]
-    assert {one.filters for one in options(block, Kind.FILTER, 4, 1)} == {4}
-    assert all(one.spatial == 4 for one in options(block, Kind.SPATIAL, 4, 1))
+    assert {one.filters for one in options(block, Method.FILTER, 4, 1)} == {4}
+    assert all(one.spatial == 4 for one in options(block, Method.SPATIAL, 4, 1))
     assert legal(block, parse_strategy("data3 filters4"))
     assert not legal(block, parse_strategy("tensor2"))
     assert "filters up to 64" in allowed(block)
-    row = row_of(machine, Question(Kind.SERIAL, 2, BATCH, SAMPLES, strategy=parse_strategy("tensor2")))
+    row = row_of(machine, RowQuestion(Method.SERIAL, 2, BATCH, SAMPLES, strategy=parse_strategy("tensor2")))
     assert "--strategy: 'tensor2'" in row.problem
 
 

@@ -12,7 +12,7 @@ from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recom
 from galvatron_lite.model.shapes.registry import load_model
 from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
-from galvatron_lite.parallelism.channel.parts import Part, divides, parts_of
+from galvatron_lite.parallelism.channel.parts import OperatorPart, divides, parts_of
 from galvatron_lite.parallelism.channel.sliced import sliced_kind
 from galvatron_lite.parallelism.pictures import has_weights, items_of
 from galvatron_lite.parallelism.strategy import Strategy
@@ -64,7 +64,7 @@ def test_one_convolution_gathers_its_filters_and_sums_the_gradient_of_its_input(
 
 def test_a_pair_needs_one_sum_in_either_pass() -> None:
     assert [part for _, part in parts_of(PAIR.operators, "filters")] == [
-        Part.FILTERS, Part.SHARED, Part.SHARED, Part.CHANNELS,
+        OperatorPart.FILTERS, OperatorPart.SHARED, OperatorPart.SHARED, OperatorPart.CHANNELS,
     ]  # fmt: skip
     assert calls(Strategy(filters=4), PAIR) == [
         (Collective.ALL_REDUCE, Moment.FORWARD, 32 * SIDE**2),
@@ -75,7 +75,7 @@ def test_a_pair_needs_one_sum_in_either_pass() -> None:
 def test_a_shortcut_begins_anew_and_what_it_leaves_behind_is_gathered() -> None:
     kind = layer(convolved(32, 64), convolved(64, 48), convolved(48, 96), convolved(32, 96))
     assert [part for _, part in parts_of(kind.operators, "filters")] == [
-        Part.FILTERS, Part.CHANNELS, Part.GATHERED, Part.GATHERED,
+        OperatorPart.FILTERS, OperatorPart.CHANNELS, OperatorPart.GATHERED, OperatorPart.GATHERED,
     ]  # fmt: skip
 
 
@@ -187,4 +187,4 @@ def test_degrees_divide_what_is_split() -> None:
 def test_convnext_blocks_are_pairs() -> None:
     block = load_model("convnext-xl").kinds["stage1_block"]
     parts = {one.name: part for one, part in parts_of(block.operators, "filters") if has_weights(one)}
-    assert parts == {"conv": Part.WHOLE, "mlp.up": Part.FILTERS, "mlp.down": Part.CHANNELS}
+    assert parts == {"conv": OperatorPart.WHOLE, "mlp.up": OperatorPart.FILTERS, "mlp.down": OperatorPart.CHANNELS}

@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.channel.infer import infer_channels
-from galvatron_lite.parallelism.channel.parts import Part
+from galvatron_lite.parallelism.channel.parts import OperatorPart
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.channel.sliced import sliced_kind
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
@@ -37,7 +37,11 @@ def plan_of(layer: nn.Module, by: str, degree: int = 2, channels: int = 8) -> Ch
 
 def test_a_residual_block_is_a_pair_beside_its_shortcut() -> None:
     plan = plan_of(blocks.Basic(8, 16, 2), "filters")
-    assert plan.parts == {"conv1": Part.FILTERS, "conv2": Part.CHANNELS, "project.0": Part.FILTERS}
+    assert plan.parts == {
+        "conv1": OperatorPart.FILTERS,
+        "conv2": OperatorPart.CHANNELS,
+        "project.0": OperatorPart.FILTERS,
+    }
     assert plan.partial == {"bn1.weight", "bn1.bias", "project.1.weight", "project.1.bias"}
 
 
@@ -57,27 +61,31 @@ def test_equal_widths_and_a_shortcut_that_runs_first_need_no_guess() -> None:
             return self.conv2(self.conv1(x)) + beside
 
     plan = plan_of(Block(8, 8, 2), "filters")
-    assert plan.parts == {"project.0": Part.FILTERS, "conv1": Part.FILTERS, "conv2": Part.CHANNELS}
+    assert plan.parts == {
+        "project.0": OperatorPart.FILTERS,
+        "conv1": OperatorPart.FILTERS,
+        "conv2": OperatorPart.CHANNELS,
+    }
 
 
 def test_a_convnext_block_splits_its_linears_behind_a_whole_norm() -> None:
     plan = plan_of(blocks.ConvNextBlock(), "filters")
-    assert (plan.parts, plan.partial) == ({"up": Part.FILTERS, "down": Part.CHANNELS}, frozenset())
+    assert (plan.parts, plan.partial) == ({"up": OperatorPart.FILTERS, "down": OperatorPart.CHANNELS}, frozenset())
     plan = plan_of(blocks.ConvNextBlock(), "channels")
-    assert plan.parts == {"conv": Part.SHARED, "up": Part.SCATTERED, "down": Part.SCATTERED}
+    assert plan.parts == {"conv": OperatorPart.SHARED, "up": OperatorPart.SCATTERED, "down": OperatorPart.SCATTERED}
     assert (plan.inputs, plan.outputs) == ((8,), (8,))
 
 
 def test_depthwise_and_squeezed_channels_stay_shares() -> None:
     plan = plan_of(blocks.SqueezeExcite(), "filters")
     assert [plan.parts[name] for name in ("expand", "depthwise", "squeeze", "excite", "reduce")] == [
-        Part.FILTERS, Part.SHARED, Part.CHANNELS, Part.FILTERS, Part.CHANNELS,
+        OperatorPart.FILTERS, OperatorPart.SHARED, OperatorPart.CHANNELS, OperatorPart.FILTERS, OperatorPart.CHANNELS,
     ]  # fmt: skip
 
 
 def test_groups_that_cannot_be_shared_stay_whole() -> None:
     plan = plan_of(blocks.Bottleneck(8, 12, 8, groups=3), "filters")
-    assert plan.parts == {"conv1": Part.FILTERS, "conv3": Part.FILTERS}
+    assert plan.parts == {"conv1": OperatorPart.FILTERS, "conv3": OperatorPart.FILTERS}
 
 
 def test_convolutions_with_a_forward_of_their_own_stay_whole() -> None:
@@ -86,7 +94,7 @@ def test_convolutions_with_a_forward_of_their_own_stay_whole() -> None:
             return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
 
     layer = nn.Sequential(nn.Conv2d(8, 8, 1), Standardised(8, 8, 1), nn.Conv2d(8, 8, 1))
-    assert plan_of(layer, "filters").parts == {"0": Part.FILTERS, "2": Part.FILTERS}
+    assert plan_of(layer, "filters").parts == {"0": OperatorPart.FILTERS, "2": OperatorPart.FILTERS}
 
 
 def test_nothing_may_be_there_to_split() -> None:

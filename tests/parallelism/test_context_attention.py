@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.context import kernels
-from galvatron_lite.parallelism.context.kernels import Block, attend
+from galvatron_lite.parallelism.context.kernels import AttentionBlock, attend
 from galvatron_lite.parallelism.context.rules import rules_of
-from galvatron_lite.parallelism.context.tasks import Seen, Task, tasks
+from galvatron_lite.parallelism.context.tasks import AttentionTask, VisibleKeys, tasks
 from galvatron_lite.parallelism.cuts.functions import own, whole
 from galvatron_lite.parallelism.cuts.laying import Mirrored
 from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cuts_of, local_of
@@ -114,8 +114,8 @@ def test_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fused_and_plain_kernels_agree() -> None:
     query, key, value = given(8, 4, 2).tensors
     for before in (True, False):
-        fused = attend(query, key, value, Block(0.3, before))
-        plain = attend(query, key, value, Block(0.3, before, torch.zeros(8, 8)))
+        fused = attend(query, key, value, AttentionBlock(0.3, before))
+        plain = attend(query, key, value, AttentionBlock(0.3, before, torch.zeros(8, 8)))
         for one, other in zip(fused, plain, strict=True):
             torch.testing.assert_close(one, other)
 
@@ -167,10 +167,10 @@ def test_a_causal_ring_is_balanced() -> None:
     for rank in range(size):
         for other in range(size):
             found = tasks(held[rank], held[other], causal=True)
-            wanted = Task((0, 8), (0, 8), Seen.BEFORE) if rank == other else None
+            wanted = AttentionTask((0, 8), (0, 8), VisibleKeys.BEFORE) if rank == other else None
             (one,) = found
             area = (one.rows[1] - one.rows[0]) * (one.columns[1] - one.columns[0])
-            assert one == wanted if wanted else (one.seen, area) == (Seen.ALL, 32)
+            assert one == wanted if wanted else (one.seen, area) == (VisibleKeys.ALL, 32)
 
 
 def test_nothing_but_two_blocks_of_keys_is_sent() -> None:

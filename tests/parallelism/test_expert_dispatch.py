@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.expert.dispatch import Spread, mixed
+from galvatron_lite.parallelism.expert.dispatch import ExpertSpread, mixed
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 
 EXPERTS, HIDDEN, INNER, TOKENS, CHOICES = 4, 6, 8, 10, 2
@@ -101,7 +101,7 @@ def spread_out(drawn: Drawn, ranks: int, slices: int = 1, capacity: float | None
         ]
         hidden, weights, up, down = leaves
         among = ThreadExchange(slice_line) if slices > 1 else None
-        spread = Spread(EXPERTS, ThreadExchange(spread_line), among, capacity)
+        spread = ExpertSpread(EXPERTS, ThreadExchange(spread_line), among, capacity)
         out = mixed(hidden, drawn.index[group.rank], weights, spread, lambda x, n: in_turn(up, down, x, n))
         out.backward(drawn.wanted[group.rank])
         return out.detach(), *(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves)

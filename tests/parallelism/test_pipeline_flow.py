@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.zoo import build
-from galvatron_lite.parallelism.pipeline.flow import Flow, flow_of
+from galvatron_lite.parallelism.pipeline.flow import LayerFlow, flow_of
 from galvatron_lite.parallelism.pipeline.unknown import Output, sources_of, unknown
 from tests.equivalence.families import FAMILIES, build_family
 from tests.runtime.pictures import Pictures, make_net, make_pictures
 
 
-def names_of(flow: Flow, layers: tuple[Layer, ...]) -> list[set[str]]:
+def names_of(flow: LayerFlow, layers: tuple[Layer, ...]) -> list[set[str]]:
     """By cut: modules whose outputs cross it."""
     return [{one.path for one in flow.crossing(cut)} for cut in range(1, len(layers))]
 

@@ -31,7 +31,7 @@ from galvatron_lite.parallelism.cuts.tensor import (
 from galvatron_lite.parallelism.spatial import convolution
 from galvatron_lite.parallelism.spatial.convolution import splits
 from galvatron_lite.parallelism.spatial.layers import pixels
-from galvatron_lite.parallelism.spatial.windows import Window, borrows, needed, output_extent, output_range, refusal
+from galvatron_lite.parallelism.spatial.windows import SideWindow, borrows, needed, output_extent, output_range, refusal
 from tests.parallelism.shared_pictures import (
     GRIDS,
     STRICT,
@@ -46,7 +46,7 @@ from tests.parallelism.shared_pictures import (
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 
 
-def fits(windows: list[Window], extents: list[int], cut: list[int]) -> bool:
+def fits(windows: list[SideWindow], extents: list[int], cut: list[int]) -> bool:
     return all(
         output_extent(window, extent) > 0
         and not ((degree > 1 or window.before != window.after) and refusal(window, extent, degree))
@@ -55,7 +55,7 @@ def fits(windows: list[Window], extents: list[int], cut: list[int]) -> bool:
 
 
 @st.composite
-def layers(draw: st.DrawFn, sides: int, transposed: bool) -> tuple[dict[str, Any], list[int], list[Window]]:
+def layers(draw: st.DrawFn, sides: int, transposed: bool) -> tuple[dict[str, Any], list[int], list[SideWindow]]:
     """Arguments of a convolution, its kernel, and its windows."""
     every = range(sides)
     kernel = [draw(st.integers(1, 4)) for _ in every]
@@ -67,9 +67,9 @@ def layers(draw: st.DrawFn, sides: int, transposed: bool) -> tuple[dict[str, Any
         extra = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
         steps["output_padding"] = tuple(extra)
         parts = zip(kernel, stride, padding, extra, dilation, strict=True)
-        return steps, kernel, [Window(k, s, q, q - e, d, transposed=True) for k, s, q, e, d in parts]
+        return steps, kernel, [SideWindow(k, s, q, q - e, d, transposed=True) for k, s, q, e, d in parts]
     parts = zip(kernel, stride, padding, dilation, strict=True)
-    return steps, kernel, [Window(k, s, q, q, d) for k, s, q, d in parts]
+    return steps, kernel, [SideWindow(k, s, q, q, d) for k, s, q, d in parts]
 
 
 def layer_of(name: str, steps: dict[str, Any], groups: int) -> Callable[..., Tensor]:
@@ -79,7 +79,7 @@ def layer_of(name: str, steps: dict[str, Any], groups: int) -> Callable[..., Ten
 
 def check(
     name: str,
-    drawn: tuple[dict[str, Any], list[int], list[Window]],
+    drawn: tuple[dict[str, Any], list[int], list[SideWindow]],
     extents: list[int],
     grid: tuple[int, int],
     seed: int,
@@ -99,7 +99,7 @@ def check(
     assert sum(line.sent_bytes for one in ranks for line in one.lines) == 2 * 8 * borders(windows, extents, cut)
 
 
-def borders(windows: list[Window], extents: list[int], cut: dict[int, int]) -> int:
+def borders(windows: list[SideWindow], extents: list[int], cut: dict[int, int]) -> int:
     """Items that all ranks borrow of a picture of 2 samples and 4 channels: rows, then columns with rows that came."""
     sides = [(dim, degree) for dim, degree in sorted(cut.items()) if degree > 1]
     total = 0
@@ -114,7 +114,9 @@ def borders(windows: list[Window], extents: list[int], cut: dict[int, int]) -> i
     return total
 
 
-def length(window: Window, extent: int, sides: list[tuple[int, int]], places: list[int], index: int, other: int) -> int:
+def length(
+    window: SideWindow, extent: int, sides: list[tuple[int, int]], places: list[int], index: int, other: int
+) -> int:
     """Of a border along another dim: what outputs need of it where it was taken before, the own share otherwise."""
     ranks = {dim: (place, degree) for (dim, degree), place in zip(sides, places, strict=True)}
     place, degree = ranks.get(other, (0, 1))
@@ -205,7 +207,7 @@ def test_padding_by_name(kernel: int, grid: tuple[int, int]) -> None:
 def test_pads_and_crops(mode: str, amounts: tuple[int, ...], height: int, width: int, grid: tuple[int, int]) -> None:
     if mode != "constant":
         amounts = tuple(max(one, 0) for one in amounts)
-    windows = [Window(before=amounts[i], after=amounts[i + 1], mode=mode) for i in (2, 0)]
+    windows = [SideWindow(before=amounts[i], after=amounts[i + 1], mode=mode) for i in (2, 0)]
     assume(fits(windows, [height, width], list(grid)))
     assume(all(any(amounts[i : i + 2]) or degree == 1 for i, degree in ((2, grid[0]), (0, grid[1]))))
     value = 1.5 if mode == "constant" else None
@@ -281,7 +283,7 @@ def test_large_pictures_are_split_and_small_or_shallow_ones_are_not() -> None:
 
     def plan(extent: int, kernel: Tensor, group: ThreadGroup) -> bool:
         cuts = Grid((None, group, None), group).cuts((1, 96, extent, extent))
-        halo = pixels((extent, extent), [Window(3, 1, 1, 1)] * 2, cuts, "conv2d")
+        halo = pixels((extent, extent), [SideWindow(3, 1, 1, 1)] * 2, cuts, "conv2d")
         return splits(halo, picture.new_empty(1, 96, extent // 2, extent), kernel)
 
     def work(group: ThreadGroup) -> tuple[bool, ...]:

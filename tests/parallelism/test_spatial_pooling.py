@@ -16,14 +16,14 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.functions import own
 from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, local_of
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from galvatron_lite.parallelism.spatial.windows import Window, borrowed, output_extent, refusal
+from galvatron_lite.parallelism.spatial.windows import SideWindow, borrowed, output_extent, refusal
 from tests.parallelism.shared_pictures import GRIDS, STRICT, alone, close, double, grid_of, kept, same, shared
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 Layer = Callable[[Tensor], Tensor]
 
 
-def fits(windows: list[Window], extents: list[int], grid: tuple[int, ...]) -> bool:
+def fits(windows: list[SideWindow], extents: list[int], grid: tuple[int, ...]) -> bool:
     pairs = list(zip(windows, extents, strict=True))
     return all(output_extent(window, extent) > 0 for window, extent in pairs) and not any(
         refusal(window, extent, degree)
@@ -40,7 +40,7 @@ def check(layer: Layer, extents: list[int], grid: tuple[int, int], seed: int = 0
 
 
 @st.composite
-def pools(draw: st.DrawFn, sides: int, dilated: bool) -> tuple[dict[str, Any], list[Window]]:
+def pools(draw: st.DrawFn, sides: int, dilated: bool) -> tuple[dict[str, Any], list[SideWindow]]:
     every = range(sides)
     kernel = [draw(st.integers(1, 4)) for _ in every]
     stride = [draw(st.integers(1, 3)) for _ in every]
@@ -50,7 +50,7 @@ def pools(draw: st.DrawFn, sides: int, dilated: bool) -> tuple[dict[str, Any], l
     steps: dict[str, Any] = {"stride": tuple(stride), "padding": tuple(padding), "ceil_mode": ceil}
     if dilated:
         steps["dilation"] = tuple(dilation)
-    windows = [Window(k, s, q, q, d, ceil) for k, s, q, d in zip(kernel, stride, padding, dilation, strict=True)]
+    windows = [SideWindow(k, s, q, q, d, ceil) for k, s, q, d in zip(kernel, stride, padding, dilation, strict=True)]
     return {"kernel_size": tuple(kernel), **steps}, windows
 
 
@@ -245,12 +245,12 @@ def test_what_is_not_shared_is_gathered(function: Layer) -> None:
 @pytest.mark.parametrize(
     ("function", "window"),
     [
-        (lambda picture: functional.max_pool2d(picture, 3, 2, 1), Window(3, 2, 1, 1)),
-        (lambda picture: functional.avg_pool2d(picture, 3, 1, 1), Window(3, 1, 1, 1)),
-        (lambda picture: functional.avg_pool2d(picture, 2), Window(2, 2)),
+        (lambda picture: functional.max_pool2d(picture, 3, 2, 1), SideWindow(3, 2, 1, 1)),
+        (lambda picture: functional.avg_pool2d(picture, 3, 1, 1), SideWindow(3, 1, 1, 1)),
+        (lambda picture: functional.avg_pool2d(picture, 2), SideWindow(2, 2)),
     ],
 )
-def test_borders_on_the_wire_are_those_of_the_windows(function: Layer, window: Window) -> None:
+def test_borders_on_the_wire_are_those_of_the_windows(function: Layer, window: SideWindow) -> None:
     picture = double(2, 3, 24, 10)
     ranks = shared(function, picture, [], (4, 1), 0)
     items = sum(sum(borrowed(window, 24, 4, rank)) for rank in range(4)) * 2 * 3 * 10

@@ -14,7 +14,7 @@ from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.windows import (
     PAD_MODES,
     Loan,
-    Window,
+    SideWindow,
     borrowed,
     borrows,
     crop,
@@ -35,11 +35,11 @@ DEGREES = st.integers(1, 5)
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> Window:
+def windows(draw: st.DrawFn) -> SideWindow:
     kernel, stride = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     padding = st.integers(0, 4)
     transposed = draw(st.booleans())
-    return Window(
+    return SideWindow(
         kernel,
         stride,
         draw(padding),
@@ -50,13 +50,13 @@ def windows(draw: st.DrawFn) -> Window:
     )
 
 
-def reads(window: Window, output: int) -> set[int]:
+def reads(window: SideWindow, output: int) -> set[int]:
     """Places that an output of a window that is not transposed reads, with the holes between them."""
     first = output * window.stride - window.before
     return set(range(first, first + window.dilation * (window.kernel - 1) + 1))
 
 
-def read_by(window: Window, extent: int, output: int) -> set[int]:
+def read_by(window: SideWindow, extent: int, output: int) -> set[int]:
     """Places of a picture that an output depends on, with the holes between them."""
     if not window.transposed:
         return {place for place in reads(window, output) if 0 <= place < extent}
@@ -74,7 +74,7 @@ SMALL = st.integers(1, 4)
 @given(st.data(), SMALL, SMALL, SMALL, EXTENTS)
 def test_extent_of_a_pool_is_torchs(data: st.DataObject, kernel: int, stride: int, dilation: int, extent: int) -> None:
     padding, ceil = data.draw(st.integers(0, kernel // 2)), data.draw(st.booleans())
-    window = Window(kernel, stride, padding, padding, dilation, ceil)
+    window = SideWindow(kernel, stride, padding, padding, dilation, ceil)
     assume(output_extent(window, extent) > 0)
     made = functional.max_pool1d(torch.zeros(1, 1, extent), kernel, stride, padding, dilation, ceil)
     assert made.shape[-1] == output_extent(window, extent)
@@ -85,7 +85,7 @@ def test_extent_of_a_transposed_convolution_is_torchs(
     data: st.DataObject, kernel: int, stride: int, dilation: int, extent: int
 ) -> None:
     padding, extra = data.draw(st.integers(0, 3)), data.draw(st.integers(0, max(stride, dilation) - 1))
-    window = Window(kernel, stride, padding, padding - extra, dilation, transposed=True)
+    window = SideWindow(kernel, stride, padding, padding - extra, dilation, transposed=True)
     assume(output_extent(window, extent) > 0)
     weight = torch.zeros(1, 1, kernel)
     made = functional.conv_transpose1d(torch.zeros(1, 1, extent), weight, None, stride, padding, extra, 1, dilation)
@@ -93,7 +93,7 @@ def test_extent_of_a_transposed_convolution_is_torchs(
 
 
 @given(windows(), EXTENTS, DEGREES)
-def test_ranks_borrow_just_what_their_outputs_depend_on(window: Window, extent: int, degree: int) -> None:
+def test_ranks_borrow_just_what_their_outputs_depend_on(window: SideWindow, extent: int, degree: int) -> None:
     assume(min(extent, output_extent(window, extent)) >= degree)
     shares = [set(range(*own_range(extent, degree, rank))) for rank in range(degree)]
     for rank in range(degree):
@@ -115,7 +115,7 @@ def test_ranks_borrow_just_what_their_outputs_depend_on(window: Window, extent: 
 
 
 @given(windows(), EXTENTS, DEGREES)
-def test_what_one_borrows_another_lends(window: Window, extent: int, degree: int) -> None:
+def test_what_one_borrows_another_lends(window: SideWindow, extent: int, degree: int) -> None:
     assume(min(extent, output_extent(window, extent)) >= degree)
     sent = {(rank, peer, ranges) for rank in range(degree) for peer, ranges in lends(window, extent, degree, rank)}
     assert sent == {
@@ -125,7 +125,7 @@ def test_what_one_borrows_another_lends(window: Window, extent: int, degree: int
 
 @given(windows(), EXTENTS, DEGREES)
 def test_refused_where_a_rank_has_nothing_or_needs_more_than_the_next_ones(
-    window: Window, extent: int, degree: int
+    window: SideWindow, extent: int, degree: int
 ) -> None:
     outputs = output_extent(window, extent)
     if min(extent, outputs) < degree:
@@ -148,7 +148,7 @@ def test_refused_where_a_rank_has_nothing_or_needs_more_than_the_next_ones(
 
 
 @given(windows(), EXTENTS, DEGREES)
-def test_a_window_stays_where_shares_alone_make_the_outputs(window: Window, extent: int, degree: int) -> None:
+def test_a_window_stays_where_shares_alone_make_the_outputs(window: SideWindow, extent: int, degree: int) -> None:
     window = replace(window, before=0, after=0)
     assume(min(extent, output_extent(window, extent)) >= degree)
     made = []
@@ -168,7 +168,7 @@ def test_a_window_stays_where_shares_alone_make_the_outputs(window: Window, exte
 
 
 @given(windows(), EXTENTS, DEGREES)
-def test_interior_needs_the_own_share_only(window: Window, extent: int, degree: int) -> None:
+def test_interior_needs_the_own_share_only(window: SideWindow, extent: int, degree: int) -> None:
     assume(not window.transposed and min(extent, output_extent(window, extent)) >= degree)
     for rank in range(degree):
         own = set(range(*own_range(extent, degree, rank)))
@@ -178,7 +178,7 @@ def test_interior_needs_the_own_share_only(window: Window, extent: int, degree: 
 
 
 @given(windows(), EXTENTS, DEGREES)
-def test_a_transposed_window_on_the_part_is_the_part_of_the_whole(window: Window, extent: int, degree: int) -> None:
+def test_a_transposed_window_on_the_part_is_the_part_of_the_whole(window: SideWindow, extent: int, degree: int) -> None:
     assume(window.transposed and min(extent, output_extent(window, extent)) >= degree)
     for rank in range(degree):
         outputs = output_range(window, extent, degree, rank)
@@ -196,7 +196,7 @@ def test_pads_name_the_places_that_torch_pads_with(
     mode: str, extent: int, before: int, after: int, degree: int
 ) -> None:
     assume(max(before, after) < extent)
-    window = Window(before=before, after=after, mode=mode)
+    window = SideWindow(before=before, after=after, mode=mode)
     assume(min(extent, output_extent(window, extent)) >= degree)
     if mode != "constant":
         assume(min(before, after) >= 0)
@@ -214,7 +214,7 @@ def test_pads_name_the_places_that_torch_pads_with(
 
 
 def test_a_picture_of_a_ring_may_be_borrowed_from_its_other_end() -> None:
-    window = Window(before=1, after=1, mode="circular")
+    window = SideWindow(before=1, after=1, mode="circular")
     assert refusal(window, 12, 4) == ""
     assert [peer for peer, _ in borrows(window, 12, 4, 0)] == [3]
     assert items(borrows(window, 12, 4, 0)[0][1]) == 1
@@ -223,11 +223,11 @@ def test_a_picture_of_a_ring_may_be_borrowed_from_its_other_end() -> None:
 @pytest.mark.parametrize(
     ("window", "counts"),
     [
-        (Window(3, 1, 1, 1), [(0, 1), (1, 1), (1, 1), (1, 0)]),
-        (Window(7, 2, 3, 3), [(0, 2), (3, 2), (3, 2), (3, 0)]),
-        (Window(2, 2), [(0, 0)] * 4),
-        (Window(2, 2, transposed=True), [(0, 0)] * 4),
+        (SideWindow(3, 1, 1, 1), [(0, 1), (1, 1), (1, 1), (1, 0)]),
+        (SideWindow(7, 2, 3, 3), [(0, 2), (3, 2), (3, 2), (3, 0)]),
+        (SideWindow(2, 2), [(0, 0)] * 4),
+        (SideWindow(2, 2, transposed=True), [(0, 0)] * 4),
     ],
 )
-def test_borders_of_well_known_layers(window: Window, counts: list[tuple[int, int]]) -> None:
+def test_borders_of_well_known_layers(window: SideWindow, counts: list[tuple[int, int]]) -> None:
     assert [borrowed(window, 32, 4, rank) for rank in range(4)] == counts

@@ -19,7 +19,7 @@ from galvatron_lite.profiler.measure_layers import (
     make_shard,
     measure_block,
 )
-from galvatron_lite.profiler.segments import BlockCall, copy_block, hidden_state, make_skeleton, record_calls
+from galvatron_lite.profiler.segments import SegmentCall, copy_block, hidden_state, make_skeleton, record_calls
 from galvatron_lite.profiler.timing import TimingRule
 from tests.profiler.models import HIDDEN, TOKENS, gpt_layers, small_gpt, token_batch
 
@@ -28,14 +28,14 @@ QUICK = TimingRule(warmup=1, least=2, most=2, seconds=0.05)
 ITEM = 4
 
 
-def gpt_block(samples: int) -> tuple[nn.Module, BlockCall]:
+def gpt_block(samples: int) -> tuple[nn.Module, SegmentCall]:
     model = small_gpt()
     block = copy_block(model, "blocks.0", CPU)
     skeleton = make_skeleton(model, gpt_layers(), CPU)
     return block, record_calls(skeleton, {"block": block}, token_batch(samples))["block"]
 
 
-def saved_bytes(block: nn.Module, call: BlockCall, shared: Set[int] = frozenset()) -> int:
+def saved_bytes(block: nn.Module, call: SegmentCall, shared: Set[int] = frozenset()) -> int:
     """Bytes of the storages autograd saves; parameters, and what all blocks share, left out."""
     storages: dict[int, int] = {}
     held = []
@@ -66,13 +66,13 @@ def test_kept_is_what_autograd_saves(samples: int) -> None:
 
 def test_an_embedding_that_is_given_ids_alone_keeps_them() -> None:
     ids = torch.arange(12).reshape(4, 3)
-    point = measure_block(nn.Embedding(12, HIDDEN), BlockCall((ids,), {}, None), LayerSetting("words", 4), CPU, QUICK)
+    point = measure_block(nn.Embedding(12, HIDDEN), SegmentCall((ids,), {}, None), LayerSetting("words", 4), CPU, QUICK)
     assert point.kept == ids.nbytes
     assert min(point.forward, point.backward) > 0
 
 
 def test_a_block_that_only_reshapes_ids_is_measured() -> None:
-    call = BlockCall((torch.zeros(4, 3, 2, dtype=torch.long),), {}, None)
+    call = SegmentCall((torch.zeros(4, 3, 2, dtype=torch.long),), {}, None)
     assert measure_block(nn.Flatten(), call, LayerSetting("flat", 4), CPU, QUICK).kept == 0
 
 
@@ -106,7 +106,7 @@ def test_a_linear_layer_by_hand() -> None:
     rows, width, out = 8, 64, 32
     layer = nn.Linear(width, out, bias=False)
     give_gradients(layer)
-    call = BlockCall((torch.ones(rows, width),), {}, torch.empty(rows, out, device="meta"))
+    call = SegmentCall((torch.ones(rows, width),), {}, torch.empty(rows, out, device="meta"))
     memory = block_memory(layer, call, CPU)
     assert memory.kept == rows * width * ITEM
     seed = 2 * ITEM  # the scalar that ends the segment, and its gradient
@@ -123,7 +123,7 @@ def recomputing(block: nn.Module, choice: Recompute) -> nn.Module:
 def test_a_result_that_the_block_keeps_counts_with_the_next_one() -> None:
     """ReLU keeps its result, which is what the next block enters with; so blocks on end count each picture once."""
     ends, goes_on = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
-    call = BlockCall((torch.randn(64, 4),), {}, torch.empty(64, 4, device="meta"))
+    call = SegmentCall((torch.randn(64, 4),), {}, torch.empty(64, 4, device="meta"))
     kept = [block_memory(block, call, CPU).kept for block in (ends, goes_on)]
     assert kept == [64 * 4 * 4, 64 * 4 * 4]
 
@@ -163,7 +163,7 @@ def test_half_precision_computes_as_the_runtime_does() -> None:
     """Under autocast activations take half the bytes; the casts of the weights are kept too."""
     block, call = gpt_block(4)
     setting = LayerSetting("block", 4)
-    half_call = BlockCall(tuple(tensor.bfloat16() for tensor in call.args), {}, call.result)
+    half_call = SegmentCall(tuple(tensor.bfloat16() for tensor in call.args), {}, call.result)
     whole = block_memory(make_shard(block, setting, TensorPlan(), CPU), call, CPU).kept
     half = block_memory(make_shard(block, setting, TensorPlan(), CPU, "bf16"), half_call, CPU).kept
     matrices = sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 2)
@@ -190,7 +190,7 @@ def test_memory_grows_in_a_straight_line() -> None:
     assert kept[2] - kept[1] == kept[1] - kept[0]
 
 
-def _with_gradients(samples: int) -> tuple[nn.Module, BlockCall]:
+def _with_gradients(samples: int) -> tuple[nn.Module, SegmentCall]:
     block, call = gpt_block(samples)
     give_gradients(block)
     return block, call

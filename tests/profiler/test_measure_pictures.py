@@ -20,7 +20,7 @@ from galvatron_lite.profiler.measure import measure_profile
 from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, measured_slices, on_share, share_on
 from galvatron_lite.profiler.measure_scope import Scope, layer_settings, stem_settings
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.profiler.segments import BlockCall
+from galvatron_lite.profiler.segments import SegmentCall
 from galvatron_lite.profiler.timing import TimingRule
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import make_kind
@@ -162,7 +162,7 @@ def test_a_block_on_its_share_makes_its_share() -> None:
     block = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 1))
     picture, dims = torch.randn(2, 3, 8, 9), SplitDims(in_channels=3, out_channels=3, height=8, width=9)
     kind = replace(make_kind("block", 9), dims=dims)
-    call = BlockCall((picture,), {}, None)
+    call = SegmentCall((picture,), {}, None)
     whole = block(picture)
     (given,) = cut_pictures(call.args, kind, (1, 1, 3))
     made = on_share(copy.deepcopy(block), call, kind, (1, 1, 3))(given)

@@ -14,8 +14,8 @@ from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Recompu
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.profiler.measure_overhead import Waiting, line_through, measure_waiting
-from galvatron_lite.profiler.segments import BlockCall
+from galvatron_lite.profiler.measure_overhead import BlockingCost, line_through, measure_waiting
+from galvatron_lite.profiler.segments import SegmentCall
 from tests.factories import make_kind
 
 figures = st.floats(0, 1e-2)
@@ -37,8 +37,8 @@ def test_noise_never_makes_it_negative(points: list[tuple[int, float]]) -> None:
 
 
 def test_one_process_never_waits() -> None:
-    call = BlockCall((torch.zeros(1, 2),), {}, None)
-    assert measure_waiting(nn.Linear(2, 2), TensorPlan(), [call], torch.device("cpu")) == Waiting()
+    call = SegmentCall((torch.zeros(1, 2),), {}, None)
+    assert measure_waiting(nn.Linear(2, 2), TensorPlan(), [call], torch.device("cpu")) == BlockingCost()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from galvatron_lite.profiler.memory import Phase, storage_bytes, track_peak
+from galvatron_lite.profiler.memory import MemoryPhase, storage_bytes, track_peak
 
 
 def test_known_pattern() -> None:
@@ -37,7 +37,7 @@ def test_marks_split_phases() -> None:
         torch.empty(300)
         tracked.mark()
         del kept
-    assert tracked.phases == (Phase(0, 400, 400), Phase(400, 1600, 400), Phase(400, 400, 0))
+    assert tracked.phases == (MemoryPhase(0, 400, 400), MemoryPhase(400, 1600, 400), MemoryPhase(400, 400, 0))
 
 
 def test_backward_of_a_linear_layer() -> None:

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.profiler.measure_tasks import Task, run_tasks
+from galvatron_lite.profiler.measure_tasks import MeasureTask, run_tasks
 from galvatron_lite.profiler.store_journal import Journal
 
 
-def make_tasks(calls: list[str], fail_at: int | None = None) -> list[Task]:
-    def task(index: int) -> Task:
+def make_tasks(calls: list[str], fail_at: int | None = None) -> list[MeasureTask]:
+    def task(index: int) -> MeasureTask:
         def run(_: object) -> int:
             if index == fail_at:
                 raise KeyboardInterrupt
             calls.append(f"task {index}")
             return index * index
 
-        return Task(f"task {index}", f"task {index}", run)
+        return MeasureTask(f"task {index}", f"task {index}", run)
 
     return [task(index) for index in range(5)]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.errors import FileFormatError
 from galvatron_lite.runs.read import is_run, read_run
-from galvatron_lite.runs.schema import EndRecord, Part, PlanRecord, RankRecord, StepRecord
+from galvatron_lite.runs.schema import EndRecord, PlanRecord, RankRecord, StepPart, StepRecord
 from tests.runs.lines import a_header, a_plan, a_rank_header, text_of, write
 
 
@@ -20,7 +20,7 @@ def _steps(numbers: range, seconds: float = 0.1) -> list[StepRecord]:
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    ranks = [RankRecord(rank, 3, 4, 0.1, parts={Part.FORWARD: 0.04}, layers={"0": 0.01}) for rank in range(2)]
+    ranks = [RankRecord(rank, 3, 4, 0.1, parts={StepPart.FORWARD: 0.04}, layers={"0": 0.01}) for rank in range(2)]
     write(tmp_path, "steps-00001.jsonl", [a_header(), *_steps(range(4)), EndRecord(4, 1005.0)])
     for rank, record in enumerate(ranks):
         write(tmp_path, f"rank-0000{rank}-00001.jsonl", [a_rank_header(rank), record])

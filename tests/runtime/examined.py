@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.runtime import setup
-from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.placement import LayerAssignment
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def examined_once() -> Iterator[None]:
         flows.extend([] if flows else [known_flow(*known)])
         return flows[0]
 
-    def plans(model: Any, placed: Iterable[Placed], batch: Any) -> dict[str, TensorPlan]:
+    def plans(model: Any, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:
         several = list(placed)
         key = frozenset(one.layer.name for one in several if one.strategy.tensor > 1)
         if key not in split:

@@ -45,7 +45,7 @@ def train(folder: str, steps: int, kills: list[str]) -> list[float]:
             at_fault(parallel, optimizer, where, lambda: _die(folder, attempt, parallel))
         losses.append(float(parallel.train_step(make_batch(step), optimizer)))
         Path(f"{folder}-loss-{step}-{dist.get_rank()}").write_text(str(losses[-1]))
-        half = patch.object(folders.Sink, "write", lambda *_: _die(folder, attempt))
+        half = patch.object(folders.FileSink, "write", lambda *_: _die(folder, attempt))
         with half if where == "save" else nullcontext():
             parallel.save(Path(folder, f"step-{step + 1}"), optimizer, keep=2)
     return losses

@@ -19,7 +19,7 @@ from galvatron_lite.plans.schema import LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime import compiled
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.placement import LayerAssignment
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
 
@@ -138,7 +138,7 @@ def test_blocks_that_share_tokens_or_pixels_run_as_they_are() -> None:
     layers = discover_layers(model, {"rows": torch.randn(SAMPLES, 3, SIZE)})
     shares = [Strategy(context=2), Strategy(height=2)]
     blocks = [one for one in layers if one.role is Role.BLOCK]
-    stage = [Placed(one, share) for one, share in zip(blocks, shares, strict=True)]
+    stage = [LayerAssignment(one, share) for one, share in zip(blocks, shares, strict=True)]
     forwards = [block.forward for block in model.blocks]
     assert compiled.compile_blocks(model, stage, Mock(), "eager") == []
     assert [block.forward for block in model.blocks] == forwards

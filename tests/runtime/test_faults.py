@@ -10,7 +10,7 @@ import pytest
 
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.watch.blame import message, suspects
-from galvatron_lite.runtime.watch.notes import Note, Phase
+from galvatron_lite.runtime.watch.notes import Note, StepPhase
 from tests.patience import patiently
 from tests.pool import WorkerPool
 from tests.runtime.cyclic.launched import launch
@@ -148,22 +148,22 @@ def test_a_plan_edited_into_nonsense(pool: WorkerPool, tmp_path: Path) -> None:
         assert re.search(r"(cannot be used|is missing)\. \w{2}", one), "what would be right is said"
 
 
-def _note(step: int, phase: Phase, **more: object) -> Note:
+def _note(step: int, phase: StepPhase, **more: object) -> Note:
     return Note(step, phase, process="node, process 7", **{"beat": 1, **more})  # type: ignore[arg-type]
 
 
 def test_who_is_behind() -> None:
     """Of those that run: the one least far; of those alike, the one whose code does not wait for others."""
-    ahead = _note(5, Phase.GRADIENTS, error="RuntimeError: timed out", victim=True)
-    waits, works = _note(5, Phase.FORWARD, waits=True, beat=2), _note(5, Phase.BACKWARD, beat=2)
-    loads = _note(5, Phase.BETWEEN, beat=2, at="train.py:9 in load", seconds=3.0)
-    before = [ahead, _note(5, Phase.FORWARD), _note(5, Phase.FORWARD)]
+    ahead = _note(5, StepPhase.GRADIENTS, error="RuntimeError: timed out", victim=True)
+    waits, works = _note(5, StepPhase.FORWARD, waits=True, beat=2), _note(5, StepPhase.BACKWARD, beat=2)
+    loads = _note(5, StepPhase.BETWEEN, beat=2, at="train.py:9 in load", seconds=3.0)
+    before = [ahead, _note(5, StepPhase.FORWARD), _note(5, StepPhase.FORWARD)]
     assert [one.rank for one in suspects(before, [ahead, waits, works], 0)] == [2]
-    (found,) = suspects([*before, loads], [ahead, waits, works, _note(5, Phase.BETWEEN, beat=3)], 0)
+    (found,) = suspects([*before, loads], [ahead, waits, works, _note(5, StepPhase.BETWEEN, beat=3)], 0)
     assert (found.rank, found.operation) == (3, "between steps 4 and 5")
     gone = [ahead, waits, before[2]]
     assert [one.said.split(";")[0] for one in suspects(before, gone, 0)] == ["Rank 2 (node, process 7) is gone"]
     assert "has not come to its first step" in suspects([ahead, None], [ahead, None], 0)[0].said
-    others = [ahead, _note(5, Phase.GRADIENTS, error="x", victim=True)]
+    others = [ahead, _note(5, StepPhase.GRADIENTS, error="x", victim=True)]
     assert "No rank is behind: look at the network" in message(ahead, "timed out", suspects(others, others, 0), True, 0)
     assert "keeps their notes" in message(ahead, "timed out", [], False, 0)

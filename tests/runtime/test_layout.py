@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.layout import Axis, Box, Layout, Split, layout_of, route
+from galvatron_lite.runtime.layout import Axis, AxisSplit, Box, Layout, layout_of, route
 
 ROWS = 12
-Pair = tuple[Split, Split, tuple[int, ...]]
+Pair = tuple[AxisSplit, AxisSplit, tuple[int, ...]]
 
 
 @st.composite

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_lite.runtime.layout import Box, Layout, Split
+from galvatron_lite.runtime.layout import AxisSplit, Box, Layout
 from galvatron_lite.runtime.redistribute import Mover
 from tests.pool import WorkerPool
 
@@ -61,7 +61,7 @@ def move_to_few() -> list[float]:
     place, shape = dist.get_rank(), (1, 1, 3)
     whole = torch.arange(3.0).view(shape)
     source = Layout(1, 1, 4).samples(shape)
-    target = Split(4, Layout(1, 1, 4, (1, 1, 4)).hidden((1, 1, 4)).axes)
+    target = AxisSplit(4, Layout(1, 1, 4, (1, 1, 4)).hidden((1, 1, 4)).axes)
     there = Mover(dist.group.WORLD, place)(whole, source, target, shape)
     back = Mover(dist.group.WORLD, place)(there, target, source, shape)
     assert torch.equal(back, whole)

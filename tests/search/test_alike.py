@@ -16,7 +16,7 @@ from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import read_plan, write_plan
-from galvatron_lite.plans.schema import LayerRun, Mode, Plan, Schedule, Stage, Trainer
+from galvatron_lite.plans.schema import LayerRun, Mode, Plan, Schedule, Stage, TrainedBy
 from galvatron_lite.profiler.schema import Profile
 
 GPUS, BATCH, MEMORY = 4, 16, 24 * 10**9
@@ -34,7 +34,7 @@ def found(profile: Profile) -> Plan:
 
 
 def test_one_stage_for_all_layers_and_the_plan_says_who_trains(found: Plan, tmp_path: Path) -> None:
-    assert found.backend is Trainer.DEEPSPEED
+    assert found.backend is TrainedBy.DEEPSPEED
     assert len(found.stages) == 1
     assert {(run.strategy.zero_stage, run.strategy.offload) for run in found.stages[0].runs}.__len__() == 1
     assert check_runs(found) is found
@@ -120,7 +120,7 @@ def test_plans_of_unlike_layers_are_refused(found: Plan) -> None:
     mixed = replace(found, stages=(replace(stage, runs=(first, last)),))
     with pytest.raises(InputError, match="does the same to all layers"):
         check_runs(mixed)
-    assert check_runs(replace(mixed, backend=Trainer.GALVATRON)) is not None
+    assert check_runs(replace(mixed, backend=TrainedBy.GALVATRON)) is not None
     with pytest.raises(InputError, match="is for training"):
         check_runs(replace(found, mode=Mode.INFERENCE))
     kept = replace(last, strategy=Strategy(zero=GPUS, zero_stage=3, offload=Offload.ACTIVATIONS))

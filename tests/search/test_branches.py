@@ -28,18 +28,18 @@ from galvatron_lite.search.programme.ilp_branches import certify_assignment
 from galvatron_lite.search.result import runs_of
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed, Space
-from galvatron_lite.search.ways import Asked, seconds_of
+from galvatron_lite.search.ways import PlanTask, seconds_of
 from tests.branchy import plain_profile, random_towers
 from tests.factories import make_cluster
 
 PLENTY = 2**29
 
 
-def asked(profile: Profile, devices: int, batch: int, mode: Mode, budget: int = PLENTY, **pins: object) -> Asked:
+def asked(profile: Profile, devices: int, batch: int, mode: Mode, budget: int = PLENTY, **pins: object) -> PlanTask:
     session = Session(profile, mode)
     fixed = Fixed(**pins)  # type: ignore[arg-type]
     request = request_of(session, devices, batch, budget, fixed, None, GALVATRON)
-    return Asked(session, request, GALVATRON, budget)
+    return PlanTask(session, request, GALVATRON, budget)
 
 
 def every_plan(profile: Profile, devices: int, batch: int) -> list[Plan]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.search.chains.chain import Chain, ChainLayer
-from galvatron_lite.search.chains.frontier import Front, least_room, pareto_paths
+from galvatron_lite.search.chains.frontier import ChainFront, least_room, pareto_paths
 
 QUIET = {"deadline": None, "derandomize": True}
 Times = tuple[int, ...]
@@ -104,7 +104,7 @@ def pareto(times: list[Times]) -> list[Times]:
     return [time for time in distinct if not any(other != time and beats(other, time) for other in distinct)]
 
 
-def check(chain: Chain, front: Front, best: list[Times]) -> None:
+def check(chain: Chain, front: ChainFront, best: list[Times]) -> None:
     """The front is the Pareto set ``best``, or what it lacks is no better than it says; its paths are as they say."""
     times = [path.time for path in front.paths]
     for path in front.paths:

@@ -21,7 +21,7 @@ from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.result import plan_of
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.search.ways import Asked, Delay, with_ways
+from galvatron_lite.search.ways import Delay, PlanTask, with_ways
 from tests.factories import random_profile
 
 ROOM = 2**40
@@ -153,6 +153,6 @@ def test_only_plans_of_delayed_gradients_where_no_others_are_wanted() -> None:
     session = Session(profile)
     request = request_of(session, 3, 12, ROOM, Fixed(), None, GALVATRON)
     for only in (False, True):
-        asked = Asked(session, request, GALVATRON, ROOM, Delay(only=only))
+        asked = PlanTask(session, request, GALVATRON, ROOM, Delay(only=only))
         found = with_ways(lambda: quick, asked, 3, (lambda _: (quicker,), lambda _: (delayed,)))
         assert (found.cyclic is not None) == only

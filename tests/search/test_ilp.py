@@ -17,7 +17,7 @@ from galvatron_lite.search.best_first import Found, finished, search
 from galvatron_lite.search.programme.ilp import certify
 from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable
 from galvatron_lite.search.programme.ilp_uniform import UniformModel, first_blocks
-from galvatron_lite.search.programme.pulp_adapter import CBC, HIGHS, Programme, Verdict, solve
+from galvatron_lite.search.programme.pulp_adapter import CBC, HIGHS, IntegerProgramme, SolverVerdict, solve
 from galvatron_lite.search.shapes import Request, open_problem
 from galvatron_lite.search.space import Fixed
 from tests.factories import random_profile
@@ -56,7 +56,7 @@ def test_certificate_agrees(seed: int) -> None:
     if found is None:
         return
     certificate = certify(found.problem, found.partition)
-    assert certificate.verdict is Verdict.PROVEN
+    assert certificate.verdict is SolverVerdict.PROVEN
     assert certificate.boundaries
     assert certificate.seconds == pytest.approx(certificate.found, rel=1e-6)
     assert certificate.gap <= 1e-6
@@ -82,7 +82,7 @@ def test_the_programme_of_every_shape_equals_brute_force(seed: int, virtual: boo
             first = first_blocks(asked.profile.graph, best.strategies)
             model = UniformModel(problem, best.seconds / SCALE, [0, *accumulate(best.sizes)], first=first)
         answer = solve(model.programme)
-        assert answer.verdict is Verdict.PROVEN
+        assert answer.verdict is SolverVerdict.PROVEN
         sizes, strategies = model.path(answer.values)
         found = replace(best, sizes=tuple(sizes), strategies=tuple(strategies))
         seconds, peak = brute.priced(found)
@@ -97,7 +97,7 @@ def test_both_solvers_agree(seed: int) -> None:
     assert found is not None
     model = ShapeModel(found.problem, found.partition.time / 1e12 / SCALE)
     answers = [solve(model.programme, solver=name) for name in (HIGHS, CBC[0])]
-    assert [answer.verdict for answer in answers] == [Verdict.PROVEN] * 2
+    assert [answer.verdict for answer in answers] == [SolverVerdict.PROVEN] * 2
     assert answers[0].bound == pytest.approx(answers[1].bound, rel=1e-6)
     assert model.path(answers[0].values)[0] == [b - a for a, b in pairwise(found.partition.cuts)]
 
@@ -119,17 +119,17 @@ def test_a_solver_s_limit_is_no_error_and_says_how_much_is_open() -> None:
     found = search(request, LayerPricer(profile))
     assert found is not None
     certificate = certify(found.problem, found.partition, seconds=0.05)
-    assert certificate.verdict in (Verdict.FEASIBLE, Verdict.UNKNOWN)
+    assert certificate.verdict in (SolverVerdict.FEASIBLE, SolverVerdict.UNKNOWN)
     assert certificate.bound < certificate.found
     assert 0.0 < certificate.gap <= inf
     assert "gap" in str(certificate)
 
 
 def test_infeasible_programme_has_no_values() -> None:
-    programme = Programme()
+    programme = IntegerProgramme()
     number = programme.variable(binary=True)
     programme.equal.append(({number: 1.0}, 2.0))
     programme.objective[number] = 1.0
     answer = solve(programme)
-    assert answer.verdict is Verdict.INFEASIBLE
+    assert answer.verdict is SolverVerdict.INFEASIBLE
     assert not answer.values

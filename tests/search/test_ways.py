@@ -13,18 +13,18 @@ from galvatron_lite.plans.schema import Alternative, BranchPlacement, Plan
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.search.ways import Asked, with_ways
+from galvatron_lite.search.ways import PlanTask, with_ways
 from tests.factories import random_profile
 
 BUDGET = 2**29
 
 
-def question() -> tuple[Asked, Plan]:
+def question() -> tuple[PlanTask, Plan]:
     profile = random_profile(random.Random(3), devices=2)
     session = Session(profile)
     request = request_of(session, 2, 8, BUDGET, Fixed(), None, GALVATRON)
     plan = find_plan(profile, devices=2, global_batch=8, budget=BUDGET, runners_up=2)
-    return Asked(session, request, GALVATRON, BUDGET), plan
+    return PlanTask(session, request, GALVATRON, BUDGET), plan
 
 
 def way_of(plan: Plan, name: str, factor: float, memory: int = 1) -> Plan:
@@ -50,7 +50,7 @@ def test_a_way_is_told_of_the_ordinary_plan_and_its_own_is_told_though_others_ar
     crowd = tuple(Alternative(f"another {number}", 1e-9 * number, 1, True) for number in range(9))
     met: list[Plan | None] = []
 
-    def way(own: Asked) -> list[Plan]:
+    def way(own: PlanTask) -> list[Plan]:
         met.append(own.ordinary)
         return [way_of(plan, "slow", 5.0)]
 

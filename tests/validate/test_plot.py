@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.svg import COLOURS, KINDS, SHAPES, Scale, colour, decades, rounded, shape
 from galvatron_lite.validate.plot import OTHERS, scatter
-from galvatron_lite.validate.results import Judged, Measured, Predicted, Skipped, judge
+from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Skipped, judge
 
 from .runs import gpt
 
@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def judged(predicted: float, measured: float, family: str = "made-up") -> Judged:
     outcome = Predicted(predicted, 0, 0, 1, TimeBreakdown(), MemoryBreakdown())
-    return judge(gpt(family=family), Measured(measured, None), outcome)
+    return judge(gpt(family=family), MeasuredRun(measured, None), outcome)
 
 
 def drawn(*runs: Judged) -> ET.Element:

@@ -5,14 +5,14 @@ import pytest
 from galvatron_lite.cli.validate import LEGEND, print_scores
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.validate.report import unscored_lines, worst_data, worst_lines
-from galvatron_lite.validate.results import Judged, Measured, Predicted, Skipped, judge, macros, score_families
+from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Skipped, judge, macros, score_families
 
 from .runs import gpt
 
 
 def judged(predicted: float, measured: float | None, **changes: object) -> Judged:
     outcome = Predicted(predicted, 0, 0, 1, TimeBreakdown(), MemoryBreakdown())
-    return judge(gpt(**changes), Measured(measured, None), outcome)
+    return judge(gpt(**changes), MeasuredRun(measured, None), outcome)
 
 
 RUNS = [

@@ -13,7 +13,7 @@ from galvatron_lite.validate.plans import Batch
 from galvatron_lite.validate.predict import measured_of
 from galvatron_lite.validate.results import (
     Judged,
-    Measured,
+    MeasuredRun,
     Predicted,
     Skipped,
     judge,
@@ -33,7 +33,7 @@ GIB = 2**30
 
 def judged(predicted: float, measured: float, **changes: object) -> Judged:
     outcome = Predicted(predicted, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
-    return judge(gpt(**changes), Measured(measured, None), outcome)
+    return judge(gpt(**changes), MeasuredRun(measured, None), outcome)
 
 
 def test_errors_and_bias() -> None:
@@ -47,7 +47,7 @@ def test_errors_and_bias() -> None:
 
 def test_memory_counts_for_grade_a_mem_and_time_does_not() -> None:
     outcome = Predicted(1.0, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
-    one = judge(gpt(quality="A-mem"), Measured(9.0, 4 * GIB), outcome)
+    one = judge(gpt(quality="A-mem"), MeasuredRun(9.0, 4 * GIB), outcome)
     assert (one.time, one.memory) == (None, 0.5)
 
 
@@ -73,7 +73,7 @@ def test_skipped_runs_are_counted_by_reason() -> None:
 
 def test_runs_that_ran_but_are_predicted_to_overflow() -> None:
     big = Predicted(1.0, 2 * GIB, 5 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
-    found = score([judge(gpt(), Measured(1.0, None), big), judge(gpt(oom=True), Measured(None, None), big)])
+    found = score([judge(gpt(), MeasuredRun(1.0, None), big), judge(gpt(oom=True), MeasuredRun(None, None), big)])
     assert (found.overflowing, found.oom, found.oom_foreseen) == (1, 1, 1)
 
 
@@ -122,5 +122,5 @@ def test_memory_is_in_gib_unless_it_was_converted() -> None:
 
 def test_a_run_without_figures_is_skipped() -> None:
     outcome = Predicted(1.0, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
-    one = judge(replace(gpt(), iter_time_s=None), Measured(None, None), outcome)
+    one = judge(replace(gpt(), iter_time_s=None), MeasuredRun(None, None), outcome)
     assert isinstance(one.outcome, Skipped)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.oracle.closed_form import Kind
+from galvatron_lite.oracle.closed_form import Method
 from galvatron_lite.oracle.pricing import machine_of, row_of
 from galvatron_lite.oracle.request import graph_named
-from galvatron_lite.oracle.strategies import Question
+from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.predict import Predictor, question_of
 from galvatron_lite.validate.results import Skipped
@@ -26,12 +26,12 @@ RUN = PublishedRun(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("spatial", "filters", "kind"), [(4, 1, Kind.DATA_SPATIAL), (1, 4, Kind.DATA_FILTER)])
-def test_as_the_oracle_says(spatial: int, filters: int, kind: Kind) -> None:
+@pytest.mark.parametrize(("spatial", "filters", "kind"), [(4, 1, Method.DATA_SPATIAL), (1, 4, Method.DATA_FILTER)])
+def test_as_the_oracle_says(spatial: int, filters: int, kind: Method) -> None:
     """Only the cluster is put together from the row's words, not from a file."""
     found = predicted(replace(RUN, spatial=spatial, filter=filters))
     machine = machine_of(graph_named("resnet50", "fp32"), "abci", 16, "fp32", 64, match_stack(RUN.framework))
-    row = row_of(machine, Question(kind, 16, 64, 256))
+    row = row_of(machine, RowQuestion(kind, 16, 64, 256))
     assert found.step_seconds == pytest.approx(row.iteration, rel=0.05)
     assert found.time.total == pytest.approx(found.step_seconds)
 
@@ -45,13 +45,13 @@ def test_shared_pixels_take_less_memory_and_filters_do_not() -> None:
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
-        ({"n_gpus": 4, "dp": 1, "global_batch": 64}, Kind.SPATIAL),
-        ({"n_gpus": 4, "dp": 1, "global_batch": 64, "spatial": 1, "filter": 4}, Kind.FILTER),
+        ({"n_gpus": 4, "dp": 1, "global_batch": 64}, Method.SPATIAL),
+        ({"n_gpus": 4, "dp": 1, "global_batch": 64, "spatial": 1, "filter": 4}, Method.FILTER),
     ],
 )
-def test_one_group_is_alone(changes: dict[str, int], kind: Kind) -> None:
+def test_one_group_is_alone(changes: dict[str, int], kind: Method) -> None:
     question = question_of(replace(RUN, **changes))  # type: ignore[arg-type]
-    assert isinstance(question, Question)
+    assert isinstance(question, RowQuestion)
     assert (question.kind, question.batch, question.width) == (kind, 64, 4)
 
 

@@ -14,8 +14,8 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.dry.ledger import Ledger
 from galvatron_lite.verify.dry.mode import DryMode, DryRunError
 from galvatron_lite.verify.dry.step import dry_run, subject_of
-from galvatron_lite.verify.dry.world import Place
-from galvatron_lite.verify.schema import During, Kind, RoleRun
+from galvatron_lite.verify.dry.world import RankPlace
+from galvatron_lite.verify.schema import During, MessageType, RoleRun
 from tests.equivalence.plans import uniform_plan, write_plan
 
 CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16)
@@ -65,7 +65,7 @@ def test_zero_shares_states_and_gathers_layers() -> None:
     whole, shared = run(Strategy()), run(Strategy(zero=4, zero_stage=3))
     assert 0.24 < shared.peak.optimizer / whole.peak.optimizer < 0.26
     kinds = {one.kind for one in shared.messages if one.phase is not During.SETUP}
-    assert {Kind.ALL_GATHER, Kind.REDUCE_SCATTER} <= kinds
+    assert {MessageType.ALL_GATHER, MessageType.REDUCE_SCATTER} <= kinds
     (block,) = [one for one in shared.splits if one.layer == "blocks.0"]
     weight = next(one for one in block.parameters if len(one.whole) == 2)
     assert weight.sharded
@@ -74,7 +74,7 @@ def test_zero_shares_states_and_gathers_layers() -> None:
 
 def test_tensor_ranks_sum_twice_a_pass() -> None:
     found = run(Strategy(tensor=2), microbatches=1)
-    sums = [one for one in found.messages if one.layer == "blocks.0" and one.kind is Kind.ALL_REDUCE]
+    sums = [one for one in found.messages if one.layer == "blocks.0" and one.kind is MessageType.ALL_REDUCE]
     assert [one.phase for one in sums] == [During.FORWARD] * 2 + [During.BACKWARD] * 2
     assert {one.bytes for one in sums} == {8 * 16 * 32 * 4}
 
@@ -91,8 +91,8 @@ def test_stages_are_told_shapes_by_the_stage_before() -> None:
     subject = subject_of(model(), plan, batch())
     first, said = dry_run(subject, plan, 1)
     last, _ = dry_run(subject, plan, 3, lambda _, purpose, place, number: said[purpose, place][number])
-    sent = [one for one in first.messages if one.kind is Kind.SEND and one.dtype == "float32"]
-    got = [one for one in last.messages if one.kind is Kind.RECEIVE and one.dtype == "float32"]
+    sent = [one for one in first.messages if one.kind is MessageType.SEND and one.dtype == "float32"]
+    got = [one for one in last.messages if one.kind is MessageType.RECEIVE and one.dtype == "float32"]
     assert [one.shape for one in sent] == [one.shape for one in got] == [(1, 16, 32)] * 4
     assert {one.peer for one in sent} == {3}
     assert [one.microbatch for one in sent] == [0, 1, 2, 3]
@@ -105,7 +105,7 @@ def test_products_of_groups_have_the_shapes_of_real_ones() -> None:
         real = functional.grouped_mm(
             torch.zeros(first, dtype=torch.bfloat16), torch.zeros(second, dtype=torch.bfloat16), offs=offsets
         )
-        with DryMode(Ledger(Place())):
+        with DryMode(Ledger(RankPlace())):
             made = functional.grouped_mm(torch.zeros(first), torch.zeros(second), offs=offsets)
         assert (made.shape, made.dtype) == (real.shape, torch.float32)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.verify.match.meeting import FIT, PROGRESS, match
-from galvatron_lite.verify.schema import NOBODY, Check, Kind, Message, RoleRun, Verdict
+from galvatron_lite.verify.schema import NOBODY, Check, Message, MessageType, RoleRun, Verdict
 from tests.verify.worlds import World, goes_well, message, plan_of, run_of
 
 Own = list[Message]
@@ -38,7 +38,7 @@ def other_dtype(own: Own, at: int, _: random.Random, __: int) -> Own:
 
 
 def other_kind(own: Own, at: int, draw: random.Random, __: int) -> Own:
-    own[at] = replace(own[at], kind=draw.choice((Kind.ALL_REDUCE, Kind.ALL_GATHER)), peer=NOBODY)
+    own[at] = replace(own[at], kind=draw.choice((MessageType.ALL_REDUCE, MessageType.ALL_GATHER)), peer=NOBODY)
     return own
 
 
@@ -107,8 +107,8 @@ def test_a_circle_is_printed() -> None:
     """Three ranks that each receive before they send."""
     ranks = (0, 1, 2)
     runs = [
-        run_of(rank, [message(Kind.RECEIVE, ranks, (rank - 1) % 3, waited=1),
-                      message(Kind.SEND, ranks, (rank + 1) % 3, waited=2)], 3)
+        run_of(rank, [message(MessageType.RECEIVE, ranks, (rank - 1) % 3, waited=1),
+                      message(MessageType.SEND, ranks, (rank + 1) % 3, waited=2)], 3)
         for rank in ranks
     ]  # fmt: skip
     check = verdict(runs, 3, PROGRESS)
@@ -121,7 +121,7 @@ def test_a_circle_is_printed() -> None:
 
 def test_a_missing_collective_is_named() -> None:
     """The rank that left one out, its layer, and what the others give there."""
-    layers = [replace(message(Kind.ALL_REDUCE, (0, 1, 2)), layer=f"h.{n}", waited=n + 1) for n in range(5)]
+    layers = [replace(message(MessageType.ALL_REDUCE, (0, 1, 2)), layer=f"h.{n}", waited=n + 1) for n in range(5)]
     short = [replace(one, waited=n + 1) for n, one in enumerate(layers[:1] + layers[2:])]
     runs = [run_of(0, layers, 3), run_of(1, short, 3), run_of(2, layers, 3)]
     check = verdict(runs, 3, FIT)
@@ -132,16 +132,16 @@ def test_a_missing_collective_is_named() -> None:
 
 
 def test_a_rank_that_ends_early_and_what_is_never_received() -> None:
-    both = [message(Kind.ALL_REDUCE, (0, 1), waited=1), message(Kind.ALL_REDUCE, (0, 1), waited=2)]
+    both = [message(MessageType.ALL_REDUCE, (0, 1), waited=1), message(MessageType.ALL_REDUCE, (0, 1), waited=2)]
     check = verdict([run_of(0, both, 2), run_of(1, both[:1], 2)], 2, PROGRESS)
     assert check.said == "Rank 0 waits for ever: rank 1 ends without it."
-    sends = [both[0], message(Kind.SEND, (0, 1), 1)]
+    sends = [both[0], message(MessageType.SEND, (0, 1), 1)]
     check = verdict([run_of(0, sends, 2), run_of(1, both[:1], 2)], 2, PROGRESS)
     assert check.said == "Rank 0 has a send left at the end of the step: rank 1 never receives it."
 
 
 def test_a_group_of_other_ranks_is_named() -> None:
-    runs = [run_of(rank, [message(Kind.ALL_REDUCE, ranks, waited=1)], 4)
+    runs = [run_of(rank, [message(MessageType.ALL_REDUCE, ranks, waited=1)], 4)
             for rank, ranks in enumerate([(0, 1), (1, 3), (2, 3), (2, 3)])]  # fmt: skip
     check = verdict(runs, 4, FIT)
     assert check.said == "Rank 0 uses the group of ranks 0, 1 (made up), which rank 1 does not use."
@@ -164,14 +164,14 @@ def grid(data: int, tensor: int, stages: int, layers: int) -> list[RoleRun]:
             own.append(replace(one, waited=len(own) + wait))
 
         if stage:
-            add(replace(message(Kind.RECEIVE, chain, chain[stage - 1]), purpose="pipeline"))
+            add(replace(message(MessageType.RECEIVE, chain, chain[stage - 1]), purpose="pipeline"))
         for _ in range(layers):
-            add(replace(message(Kind.ALL_REDUCE, near), purpose="activations"))
-            add(message(Kind.SEND, near, near[1]), 2)
-            add(message(Kind.RECEIVE, near, near[-1]))
+            add(replace(message(MessageType.ALL_REDUCE, near), purpose="activations"))
+            add(message(MessageType.SEND, near, near[1]), 2)
+            add(message(MessageType.RECEIVE, near, near[-1]))
         if stage < stages - 1:
-            add(replace(message(Kind.SEND, chain, chain[stage + 1]), purpose="pipeline"))
-        add(replace(message(Kind.ALL_REDUCE, far), purpose="gradients"))
+            add(replace(message(MessageType.SEND, chain, chain[stage + 1]), purpose="pipeline"))
+        add(replace(message(MessageType.ALL_REDUCE, far), purpose="gradients"))
         runs.append(run_of(first, own, width, range(first, first + width)))
     return runs
 

@@ -13,7 +13,7 @@ from galvatron_lite.verify.dry.repeat import UnlikeError, lengthened, shortened
 from galvatron_lite.verify.dry.roles import roles_of, run_roles
 from galvatron_lite.verify.dry.step import dry_run, subject_of
 from galvatron_lite.verify.dry.world import Announced
-from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
+from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType
 from tests.equivalence.plans import write_plan
 
 NAMES = ["before", "blocks.0", "blocks.1", "after"]
@@ -86,7 +86,7 @@ def _shown(one: Message, rank: int) -> tuple[object, ...]:
     at = one.ranks.index(rank)
     parts = [tuple(own[(at + step) % size] for step in range(size)) if own else () for own in (one.sent, one.taken)]
     lies = tuple(sorted((other - rank) % 8 for other in one.ranks))
-    given = 0 if one.kind is Kind.BROADCAST else one.bytes  # its root alone gives any
+    given = 0 if one.kind is MessageType.BROADCAST else one.bytes  # its root alone gives any
     return one.kind, lies, one.purpose, one.tag, one.shape, one.dtype, given, one.phase, one.layer, *parts
 
 
@@ -113,8 +113,8 @@ def test_stages_that_go_round_hear_one_another() -> None:
     assert [run.rank for run in runs] == [0, 1]
     assert sorted(told) == [0, 1]
     for source, target in ((0, 1), (1, 0)):
-        sent = [one.shape for one in runs[source].messages if one.kind is Kind.SEND and one.peer == target]
-        got = [one.shape for one in runs[target].messages if one.kind is Kind.RECEIVE and one.peer == source]
+        sent = [one.shape for one in runs[source].messages if one.kind is MessageType.SEND and one.peer == target]
+        got = [one.shape for one in runs[target].messages if one.kind is MessageType.RECEIVE and one.peer == source]
         assert sent == got
         assert sent
 
@@ -144,7 +144,9 @@ def test_what_holds_more_with_more_micro_batches_is_run_whole() -> None:
     assert shortened(plan).microbatches == 7
     assert shortened(replace(plan, schedule=Schedule.GPIPE)).microbatches == 10
     starts = [10 * number for number in range(7)]
-    alike = [Message(n, Kind.BARRIER, (0,), "", NOBODY, 0, (), "", 0, During.FORWARD, n // 10) for n in range(70)]
+    alike = [
+        Message(n, MessageType.BARRIER, (0,), "", NOBODY, 0, (), "", 0, During.FORWARD, n // 10) for n in range(70)
+    ]
     assert len(lengthened(alike, starts, plan)) == 100
     alike[starts[3]] = replace(alike[starts[3]], shape=(3,))
     with pytest.raises(UnlikeError, match="unlike"):

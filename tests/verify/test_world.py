@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
-from galvatron_lite.verify.dry.world import Log, UnheardError, dry_world
-from galvatron_lite.verify.schema import NOBODY, Kind
+from galvatron_lite.verify.dry.world import MessageLog, UnheardError, dry_world
+from galvatron_lite.verify.schema import NOBODY, MessageType
 
 
 def test_a_rank_of_a_large_world_is_alone_and_knows_its_place() -> None:
-    with dry_world(5, 64, Log()):
+    with dry_world(5, 64, MessageLog()):
         assert (dist.get_rank(), dist.get_world_size()) == (5, 64)
         own, other = dist.new_group([1, 5, 9]), dist.new_group([1, 2])
         assert dist.get_rank(own) == 1
@@ -22,7 +22,7 @@ def test_a_rank_of_a_large_world_is_alone_and_knows_its_place() -> None:
 
 
 def test_messages_say_what_is_given_to_whom() -> None:
-    log = Log()
+    log = MessageLog()
     with dry_world(5, 64, log):
         group = dist.new_group([1, 5, 9], group_desc="states")
         part = torch.zeros(4, 2)
@@ -34,7 +34,13 @@ def test_messages_say_what_is_given_to_whom() -> None:
         work.wait()
         dist.barrier(group=group)
     kinds = [one.kind for one in log.messages]
-    assert kinds == [Kind.ALL_REDUCE, Kind.BROADCAST, Kind.ALL_TO_ALL, Kind.SEND, Kind.BARRIER]
+    assert kinds == [
+        MessageType.ALL_REDUCE,
+        MessageType.BROADCAST,
+        MessageType.ALL_TO_ALL,
+        MessageType.SEND,
+        MessageType.BARRIER,
+    ]
     first, told, moved, sent, _ = log.messages
     assert (first.ranks, first.purpose, first.shape, first.dtype, first.bytes) == (
         (1, 5, 9), "states", (4, 2), "float32", 32
@@ -44,16 +50,19 @@ def test_messages_say_what_is_given_to_whom() -> None:
 
 
 def test_equal_parts_are_gathered_and_scattered() -> None:
-    log = Log()
+    log = MessageLog()
     with dry_world(0, 4, log):
         all_gather(torch.zeros(8), torch.zeros(2), None)
         reduce_scatter(torch.zeros(2), torch.zeros(8), None)
-    assert [(one.kind, one.bytes) for one in log.messages] == [(Kind.ALL_GATHER, 8), (Kind.REDUCE_SCATTER, 32)]
+    assert [(one.kind, one.bytes) for one in log.messages] == [
+        (MessageType.ALL_GATHER, 8),
+        (MessageType.REDUCE_SCATTER, 32),
+    ]
     assert all(one.waited != NOBODY for one in log.messages)
 
 
 def test_objects_come_back_as_they_were_given() -> None:
-    with dry_world(3, 8, Log()):
+    with dry_world(3, 8, MessageLog()):
         box, everyone = [{"seed": 7}], [None] * 8
         dist.broadcast_object_list(box, src=3)
         dist.all_gather_object(everyone, "mine")
@@ -62,10 +71,10 @@ def test_objects_come_back_as_they_were_given() -> None:
 
 
 def test_what_a_rank_announces_arrives_where_it_is_run_next() -> None:
-    first = Log()
+    first = MessageLog()
     with dry_world(0, 2, first):
         dist.send(torch.tensor([7, 9]), 1)
-    second = Log(hear=lambda source, purpose, place, number: first.said[purpose, place][number])
+    second = MessageLog(hear=lambda source, purpose, place, number: first.said[purpose, place][number])
     with dry_world(1, 2, second):
         found = torch.zeros(2, dtype=torch.int64)
         dist.recv(found, 0)
@@ -73,19 +82,23 @@ def test_what_a_rank_announces_arrives_where_it_is_run_next() -> None:
 
 
 def test_what_nobody_announced_is_asked_for() -> None:
-    with dry_world(1, 2, Log()), pytest.raises(UnheardError, match="Rank 0 must be run before"):
+    with dry_world(1, 2, MessageLog()), pytest.raises(UnheardError, match="Rank 0 must be run before"):
         dist.recv(torch.zeros(1, dtype=torch.int64), 0)
 
 
 def test_a_world_that_runs_is_left_alone() -> None:
-    with dry_world(0, 2, Log()), pytest.raises(LaunchError, match="process of their own"), dry_world(0, 2, Log()):
+    with (
+        dry_world(0, 2, MessageLog()),
+        pytest.raises(LaunchError, match="process of their own"),
+        dry_world(0, 2, MessageLog()),
+    ):
         pass
 
 
 def test_the_next_world_has_meshes_of_its_own() -> None:
     """DTensor remembers what operations return, with the mesh; this rank's place must not be the last world's."""
     for rank in (0, 1):
-        with dry_world(rank, 2, Log()):
+        with dry_world(rank, 2, MessageLog()):
             mesh = init_device_mesh("cpu", (2,))
             part = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
             assert part.detach().device_mesh.get_coordinate() == (rank,)

@@ -8,10 +8,17 @@ from dataclasses import dataclass, field, replace
 
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Schedule
-from galvatron_lite.verify.schema import NOBODY, During, Kind, Message, RoleRun
+from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType, RoleRun
 from tests.equivalence.plans import write_plan
 
-COLLECTIVES = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.BARRIER)
+COLLECTIVES = (
+    MessageType.ALL_REDUCE,
+    MessageType.ALL_GATHER,
+    MessageType.REDUCE_SCATTER,
+    MessageType.ALL_TO_ALL,
+    MessageType.BROADCAST,
+    MessageType.BARRIER,
+)
 
 
 def plan_of(devices: int, stages: int = 1) -> Plan:
@@ -27,7 +34,7 @@ def run_of(rank: int, messages: Sequence[Message], width: int = 1, ranks: Iterab
 
 
 def message(
-    kind: Kind, ranks: tuple[int, ...], peer: int = NOBODY, shape: tuple[int, ...] = (4,), waited: int = NOBODY
+    kind: MessageType, ranks: tuple[int, ...], peer: int = NOBODY, shape: tuple[int, ...] = (4,), waited: int = NOBODY
 ) -> Message:
     return Message(0, kind, ranks, "made up", peer, 0, shape, "float32", 16, During.FORWARD, waited=waited)
 
@@ -59,11 +66,11 @@ class World:
     def collective(self) -> None:
         ranks, kind = self.some(), self.draw.choice(COLLECTIVES)
         shape = (len(ranks) * self.draw.choice((1, 2, 3)),)
-        root = self.draw.choice(ranks) if kind is Kind.BROADCAST else NOBODY
+        root = self.draw.choice(ranks) if kind is MessageType.BROADCAST else NOBODY
         parts = [[self.draw.randrange(3) for _ in ranks] for _ in ranks]
         for place, rank in enumerate(ranks):
             one = replace(message(kind, ranks, root, shape), layer=self.draw.choice(("", "a")))
-            if kind is Kind.ALL_TO_ALL:
+            if kind is MessageType.ALL_TO_ALL:
                 one = replace(one, sent=tuple(parts[place]), taken=tuple(row[place] for row in parts))
             self.lists[rank].append(one)
 
@@ -72,8 +79,8 @@ class World:
         sender, receiver = self.draw.sample(ranks, 2)
         shape = (self.draw.choice((4, 8)),)
         purpose = self.draw.choice(("pipeline", "made up"))
-        self.lists[sender].append(replace(message(Kind.SEND, ranks, receiver, shape), purpose=purpose))
-        self.lists[receiver].append(replace(message(Kind.RECEIVE, ranks, sender, shape), purpose=purpose))
+        self.lists[sender].append(replace(message(MessageType.SEND, ranks, receiver, shape), purpose=purpose))
+        self.lists[receiver].append(replace(message(MessageType.RECEIVE, ranks, sender, shape), purpose=purpose))
 
     def ring(self) -> None:
         """Every rank of a group sends to the next, all at once."""
@@ -81,7 +88,10 @@ class World:
         for place, rank in enumerate(ranks):
             following, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
             self.ringed[rank].add(len(self.lists[rank]))
-            self.lists[rank] += [message(Kind.SEND, ranks, following), message(Kind.RECEIVE, ranks, before)]
+            self.lists[rank] += [
+                message(MessageType.SEND, ranks, following),
+                message(MessageType.RECEIVE, ranks, before),
+            ]
 
     def start_early(self, own: list[Message], ringed: set[int]) -> None:
         """Most messages are waited for at once, some later, some never."""
@@ -129,7 +139,7 @@ def goes_well(runs: Sequence[RoleRun], *, in_order: bool) -> bool:
 def _batch(own: Sequence[Message], number: int) -> set[int]:
     """Messages that start at once with one, itself included: neighbours from rank to rank of its group, of which none
     was waited for before all had started; as many as there can be, from the first on."""
-    pairs = (Kind.SEND, Kind.RECEIVE)
+    pairs = (MessageType.SEND, MessageType.RECEIVE)
     start, found = 0, set[int]()
     for n, one in enumerate(own):
         before = own[start:n]
@@ -149,7 +159,7 @@ def _batch(own: Sequence[Message], number: int) -> set[int]:
 
 
 def _goes_on(own: Sequence[Message], start: int, n: int) -> bool:
-    one, pairs = own[n], (Kind.SEND, Kind.RECEIVE)
+    one, pairs = own[n], (MessageType.SEND, MessageType.RECEIVE)
     return one.kind in pairs and all(
         (b.kind in pairs, b.purpose, b.ranks) == (True, one.purpose, one.ranks) and (b.waited == NOBODY or b.waited > n)
         for b in own[start:n]
@@ -158,7 +168,7 @@ def _goes_on(own: Sequence[Message], start: int, n: int) -> bool:
 
 def _lane(own: Sequence[Message], number: int) -> tuple[object, ...]:
     one = own[number]
-    alone = one.kind in (Kind.SEND, Kind.RECEIVE) and one.purpose == "pipeline"
+    alone = one.kind in (MessageType.SEND, MessageType.RECEIVE) and one.purpose == "pipeline"
     return one.purpose, one.ranks, one.peer if alone else None
 
 
@@ -172,15 +182,15 @@ def _partners(rank: int, number: int, lists: dict[int, tuple[Message, ...]]) -> 
     """Who and what meets a message: the same count of its sort; None: somebody has none."""
     one = lists[rank][number]
     group = one.purpose, one.ranks
-    if one.kind in (Kind.SEND, Kind.RECEIVE):
-        other = Kind.RECEIVE if one.kind is Kind.SEND else Kind.SEND
+    if one.kind in (MessageType.SEND, MessageType.RECEIVE):
+        other = MessageType.RECEIVE if one.kind is MessageType.SEND else MessageType.SEND
         wanted = {rank: (one.kind, one.peer, one.tag), one.peer: (other, rank, one.tag)}
         alike = {
             r: [n for n, m in enumerate(lists[r]) if (m.purpose, m.ranks) == group and (m.kind, m.peer, m.tag) == key]
             for r, key in wanted.items()
         }
     else:
-        pairs = (Kind.SEND, Kind.RECEIVE)
+        pairs = (MessageType.SEND, MessageType.RECEIVE)
         alike = {
             r: [n for n, m in enumerate(lists[r]) if (m.purpose, m.ranks) == group and m.kind not in pairs]
             for r in one.ranks
@@ -192,17 +202,17 @@ def _partners(rank: int, number: int, lists: dict[int, tuple[Message, ...]]) -> 
 
 
 def _fits(messages: Sequence[Message], partners: Sequence[tuple[int, int]]) -> bool:
-    if messages[0].kind in (Kind.SEND, Kind.RECEIVE):
+    if messages[0].kind in (MessageType.SEND, MessageType.RECEIVE):
         return len({(one.shape, one.dtype) for one in messages}) == 1
     if len({(one.kind, one.dtype) for one in messages}) > 1:
         return False
-    if messages[0].kind is Kind.ALL_TO_ALL:
+    if messages[0].kind is MessageType.ALL_TO_ALL:
         size = range(len(messages))
         fits = all(messages[i].sent[j] == messages[j].taken[i] for i in size for j in size)
         return fits and _same_layer(messages)
-    if messages[0].kind is Kind.BARRIER:
+    if messages[0].kind is MessageType.BARRIER:
         return _same_layer(messages)
-    root = {one.peer for one in messages} if messages[0].kind is Kind.BROADCAST else {0}
+    root = {one.peer for one in messages} if messages[0].kind is MessageType.BROADCAST else {0}
     return len(root) == 1 and len({one.shape for one in messages}) == 1 and _same_layer(messages)
 
 

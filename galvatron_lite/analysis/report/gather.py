@@ -11,12 +11,12 @@ from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
 
 if TYPE_CHECKING:
     from galvatron_lite.analysis.explanation import Explanation
-    from galvatron_lite.analysis.setting import Setting
-    from galvatron_lite.analysis.sweeps import Front
+    from galvatron_lite.analysis.setting import PlanSetting
+    from galvatron_lite.analysis.sweeps import ParetoFront
     from galvatron_lite.cost.timeline import Timeline
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.runs.read import Run
+    from galvatron_lite.runs.read import RecordedRun
 
 
 NO_PROFILE = (
@@ -26,7 +26,7 @@ NO_PROFILE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PriceSource:
     """What plans are priced with, as a command line gives it; see ``api.plan``."""
 
     profile: Path | None = None  # file
@@ -52,9 +52,9 @@ class Shown:
     plan: Plan  # with its prediction, where it could be priced
     profile: Profile | None = None  # what it is priced with; None where that is not known
     timeline: Timeline | None = None  # of a step; None where there is none
-    front: Front | None = None  # memory against time; None where it was not looked for
+    front: ParetoFront | None = None  # memory against time; None where it was not looked for
     explanation: Explanation | None = None  # why it is as it is; None where it was not asked for
-    run: Run | None = None  # what was measured; None where no run is given
+    run: RecordedRun | None = None  # what was measured; None where no run is given
     missing: tuple[str, ...] = field(default=())  # what is not shown, and why, a sentence each
 
     def budget_of(self, stage: int) -> int:
@@ -63,7 +63,7 @@ class Shown:
         return 0 if made_from is None else made_from.budget_of(self.plan.stages[stage])
 
 
-def gather(path: Path, source: Source) -> Shown:
+def gather(path: Path, source: PriceSource) -> Shown:
     """A plan from its file, priced, with the timeline of its step.
 
     Args:
@@ -89,7 +89,7 @@ def with_timeline(shown: Shown) -> Shown:
     return replace(shown, timeline=timeline(shown.profile, shown.plan))
 
 
-def _priced(path: Path, source: Source) -> tuple[Profile | None, Plan]:
+def _priced(path: Path, source: PriceSource) -> tuple[Profile | None, Plan]:
     from galvatron_lite.api_profile import find_profile
     from galvatron_lite.peers.plan_files import priced, read_any_plan
     from galvatron_lite.plans.io import read_plan
@@ -129,7 +129,7 @@ def profile_of(plan: Plan) -> Profile | None:
         return None
 
 
-def with_run(shown: Shown, run: Run) -> Shown:
+def with_run(shown: Shown, run: RecordedRun) -> Shown:
     """With what was measured, and a word where the run was of another plan."""
     if _bare(run.plan) == _bare(shown.plan):
         return replace(shown, run=run)
@@ -182,14 +182,14 @@ def with_answers(shown: Shown, seconds: float) -> Shown:
         return replace(explained, missing=(*shown.missing, NO_FRONT))
 
 
-def setting_of(plan: Plan, profile: Profile) -> Setting:
+def setting_of(plan: Plan, profile: Profile) -> PlanSetting:
     """What a plan was chosen from: its devices, its budget, what trains by it.
 
     Args:
         plan: with its provenance.
         profile: that it is priced with.
     """
-    from galvatron_lite.analysis.setting import Setting, first_devices
+    from galvatron_lite.analysis.setting import PlanSetting, first_devices
     from galvatron_lite.cluster.budget import Budget
 
     made_from = plan.provenance
@@ -198,10 +198,10 @@ def setting_of(plan: Plan, profile: Profile) -> Setting:
     known = profile if cluster.devices == profile.cluster.devices else profile.on(cluster)
     budget = Budget(made_from.budget, tuple(made_from.budgets.items()))
     margin = 0.0 if plan.provenance is None else plan.provenance.margin
-    return Setting(known, budget, backend=plan.backend.value, mode=plan.mode, margin=margin)
+    return PlanSetting(known, budget, backend=plan.backend.value, mode=plan.mode, margin=margin)
 
 
-def front_of(setting: Setting, plan: Plan, seconds: float) -> Front:
+def front_of(setting: PlanSetting, plan: Plan, seconds: float) -> ParetoFront:
     """The front from the plan's budget down, for its devices and batch."""
     from galvatron_lite.analysis.sweeps import pareto_front
     from galvatron_lite.cluster.budget import Budget

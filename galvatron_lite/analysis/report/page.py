@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from galvatron_lite import __version__
 from galvatron_lite.analysis.report.gather import Shown, check_priced
 from galvatron_lite.analysis.report.plan_figures import looks_of
-from galvatron_lite.analysis.report.view import Row, View, cards_of, view_of
+from galvatron_lite.analysis.report.view import ReportView, TableRow, cards_of, view_of
 from galvatron_lite.svg import change, percent, signed
 from galvatron_lite.units import format_budget, format_bytes, format_count, format_seconds
 
@@ -35,29 +35,30 @@ def page(shown: Sequence[Shown]) -> str:
     )  # fmt: skip
 
 
-def title_of(views: Sequence[View]) -> str:
+def title_of(views: Sequence[ReportView]) -> str:
     """What the page is called."""
     return views[0].title.partition(":")[0] if len(views) == 1 else f"{len(views)} plans"
 
 
-def compared(shown: Sequence[Shown]) -> list[Row]:
+def compared(shown: Sequence[Shown]) -> list[TableRow]:
     """The figures of the summary, a column for each plan; none for a single plan."""
     if len(shown) == 1:
         return []
     columns = [cards_of(one) for one in shown]
     rows = [
-        Row((cards[0].name, *(f"{card.value}\n{card.note}" for card in cards))) for cards in zip(*columns, strict=True)
-    ]  # fmt: skip
+        TableRow((cards[0].name, *(f"{card.value}\n{card.note}" for card in cards)))
+        for cards in zip(*columns, strict=True)
+    ]
     return [*rows, *_against(shown)]
 
 
-def _against(shown: Sequence[Shown]) -> list[Row]:
+def _against(shown: Sequence[Shown]) -> list[TableRow]:
     """Throughput against the first plan's, where all are of one model."""
     rates = [one.plan.prediction.samples_per_second for one in shown if one.plan.prediction is not None]
     if len({one.plan.model for one in shown}) > 1:
         return []
     shares = [change(rate / rates[0] - 1.0) for rate in rates[1:]]
-    return [Row(("Samples a second against the first", "–", *shares))]
+    return [TableRow(("Samples a second against the first", "–", *shares))]
 
 
 @cache

@@ -11,7 +11,7 @@ from statistics import mean, median
 from markupsafe import Markup
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runs.read import Run
+from galvatron_lite.runs.read import RecordedRun
 from galvatron_lite.runs.schema import StepRecord
 from galvatron_lite.svg import (
     byte_marks,
@@ -34,7 +34,7 @@ _SIZES = {"front": 4.0, "plan": 7.0, "other": 4.0, "overfull": 4.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class PlanMark:
     """A plan in the figure."""
 
     memory: int  # bytes on its fullest device
@@ -43,7 +43,7 @@ class Mark:
     words: str  # told where the reader points at it, and in the table
 
 
-def front_figure(shown: Sequence[Mark], budget: int) -> Markup:
+def front_figure(shown: Sequence[PlanMark], budget: int) -> Markup:
     """The figure; marks far beyond the others are left to the table.
 
     Args:
@@ -56,7 +56,7 @@ def front_figure(shown: Sequence[Mark], budget: int) -> Markup:
     across, up = (WIDTH - _LEFT - _RIGHT) / most, (HEIGHT - _TOP - _BOTTOM) / (slow - quick)
     low = HEIGHT - _BOTTOM
 
-    def at(mark: Mark) -> tuple[float, float]:
+    def at(mark: PlanMark) -> tuple[float, float]:
         return _LEFT + mark.memory * across, low - (mark.seconds - quick) * up
 
     line = [at(mark) for mark in sorted(near, key=lambda mark: -mark.memory) if mark.kind in ("front", "plan")]
@@ -71,7 +71,7 @@ def front_figure(shown: Sequence[Mark], budget: int) -> Markup:
     return figure(WIDTH, HEIGHT, label, *_axes(most, (quick, slow), across, up), *drawn)
 
 
-def near_marks(shown: Sequence[Mark], budget: int) -> list[Mark]:
+def near_marks(shown: Sequence[PlanMark], budget: int) -> list[PlanMark]:
     """Those that do not take so much that the others could not be told apart."""
     plan = next(mark for mark in shown if mark.kind == "plan")
     return [
@@ -90,7 +90,7 @@ def _range(seconds: Sequence[float]) -> tuple[float, float]:
     return max(least - 0.35 * room, 0.0), most + 0.2 * room
 
 
-def _mark(mark: Mark, x: float, y: float) -> Markup:
+def _mark(mark: PlanMark, x: float, y: float) -> Markup:
     """Round for plans that fit, a ring for runners-up, a cross for what does not fit, a square for the plan."""
     title = element("title", f"{mark.words}: {format_seconds(mark.seconds)}, {format_bytes(mark.memory)}")
     size = _SIZES[mark.kind]
@@ -151,7 +151,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RunMeasurement:
     """What a run measured."""
 
     words: str  # of which steps it is
@@ -160,7 +160,7 @@ class Measured:
     parts: tuple[Beside, ...]  # where the time went, by rank: name and words
 
 
-def measured(run: Run, plan: Plan) -> Measured | None:
+def measured(run: RecordedRun, plan: Plan) -> RunMeasurement | None:
     """What a run measured under its last plan; None where it has no steps.
 
     Args:
@@ -174,7 +174,7 @@ def measured(run: Run, plan: Plan) -> Measured | None:
         f"{len(steps)} steps, {steps[0].step} to {steps[-1].step}, under the plan that was last in force, of run "
         f"{run.folder.name}. Medians; the first steps and those that were profiled are left out."
     )
-    return Measured(
+    return RunMeasurement(
         words, tuple(_rows(run, plan, steps)), _picture(steps, plan.prediction.step_seconds), _parts(run, plan)
     )
 
@@ -185,7 +185,7 @@ def counted(steps: Sequence[StepRecord]) -> list[StepRecord]:
     return plain[_WARM:] if len(plain) > 2 * _WARM else plain
 
 
-def _rows(run: Run, plan: Plan, steps: Sequence[StepRecord]) -> list[Beside]:
+def _rows(run: RecordedRun, plan: Plan, steps: Sequence[StepRecord]) -> list[Beside]:
     assert plan.prediction is not None
     seconds = median(step.seconds for step in steps)
     rate = median(step.samples / step.seconds for step in steps if step.seconds)
@@ -218,7 +218,7 @@ def _off(predicted: float, measured: float, sides: tuple[str, str]) -> str:
     return f"{percent(abs(share))} {sides[share < 0]}"
 
 
-def _parts(run: Run, plan: Plan) -> tuple[Beside, ...]:
+def _parts(run: RecordedRun, plan: Plan) -> tuple[Beside, ...]:
     """Where the time went on the rank that waited least, beside the parts of the prediction it can be held against."""
     last = [records[-1] for records in run.ranks if records and records[-1].parts]
     if not last or plan.prediction is None:

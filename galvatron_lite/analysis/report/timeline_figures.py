@@ -125,7 +125,7 @@ PLACES = tuple([field.name for field in fields(MemoryBreakdown)].index(name) for
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class MemoryCurve:
     """Memory of a group, drawn."""
 
     title: str  # which group
@@ -141,7 +141,7 @@ def shown_groups(step: Timeline) -> list[GroupTimeline]:
     return [groups[number] for number in sorted({0, fullest, len(groups) // 2, len(groups) - 1})][: _FEW + 1]
 
 
-def course_of(group: GroupTimeline, step: Timeline, budget: int) -> Course:
+def course_of(group: GroupTimeline, step: Timeline, budget: int) -> MemoryCurve:
     """The memory of one group over a step.
 
     Args:
@@ -165,7 +165,7 @@ def course_of(group: GroupTimeline, step: Timeline, budget: int) -> Course:
     label = f"Memory of a device of {name_of(group)} over a step: {words}" + (
         f", of {format_bytes(budget)}." if budget else "."
     )
-    return Course(
+    return MemoryCurve(
         name_of(group),
         figure(WIDTH, HEIGHT, label, *_grid(step.span, top, across, up), *drawn, *_limit(budget, low - budget * up)),
     )

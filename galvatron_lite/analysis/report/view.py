@@ -11,9 +11,9 @@ from markupsafe import Markup
 
 from galvatron_lite.analysis.report.gather import Shown
 from galvatron_lite.analysis.report.plan_figures import Look, Map, layer_strip, maps_of, parts_of
-from galvatron_lite.analysis.report.run_figures import Mark, Measured, front_figure, measured
+from galvatron_lite.analysis.report.run_figures import PlanMark, RunMeasurement, front_figure, measured
 from galvatron_lite.analysis.report.timeline_data import packed
-from galvatron_lite.analysis.report.timeline_figures import Course, course_of, name_of, overview, shown_groups
+from galvatron_lite.analysis.report.timeline_figures import MemoryCurve, course_of, name_of, overview, shown_groups
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import fullest_of, headline, memory_parts, time_parts
@@ -40,7 +40,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SharePart:
     """A part of a whole, with its class of the style sheet."""
 
     name: str
@@ -51,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A line of a table; the first cell heads it."""
 
     cells: tuple[str, ...]  # texts
@@ -59,7 +59,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ReportView:
     """What the template shows of a plan; sections without content are left out."""
 
     number: int
@@ -70,34 +70,34 @@ class View:
     cards: tuple[Card, ...]
     notes: tuple[str, ...]
     strip: Markup
-    layers: tuple[Row, ...]
-    time: tuple[Part, ...]
+    layers: tuple[TableRow, ...]
+    time: tuple[SharePart, ...]
     step: str
     overview: Markup | None
     packed: dict[str, Any] | None
     overlapping: bool
-    groups: tuple[Row, ...]
-    courses: tuple[Course, ...]
+    groups: tuple[TableRow, ...]
+    courses: tuple[MemoryCurve, ...]
     all_drawn: bool
-    memory: tuple[Row, ...]
+    memory: tuple[TableRow, ...]
     maps: tuple[Map, ...]
     front: Markup | None
-    front_rows: tuple[Row, ...]
+    front_rows: tuple[TableRow, ...]
     front_words: str
-    runners_up: tuple[Row, ...]
+    runners_up: tuple[TableRow, ...]
     explanation: Any
-    measured: Measured | None
+    measured: RunMeasurement | None
     missing: tuple[str, ...]
 
 
-def view_of(shown: Shown, number: int, looks: Mapping[Strategy, Look]) -> View:
+def view_of(shown: Shown, number: int, looks: Mapping[Strategy, Look]) -> ReportView:
     """The view of a priced plan."""
     plan, step = shown.plan, shown.timeline
     made_from = plan.provenance
     budgets = [] if step is None else [shown.budget_of(group.stages[0]) for group in step.groups]
     drawn = [] if step is None else shown_groups(step)
     front = marks_of(shown)
-    return View(
+    return ReportView(
         number=number,
         name=shown.name,
         title=headline(plan),
@@ -189,7 +189,7 @@ def _pipeline(plan: Plan) -> str:
     return f"{len(plan.stages)} stages, {plan.schedule.value}"
 
 
-def layer_rows(plan: Plan, looks: Mapping[Strategy, Look]) -> list[Row]:
+def layer_rows(plan: Plan, looks: Mapping[Strategy, Look]) -> list[TableRow]:
     """Every run of layers; stages that do the same in one line."""
     parts = parts_of(plan)
     found = []
@@ -203,17 +203,17 @@ def layer_rows(plan: Plan, looks: Mapping[Strategy, Look]) -> list[Row]:
             layers = run.first if run.first == last else f"{run.first} … {last}"
             look = looks[run.strategy]
             count = f"{run.count}" if len(own) == 1 else f"{run.count} a stage"
-            found.append(Row((label if place == 0 else "", layers, count, look.letter, look.strategy, look.words)))
+            found.append(TableRow((label if place == 0 else "", layers, count, look.letter, look.strategy, look.words)))
     return found
 
 
-def time_of(plan: Plan) -> list[Part]:
+def time_of(plan: Plan) -> list[SharePart]:
     """Where the step's time goes."""
     if plan.prediction is None:
         return []
     total = plan.prediction.time.total or 1.0
     return [
-        Part(TIME_WORDS[name], format_seconds(seconds), seconds / total, percent(seconds / total), f"time-{name}")
+        SharePart(TIME_WORDS[name], format_seconds(seconds), seconds / total, percent(seconds / total), f"time-{name}")
         for name, seconds in time_parts(plan.prediction.time)
     ]
 
@@ -226,13 +226,13 @@ def ranks_of(group: GroupTimeline, plan: Plan) -> str:
     return ", ".join(filter(None, (ranks, device)))
 
 
-def group_rows(step: Timeline, plan: Plan) -> list[Row]:
+def group_rows(step: Timeline, plan: Plan) -> list[TableRow]:
     """What each group does, and when."""
     rows = []
     for group in step.groups:
         own = group.end - group.begin + step.host if step.overlapping else step.span
         once = sum(one.end - one.start for one in group.closing)
-        rows.append(Row((
+        rows.append(TableRow((
             name_of(group), ranks_of(group, plan), f"{len(group.passes)}", percent(group.busy / own),
             percent(max(1.0 - (group.busy + step.host) / own, 0.0)),
             format_seconds(group.begin) if group.begin else "0 s",
@@ -242,7 +242,7 @@ def group_rows(step: Timeline, plan: Plan) -> list[Row]:
     return rows
 
 
-def memory_rows(shown: Shown) -> list[Row]:
+def memory_rows(shown: Shown) -> list[TableRow]:
     """Memory of each stage, or group, at its worst moment."""
     plan, step = shown.plan, shown.timeline
     rows = []
@@ -255,7 +255,7 @@ def memory_rows(shown: Shown) -> list[Row]:
         share = f"{100 * stage.memory.total / budget:.1f} %" if budget else "–"
         name = f"stage {number}" if group is None else name_of(group)
         moment = "" if group is None else moment_of(group)
-        rows.append(Row((name, format_bytes(stage.memory.total), share, moment, parts)))
+        rows.append(TableRow((name, format_bytes(stage.memory.total), share, moment, parts)))
     return rows
 
 
@@ -274,26 +274,26 @@ def maps_shown(shown: Shown) -> tuple[Map, ...]:
     return tuple(maps_of(shown.plan, shown.profile.cluster.levels[0].size))
 
 
-def marks_of(shown: Shown) -> list[Mark]:
+def marks_of(shown: Shown) -> list[PlanMark]:
     """The plan, the front's plans and the runners-up."""
     plan, said = shown.plan, shown.plan.prediction
     assert said is not None
-    found = [Mark(said.peak_memory, said.step_seconds, "plan", "this plan")]
+    found = [PlanMark(said.peak_memory, said.step_seconds, "plan", "this plan")]
     for point in () if shown.front is None else shown.front.points:
         if point.plan is not None and (point.peak, point.seconds) != (said.peak_memory, said.step_seconds):
-            found.append(Mark(point.peak, point.seconds, "front", summary(point.plan)))
+            found.append(PlanMark(point.peak, point.seconds, "front", summary(point.plan)))
     for other in plan.alternatives:
         kind = "other" if other.fits else "overfull"
-        found.append(Mark(other.peak_memory, other.step_seconds, kind, other.summary))
+        found.append(PlanMark(other.peak_memory, other.step_seconds, kind, other.summary))
     return found
 
 
-def front_rows(marks: Sequence[Mark]) -> list[Row]:
+def front_rows(marks: Sequence[PlanMark]) -> list[TableRow]:
     """The plans of the figure, those of least memory first."""
     order = sorted((mark for mark in marks if mark.kind in ("plan", "front")), key=lambda mark: mark.memory)
     slower = {mark: change(mark.seconds / marks[0].seconds - 1) for mark in order if mark.kind == "front"}
     return [
-        Row((mark.words, format_bytes(mark.memory), format_seconds(mark.seconds), slower.get(mark, "")),
+        TableRow((mark.words, format_bytes(mark.memory), format_seconds(mark.seconds), slower.get(mark, "")),
             mark.kind == "plan")
         for mark in order
     ]  # fmt: skip
@@ -308,13 +308,13 @@ def front_words(shown: Shown) -> str:
     return f"Between plans of the front, budgets less than {format_bytes(shown.front.step)} apart were not looked at."
 
 
-def runner_rows(plan: Plan) -> list[Row]:
+def runner_rows(plan: Plan) -> list[TableRow]:
     """The runners-up beside the plan."""
     if plan.prediction is None:
         return []
     said = plan.prediction.step_seconds
     return [
-        Row((other.summary, format_seconds(other.step_seconds), change(other.step_seconds / said - 1.0),
+        TableRow((other.summary, format_seconds(other.step_seconds), change(other.step_seconds / said - 1.0),
              format_bytes(other.peak_memory), "yes" if other.fits else "no"))
         for other in plan.alternatives
     ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass
-from galvatron_lite.model.shapes.calls import FP32, Call, Value
+from galvatron_lite.model.shapes.calls import FP32, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 
@@ -62,7 +62,7 @@ def _flash(tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads,
         name, OperatorClass.ATTENTION, (heads.queries, heads.keys, queries, keys, heads.size), 1, flops, flops * 5 // 2,
         touched + sums.bytes, 2 * touched + sums.bytes, 0, sharding_of(q), causal,
     )  # fmt: skip
-    return tape.record(Call((q, k, v), out, saved=(q, k, v, out, sums), anchor=(out, sums), core=True), operator)
+    return tape.record(ShapeCall((q, k, v), out, saved=(q, k, v, out, sums), anchor=(out, sums), core=True), operator)
 
 
 def _plain(
@@ -86,7 +86,9 @@ def _plain(
 
 def _repeat(tape: Tape, name: str, x: Value, items: int) -> Value:
     out = tape.value(items, x.part)
-    return tape.record(Call((x,), out, core=True), memory_operator(name, out, x.bytes + out.bytes, x.bytes + out.bytes))
+    return tape.record(
+        ShapeCall((x,), out, core=True), memory_operator(name, out, x.bytes + out.bytes, x.bytes + out.bytes)
+    )
 
 
 def _product(tape: Tape, name: str, factors: tuple[Value, Value], shape: tuple[int, int, int]) -> Value:
@@ -98,7 +100,7 @@ def _product(tape: Tape, name: str, factors: tuple[Value, Value], shape: tuple[i
     operator = Operator(
         name, OperatorClass.MATMUL, shape, 1, flops, 2 * flops, moved, 2 * moved, 0, sharding_of(first)
     )  # fmt: skip
-    return tape.record(Call(factors, out, saved=factors, anchor=(out,), core=True), operator)
+    return tape.record(ShapeCall(factors, out, saved=factors, anchor=(out,), core=True), operator)
 
 
 def _softmax(tape: Tape, name: str, scores: Value, *, causal: bool, biased: bool) -> Value:
@@ -107,20 +109,22 @@ def _softmax(tape: Tape, name: str, scores: Value, *, causal: bool, biased: bool
     if tape.kernels.fused_softmax:
         seen = 1 if causal else 2  # Megatron's causal kernel skips what the mask hides
         operator = memory_operator(f"{name}.softmax", out, (seen + 2) * out.bytes // 2, (seen + 1) * out.bytes)
-        return tape.record(Call((scores,), out, saved=(out,), core=True), operator)
+        return tape.record(ShapeCall((scores,), out, saved=(out,), core=True), operator)
     passes = ("scale", "mask", "bias") if biased else ("scale", "mask")
     x = scores
     for each in passes:
         made = tape.value(x.items, x.part)
         operator = memory_operator(f"{name}.{each}", x, 2 * x.bytes, 0 if each == "bias" else 2 * x.bytes)
-        x = tape.record(Call((x,), made, core=True, fusible=True, shares_gradient=each == "bias"), operator)
+        x = tape.record(ShapeCall((x,), made, core=True, fusible=True, shares_gradient=each == "bias"), operator)
     wide = out if out.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
     operator = memory_operator(f"{name}.softmax", wide, x.bytes + wide.bytes, 2 * wide.bytes + x.bytes)
-    tape.record(Call((x,), wide, saved=(wide,), core=True, fusible=True), operator)
+    tape.record(ShapeCall((x,), wide, saved=(wide,), core=True, fusible=True), operator)
     if wide is out:
         return out
     moved = wide.bytes + out.bytes
-    return tape.record(Call((wide,), out, core=True, fusible=True), memory_operator(f"{name}.cast", out, moved, moved))
+    return tape.record(
+        ShapeCall((wide,), out, core=True, fusible=True), memory_operator(f"{name}.cast", out, moved, moved)
+    )
 
 
 def _drop(tape: Tape, name: str, weights: Value, probability: float) -> Value:
@@ -129,7 +133,7 @@ def _drop(tape: Tape, name: str, weights: Value, probability: float) -> Value:
     out = tape.value(weights.items, weights.part)
     mask = tape.value(weights.items, weights.part, 1, grad=False)
     moved = 2 * weights.bytes + mask.bytes
-    call = Call((weights,), out, saved=(mask,), core=True, fusible=True)
+    call = ShapeCall((weights,), out, saved=(mask,), core=True, fusible=True)
     return tape.record(call, memory_operator(name, weights, moved, moved))
 
 

@@ -12,7 +12,7 @@ INDEX = 8
 """Bytes of an index."""
 
 
-class Part(IntEnum):
+class Division(IntEnum):
     """How tensor parallelism divides a value; the larger one wins where a value is held in two ways."""
 
     TENSOR = 0
@@ -27,7 +27,7 @@ class Value:
     key: int  # which storage; two values of one key are the same memory on one device
     items: int  # elements per sample
     item_bytes: int  # bytes of one element
-    part: Part  # how tensor parallelism divides it
+    part: Division  # how tensor parallelism divides it
     grad: bool = True  # whether a gradient flows to it
     storage: int = 0  # bytes of the storage where the value is a view of part of it; 0: it has its own
 
@@ -43,7 +43,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ShapeCall:
     """One operator call."""
 
     inputs: tuple[Value, ...]  # tensors it reads, parameters left out

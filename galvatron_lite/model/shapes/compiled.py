@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from galvatron_lite.model.shapes.calls import Call, Value
+from galvatron_lite.model.shapes.calls import ShapeCall, Value
 from galvatron_lite.model.shapes.keeping import Record
 
 
@@ -49,7 +49,7 @@ def _without_rebuilt(records: Sequence[Record], inputs: Sequence[Value]) -> list
     return [(_rebuilding(call, again), operator) for call, operator in records]
 
 
-def _rebuilding(call: Call, again: set[int]) -> Call:
+def _rebuilding(call: ShapeCall, again: set[int]) -> ShapeCall:
     return replace(call, saved=tuple(value for value in call.saved if value.key not in again))
 
 

@@ -12,7 +12,7 @@ from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, Split
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble
-from galvatron_lite.model.shapes.calls import Part, Value
+from galvatron_lite.model.shapes.calls import Division, Value
 from galvatron_lite.model.shapes.convolution import (
     Extent,
     batch_norm,
@@ -37,19 +37,19 @@ def _dims(channels: tuple[int, int], extent: Extent) -> SplitDims:
 
 
 def _enter(tape: Tape, channels: int, extent: Extent) -> Value:
-    return tape.enter(channels * extent[0] * extent[1], Part.WHOLE)
+    return tape.enter(channels * extent[0] * extent[1], Division.WHOLE)
 
 
 def _finish(tape: Tape, name: str, out: Value, channels: tuple[int, int], extent: Extent) -> LayerKind:
     block = name not in ("before", "after")
     if tape.kernels.autocast and tape.item_bytes < ops.FP32:
-        tape.buffer_bytes += tape.item_bytes * tape.weights[Part.WHOLE]  # weights' copies, kept until backward
+        tape.buffer_bytes += tape.item_bytes * tape.weights[Division.WHOLE]  # weights' copies, kept until backward
     kind = tape.kind(name, (out,), _dims(channels, extent), tensor_reason=_REASON, recomputed=block)
     return handed_on(kind, out, tape)[0]
 
 
 def _classifier(tape: Tape, x: Value, channels: int, classes: int, extent: Extent) -> LayerKind:
-    logits = ops.linear(tape, "head", x, channels, classes, Part.WHOLE, bias=True)
+    logits = ops.linear(tape, "head", x, channels, classes, Division.WHOLE, bias=True)
     loss = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
     return _finish(tape, "after", loss, (channels, classes), extent)
 
@@ -154,7 +154,7 @@ def _convnext_block(shape: ConvNextShape, tape: Tape, name: str, width: int, ext
     x = _enter(tape, width, extent)
     y, _ = convolution(tape, "conv", x, (width, width), extent, kernel=shape.kernel, groups=width, bias=True)
     y = (ops.layer_norm if shape.fused_norm else layer_norm_in_steps)(tape, "norm", y, width)
-    y = ops.linear(tape, "mlp.up", y, width, 4 * width, Part.WHOLE, bias=True)
-    y = ops.linear(tape, "mlp.down", ops.activation(tape, "mlp.act", y), 4 * width, width, Part.WHOLE, bias=True)
+    y = ops.linear(tape, "mlp.up", y, width, 4 * width, Division.WHOLE, bias=True)
+    y = ops.linear(tape, "mlp.down", ops.activation(tape, "mlp.act", y), 4 * width, width, Division.WHOLE, bias=True)
     out = ops.add(tape, "residual", x, ops.scale(tape, "scale", y, width))
     return _finish(tape, name, out, (width, width), extent)

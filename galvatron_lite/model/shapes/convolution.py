@@ -11,7 +11,7 @@ from math import prod
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, TensorSplit
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.calls import Call, Part, Value
+from galvatron_lite.model.shapes.calls import Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 Extent = tuple[int, ...]
@@ -58,7 +58,7 @@ def convolution(
         name, OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops if x.grad else flops, moved, 2 * moved,
         (weight + outer * bias) * tape.item_bytes, sharding_of(x),
     )  # fmt: skip
-    return tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator), after
+    return tape.record(ShapeCall((x,), out, saved=(x,), anchor=(out,)), operator), after
 
 
 def transposed(
@@ -80,7 +80,7 @@ def transposed(
         name, OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops if x.grad else flops, moved, 2 * moved,
         (weight + outer) * tape.item_bytes, sharding_of(x),
     )  # fmt: skip
-    return tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator), after
+    return tape.record(ShapeCall((x,), out, saved=(x,), anchor=(out,)), operator), after
 
 
 def interpolated(tape: Tape, name: str, x: Value, channels: int, extent: Extent, *, times: int) -> tuple[Value, Extent]:
@@ -93,7 +93,9 @@ def interpolated(tape: Tape, name: str, x: Value, channels: int, extent: Extent,
     moved, sides = x.bytes + out.bytes, len(extent)
     told = (*(2 * times - times % 2,) * sides, *(-times,) * sides, *(times // 2,) * sides, *(1,) * sides)
     operator = memory_operator(name, out, moved, moved)
-    return tape.record(Call((x,), out), replace(operator, shape=(*operator.shape, channels, *extent, *told))), after
+    return tape.record(
+        ShapeCall((x,), out), replace(operator, shape=(*operator.shape, channels, *extent, *told))
+    ), after
 
 
 def _after(extent: Extent, sides: Extent, stride: int, padding: int | None) -> Extent:
@@ -128,12 +130,12 @@ def batch_norm(tape: Tape, name: str, x: Value, channels: int) -> Value:
     tape.buffer_bytes += 2 * channels * ops.FP32 + ops.INDEX
     out = tape.value(x.items, x.part)
     operator = memory_operator(name, x, 3 * x.bytes, 5 * x.bytes, 2 * channels * ops.FP32)
-    return tape.record(Call((x,), out, saved=(x,)), replace(operator, statistics=2 * channels))
+    return tape.record(ShapeCall((x,), out, saved=(x,)), replace(operator, statistics=2 * channels))
 
 
 def relu(tape: Tape, name: str, x: Value) -> Value:
     """ReLU in place: its output takes the place of its input, and is kept."""
-    call = Call((x,), x, saved=(x,), shares_gradient=False)
+    call = ShapeCall((x,), x, saved=(x,), shares_gradient=False)
     return tape.record(call, memory_operator(name, x, 2 * x.bytes, 3 * x.bytes))
 
 
@@ -145,7 +147,7 @@ def max_pool(
     out = tape.value(channels * prod(after), x.part)
     places = tape.value(out.items, x.part, ops.INDEX, grad=False)
     moved = x.bytes + out.bytes + places.bytes
-    call = Call((x,), out, saved=(x, places))
+    call = ShapeCall((x,), out, saved=(x, places))
     operator = windowed(memory_operator(name, out, moved, moved), channels, extent, (kernel, stride, kernel // 2))
     return tape.record(call, operator), after
 
@@ -160,7 +162,7 @@ def global_pool(tape: Tape, name: str, x: Value, channels: int) -> Value:
     """Mean over all pixels: keeps nothing."""
     out = tape.value(channels, x.part)
     operator = replace(memory_operator(name, x, x.bytes, x.bytes), statistics=channels)
-    return tape.record(Call((x,), out), operator)
+    return tape.record(ShapeCall((x,), out), operator)
 
 
 def handed_on(kind: LayerKind, output: Value, tape: Tape) -> tuple[LayerKind, bool]:
@@ -188,4 +190,4 @@ def _sum(first: TensorSplit, second: TensorSplit) -> TensorSplit:
 
 def enter_image(tape: Tape, channels: int, extent: Extent) -> Value:
     """An image, which takes no gradient."""
-    return tape.enter(channels * prod(extent), Part.WHOLE, grad=False)
+    return tape.enter(channels * prod(extent), Division.WHOLE, grad=False)

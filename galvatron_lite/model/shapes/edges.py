@@ -7,7 +7,7 @@ from dataclasses import replace
 from galvatron_lite.model.graph import LayerKind, SplitDims, TensorSplit
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.calls import FP32, Part, Value
+from galvatron_lite.model.shapes.calls import FP32, Division, Value
 from galvatron_lite.model.shapes.fields import EncoderShape, TransformerShape
 from galvatron_lite.model.shapes.tape import Tape
 
@@ -33,8 +33,8 @@ def many_ways(rows: int = _MANY_WAYS << 6) -> int:
 
 def embed(tape: Tape, shape: TransformerShape, tokens: int, *, own: bool = True) -> Value:
     """Token table, learned positions and dropout: token indices to (tokens, hidden)."""
-    indices = tape.enter(tokens, Part.WHOLE, ops.INDEX, grad=False)
-    part = Part.TENSOR if shape.splits_vocabulary else Part.WHOLE
+    indices = tape.enter(tokens, Division.WHOLE, ops.INDEX, grad=False)
+    part = Division.TENSOR if shape.splits_vocabulary else Division.WHOLE
     table = shape.entries * shape.hidden * own
     x = ops.embedding(tape, "embedding", indices, shape.hidden, table=table, part=part)
     if shape.positions == "learned":
@@ -47,7 +47,7 @@ def embedding_kind(shape: TransformerShape, tokens: int, item_bytes: int, kernel
     tape = Tape(item_bytes, kernels)
     x = embed(tape, shape, tokens)
     if isinstance(shape, EncoderShape):
-        segments = tape.enter(tokens, Part.WHOLE, ops.INDEX, grad=False)
+        segments = tape.enter(tokens, Division.WHOLE, ops.INDEX, grad=False)
         named = ops.embedding(tape, "segments", segments, shape.hidden, table=shape.segments * shape.hidden)
         x = ops.add(tape, "segments.sum", x, named)
         x = norm(tape, shape, "norm", x)
@@ -60,7 +60,7 @@ def head(tape: Tape, shape: TransformerShape, x: Value, bias: bool = False) -> t
     rows = x.items // shape.hidden
     labels = tape.labels(rows)
     own = not shape.tied_embeddings
-    part = Part.TENSOR if shape.splits_vocabulary else Part.WHOLE
+    part = Division.TENSOR if shape.splits_vocabulary else Division.WHOLE
     logits = ops.linear(tape, "head", tape.gather(x), shape.hidden, shape.entries, part, bias=bias, own=own)
     return logits, ops.cross_entropy(tape, "loss", logits, labels)
 
@@ -78,7 +78,7 @@ def masked_head_kind(shape: EncoderShape, tokens: int, item_bytes: int, kernels:
     tape = Tape(item_bytes, kernels)
     x = tape.enter(tokens * shape.hidden)
     picked = ops.reshape(tape, "predicted", x, shape.predicted * shape.hidden) if shape.predicted else x
-    transformed = ops.linear(tape, "transform", picked, shape.hidden, shape.hidden, Part.WHOLE, bias=True)
+    transformed = ops.linear(tape, "transform", picked, shape.hidden, shape.hidden, Division.WHOLE, bias=True)
     transformed = norm(tape, shape, "norm", ops.activation(tape, "transform.act", transformed))
     logits, loss = head(tape, shape, transformed, bias=True)
     if shape.head == "pretraining":
@@ -88,9 +88,9 @@ def masked_head_kind(shape: EncoderShape, tokens: int, item_bytes: int, kernels:
 
 def _next_sentence(tape: Tape, shape: EncoderShape, x: Value) -> Value:
     first = ops.reshape(tape, "pooler.first", x, shape.hidden)
-    pooled = ops.linear(tape, "pooler", first, shape.hidden, shape.hidden, Part.WHOLE, bias=True, keeps=x)
+    pooled = ops.linear(tape, "pooler", first, shape.hidden, shape.hidden, Division.WHOLE, bias=True, keeps=x)
     pooled = ops.activation(tape, "pooler.act", pooled, keeps_output=True)
-    logits = ops.linear(tape, "next_sentence", pooled, shape.hidden, 2, Part.WHOLE, bias=True)
+    logits = ops.linear(tape, "next_sentence", pooled, shape.hidden, 2, Division.WHOLE, bias=True)
     return ops.cross_entropy(tape, "next_sentence.loss", logits, tape.labels(1))
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass, TensorSplit
 from galvatron_lite.model.kernels import Selective
-from galvatron_lite.model.shapes.calls import Call, Part, Value
+from galvatron_lite.model.shapes.calls import Division, ShapeCall, Value
 
-Record = tuple[Call, Operator]
+Record = tuple[ShapeCall, Operator]
 """A call and what it costs."""
 
 
@@ -25,7 +25,7 @@ def split_of(values: Iterable[Value]) -> TensorSplit:
     return TensorSplit(*sums)
 
 
-def saved_by(calls: Iterable[Call]) -> list[Value]:
+def saved_by(calls: Iterable[ShapeCall]) -> list[Value]:
     """What autograd keeps of some calls."""
     return [value for call in calls for value in call.saved]
 
@@ -99,4 +99,4 @@ def whole_tokens(split: TensorSplit, limit: int | None = None) -> TensorSplit:
 
 def share_of(value: Value) -> Value:
     """The value's share under sequence parallelism."""
-    return replace(value, part=Part.SEQUENCE)
+    return replace(value, part=Division.SEQUENCE)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from galvatron_lite.model.shapes.calls import Call, Value
+from galvatron_lite.model.shapes.calls import ShapeCall, Value
 
 
 def _total(values: Sequence[Value]) -> int:
@@ -17,7 +17,7 @@ def _larger(best: list[Value], values: Sequence[Value]) -> list[Value]:
     return list(values) if _total(values) > _total(best) else best
 
 
-def forward_peak(calls: Sequence[Call], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
+def forward_peak(calls: Sequence[ShapeCall], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
     """Tensors alive at the worst moment of forward: inputs, what is saved, and temporary results until last read."""
     # a gathered tensor and the shard of it that is kept have one key
     last_read = {(value.key, value.part): index for index, call in enumerate(calls) for value in call.inputs}
@@ -58,7 +58,7 @@ class _Gradients:
         self.buffers = {key: value for key, value in self.buffers.items() if key in used}
 
 
-def backward_peak(calls: Sequence[Call], outputs: Sequence[Value]) -> list[Value]:
+def backward_peak(calls: Sequence[ShapeCall], outputs: Sequence[Value]) -> list[Value]:
     """Tensors alive at the worst moment of backward: what is still saved, and gradients from made to last read."""
     readers = Counter(key for call in calls for key in {value.key for value in call.saved})
     everything = (value for call in calls for value in call.saved)
@@ -78,7 +78,7 @@ def backward_peak(calls: Sequence[Call], outputs: Sequence[Value]) -> list[Value
     return best
 
 
-def _release(call: Call, readers: Counter[int], saved: dict[int, Value]) -> None:
+def _release(call: ShapeCall, readers: Counter[int], saved: dict[int, Value]) -> None:
     """Drop what only this call's backward still needed."""
     for key in {value.key for value in call.saved}:
         readers[key] -= 1
@@ -86,7 +86,7 @@ def _release(call: Call, readers: Counter[int], saved: dict[int, Value]) -> None
             del saved[key]
 
 
-def _run_backward(call: Call, gradients: _Gradients) -> None:
+def _run_backward(call: ShapeCall, gradients: _Gradients) -> None:
     arrived = gradients.of.pop(call.output.key, None)
     if arrived is None:
         return

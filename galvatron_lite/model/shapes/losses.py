@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from galvatron_lite.model.shapes.calls import FP32, Call, Part, Value
+from galvatron_lite.model.shapes.calls import FP32, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
 
@@ -35,7 +35,7 @@ def _cast(tape: Tape, name: str, logits: Value) -> Value:
         return logits
     cast = tape.value(logits.items, logits.part, FP32)
     moved = logits.bytes + cast.bytes
-    return tape.record(Call((logits,), cast), memory_operator(f"{name}.cast", cast, moved, moved))
+    return tape.record(ShapeCall((logits,), cast), memory_operator(f"{name}.cast", cast, moved, moved))
 
 
 def _eager(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
@@ -47,11 +47,11 @@ def _eager(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     cast = _cast(tape, name, logits)
     log_softmax = tape.value(logits.items, logits.part, FP32)
     softmax = memory_operator(f"{name}.log_softmax", cast, 2 * cast.bytes, 3 * cast.bytes)
-    tape.record(Call((cast,), log_softmax, saved=(log_softmax,)), softmax)
-    loss = tape.value(1, Part.WHOLE, FP32)
+    tape.record(ShapeCall((cast,), log_softmax, saved=(log_softmax,)), softmax)
+    loss = tape.value(1, Division.WHOLE, FP32)
     likelihood = memory_operator(f"{name}.nll", cast, labels.bytes, 2 * cast.bytes + labels.bytes, items=labels.items)
     held = replace(logits, grad=False)
-    return tape.record(Call((log_softmax, labels, held), loss, saved=(log_softmax, labels)), likelihood)
+    return tape.record(ShapeCall((log_softmax, labels, held), loss, saved=(log_softmax, labels)), likelihood)
 
 
 def _vocabulary_parallel(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
@@ -66,24 +66,24 @@ def _vocabulary_parallel(tape: Tape, name: str, logits: Value, labels: Value) ->
     if tape.kernels.jit_loss:
         softmax, passes, kernels = tape.value(cast.items, cast.part, FP32), 5, 7
         operator = memory_operator(f"{name}.exponentials", cast, 3 * cast.bytes, 0, count=2)
-        tape.record(Call((cast,), softmax, shares_gradient=True), operator)
-    loss = tape.value(1, Part.WHOLE, FP32)
-    masks = tape.value(labels.items, Part.WHOLE, 1, grad=False)
+        tape.record(ShapeCall((cast,), softmax, shares_gradient=True), operator)
+    loss = tape.value(1, Division.WHOLE, FP32)
+    masks = tape.value(labels.items, Division.WHOLE, 1, grad=False)
     operator = memory_operator(f"{name}.softmax", softmax, passes * cast.bytes, 2 * cast.bytes, count=kernels)
     held = replace(logits, grad=False)
-    return tape.record(Call((softmax, labels, held), loss, saved=(softmax, masks, labels), inplace=True), operator)
+    return tape.record(ShapeCall((softmax, labels, held), loss, saved=(softmax, masks, labels), inplace=True), operator)
 
 
 def _compiled(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     """torch.compile's: reads the logits twice (largest and sum), keeps them and two fp32 statistics a row."""
-    loss = tape.value(1, Part.WHOLE, FP32)
-    statistics = tape.value(2 * labels.items, Part.WHOLE, FP32, grad=False)
+    loss = tape.value(1, Division.WHOLE, FP32)
+    statistics = tape.value(2 * labels.items, Division.WHOLE, FP32, grad=False)
     operator = memory_operator(name, logits, 2 * logits.bytes, 2 * logits.bytes, count=2)
-    return tape.record(Call((logits, labels), loss, saved=(logits, statistics, labels)), operator)
+    return tape.record(ShapeCall((logits, labels), loss, saved=(logits, statistics, labels)), operator)
 
 
 def _inplace(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     """TransformerEngine's and Liger's: forward writes the gradient over the logits; backward scales it."""
-    loss = tape.value(1, Part.WHOLE, FP32)
+    loss = tape.value(1, Division.WHOLE, FP32)
     operator = memory_operator(name, logits, 3 * logits.bytes, 2 * logits.bytes, count=2)
-    return tape.record(Call((logits, labels), loss, saved=(logits,), inplace=True), operator)
+    return tape.record(ShapeCall((logits, labels), loss, saved=(logits,), inplace=True), operator)

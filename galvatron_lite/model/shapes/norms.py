@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from galvatron_lite.model.shapes.calls import FP32, Call, Value
+from galvatron_lite.model.shapes.calls import FP32, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
 _RMS_PASSES = (7, 23)
@@ -27,7 +27,7 @@ def layer_norm_in_steps(tape: Tape, name: str, x: Value, width: int) -> Value:
     tape.own(2 * width)
     moved, backward_moved = (passes * x.bytes for passes in _LAYER_PASSES)
     operator = memory_operator(name, x, moved, backward_moved, 2 * width * tape.item_bytes, count=10)
-    return tape.record(Call((x,), out, saved=(*kept, root), fusible=True), operator)
+    return tape.record(ShapeCall((x,), out, saved=(*kept, root), fusible=True), operator)
 
 
 def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Value:
@@ -52,7 +52,7 @@ def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Val
     normalised = tape.value(x.items, x.part, FP32)
     tape.own(width)
     operator = memory_operator(name, x, moved, backward_moved, width * tape.item_bytes, count=6)
-    return tape.record(Call((x,), out, saved=(upcast, root, normalised), fusible=True), operator)
+    return tape.record(ShapeCall((x,), out, saved=(upcast, root, normalised), fusible=True), operator)
 
 
 def _norm(tape: Tape, name: str, x: Value, statistics: Value, weights: int) -> Value:
@@ -66,4 +66,4 @@ def _norm(tape: Tape, name: str, x: Value, statistics: Value, weights: int) -> V
     operator = memory_operator(
         name, x, moved, backward_moved, weights * tape.item_bytes, count=3 if cast else 1
     )  # fmt: skip
-    return tape.record(Call((x,), out, saved=(kept, statistics), fusible=True), operator)
+    return tape.record(ShapeCall((x,), out, saved=(kept, statistics), fusible=True), operator)

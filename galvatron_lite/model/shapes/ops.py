@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.model.shapes.calls import FP32, INDEX, Call, Part, Value
+from galvatron_lite.model.shapes.calls import FP32, INDEX, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.losses import cross_entropy
 from galvatron_lite.model.shapes.norms import layer_norm, rms_norm
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
@@ -45,7 +45,7 @@ def linear(
     x: Value,
     inner: int,
     columns: int,
-    part: Part,
+    part: Division,
     *,
     bias: bool,
     own: bool = True,
@@ -68,14 +68,14 @@ def linear(
         fp8: whether it runs in fp8.
     """
     rows = x.items // inner
-    split = part is not Part.WHOLE
-    out = tape.value(rows * columns, Part.TENSOR if part is Part.TENSOR else Part.WHOLE)
+    split = part is not Division.WHOLE
+    out = tape.value(rows * columns, Division.TENSOR if part is Division.TENSOR else Division.WHOLE)
     flops = 2 * rows * inner * columns
     weight = inner * columns
     if own:
-        tape.own(weight, Part.TENSOR if split else Part.WHOLE)
-    tape.own(columns * bias, Part.TENSOR if part is Part.TENSOR else Part.WHOLE)
-    sharding = sharding_of(out if part is Part.TENSOR else x)
+        tape.own(weight, Division.TENSOR if split else Division.WHOLE)
+    tape.own(columns * bias, Division.TENSOR if part is Division.TENSOR else Division.WHOLE)
+    sharding = sharding_of(out if part is Division.TENSOR else x)
     kept = cast_input(tape, name, x, out, weight) if fp8 else (keeps or x)
     if tape.kernels.autocast and tape.item_bytes < FP32:
         _cast_weight(tape, name, out, weight)
@@ -86,7 +86,7 @@ def linear(
     )  # fmt: skip
     rebuilt = (x,) if tape.regathers(x) else ()
     saved = (_share(tape, kept, x),)
-    return tape.record(Call((x,), out, saved=saved, anchor=(out,), rebuilt=rebuilt), operator)
+    return tape.record(ShapeCall((x,), out, saved=saved, anchor=(out,), rebuilt=rebuilt), operator)
 
 
 def _share(tape: Tape, kept: Value, x: Value) -> Value:
@@ -133,7 +133,7 @@ def activation(tape: Tape, name: str, x: Value, *, keeps_output: bool = False) -
     """An elementwise function: GELU and SiLU keep their input, ReLU its output."""
     out = tape.value(x.items, x.part)
     saved = (out,) if keeps_output else (x,)
-    call = Call((x,), out, saved=saved, fusible=True)
+    call = ShapeCall((x,), out, saved=saved, fusible=True)
     return tape.record(call, memory_operator(name, x, 2 * x.bytes, 3 * x.bytes))
 
 
@@ -141,7 +141,7 @@ def swiglu(tape: Tape, name: str, gate: Value, up: Value) -> Value:
     """Activation of ``gate`` times ``up`` in one kernel: keeps both, and not the activated gate."""
     out = tape.value(gate.items, gate.part)
     operator = memory_operator(name, gate, 3 * out.bytes, 5 * out.bytes)
-    return tape.record(Call((gate, up), out, saved=(gate, up), fusible=True), operator)
+    return tape.record(ShapeCall((gate, up), out, saved=(gate, up), fusible=True), operator)
 
 
 def gated(tape: Tape, gate: Value, up: Value, *, keeps_output: bool = False) -> Value:
@@ -155,7 +155,7 @@ def multiply(tape: Tape, name: str, first: Value, second: Value) -> Value:
     """Elementwise product of two tensors of one shape; keeps both."""
     out = tape.value(first.items, first.part)
     operator = memory_operator(name, first, 3 * out.bytes, 6 * out.bytes)
-    return tape.record(Call((first, second), out, saved=(first, second), fusible=True), operator)
+    return tape.record(ShapeCall((first, second), out, saved=(first, second), fusible=True), operator)
 
 
 def scale(tape: Tape, name: str, x: Value, width: int) -> Value:
@@ -163,13 +163,13 @@ def scale(tape: Tape, name: str, x: Value, width: int) -> Value:
     out = tape.value(x.items, x.part)
     tape.own(width)
     operator = memory_operator(name, x, 2 * x.bytes, 4 * x.bytes, width * tape.item_bytes)
-    return tape.record(Call((x,), out, saved=(x,)), operator)
+    return tape.record(ShapeCall((x,), out, saved=(x,)), operator)
 
 
 def add(tape: Tape, name: str, first: Value, second: Value) -> Value:
     """Elementwise sum; keeps nothing, and hands its gradient on as it is."""
     out = tape.value(first.items, first.part)
-    call = Call((first, second), out, shares_gradient=True, fusible=True)
+    call = ShapeCall((first, second), out, shares_gradient=True, fusible=True)
     return tape.record(call, memory_operator(name, out, 3 * out.bytes, 0))
 
 
@@ -180,9 +180,9 @@ def residual(tape: Tape, name: str, x: Value, y: Value, probability: float) -> V
     dropped, mask = tape.value(0, y.part), tape.value(y.items, x.part, 1, grad=False)
     operator = memory_operator(f"{name}.residual", x, 3 * x.bytes + mask.bytes, 2 * x.bytes + mask.bytes)
     silent = memory_operator("", x, 0, 0, count=0)
-    tape.record(Call((y,), dropped, saved=(mask,), fusible=True), operator)
+    tape.record(ShapeCall((y,), dropped, saved=(mask,), fusible=True), operator)
     out = tape.value(x.items, x.part)
-    return tape.record(Call((x, dropped), out, shares_gradient=True, fusible=True), silent)
+    return tape.record(ShapeCall((x, dropped), out, shares_gradient=True, fusible=True), silent)
 
 
 def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
@@ -191,7 +191,7 @@ def dropout(tape: Tape, name: str, x: Value, probability: float) -> Value:
         return x
     out, mask = tape.value(x.items, x.part), tape.value(x.items, x.part, 1, grad=False)
     operator = memory_operator(name, x, 2 * x.bytes + mask.bytes, 2 * x.bytes + mask.bytes)
-    return tape.record(Call((x,), out, saved=(mask,), fusible=True), operator)
+    return tape.record(ShapeCall((x,), out, saved=(mask,), fusible=True), operator)
 
 
 def rotary(tape: Tape, name: str, x: Value) -> Value:
@@ -202,10 +202,12 @@ def rotary(tape: Tape, name: str, x: Value) -> Value:
     out = tape.value(x.items, x.part)
     passes, count = (2, 1) if tape.kernels.fused_rotary else (10, 5)
     operator = memory_operator(name, x, passes * x.bytes, passes * x.bytes, count=count)
-    return tape.record(Call((x,), out, fusible=True), operator)
+    return tape.record(ShapeCall((x,), out, fusible=True), operator)
 
 
-def embedding(tape: Tape, name: str, indices: Value, width: int, *, table: int, part: Part = Part.WHOLE) -> Value:
+def embedding(
+    tape: Tape, name: str, indices: Value, width: int, *, table: int, part: Division = Division.WHOLE
+) -> Value:
     """Rows of a table: keeps the indices.
 
     Args:
@@ -216,10 +218,10 @@ def embedding(tape: Tape, name: str, indices: Value, width: int, *, table: int, 
         table: items of the table that belong to this layer; 0 where another layer owns it.
         part: TENSOR where each device holds some rows, and rows found are summed over the tensor group.
     """
-    out = tape.value(indices.items * width, Part.SEQUENCE)
+    out = tape.value(indices.items * width, Division.SEQUENCE)
     tape.own(table, part)
     operator = memory_operator(name, out, 2 * out.bytes + indices.bytes, 2 * out.bytes + indices.bytes)
-    return tape.record(Call((indices,), out, saved=(indices,)), operator)
+    return tape.record(ShapeCall((indices,), out, saved=(indices,)), operator)
 
 
 def positions(tape: Tape, name: str, x: Value, table: int) -> Value:
@@ -227,11 +229,11 @@ def positions(tape: Tape, name: str, x: Value, table: int) -> Value:
     tape.own(table)
     out = tape.value(x.items, x.part)
     operator = memory_operator(name, x, 2 * x.bytes, x.bytes, x.items * tape.item_bytes)
-    return tape.record(Call((x,), out, shares_gradient=True), operator)
+    return tape.record(ShapeCall((x,), out, shares_gradient=True), operator)
 
 
 def reshape(tape: Tape, name: str, x: Value, items: int) -> Value:
     """Copy into another shape (concatenate a class token, take one token): keeps nothing."""
     out = tape.value(items, x.part)
     moved = x.bytes + out.bytes
-    return tape.record(Call((x,), out), memory_operator(name, out, moved, moved))
+    return tape.record(ShapeCall((x,), out), memory_operator(name, out, moved, moved))

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Passed
-from galvatron_lite.model.shapes.calls import Call, Part
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.network import Network, classify, compare
+from galvatron_lite.model.shapes.calls import Division, ShapeCall
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify, compare
 from galvatron_lite.model.shapes.images.perception import perception_graph
 from galvatron_lite.model.shapes.images.regular import regular_block
 from galvatron_lite.model.shapes.picture_fields import (
@@ -47,8 +47,8 @@ def picture_graph(shape: PictureShape, precision: str, item_bytes: int) -> Model
     raise InputError("arch", type(shape).__name__, "No rule knows this family.")
 
 
-def _network(shape: PictureShape, item_bytes: int, sides: int = 2) -> Network:
-    return Network(shape.name, item_bytes, shape.channels, (shape.image_size,) * sides, autocast=False)
+def _network(shape: PictureShape, item_bytes: int, sides: int = 2) -> NetworkBuilder:
+    return NetworkBuilder(shape.name, item_bytes, shape.channels, (shape.image_size,) * sides, autocast=False)
 
 
 def _vgg(shape: VggShape, precision: str, item_bytes: int) -> ModelGraph:
@@ -59,13 +59,13 @@ def _vgg(shape: VggShape, precision: str, item_bytes: int) -> ModelGraph:
     return net.end(precision, _vgg_head, shape=shape)
 
 
-def _group(flow: Flow, depth: int, width: int) -> None:
+def _group(flow: ImageFlow, depth: int, width: int) -> None:
     for _ in range(depth):
         flow.convolve(width, 3, bias=True).activate()
     flow.pool(2, 2, padding=0)
 
 
-def _vgg_head(flow: Flow, shape: VggShape) -> None:
+def _vgg_head(flow: ImageFlow, shape: VggShape) -> None:
     flow.shrink(shape.pooled).flatten()
     for _ in range(2):
         flow.linear(shape.hidden).activate().dropout(shape.dropout)
@@ -86,14 +86,14 @@ def _alexnet(shape: AlexNetShape, precision: str, item_bytes: int) -> ModelGraph
     return net.end(precision, _alex_head, shape=shape)
 
 
-def _alex_unit(flow: Flow, width: int, window: tuple[int, int, int], pool: bool) -> None:
+def _alex_unit(flow: ImageFlow, width: int, window: tuple[int, int, int], pool: bool) -> None:
     kernel, stride, padding = window
     flow.convolve(width, kernel, stride, bias=True, padding=padding).activate()
     if pool:
         flow.pool(3, 2, padding=0)
 
 
-def _alex_head(flow: Flow, shape: AlexNetShape) -> None:
+def _alex_head(flow: ImageFlow, shape: AlexNetShape) -> None:
     flow.shrink(shape.pooled).flatten()
     for _ in range(2):
         flow.dropout(shape.dropout).linear(shape.hidden).activate()
@@ -113,7 +113,7 @@ def _regnet(shape: RegNetShape, precision: str, item_bytes: int) -> ModelGraph:
     return net.end(precision, classify, classes=shape.classes)
 
 
-def _regnet_stem(flow: Flow, width: int) -> None:
+def _regnet_stem(flow: ImageFlow, width: int) -> None:
     flow.unit(width, 3, 2)
 
 
@@ -146,22 +146,22 @@ def _skipping(graph: ModelGraph, beyond: Mapping[str, str]) -> ModelGraph:
     return replace(graph, tensors=tuple(tensors))
 
 
-def _double(flow: Flow, width: int, middle: int, norm: bool) -> None:
+def _double(flow: ImageFlow, width: int, middle: int, norm: bool) -> None:
     for out in (middle, width):
         flow.convolve(out, 3, bias=not norm)
         (flow.normalise() if norm else flow).activate()
 
 
-def _down(flow: Flow, width: int, norm: bool) -> None:
+def _down(flow: ImageFlow, width: int, norm: bool) -> None:
     _double(flow.pool(2, 2, padding=0), width, width, norm)
 
 
-def _up(flow: Flow, skip: int, width: int, norm: bool, bilinear: bool) -> None:
+def _up(flow: ImageFlow, skip: int, width: int, norm: bool, bilinear: bool) -> None:
     flow.double(0 if bilinear else flow.channels // 2).beside(skip)
     _double(flow, width, flow.channels // 2 if bilinear else width, norm)
 
 
-def _unet_head(flow: Flow, classes: int) -> None:
+def _unet_head(flow: ImageFlow, classes: int) -> None:
     compare(flow.convolve(classes, bias=True))
 
 
@@ -176,7 +176,7 @@ def _cosmoflow(shape: CosmoFlowShape, precision: str, item_bytes: int) -> ModelG
     return net.end(precision, _cosmoflow_head, shape=shape)
 
 
-def _voxels(flow: Flow, width: int, kernel: int, stride: int, bias: bool, padded: bool, pool: bool) -> None:
+def _voxels(flow: ImageFlow, width: int, kernel: int, stride: int, bias: bool, padded: bool, pool: bool) -> None:
     """A convolution, padded around by kernel - 1 in all where asked for; that is a copy where it is odd."""
     around = kernel - 1 if padded else 0
     if around % 2:
@@ -186,13 +186,13 @@ def _voxels(flow: Flow, width: int, kernel: int, stride: int, bias: bool, padded
         flow.pool(2, 2, maximum=False, padding=0)
 
 
-def _cosmoflow_head(flow: Flow, shape: CosmoFlowShape) -> None:
+def _cosmoflow_head(flow: ImageFlow, shape: CosmoFlowShape) -> None:
     """Fully connected layers with leaky ReLU, mean squared error."""
     flow.flatten()
     for width in shape.hidden:
         flow.linear(width, bias=shape.bias).activate()
     found = flow.linear(shape.classes, bias=shape.bias).value
-    targets = flow.tape.value(shape.classes, Part.WHOLE, grad=False)
-    loss = flow.tape.value(1, Part.WHOLE)
+    targets = flow.tape.value(shape.classes, Division.WHOLE, grad=False)
+    loss = flow.tape.value(1, Division.WHOLE)
     operator = memory_operator("loss", found, found.bytes + targets.bytes, 3 * found.bytes)
-    flow.value = flow.tape.record(Call((found, targets), loss, saved=(found, targets)), operator)
+    flow.value = flow.tape.record(ShapeCall((found, targets), loss, saved=(found, targets)), operator)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding, SplitDims, TensorSplit
 from galvatron_lite.model.kernels import EAGER, Kernels
-from galvatron_lite.model.shapes.calls import Call, Part, Value
+from galvatron_lite.model.shapes.calls import Division, ShapeCall, Value
 from galvatron_lite.model.shapes.compiled import compile_records
 from galvatron_lite.model.shapes.keeping import (
     Record,
@@ -28,7 +28,7 @@ from galvatron_lite.model.shapes.keeping import (
 )
 from galvatron_lite.model.shapes.liveness import backward_peak, forward_peak
 
-_SHARDING = {Part.TENSOR: Sharding.TENSOR, Part.SEQUENCE: Sharding.SEQUENCE, Part.WHOLE: Sharding.NONE}
+_SHARDING = {Division.TENSOR: Sharding.TENSOR, Division.SEQUENCE: Sharding.SEQUENCE, Division.WHOLE: Sharding.NONE}
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Tape:
     records: list[Record] = field(default_factory=list)  # what ran, and what it costs
     inputs: list[Value] = field(default_factory=list)  # boundary tensors that enter
     # parameter items, by how tensor parallelism divides them (tensor, whole)
-    weights: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
+    weights: dict[Division, int] = field(default_factory=lambda: dict.fromkeys(Division, 0))
     buffer_bytes: int = 0  # bytes of non-trained state
     lent: list[Value] = field(default_factory=list)  # tensors kept for other layers' backward passes
     # keys of inputs that another layer keeps (the encoder's output, read by every decoder block)
@@ -53,19 +53,19 @@ class Tape:
     _gathered: set[int] = field(default_factory=set)
     _casts: dict[int, Value] = field(default_factory=dict)
 
-    def value(self, items: int, part: Part, item_bytes: int = 0, grad: bool = True) -> Value:
+    def value(self, items: int, part: Division, item_bytes: int = 0, grad: bool = True) -> Value:
         """A new tensor of its own storage; at the tape's precision unless told."""
         self._keys += 1
         return Value(self._keys, items, item_bytes or self.item_bytes, part, grad)
 
-    def enter(self, items: int, part: Part = Part.SEQUENCE, item_bytes: int = 0, grad: bool = True) -> Value:
+    def enter(self, items: int, part: Division = Division.SEQUENCE, item_bytes: int = 0, grad: bool = True) -> Value:
         """A boundary tensor that enters the layer."""
         self.inputs.append(self.value(items, part, item_bytes, grad))
         return self.inputs[-1]
 
     def labels(self, items: int) -> Value:
         """Indices of the right classes: part of the batch, no boundary tensor."""
-        return self.value(items, Part.WHOLE, 8, grad=False)
+        return self.value(items, Division.WHOLE, 8, grad=False)
 
     def borrow(self, items: int) -> Value:
         """A boundary tensor that enters the layer and that another layer keeps."""
@@ -77,14 +77,14 @@ class Tape:
         """Count a tensor that later layers' backward passes read as kept here, whatever is recomputed."""
         self.lent.append(value)
 
-    def own(self, items: int, part: Part = Part.WHOLE) -> None:
+    def own(self, items: int, part: Division = Division.WHOLE) -> None:
         """Count parameter items."""
         self.weights[part] += items
 
     def gather(self, value: Value) -> Value:
         """The value gathered over the tensor group: every device holds all of it while it computes."""
         self._gathered.add(value.key)
-        return replace(value, part=Part.WHOLE)
+        return replace(value, part=Division.WHOLE)
 
     def kept_form(self, value: Value) -> Value:
         """What a matmul keeps of its input: of a gathered one its share, where it is gathered again in backward."""
@@ -92,9 +92,9 @@ class Tape:
 
     def regathers(self, value: Value) -> bool:
         """Whether a gathered input is gathered again in backward."""
-        return self.kernels.regather and value.part is Part.WHOLE and value.key in self._gathered
+        return self.kernels.regather and value.part is Division.WHOLE and value.key in self._gathered
 
-    def record(self, call: Call, operator: Operator) -> Value:
+    def record(self, call: ShapeCall, operator: Operator) -> Value:
         """Add a call and its cost. Returns the call's output.
 
         A tensor that a call before has read already gets a second gradient: adding it moves three times its bytes.
@@ -115,8 +115,8 @@ class Tape:
 
     def extra(self, operator: Operator) -> None:
         """Add the cost of a kernel that works for the next call and makes nothing that outlives it."""
-        nothing = self.value(0, Part.WHOLE, grad=False)
-        self.records.append((Call((), nothing), operator))
+        nothing = self.value(0, Division.WHOLE, grad=False)
+        self.records.append((ShapeCall((), nothing), operator))
 
     def kind(
         self,
@@ -155,7 +155,7 @@ class Tape:
         operators = merged(records, self.kernels if recomputed else None)
         return LayerKind(
             name=name,
-            parameters=TensorSplit(tensor=self.weights[Part.TENSOR], whole=self.weights[Part.WHOLE]),
+            parameters=TensorSplit(tensor=self.weights[Division.TENSOR], whole=self.weights[Division.WHOLE]),
             operators=operators if sequence_parallel else tuple(_unshared(operator) for operator in operators),
             kept=kept if sequence_parallel else {choice: whole_tokens(split) for choice, split in kept.items()},
             working=whole_tokens(excess(self._kept(backward), saved)),
@@ -211,12 +211,12 @@ def sharding_of(value: Value) -> Sharding:
 
 def widen(value: Value) -> Value:
     """The value gathered over the tensor group: every device holds all of it, and keeps all of it."""
-    return replace(value, part=Part.WHOLE)
+    return replace(value, part=Division.WHOLE)
 
 
 def narrow(value: Value) -> Value:
     """The value reduced (and scattered, under sequence parallelism) over the tensor group."""
-    return replace(value, part=Part.SEQUENCE)
+    return replace(value, part=Division.SEQUENCE)
 
 
 def merged(records: Sequence[Record], kernels: Kernels | None) -> tuple[Operator, ...]:

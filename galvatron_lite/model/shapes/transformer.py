@@ -15,7 +15,7 @@ from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
 from galvatron_lite.model.shapes.attention import Heads, attention, view
-from galvatron_lite.model.shapes.calls import Part, Value
+from galvatron_lite.model.shapes.calls import Division, Value
 from galvatron_lite.model.shapes.edges import embedding_kind, head_kind, masked_head_kind, norm, ties_of
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderShape, MoeShape, TransformerShape
 from galvatron_lite.model.shapes.latent import latent_attention
@@ -40,7 +40,7 @@ def attend(
     biased = shape.positions in ("alibi", "relative")
     mixed = attention(tape, name, q, k, v, heads, causal=causal, dropout=shape.dropout, biased=biased)
     out = ops.linear(
-        tape, f"{name}.out", mixed, shape.attention_width, shape.hidden, Part.SEQUENCE, bias=shape.biases,
+        tape, f"{name}.out", mixed, shape.attention_width, shape.hidden, Division.SEQUENCE, bias=shape.biases,
         fp8=tape.kernels.fp8,
     )  # fmt: skip
     return narrow(out)
@@ -66,7 +66,7 @@ def _projections(
 def _column(tape: Tape, shape: TransformerShape, name: str, x: Value, columns: int) -> Value:
     """A projection split by columns."""
     bias = shape.biases or (shape.qkv_bias and "attention" in name)
-    return ops.linear(tape, name, x, shape.hidden, columns, Part.TENSOR, bias=bias, fp8=tape.kernels.fp8)
+    return ops.linear(tape, name, x, shape.hidden, columns, Division.TENSOR, bias=bias, fp8=tape.kernels.fp8)
 
 
 def mlp(tape: Tape, shape: TransformerShape, x: Value, width: int = 0, name: str = "mlp") -> Value:
@@ -84,7 +84,7 @@ def mlp(tape: Tape, shape: TransformerShape, x: Value, width: int = 0, name: str
     ffn = width or shape.ffn_hidden
     inner = _inner(tape, shape, tape.gather(x), ffn, name)
     down = ops.linear(
-        tape, f"{name}.down", inner, ffn, shape.hidden, Part.SEQUENCE, bias=shape.biases, fp8=tape.kernels.fp8
+        tape, f"{name}.down", inner, ffn, shape.hidden, Division.SEQUENCE, bias=shape.biases, fp8=tape.kernels.fp8
     )
     return narrow(down)
 

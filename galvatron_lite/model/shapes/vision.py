@@ -8,7 +8,7 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble, blocks
-from galvatron_lite.model.shapes.calls import Part
+from galvatron_lite.model.shapes.calls import Division
 from galvatron_lite.model.shapes.convolution import convolution
 from galvatron_lite.model.shapes.edges import NOT_SPLIT, many_ways, norm
 from galvatron_lite.model.shapes.fields import DecoderShape, VitShape
@@ -57,7 +57,7 @@ def _unmasked(kind: LayerKind) -> LayerKind:
 def _patches(shape: VitShape, tokens: int, item_bytes: int) -> LayerKind:
     tape = Tape(item_bytes)
     side = shape.image_size
-    image = tape.enter(shape.channels * side * side, Part.WHOLE, grad=False)
+    image = tape.enter(shape.channels * side * side, Division.WHOLE, grad=False)
     x, _ = convolution(
         tape, "patches", image, (shape.channels, shape.hidden), (side, side), kernel=shape.patch, stride=shape.patch,
         padding=0, bias=True,
@@ -76,7 +76,7 @@ def _classifier(shape: VitShape, stack: DecoderShape, tokens: int, item_bytes: i
     tape = Tape(item_bytes)
     x = norm(tape, stack, "norm", tape.enter(tokens * shape.hidden))
     first = ops.reshape(tape, "class_token", x, shape.hidden)
-    logits = ops.linear(tape, "head", first, shape.hidden, shape.classes, Part.WHOLE, bias=True, keeps=x)
+    logits = ops.linear(tape, "head", first, shape.hidden, shape.classes, Division.WHOLE, bias=True, keeps=x)
     loss = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
     dims = SplitDims(sequence=tokens, hidden=shape.hidden, vocab=shape.classes)
     return tape.kind("after", (loss,), dims, many_ways(), NOT_SPLIT, recomputed=False)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.zoo.perception_loss import edge_loss
 from galvatron_lite.model.zoo.perception_parts import AutoEncoder, Pyramid
-from galvatron_lite.model.zoo.perception_view import Grid, birds_eye_view
+from galvatron_lite.model.zoo.perception_view import VoxelGrid, birds_eye_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Perception(nn.Module):
     def __init__(self, config: PerceptionConfig) -> None:
         super().__init__()
         self.config = config
-        self.grid = Grid(config.side, config.depth, config.resolution)
+        self.grid = VoxelGrid(config.side, config.depth, config.resolution)
         self.segmentation = Pyramid(config.channels, config.widths, config.sides, config.chained)
         self.reconstruction = AutoEncoder(config.channels, config.widths, config.sides)
 

@@ -31,7 +31,7 @@ class Convs(nn.Sequential):
         )
 
 
-class Down(nn.Module):
+class DownBlock(nn.Module):
     """A level of the way down: two convolutions, and max pooling that halves the picture, rounded down."""
 
     def __init__(self, inner: int, outer: int, kernel: int = 3) -> None:
@@ -43,7 +43,7 @@ class Down(nn.Module):
         return F.max_pool2d(self.convs(x), 2)
 
 
-class Up(nn.Module):
+class UpBlock(nn.Module):
     """A level of the way up: the picture at twice the size with half of its channels, and convolutions.
 
     Args:
@@ -86,11 +86,11 @@ class Pyramid(nn.Module):
         self.downs = _downs(channels, widths)
         self.sides = nn.ModuleList(Convs((width, width)) for width in widths)
         inner = [
-            Up(wide, side % 2 == 1, wide // 2, (wide // 2, wide // 2))
+            UpBlock(wide, side % 2 == 1, wide // 2, (wide // 2, wide // 2))
             for wide, side in list(zip(widths, sides, strict=True))[:0:-1]
         ]
         half = widths[0] // 2
-        self.ups = nn.ModuleList([*inner, Up(widths[0], sides[0] % 2 == 1, channels, (half, 1), kernel=1)])
+        self.ups = nn.ModuleList([*inner, UpBlock(widths[0], sides[0] % 2 == 1, channels, (half, 1), kernel=1)])
 
     def forward(self, pictures: Tensor) -> Tensor:
         """(samples, channels, side, side) to (samples, 1, side, side)."""
@@ -112,7 +112,7 @@ class AutoEncoder(nn.Module):
         self.downs = _downs(channels, widths)
         outer = (1, *(width // 2 for width in widths[1:]))
         rows = list(zip(widths, sides, outer, strict=True))
-        self.ups = nn.ModuleList(Up(wide, side % 2 == 1, 0, (out,)) for wide, side, out in reversed(rows))
+        self.ups = nn.ModuleList(UpBlock(wide, side % 2 == 1, 0, (out,)) for wide, side, out in reversed(rows))
 
     def forward(self, pictures: Tensor) -> Tensor:
         """(samples, channels, side, side) to (samples, 1, side, side)."""
@@ -130,5 +130,5 @@ def _downs(channels: int, widths: tuple[int, ...]) -> nn.ModuleList:
     """The way down; the first convolution of all looks at one pixel's scans alone."""
     inner = (channels, *widths[:-1])
     return nn.ModuleList(
-        Down(*pair, kernel=3 if level else 1) for level, pair in enumerate(zip(inner, widths, strict=True))
+        DownBlock(*pair, kernel=3 if level else 1) for level, pair in enumerate(zip(inner, widths, strict=True))
     )

@@ -12,7 +12,7 @@ from galvatron_lite.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class VoxelGrid:
     """Voxels around a sensor, which stands in the middle of them."""
 
     side: int = 1000  # voxels along each side of the ground; rows are x, columns y
@@ -25,7 +25,7 @@ class Grid:
                 raise InputError(field, getattr(self, field), "Choose a positive number.")
 
 
-def birds_eye_view(scans: Sequence[Tensor], grid: Grid, count: int = 16) -> Tensor:
+def birds_eye_view(scans: Sequence[Tensor], grid: VoxelGrid, count: int = 16) -> Tensor:
     """Scans as the channels of one picture: 1 where a voxel at any height holds a point, else 0.
 
     The largest occupancy over the heights, binarised, of Sah and Chinara 2024 (arXiv:2412.18165), without the voxels
@@ -64,7 +64,7 @@ def _check(scan: Tensor, place: int) -> None:
         raise InputError(f"scans[{place}]", scan.dtype, "Give metres as floating-point numbers (scan.float()).")
 
 
-def _cells(scan: Tensor, grid: Grid) -> Tensor:
+def _cells(scan: Tensor, grid: VoxelGrid) -> Tensor:
     """Places on the ground, row after row, of the points that are inside the grid; a place may come more than once."""
     sizes = torch.tensor([grid.side, grid.side, grid.depth], device=scan.device)
     voxels = (scan.double() / grid.resolution + sizes / 2).floor()

@@ -44,7 +44,7 @@ Job = Mapping[int, Sequence[Option]]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class BranchGroup:
     """A group of devices and what it runs."""
 
     first: int  # its first device
@@ -66,7 +66,7 @@ class Placed:
 class Assignment:
     """Every branch in a group."""
 
-    groups: tuple[Placed, ...]  # by their first device
+    groups: tuple[BranchGroup, ...]  # by their first device
     proven: bool  # whether none is quicker
 
     @property
@@ -75,7 +75,7 @@ class Assignment:
         return makespan(self.groups)
 
 
-def makespan(groups: Iterable[Placed]) -> float:
+def makespan(groups: Iterable[BranchGroup]) -> float:
     """Seconds of a step, see the module."""
     return sum(_longest(group.seconds for group in groups))
 
@@ -125,17 +125,17 @@ def exact(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 
         return tuple(_teams(jobs, subset, size, room))
 
     @cache
-    def best(left: int, first: int, needed: int) -> tuple[tuple[Phases, tuple[Placed, ...]], ...]:
+    def best(left: int, first: int, needed: int) -> tuple[tuple[Phases, tuple[BranchGroup, ...]], ...]:
         if not left:
             return () if needed else (((), ()),)
         if first >= devices:
             return ()
-        found = list[tuple[Phases, tuple[Placed, ...]]]()
+        found = list[tuple[Phases, tuple[BranchGroup, ...]]]()
         for place in by_start.get(first, ()):
             for subset in _subsets(left):
                 teams = team(subset, len(place))
                 rest = best(left ^ subset, place.stop, max(needed - 1, 0)) if teams else ()
-                found += [_with(Placed(first, len(place), own), tail) for own in teams for tail in rest]
+                found += [_with(BranchGroup(first, len(place), own), tail) for own in teams for tail in rest]
         return _pareto([*found, *best(left, first + 1, needed)])
 
     ends = best((1 << len(jobs)) - 1, 0, least)
@@ -143,7 +143,7 @@ def exact(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 
     return Assignment(groups, proven=True) if groups else None
 
 
-def _with(group: Placed, tail: tuple[Phases, tuple[Placed, ...]]) -> tuple[Phases, tuple[Placed, ...]]:
+def _with(group: BranchGroup, tail: tuple[Phases, tuple[BranchGroup, ...]]) -> tuple[Phases, tuple[BranchGroup, ...]]:
     return _longest([group.seconds, *([tail[0]] if tail[0] else [])]), (group, *tail[1])
 
 
@@ -160,7 +160,7 @@ def _teams(jobs: Sequence[Job], subset: int, size: int, room: int) -> list[tuple
     teams: list[tuple[tuple[int, Option], ...]] = [()]
     for number in (number for number in range(len(jobs)) if subset >> number & 1):
         longer = [(*team, (number, option)) for team in teams for option in jobs[number].get(size, ())]
-        fitting = [team for team in longer if Placed(0, size, team).memory <= room]
+        fitting = [team for team in longer if BranchGroup(0, size, team).memory <= room]
         teams = [team for _, team in _pareto([(_figures(team), team) for team in fitting])]
     return teams
 
@@ -180,7 +180,9 @@ def _pareto(found: Sequence[tuple[Phases, Value]]) -> tuple[tuple[Phases, Value]
     return tuple(kept)
 
 
-def longest_first(jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 1) -> tuple[Placed, ...] | None:
+def longest_first(
+    jobs: Sequence[Job], devices: int, room: int, node: int, least: int = 1
+) -> tuple[BranchGroup, ...] | None:
     """Longest processing time first on groups of equal size, for the best of all sizes; None where nothing fits.
 
     Groups without a branch count: there are ``least`` to choose from, be they used or not.
@@ -194,7 +196,7 @@ def longest_first(jobs: Sequence[Job], devices: int, room: int, node: int, least
     return min(found, key=makespan, default=None)
 
 
-def on_groups(jobs: Sequence[Job], groups: Sequence[range], room: int) -> tuple[Placed, ...] | None:
+def on_groups(jobs: Sequence[Job], groups: Sequence[range], room: int) -> tuple[BranchGroup, ...] | None:
     """Longest processing time first: each branch, the longest first, to the group that is done with it first.
 
     A branch takes its quickest option that leaves the group within its memory; None where it has none in any group.
@@ -202,17 +204,17 @@ def on_groups(jobs: Sequence[Job], groups: Sequence[range], room: int) -> tuple[
     taken: list[tuple[tuple[int, Option], ...]] = [()] * len(groups)
     for number in sorted(range(len(jobs)), key=lambda number: -_least(jobs[number], groups)):
         ends = [
-            (sum(Placed(0, len(place), longer).seconds), group, longer)
+            (sum(BranchGroup(0, len(place), longer).seconds), group, longer)
             for group, place in enumerate(groups)
             for option in jobs[number].get(len(place), ())
-            if Placed(0, len(place), longer := (*taken[group], (number, option))).memory <= room
+            if BranchGroup(0, len(place), longer := (*taken[group], (number, option))).memory <= room
         ]
         if not ends:
             return None
         _, group, longer = min(ends, key=lambda end: end[:2])
         taken[group] = longer
     return tuple(
-        Placed(place.start, len(place), tuple(sorted(own, key=lambda pair: pair[0])))
+        BranchGroup(place.start, len(place), tuple(sorted(own, key=lambda pair: pair[0])))
         for place, own in zip(groups, taken, strict=True)
         if own
     )

@@ -30,7 +30,7 @@ NAME = "branch"
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class BranchTraffic:
     """What enters and leaves a set of layers, bytes a sample."""
 
     read: int = 0  # tensors that layers outside make and it reads; what the model is given is not counted
@@ -39,7 +39,7 @@ class Border:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class BranchSite:
     """Where a branch works."""
 
     world: int  # all devices (D)
@@ -54,16 +54,16 @@ class Site:
         return RankGroup(self.world)
 
 
-def border_of(graph: ModelGraph, layers: Collection[str]) -> Border:
+def border_of(graph: ModelGraph, layers: Collection[str]) -> BranchTraffic:
     """What enters and leaves some layers of a graph that says which tensors go between them."""
     read = sum(t.size for t in graph.tensors if t.producer not in layers and not set(layers).isdisjoint(t.readers))
     given = sum(t.size for t in graph.tensors if t.producer in layers and not set(layers).issuperset(t.readers))
     told = {tensor.producer for tensor in graph.tensors}
     ends = (layer for layer in graph.layers if layer.name in layers and layer.name not in told)
-    return Border(read, given, sum(graph.kind_of(layer).output_bytes for layer in ends))
+    return BranchTraffic(read, given, sum(graph.kind_of(layer).output_bytes for layer in ends))
 
 
-def moves(border: Border, site: Site, training: bool = True) -> tuple[Communication, ...]:
+def moves(border: BranchTraffic, site: BranchSite, training: bool = True) -> tuple[Communication, ...]:
     """What a device of a branch's group, or one that waits for it, sends or receives for one micro-batch."""
     if site.world == 1:
         return ()
@@ -84,7 +84,7 @@ def moves(border: Border, site: Site, training: bool = True) -> tuple[Communicat
     return tuple(one for one in found if one.size > 0)
 
 
-def messages(border: Border, site: Site) -> int:
+def messages(border: BranchTraffic, site: BranchSite) -> int:
     """Messages in or out that a device of the group sends or receives in one pass, beyond one of what comes out."""
     if site.world == 1:
         return 0
@@ -92,25 +92,25 @@ def messages(border: Border, site: Site) -> int:
     return peers * (1 + (border.read > 0)) - 1
 
 
-def _lacking(site: Site) -> float:
+def _lacking(site: BranchSite) -> float:
     """Share of a tensor that a device of the group gets from others."""
     return max(1 / site.sharing - 1 / site.world, 0.0)
 
 
-def _leaving(site: Site) -> float:
+def _leaving(site: BranchSite) -> float:
     """Share of a tensor that the busiest device sends or gets."""
     if site.devices == site.world:
         return _lacking(site)
     return max(1 / site.world, (site.world - site.devices) / (site.devices * site.world))
 
 
-def _exchange(volume: float, site: Site, moment: Moment) -> Communication:
+def _exchange(volume: float, site: BranchSite, moment: Moment) -> Communication:
     """Every device sends and gets so many bytes at the most; an all-to-all keeps one part of its size where it is."""
     size = volume * site.world / (site.world - 1)
     return Communication(Collective.ALL_TO_ALL, size, site.everyone, moment, False, 1, NAME)
 
 
-def buffer_bytes(border: Border, site: Site, own: bool, training: bool = True) -> int:
+def buffer_bytes(border: BranchTraffic, site: BranchSite, own: bool, training: bool = True) -> int:
     """Bytes on a device of what goes in and out of a branch, and in training of their gradients.
 
     Args:

@@ -24,11 +24,11 @@ class Branch:
     roots: tuple[str, ...]
     input_bytes: int  # bytes per sample that it reads of the model's inputs and of other layers
     output_bytes: int  # bytes per sample that it makes and other layers read
-    inside: tuple[Region, ...] = ()  # regions inside it, whose branches are parts of this one
+    inside: tuple[BranchRegion, ...] = ()  # regions inside it, whose branches are parts of this one
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class BranchRegion:
     """Where a model falls into branches."""
 
     branches: tuple[Branch, ...]  # two or more, by their first layer
@@ -42,7 +42,7 @@ class Region:
         return tuple(layer for branch in self.branches for layer in branch.layers)
 
 
-def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
+def find_regions(graph: ModelGraph) -> tuple[BranchRegion, ...]:
     """Where a model falls into branches, in the order they run; empty where it does not.
 
     The layers' order falls into groups, one after the other, and a group into parts that no path connects (see
@@ -67,11 +67,11 @@ class _Finder:
     order: Order
     ties: tuple[int, ...]
 
-    def regions(self, inside: int) -> Iterator[Region]:
+    def regions(self, inside: int) -> Iterator[BranchRegion]:
         """Regions of a set of layers, in order."""
         return (self._region(parts) for parts in self.order.regions(inside, self.ties))
 
-    def _region(self, parts: Sequence[int]) -> Region:
+    def _region(self, parts: Sequence[int]) -> BranchRegion:
         branches = tuple(self._branch(part) for part in parts)
         own = {layer for branch in branches for layer in branch.layers}
         place = {layer.name: number for number, layer in enumerate(self.graph.layers)}
@@ -80,7 +80,7 @@ class _Finder:
         entry = {one.producer for one in read if one.size or one.producer not in batch} - own
         sent = (tensor.readers for tensor in self.graph.tensors if tensor.producer in own)
         leaving = {reader for readers in sent for reader in readers} - own
-        return Region(branches, *(tuple(sorted(names, key=place.__getitem__)) for names in (entry, leaving)))
+        return BranchRegion(branches, *(tuple(sorted(names, key=place.__getitem__)) for names in (entry, leaving)))
 
     def _branch(self, part: int) -> Branch:
         own = {self.order.names[place] for place in bits(part)}

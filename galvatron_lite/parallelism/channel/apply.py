@@ -13,7 +13,7 @@ from galvatron_lite.parallelism.channel.borders import enter_layer, leave_layer
 from galvatron_lite.parallelism.channel.modules import Weighted
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES, filters_rules
-from galvatron_lite.parallelism.channel.split import Sharing, split_module
+from galvatron_lite.parallelism.channel.split import ChannelSharing, split_module
 from galvatron_lite.parallelism.cuts.line import Line
 from galvatron_lite.parallelism.tensor.apply import Shards
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
@@ -40,7 +40,7 @@ def shard_channels(layer: nn.Module, plan: ChannelPlan, line: Line) -> dict[str,
     """
     if line.size != plan.degree:
         raise InputError(plan.by, line.size, f"Use a plan for {line.size} devices, or {plan.degree} devices.")
-    sharing = Sharing(plan.by, line, filters_rules() if plan.by == "filters" else CHANNELS_RULES)
+    sharing = ChannelSharing(plan.by, line, filters_rules() if plan.by == "filters" else CHANNELS_RULES)
     shards: Shards = {}
     if line.size > 1:
         for path, part in plan.parts.items():
@@ -60,6 +60,8 @@ def _kept(parameter: nn.Parameter, name: str, plan: ChannelPlan, line: Line) -> 
     return ParameterShard(placement, tuple(parameter.shape), line.size, line.rank)
 
 
-def _forward(forward: Callable[..., Any], sharing: Sharing, extents: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    forward: Callable[..., Any], sharing: ChannelSharing, extents: Sequence[int], *args: Any, **kwargs: Any
+) -> Any:
     entered, named = enter_layer((args, kwargs), sharing, extents)
     return leave_layer(forward(*entered, **named), sharing)

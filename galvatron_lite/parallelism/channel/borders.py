@@ -9,7 +9,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.channel.nests import map_tensors
-from galvatron_lite.parallelism.channel.split import Sharing
+from galvatron_lite.parallelism.channel.split import ChannelSharing
 from galvatron_lite.parallelism.cuts.tensor import Cut, cut_tensor, cut_tensors, cuts_of, local_of, uncut
 
 CHANNELS = 1
@@ -21,7 +21,7 @@ def is_shared(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dim() > CHANNELS
 
 
-def enter_layer(value: Any, sharing: Sharing, extents: Sequence[int]) -> Any:
+def enter_layer(value: Any, sharing: ChannelSharing, extents: Sequence[int]) -> Any:
     """Arguments as the layer's inside sees them.
 
     Args:
@@ -46,7 +46,7 @@ def enter_layer(value: Any, sharing: Sharing, extents: Sequence[int]) -> Any:
     return map_tensors(value, entered)
 
 
-def leave_layer(value: Any, sharing: Sharing) -> Any:
+def leave_layer(value: Any, sharing: ChannelSharing) -> Any:
     """What a layer returns, as plain tensors: whole by ``filters``, by ``channels`` shares of what is returned.
 
     Raises:
@@ -58,7 +58,7 @@ def leave_layer(value: Any, sharing: Sharing) -> Any:
     return map_tensors(value, lambda tensor: _left(tensor, sharing))
 
 
-def _left(tensor: Tensor, sharing: Sharing) -> Tensor:
+def _left(tensor: Tensor, sharing: ChannelSharing) -> Tensor:
     if [cut.dim for cut in cuts_of(tensor)] == [CHANNELS]:
         # itself, no view: ZeRO's hooks on it must outlast what code behind changes in place
         return uncut(tensor)

@@ -33,7 +33,7 @@ from galvatron_lite.parallelism.channel.each import each_sizes
 from galvatron_lite.parallelism.channel.gathers import gathered_items, joined_items, pixel_norms
 from galvatron_lite.parallelism.channel.parts import (
     OUTPUT,
-    Part,
+    OperatorPart,
     divides,
     parts_of,
     split_items,
@@ -132,10 +132,10 @@ _Sizes = tuple[Collective, Moment, Sequence[Real]]
 def _sizes(kind: LayerKind, by: str, degree: Real) -> tuple[_Sizes, ...]:
     """The collectives of a layer."""
     parts = [(one, part) for one, part in parts_of(kind.operators, by) if has_weights(one)]
-    sums = [items_of(one)[1] for one, part in parts if part is Part.CHANNELS]
+    sums = [items_of(one)[1] for one, part in parts if part is OperatorPart.CHANNELS]
     gathers = gathered_items(kind) if by == "filters" else []
     entering = [items_of(one)[0] for one, part in parts if part in OUTPUT and takes_gradient(one)]
-    shares = [items_of(one)[1] for one, part in parts if part is Part.SCATTERED]
+    shares = [items_of(one)[1] for one, part in parts if part is OperatorPart.SCATTERED]
     norms = pixel_norms(kind, by)
     dealt = [one / degree for one in joined_items(kind)] if by == "channels" else []
     return (

@@ -14,7 +14,7 @@ from __future__ import annotations
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass
 from galvatron_lite.parallelism.base import Moment
-from galvatron_lite.parallelism.channel.parts import Part, Parts, takes_gradient
+from galvatron_lite.parallelism.channel.parts import OperatorPart, Parts, takes_gradient
 from galvatron_lite.parallelism.pictures import channels_of, is_picture, items_of
 
 
@@ -25,8 +25,8 @@ def each_parts(operators: tuple[Operator, ...], by: str) -> Parts:
         operators: of a layer.
         by: ``filters`` or ``channels``.
     """
-    split = Part.GATHERED if by == "filters" else Part.CHANNELS
-    return tuple((one, split if _is_split(one, by) else Part.WHOLE) for one in operators)
+    split = OperatorPart.GATHERED if by == "filters" else OperatorPart.CHANNELS
+    return tuple((one, split if _is_split(one, by) else OperatorPart.WHOLE) for one in operators)
 
 
 def _is_split(one: Operator, by: str) -> bool:
@@ -37,13 +37,13 @@ def _is_split(one: Operator, by: str) -> bool:
 def each_divides(kind: LayerKind, by: str, degree: int) -> bool:
     """Whether a layer of pictures can be run so: what is split is split evenly; where nothing is, all do the same."""
     place = 1 if by == "filters" else 0
-    split = [one for one, part in each_parts(kind.operators, by) if part is not Part.WHOLE]
+    split = [one for one, part in each_parts(kind.operators, by) if part is not OperatorPart.WHOLE]
     return is_picture(kind) and all(channels_of(one)[place] % degree == 0 for one in split)
 
 
 def each_sizes(kind: LayerKind, by: str) -> tuple[tuple[Collective, Moment, list[int]], ...]:
     """Collectives of a layer, when they happen, and the items a sample of each call."""
-    split = [one for one, part in each_parts(kind.operators, by) if part is not Part.WHOLE]
+    split = [one for one, part in each_parts(kind.operators, by) if part is not OperatorPart.WHOLE]
     leaving = [items_of(one)[1] for one in split]
     if by == "filters":
         back = [items_of(one)[1] for one in split if takes_gradient(one)]

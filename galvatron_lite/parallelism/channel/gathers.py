@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Role
 from galvatron_lite.model.sides import sides_of
-from galvatron_lite.parallelism.channel.parts import Part, Parts, is_named, parts_of
+from galvatron_lite.parallelism.channel.parts import OperatorPart, Parts, is_named, parts_of
 from galvatron_lite.parallelism.pictures import channels_of, has_weights, items_of
 from galvatron_lite.units import ITEM_BYTES
 
@@ -29,7 +29,7 @@ def lone_pictures(kind: LayerKind) -> list[tuple[int, int]]:
     parts = parts_of(kind.operators, "filters")
     found: list[tuple[int, int]] = []
     for place, (one, part) in enumerate(parts):
-        if part is Part.GATHERED:
+        if part is OperatorPart.GATHERED:
             behind = () if kind.name in EDGES else parts[place + 1 :]
             found.append((_left_of(one, behind), channels_of(one)[1]))
     return found
@@ -45,7 +45,7 @@ def _left_of(one: Operator, behind: Parts) -> int:
     each channel is one pixel that makes a picture of the largest that follows."""
     items, is_factor = items_of(one)[1], items_of(one)[1] == channels_of(one)[1]
     for other, part in behind:
-        if has_weights(other) and part is not Part.SHARED:
+        if has_weights(other) and part is not OperatorPart.SHARED:
             break
         if other.kind is OperatorClass.MEMORY and (sides_of(other) or (is_factor and other.shape[0] > items)):
             items = other.shape[0]
@@ -67,7 +67,12 @@ def pixel_norms(kind: LayerKind, by: str) -> list[float]:
     for one, part in parts_of(kind.operators, by):
         if has_weights(one):
             channels = channels_of(one)[1]
-        elif shared and part is Part.SHARED and one.weight_bytes in _norm_bytes(kind, channels) and not one.statistics:
+        elif (
+            shared
+            and part is OperatorPart.SHARED
+            and one.weight_bytes in _norm_bytes(kind, channels)
+            and not one.statistics
+        ):
             found.append(2 * one.shape[0] / channels)
     return found
 

@@ -27,10 +27,10 @@ from galvatron_lite.parallelism.channel.modules import (
     takes_samples,
 )
 from galvatron_lite.parallelism.channel.nests import map_tensors, tensors_in
-from galvatron_lite.parallelism.channel.parts import Part
+from galvatron_lite.parallelism.channel.parts import OperatorPart
 from galvatron_lite.parallelism.channel.plan import ChannelPlan
 from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES, filters_rules
-from galvatron_lite.parallelism.channel.split import Sharing, split_module, split_part
+from galvatron_lite.parallelism.channel.split import ChannelSharing, split_module, split_part
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, cuts_of, whole_shape
 from galvatron_lite.parallelism.shares import share
@@ -67,13 +67,15 @@ class _Run:
     twin: nn.Module
     by: str
     line: ShapeOnlyLine
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, OperatorPart] = field(default_factory=dict)
     met: dict[int, Tensor] = field(default_factory=dict)
     entered: set[int] = field(default_factory=set)
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChannelPlan:
         """Run, and say what was split."""
-        sharing = Sharing(self.by, self.line, filters_rules(self.witness) if self.by == "filters" else CHANNELS_RULES)
+        sharing = ChannelSharing(
+            self.by, self.line, filters_rules(self.witness) if self.by == "filters" else CHANNELS_RULES
+        )
         for path, module in list(self.twin.named_modules()):
             if is_weighted(module):
                 module.forward = partial(self.first, path, module, sharing)
@@ -97,13 +99,15 @@ class _Run:
                 raise InputError("parameter", name, remedy)
         return ChannelPlan(self.by, self.line.size, self.parts, partial_names, inputs, outputs)
 
-    def first(self, path: str, module: Weighted, sharing: Sharing, tensor: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def first(
+        self, path: str, module: Weighted, sharing: ChannelSharing, tensor: Tensor, *rest: Any, **named: Any
+    ) -> Tensor:
         """The first call of a convolution or linear: it is split by what enters, and called again."""
         del module.forward
         channels = channels_of_module(module)
         is_shared = [cut.dim for cut in cuts_of(tensor)] == [channel_dim(module, tensor)]
         part = split_part(channels, self.by, is_shared, self.line.size)
-        if part is not Part.WHOLE and not rest and not named and takes_samples(module, tensor):
+        if part is not OperatorPart.WHOLE and not rest and not named and takes_samples(module, tensor):
             self.parts[path] = part
             split_module(module, part, sharing)
         result: Tensor = module(tensor, *rest, **named)

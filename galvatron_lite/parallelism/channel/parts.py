@@ -23,7 +23,7 @@ from galvatron_lite.model.graph import LayerKind, Operator
 from galvatron_lite.parallelism.pictures import channels_of, has_weights, is_picture, items_of
 
 
-class Part(StrEnum):
+class OperatorPart(StrEnum):
     """What a device does of an operator."""
 
     FILTERS = "filters"
@@ -40,8 +40,8 @@ class Part(StrEnum):
     """All."""
 
 
-Parts = tuple[tuple[Operator, Part], ...]
-OUTPUT = (Part.FILTERS, Part.GATHERED)
+Parts = tuple[tuple[Operator, OperatorPart], ...]
+OUTPUT = (OperatorPart.FILTERS, OperatorPart.GATHERED)
 """Shares of the output channels."""
 
 
@@ -56,38 +56,38 @@ def parts_of(operators: tuple[Operator, ...], by: str) -> Parts:
     return _paired(operators) if by == "filters" else tuple((one, _scattered(one)) for one in operators)
 
 
-def _scattered(one: Operator) -> Part:
+def _scattered(one: Operator) -> OperatorPart:
     dense = has_weights(one) and channels_of(one)[2] == 1
-    return Part.SCATTERED if dense else Part.SHARED
+    return OperatorPart.SCATTERED if dense else OperatorPart.SHARED
 
 
 def _paired(operators: tuple[Operator, ...]) -> Parts:
-    parts: list[Part] = []
+    parts: list[OperatorPart] = []
     begun, width = -1, 0
     for place, one in enumerate(operators):
         if not has_weights(one):
-            parts.append(Part.SHARED if begun >= 0 else Part.WHOLE)
+            parts.append(OperatorPart.SHARED if begun >= 0 else OperatorPart.WHOLE)
             continue
         inputs, outputs, groups = channels_of(one)
         follows = begun >= 0 and inputs == width
         if groups > 1:
-            parts.append(Part.SHARED if follows else Part.WHOLE)
+            parts.append(OperatorPart.SHARED if follows else OperatorPart.WHOLE)
             width = outputs if follows else width
         elif follows:
-            parts.append(Part.CHANNELS)
+            parts.append(OperatorPart.CHANNELS)
             begun = -1
         else:
             _gather(parts, begun)
-            parts.append(Part.FILTERS)
+            parts.append(OperatorPart.FILTERS)
             begun, width = place, outputs
     _gather(parts, begun)
     return tuple(zip(operators, parts, strict=True))
 
 
-def _gather(parts: list[Part], begun: int) -> None:
+def _gather(parts: list[OperatorPart], begun: int) -> None:
     """Nothing takes up the shares that the operator at ``begun`` made."""
     if begun >= 0:
-        parts[begun] = Part.GATHERED
+        parts[begun] = OperatorPart.GATHERED
 
 
 def takes_gradient(one: Operator) -> bool:
@@ -109,7 +109,7 @@ LOSS_BYTES = 8
 def divides(kind: LayerKind, by: str, degree: int) -> bool:
     """Whether all channels that a layer splits are split evenly."""
     parts = parts_of(kind.operators, by)
-    dense = any(has_weights(one) and part is not Part.WHOLE for one, part in parts)
+    dense = any(has_weights(one) and part is not OperatorPart.WHOLE for one, part in parts)
     return dense and all(_even(one, part, degree) for one, part in parts if has_weights(one))
 
 
@@ -124,16 +124,16 @@ def undivided(kind: LayerKind, by: str, degree: int) -> str:
     return "" if divides(kind, by, degree) else "none of its operators has weights of all channels"
 
 
-def _even(one: Operator, part: Part, degree: int) -> bool:
+def _even(one: Operator, part: OperatorPart, degree: int) -> bool:
     inputs, outputs, groups = channels_of(one)
     match part:
-        case Part.FILTERS | Part.GATHERED:
+        case OperatorPart.FILTERS | OperatorPart.GATHERED:
             return outputs % degree == 0
-        case Part.CHANNELS:
+        case OperatorPart.CHANNELS:
             return inputs % degree == 0
-        case Part.SCATTERED:
+        case OperatorPart.SCATTERED:
             return inputs % degree == 0 and outputs % degree == 0
-        case Part.SHARED:
+        case OperatorPart.SHARED:
             return groups % degree == 0
     return True
 
@@ -141,7 +141,9 @@ def _even(one: Operator, part: Part, degree: int) -> bool:
 def split_items(kind: LayerKind, by: str) -> int:
     """Parameter items that are divided: weights; biases and norms count as whole on every device."""
     return sum(
-        items_of(one)[2] for one, part in parts_of(kind.operators, by) if has_weights(one) and part is not Part.WHOLE
+        items_of(one)[2]
+        for one, part in parts_of(kind.operators, by)
+        if has_weights(one) and part is not OperatorPart.WHOLE
     )
 
 

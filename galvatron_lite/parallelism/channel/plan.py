@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from galvatron_lite.parallelism.channel.parts import Part
+from galvatron_lite.parallelism.channel.parts import OperatorPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class ChannelPlan:
     degree: int  # devices that share them
     # what a device does of each convolution and linear that is split, by its path in the layer: ``FILTERS`` (what it
     # makes is gathered where it must be whole), ``CHANNELS``, ``SCATTERED`` or ``SHARED``
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, OperatorPart] = field(default_factory=dict)
     # names of parameters that stay whole and meet shares: each device has a part of their gradients. By ``channels``
     # all that stays whole is so, named or not
     partial: frozenset[str] = frozenset()

@@ -9,7 +9,7 @@ from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recom
 from galvatron_lite.model.sides import sides_of
 from galvatron_lite.parallelism.channel.each import each_parts
 from galvatron_lite.parallelism.channel.gathers import is_added, lone_pictures
-from galvatron_lite.parallelism.channel.parts import OUTPUT, Part, is_named, parts_of
+from galvatron_lite.parallelism.channel.parts import OUTPUT, OperatorPart, is_named, parts_of
 from galvatron_lite.parallelism.pictures import has_weights, items_of
 
 
@@ -45,7 +45,9 @@ def _kept_share(kind: LayerKind, by: str, degree: int, choice: Recompute) -> flo
         return 1.0
     inputs = [(_input_items(one), part) for one, part in parts_of(kind.operators, by) if _keeps_input(one)]
     whole = sum(items for items, _ in inputs)
-    held = sum(items / (degree if part in (Part.CHANNELS, Part.SHARED) else 1) for items, part in inputs)
+    held = sum(
+        items / (degree if part in (OperatorPart.CHANNELS, OperatorPart.SHARED) else 1) for items, part in inputs
+    )
     made, leaving = lone_pictures(kind), kind.dims.out_channels
     held += sum(items / degree for place, (items, _) in enumerate(made) if is_added(made, place, leaving))
     return held / whole if whole else 1.0
@@ -63,10 +65,10 @@ def _input_items(one: Operator) -> int:
     return one.shape[1] * prod(side.extent for side in sides) if sides else one.shape[0]
 
 
-def _sliced(one: Operator, part: Part, degree: int) -> Operator:
-    if part is Part.WHOLE:
+def _sliced(one: Operator, part: OperatorPart, degree: int) -> Operator:
+    if part is OperatorPart.WHOLE:
         return one
-    moved = 1 / degree if part is Part.SHARED else _moved_share(one, part, degree)
+    moved = 1 / degree if part is OperatorPart.SHARED else _moved_share(one, part, degree)
     return replace(
         one,
         shape=_shape(one, part, degree),
@@ -78,16 +80,16 @@ def _sliced(one: Operator, part: Part, degree: int) -> Operator:
     )
 
 
-def _moved_share(one: Operator, part: Part, degree: int) -> float:
+def _moved_share(one: Operator, part: OperatorPart, degree: int) -> float:
     """Share of the bytes of input and output, one of which is whole."""
     x, y, _ = items_of(one)
     return (x + y / degree) / (x + y) if part in OUTPUT else (x / degree + y) / (x + y)
 
 
-def _shape(one: Operator, part: Part, degree: int) -> tuple[int, ...]:
+def _shape(one: Operator, part: OperatorPart, degree: int) -> tuple[int, ...]:
     if one.kind is OperatorClass.MEMORY:
         return (ceil(one.shape[0] / degree), *one.shape[1:])
-    inner, outer = (1 if part in OUTPUT else degree), (degree if part in (*OUTPUT, Part.SHARED) else 1)
+    inner, outer = (1 if part in OUTPUT else degree), (degree if part in (*OUTPUT, OperatorPart.SHARED) else 1)
     if one.kind is OperatorClass.MATMUL:
         rows, inputs, outputs = one.shape
         return rows, inputs // inner, outputs // outer

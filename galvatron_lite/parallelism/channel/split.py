@@ -18,7 +18,7 @@ from galvatron_lite.parallelism.channel.modules import (
     channels_of_module,
     run_with,
 )
-from galvatron_lite.parallelism.channel.parts import Part
+from galvatron_lite.parallelism.channel.parts import OperatorPart
 from galvatron_lite.parallelism.cuts.functions import enter, own, whole
 from galvatron_lite.parallelism.cuts.line import Line
 from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cut_tensor, cuts_of, local_of
@@ -28,7 +28,7 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ChannelSharing:
     """Who shares the channels of a layer, and how."""
 
     by: str  # ``filters`` or ``channels``
@@ -50,7 +50,7 @@ class Sharing:
         return own(entered, (Cut(dim, tensor.shape[dim], self.line),), self.rules)
 
 
-def split_part(channels: Channels, by: str, is_shared: bool, degree: int) -> Part:
+def split_part(channels: Channels, by: str, is_shared: bool, degree: int) -> OperatorPart:
     """What a device does of a convolution or linear.
 
     Args:
@@ -60,15 +60,15 @@ def split_part(channels: Channels, by: str, is_shared: bool, degree: int) -> Par
         degree: devices that share them.
     """
     if channels.groups > 1:
-        return Part.SHARED if is_shared and channels.shares_groups(degree) else Part.WHOLE
+        return OperatorPart.SHARED if is_shared and channels.shares_groups(degree) else OperatorPart.WHOLE
     if by == "channels":
-        return Part.SCATTERED if min(channels.inputs, channels.outputs) >= degree else Part.WHOLE
+        return OperatorPart.SCATTERED if min(channels.inputs, channels.outputs) >= degree else OperatorPart.WHOLE
     if is_shared:
-        return Part.CHANNELS
-    return Part.FILTERS if channels.outputs >= degree else Part.WHOLE
+        return OperatorPart.CHANNELS
+    return OperatorPart.FILTERS if channels.outputs >= degree else OperatorPart.WHOLE
 
 
-def split_module(module: Weighted, part: Part, sharing: Sharing) -> Shards:
+def split_module(module: Weighted, part: OperatorPart, sharing: ChannelSharing) -> Shards:
     """Slice a module's weight in place and make it work on shares.
 
     Returns:
@@ -79,33 +79,33 @@ def split_module(module: Weighted, part: Part, sharing: Sharing) -> Shards:
     shards: Shards = {}
     slice_parameter(module.weight, dim, (extent,), line, shards)
     if module.bias is not None:
-        summed = part is Part.CHANNELS
+        summed = part is OperatorPart.CHANNELS
         placement = Placement.REPLICATED if summed else Placement.PARTIAL
         shards[id(module.bias)] = ParameterShard(placement, tuple(module.bias.shape), line.size, line.rank)
     module.forward = partial(_FORWARDS[part], module, channels, sharing)  # type: ignore[method-assign]
     return shards
 
 
-def _sliced_dim(channels: Channels, part: Part) -> tuple[int, int]:
+def _sliced_dim(channels: Channels, part: OperatorPart) -> tuple[int, int]:
     """Dim of the weight that is sliced, and how long it is."""
     match part:
-        case Part.FILTERS:
+        case OperatorPart.FILTERS:
             return channels.output_dim, channels.outputs
-        case Part.CHANNELS | Part.SCATTERED:
+        case OperatorPart.CHANNELS | OperatorPart.SCATTERED:
             return channels.input_dim, channels.inputs
-        case Part.SHARED:
+        case OperatorPart.SHARED:
             return 0, (channels.inputs, channels.outputs)[channels.output_dim == 0]
     raise InputError("part", part, "Split what is made, what enters, or groups.")
 
 
-def _shared(tensor: Tensor, dim: int, sharing: Sharing) -> Tensor:
+def _shared(tensor: Tensor, dim: int, sharing: ChannelSharing) -> Tensor:
     """This device's share along ``dim`` of what enters, as a plain tensor, however it comes."""
     if any(cut.dim != dim for cut in cuts_of(tensor)):
         tensor = sharing.gather(tensor)
     return local_of(tensor if cuts_of(tensor) else sharing.share(tensor, dim))
 
 
-def _filters(module: Weighted, channels: Channels, sharing: Sharing, tensor: Tensor) -> Tensor:
+def _filters(module: Weighted, channels: Channels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
     entered = enter(sharing.gather(tensor), (sharing.line,))
     dim = channel_dim(module, entered)
     made = Cut(dim, channels.outputs, sharing.line)
@@ -113,13 +113,13 @@ def _filters(module: Weighted, channels: Channels, sharing: Sharing, tensor: Ten
     return cut_tensor(local, (made,), sharing.rules)
 
 
-def _channels(module: Weighted, channels: Channels, sharing: Sharing, tensor: Tensor) -> Tensor:  # noqa: ARG001
+def _channels(module: Weighted, channels: Channels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:  # noqa: ARG001
     local = _shared(tensor, channel_dim(module, tensor), sharing)
     summed = reduce_from_group(run_with(module, local, None, 1), sharing.line)
     return summed if module.bias is None else summed + along_channels(module.bias, module, summed).to(summed.dtype)
 
 
-def _scattered(module: Weighted, channels: Channels, sharing: Sharing, tensor: Tensor) -> Tensor:
+def _scattered(module: Weighted, channels: Channels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
     dim = channel_dim(module, tensor)
     local = _shared(tensor, dim, sharing)
     made = Cut(dim, channels.outputs, sharing.line)
@@ -131,7 +131,7 @@ def _scattered(module: Weighted, channels: Channels, sharing: Sharing, tensor: T
     return cut_tensor(plain + along_channels(bias, module, plain).to(plain.dtype), (made,), sharing.rules)
 
 
-def _groups(module: Weighted, channels: Channels, sharing: Sharing, tensor: Tensor) -> Tensor:
+def _groups(module: Weighted, channels: Channels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
     dim = channel_dim(module, tensor)
     local = _shared(tensor, dim, sharing)
     made = Cut(dim, channels.outputs, sharing.line)
@@ -143,9 +143,9 @@ def _own_bias(module: Weighted, made: Cut) -> Tensor | None:
     return None if module.bias is None else module.bias.narrow(0, made.start, made.length)
 
 
-_FORWARDS: dict[Part, Callable[[Weighted, Channels, Sharing, Tensor], Tensor]] = {
-    Part.FILTERS: _filters,
-    Part.CHANNELS: _channels,
-    Part.SCATTERED: _scattered,
-    Part.SHARED: _groups,
+_FORWARDS: dict[OperatorPart, Callable[[Weighted, Channels, ChannelSharing, Tensor], Tensor]] = {
+    OperatorPart.FILTERS: _filters,
+    OperatorPart.CHANNELS: _channels,
+    OperatorPart.SCATTERED: _scattered,
+    OperatorPart.SHARED: _groups,
 }

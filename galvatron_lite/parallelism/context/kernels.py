@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """How a block is computed."""
 
     scale: float  # of the scores
@@ -35,7 +35,7 @@ class Block:
     seed: int = 0  # of what is dropped
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Attention of a block.
 
     Args:
@@ -59,7 +59,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Ten
 
 
 def attend_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, block: Block
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, block: AttentionBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a block's queries, keys and values.
 
@@ -87,7 +87,7 @@ def attend_backward(
     return found[0], _narrowed(found[1], key), _narrowed(found[2], value)
 
 
-def _is_fused(query: Tensor, value: Tensor, block: Block) -> bool:
+def _is_fused(query: Tensor, value: Tensor, block: AttentionBlock) -> bool:
     if block.mask is not None or block.drop or query.shape[-1] != value.shape[-1] or query.is_meta:
         return False
     if query.is_cuda:
@@ -110,7 +110,7 @@ def _narrowed(gradient: Tensor, tensor: Tensor) -> Tensor:
     return gradient.reshape(samples, heads, -1, *gradient.shape[2:]).sum(2)
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _plain(query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     outputs, sums = [], []
     for rows, chances in _rows(query, key, block):
         scores = _scores(query, key, rows, block)
@@ -123,7 +123,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Ten
 
 
 def _plain_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, block: Block
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, block: AttentionBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = []
     keys, values = torch.zeros_like(key, dtype=sums.dtype), torch.zeros_like(value, dtype=sums.dtype)
@@ -142,7 +142,7 @@ def _plain_backward(
     return torch.cat(found, 2), keys, values
 
 
-def _rows(query: Tensor, key: Tensor, block: Block) -> Iterator[tuple[slice, Tensor | None]]:
+def _rows(query: Tensor, key: Tensor, block: AttentionBlock) -> Iterator[tuple[slice, Tensor | None]]:
     """Rows of queries, a few at a time, and what each item of their softmax is multiplied with: 0 where dropped."""
     samples, heads, queries, _ = query.shape
     count = max(1, SCORES // max(1, samples * heads * key.shape[2]))
@@ -158,7 +158,7 @@ def _chances(shape: tuple[int, ...], query: Tensor, drop: float, generator: Gene
     return kept / (1 - drop) if drop < 1 else kept.float()
 
 
-def _scores(query: Tensor, key: Tensor, rows: slice, block: Block) -> Tensor:
+def _scores(query: Tensor, key: Tensor, rows: slice, block: AttentionBlock) -> Tensor:
     """In float32 at the least."""
     scores = _by_heads(query[:, :, rows], key.mT) * block.scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from galvatron_lite.parallelism.context.kernels import Block, attend, attend_backward
-from galvatron_lite.parallelism.context.tasks import Pieces, Seen, Task, tasks
+from galvatron_lite.parallelism.context.kernels import AttentionBlock, attend, attend_backward
+from galvatron_lite.parallelism.context.tasks import AttentionTask, Pieces, VisibleKeys, tasks
 from galvatron_lite.parallelism.cuts.laying import length_of, taken
 from galvatron_lite.parallelism.cuts.line import Arrival, Line
 from galvatron_lite.parallelism.shares import part_of
@@ -55,11 +55,11 @@ class Ring:
         """Whose keys are here at a step."""
         return (self.line.rank - step) % self.line.size
 
-    def tasks(self, step: int) -> tuple[Task, ...]:
+    def tasks(self, step: int) -> tuple[AttentionTask, ...]:
         """What is computed at a step."""
         return tasks(self.queries[self.line.rank], self.keys[self.source(step)], self.causal)
 
-    def block(self, step: int, number: int, task: Task, device: torch.device) -> Block:
+    def block(self, step: int, number: int, task: AttentionTask, device: torch.device) -> AttentionBlock:
         """How one of its tasks is computed."""
         rows = part_of(self.queries[self.line.rank], *task.rows)
         columns = part_of(self.keys[self.source(step)], *task.columns)
@@ -67,11 +67,13 @@ class Ring:
         if mask is not None:
             mask = taken(mask, -2, rows) if mask.shape[-2] > 1 else mask
             mask = taken(mask, -1, columns) if mask.shape[-1] > 1 else mask
-        if task.seen is Seen.PLACES:
+        if task.seen is VisibleKeys.PLACES:
             mask = _and(mask, _places(rows, device)[:, None] >= _places(columns, device))
         size = self.line.size
         seed = (self.seed * size + self.line.rank) * size + step
-        return Block(self.scale, task.seen is Seen.BEFORE, mask, self.drop, (seed * size * 2 + number) % 2**62)
+        return AttentionBlock(
+            self.scale, task.seen is VisibleKeys.BEFORE, mask, self.drop, (seed * size * 2 + number) % 2**62
+        )
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:

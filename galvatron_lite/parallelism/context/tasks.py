@@ -12,7 +12,7 @@ from galvatron_lite.parallelism.shares import Range
 Pieces = tuple[Range, ...]
 
 
-class Seen(Enum):
+class VisibleKeys(Enum):
     """Which keys the queries of a block see."""
 
     ALL = "all"
@@ -23,15 +23,15 @@ class Seen(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class AttentionTask:
     """One block."""
 
     rows: Range  # of the rank's own queries, as it holds them
     columns: Range  # of the keys, as their rank holds them
-    seen: Seen  # which of these the queries see
+    seen: VisibleKeys  # which of these the queries see
 
 
-def tasks(queries: Pieces, keys: Pieces, causal: bool) -> tuple[Task, ...]:
+def tasks(queries: Pieces, keys: Pieces, causal: bool) -> tuple[AttentionTask, ...]:
     """The blocks of queries and keys that lie in these pieces of their sequences; those nobody sees are left out.
 
     Where both sides hold an early and a late piece (``shares.mirrored``), the block of other ranks is always one, of
@@ -41,13 +41,13 @@ def tasks(queries: Pieces, keys: Pieces, causal: bool) -> tuple[Task, ...]:
     if not rows or not columns:
         return ()
     if not causal:
-        return (Task((0, rows), (0, columns), Seen.ALL),)
+        return (AttentionTask((0, rows), (0, columns), VisibleKeys.ALL),)
     if queries == keys:
-        return (Task((0, rows), (0, columns), Seen.BEFORE),)
+        return (AttentionTask((0, rows), (0, columns), VisibleKeys.BEFORE),)
     return tuple(_together(list(_each(queries, keys))))
 
 
-def _each(queries: Pieces, keys: Pieces) -> Iterator[Task]:
+def _each(queries: Pieces, keys: Pieces) -> Iterator[AttentionTask]:
     """Block by block of pieces; what is seen wholly comes first, as keys are in order."""
     for query, rows in _held(queries):
         whole = 0
@@ -55,18 +55,18 @@ def _each(queries: Pieces, keys: Pieces) -> Iterator[Task]:
             if key[1] <= query[0] + 1:
                 whole = columns[1]
             elif key[0] < query[1]:
-                yield Task(rows, columns, Seen.PLACES)
+                yield AttentionTask(rows, columns, VisibleKeys.PLACES)
         if whole:
-            yield Task(rows, (0, whole), Seen.ALL)
+            yield AttentionTask(rows, (0, whole), VisibleKeys.ALL)
 
 
-def _together(found: list[Task]) -> Iterator[Task]:
+def _together(found: list[AttentionTask]) -> Iterator[AttentionTask]:
     """Blocks of neighbouring queries with the same keys as one."""
-    yield from (task for task in found if task.seen is Seen.PLACES)
-    plain = [task for task in found if task.seen is Seen.ALL]
+    yield from (task for task in found if task.seen is VisibleKeys.PLACES)
+    plain = [task for task in found if task.seen is VisibleKeys.ALL]
     for columns, several in groupby(plain, key=lambda task: task.columns):
         same = list(several)
-        yield Task((same[0].rows[0], same[-1].rows[1]), columns, Seen.ALL)
+        yield AttentionTask((same[0].rows[0], same[-1].rows[1]), columns, VisibleKeys.ALL)
 
 
 def _held(pieces: Pieces) -> Iterator[tuple[Range, Range]]:

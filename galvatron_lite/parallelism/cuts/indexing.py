@@ -17,7 +17,7 @@ from galvatron_lite.parallelism.cuts.calls import argument, fronted
 from galvatron_lite.parallelism.cuts.fallback import on_whole, refuse_writing
 from galvatron_lite.parallelism.cuts.functions import sum_over
 from galvatron_lite.parallelism.cuts.indices import IndexPlan, plan_of
-from galvatron_lite.parallelism.cuts.laying import LaidLine, Window, taken
+from galvatron_lite.parallelism.cuts.laying import ItemRange, LaidLine, taken
 from galvatron_lite.parallelism.cuts.moving import Range, recut, shares_of
 from galvatron_lite.parallelism.cuts.tensor import (
     Call,
@@ -84,7 +84,7 @@ def _slice(local: Tensor, cut: Cut, wanted: slice) -> tuple[Tensor, Cut]:
 
 def _window(local: Tensor, cut: Cut, start: int, extent: int) -> tuple[Tensor, Cut]:
     """Neighbouring rows, which stay where they are."""
-    after = Cut(cut.dim, extent, Window(cut.line, cut.extent, start))
+    after = Cut(cut.dim, extent, ItemRange(cut.line, cut.extent, start))
     kept, before = list[Range](), 0
     for low, high in cut.pieces:
         first, last = max(low, start), min(high, start + extent)

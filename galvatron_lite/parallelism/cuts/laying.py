@@ -2,7 +2,7 @@
 
 The item that a rank holds is up to its line alone. ``Mirrored``: an early and a late piece of a sequence each.
 ``Folded``: dims in front were merged into the cut one (samples and tokens, as language models do before a matmul or
-their loss): the same pieces again in each. ``Window``: a slice of a cut dim whose items stayed where they were.
+their loss): the same pieces again in each. ``ItemRange``: a slice of a cut dim whose items stayed where they were.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Folded(LaidLine):
 
 
 @dataclass(frozen=True, slots=True)
-class Window(LaidLine):
+class ItemRange(LaidLine):
     """A range of the items of a cut dim.
 
     Attributes:

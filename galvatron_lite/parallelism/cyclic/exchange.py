@@ -16,8 +16,8 @@ from galvatron_lite.errors import LaunchError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, Returned
 from galvatron_lite.parallelism.cyclic.mailbox import Lane, Mailbox, lane_of
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import StageStates
 from galvatron_lite.parallelism.cyclic.timeline import forward_time
@@ -33,17 +33,17 @@ def shape_of_batch(microbatch: Any) -> Shape:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(microbatch))
 
 
-def reach(message: Message, programme: Programme) -> int:
+def reach(message: CyclicMessage, programme: CyclicProgramme) -> int:
     """Time steps at most from the pass that sends a message to the one that awaits it.
 
     A micro-batch is two behind the one before it. Under ``stages`` a replica that is to have an update first may need
     it in the training step after the next only.
     """
-    far = programme.setting is CyclicSetting.STAGES and message.kind is Kind.UPDATE
+    far = programme.setting is CyclicSetting.STAGES and message.kind is MessageContent.UPDATE
     return 2 * programme.workers + 1 if far else 2
 
 
-def due(message: Message, time: int, step: int, programme: Programme) -> int:
+def due(message: CyclicMessage, time: int, step: int, programme: CyclicProgramme) -> int:
     """The time step behind which its sender may wait until a message is taken.
 
     Until then the pass that awaits it need not have begun. Where that pass may belong to a later training step, its
@@ -63,7 +63,7 @@ def due(message: Message, time: int, step: int, programme: Programme) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _first_time(programme: Programme, process: int, step: int) -> int:
+def _first_time(programme: CyclicProgramme, process: int, step: int) -> int:
     """Time step of the first pass that a process runs once it is given the batch of a training step."""
     workers = programme.workers
     return min(
@@ -74,7 +74,7 @@ def _first_time(programme: Programme, process: int, step: int) -> int:
     )
 
 
-def taken_by(message: Message, programme: Programme, step: int) -> bool:
+def taken_by(message: CyclicMessage, programme: CyclicProgramme, step: int) -> bool:
     """Whether the pass that awaits a message is run in training step ``step`` or before; else only later ones are."""
     steps = range(message.step, step + 1)
     return any(message in one.receives for past in steps for one in programme.passes(message.target, past))
@@ -84,7 +84,7 @@ def taken_by(message: Message, programme: Programme, step: int) -> bool:
 class _Done:
     """The last training step whose passes here were all run, and the programme that they were of."""
 
-    programme: Programme
+    programme: CyclicProgramme
     step: int = -1
 
 
@@ -101,7 +101,7 @@ def _see_off(mailbox: Mailbox, done: _Done) -> None:
         return  # the receiver is gone, and with it the need
 
 
-class Exchange:
+class MessageExchange:
     """Sends what is on a process's desk, and puts there what arrives.
 
     The structure of an activation is told ahead of the first message of a lane that holds one of its kind. When it is
@@ -114,13 +114,15 @@ class Exchange:
         mailbox: carries messages.
     """
 
-    def __init__(self, programme: Programme, desk: Desk, states: Mapping[int, StageStates], mailbox: Mailbox) -> None:
+    def __init__(
+        self, programme: CyclicProgramme, desk: Desk, states: Mapping[int, StageStates], mailbox: Mailbox
+    ) -> None:
         self._programme, self._desk, self._states, self._mailbox = programme, desk, states, mailbox
         self._templates: dict[tuple[Lane, Shape], Value] = {}
         self._done = _Done(programme)
         weakref.finalize(self, _see_off, mailbox, self._done)
 
-    def expect(self, messages: Sequence[Message]) -> None:
+    def expect(self, messages: Sequence[CyclicMessage]) -> None:
         """Start to receive those messages whose shapes are known by now."""
         for message in messages:
             likes = self._likes(message)
@@ -128,15 +130,15 @@ class Exchange:
                 return  # nor what comes behind it
             self._mailbox.expect(message, likes)
 
-    def receive(self, messages: Sequence[Message]) -> None:
+    def receive(self, messages: Sequence[CyclicMessage]) -> None:
         """Put what messages hold where passes look for it."""
         for message in messages:
-            if message.kind is Kind.ACTIVATION:
+            if message.kind is MessageContent.ACTIVATION:
                 self._learn(message)
             tensors = self._mailbox.receive(message, self._likes(message) or [])
             self._put(message, tensors)
 
-    def send(self, messages: Sequence[Message], time: int, step: int) -> None:
+    def send(self, messages: Sequence[CyclicMessage], time: int, step: int) -> None:
         """Send what messages are to hold, in this time step of a training step."""
         for message in messages:
             self._mailbox.send(message, self._found(message), due(message, time, step, self._programme))
@@ -149,59 +151,59 @@ class Exchange:
         """Wait until everything sent has arrived."""
         self._mailbox.finish()
 
-    def done(self, programme: Programme, step: int) -> None:
+    def done(self, programme: CyclicProgramme, step: int) -> None:
         """All passes of a training step, and of those before, have been run here."""
         self._done.programme, self._done.step = programme, step
 
-    def _number(self, message: Message) -> int:
+    def _number(self, message: CyclicMessage) -> int:
         return message.step * self._programme.workers + message.worker
 
-    def _key(self, message: Message) -> tuple[Lane, Shape]:
+    def _key(self, message: CyclicMessage) -> tuple[Lane, Shape]:
         return lane_of(message), shape_of_batch(self._desk.batches[self._number(message)])
 
-    def _learn(self, message: Message) -> None:
+    def _learn(self, message: CyclicMessage) -> None:
         if self._key(message) not in self._templates:
             self._templates[self._key(message)] = self._mailbox.hear(message)
 
-    def _likes(self, message: Message) -> list[Tensor] | None:
+    def _likes(self, message: CyclicMessage) -> list[Tensor] | None:
         """Tensors shaped like those of a message that is to come; None where they are not known yet."""
-        if message.kind is Kind.ACTIVATION:
+        if message.kind is MessageContent.ACTIVATION:
             key = self._key(message) if self._number(message) in self._desk.batches else None
             return list(tensors_of(self._templates[key])) if key in self._templates else None
-        if message.kind is Kind.GRADIENT:
+        if message.kind is MessageContent.GRADIENT:
             flight = self._desk.flights.get((message.stage - 1, self._number(message)))
             return None if flight is None else [*flight.shapes, _LOSS]
         return self._states[message.stage].gradient_likes()
 
-    def _put(self, message: Message, tensors: list[Tensor]) -> None:
+    def _put(self, message: CyclicMessage, tensors: list[Tensor]) -> None:
         stage, number = message.stage, self._number(message)
-        if message.kind is Kind.ACTIVATION:
+        if message.kind is MessageContent.ACTIVATION:
             # several views would keep one another alive
             alone = tensors if len(tensors) == 1 else [tensor.clone() for tensor in tensors]
             self._desk.handed[stage + 1, number] = Handed(self._templates[self._key(message)], alone)
-        elif message.kind is Kind.GRADIENT:
+        elif message.kind is MessageContent.GRADIENT:
             *gradients, loss = tensors
             self._desk.returned[stage - 1, number] = Returned(gradients, loss)
             self._desk.losses[number] = loss
-        elif message.kind is Kind.PARTIAL:
+        elif message.kind is MessageContent.PARTIAL:
             self._states[stage].sums[message.step] = StageStates.arrived(tensors)
         else:
             self._states[stage].updates[message.step] = StageStates.arrived(tensors)
 
-    def _found(self, message: Message) -> list[Tensor]:
+    def _found(self, message: CyclicMessage) -> list[Tensor]:
         stage, number = message.stage, self._number(message)
-        if message.kind is Kind.ACTIVATION:
+        if message.kind is MessageContent.ACTIVATION:
             return self._activation(message, self._desk.handed.pop((stage + 1, number)))
-        if message.kind is Kind.GRADIENT:
+        if message.kind is MessageContent.GRADIENT:
             returned = self._desk.returned.pop((stage - 1, number))
             assert returned.loss is not None
             return [*returned.gradients, returned.loss.double()]
         states = self._states[stage]
-        if message.kind is Kind.PARTIAL:
+        if message.kind is MessageContent.PARTIAL:
             return states.sent(states.sums.pop(message.step))
         return states.sent(states.updates[message.step])
 
-    def _activation(self, message: Message, made: Handed) -> list[Tensor]:
+    def _activation(self, message: CyclicMessage, made: Handed) -> list[Tensor]:
         if self._key(message) not in self._templates:
             self._templates[self._key(message)] = made.template
             self._mailbox.tell(message, made.template)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from galvatron_lite.model.batch import move_batch
 from galvatron_lite.parallelism.cyclic.draws import Draws, as_they_come
-from galvatron_lite.parallelism.cyclic.exchange import Exchange
+from galvatron_lite.parallelism.cyclic.exchange import MessageExchange
 from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, InFlight, Returned, handed, in_flight
 from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message, Pass
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass, MessageContent
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.stages import StagePart
 from galvatron_lite.parallelism.cyclic.states import StageStates
@@ -48,7 +48,7 @@ class Executor:
 
     def __init__(
         self,
-        programme: Programme,
+        programme: CyclicProgramme,
         process: int,
         parts: Mapping[int, StagePart],
         states: Mapping[int, StageStates],
@@ -70,7 +70,7 @@ class Executor:
             if self._stages_of(number):
                 self.desk.batches[number] = move_batch(microbatch, self._device)
 
-    def run(self, passes: Sequence[Pass]) -> None:
+    def run(self, passes: Sequence[CyclicPass]) -> None:
         """Run passes in order.
 
         Raises:
@@ -135,18 +135,18 @@ class Executor:
             states.restart(step, older.get(stage))
             self._parts[stage].bind(states.resting())
 
-    def _make_exchange(self, mailbox: Mailbox) -> Exchange:
-        return Exchange(self.programme, self.desk, self.states, mailbox)
+    def _make_exchange(self, mailbox: Mailbox) -> MessageExchange:
+        return MessageExchange(self.programme, self.desk, self.states, mailbox)
 
     def _open(self) -> None:
         """Before the first pass."""
 
-    def _finished(self, one: Pass) -> None:
+    def _finished(self, one: CyclicPass) -> None:
         """A stage's gradient is complete."""
         if self.programme.setting is CyclicSetting.SINGLE:
             self._apply(one.moment.stage, self._next[one.moment.stage])
 
-    def _sent(self, one: Pass, flight: InFlight | None) -> None:
+    def _sent(self, one: CyclicPass, flight: InFlight | None) -> None:
         """A pass is over, and what it sends is sent; the flight is what it left."""
 
     def _settle(self, step: int) -> None:
@@ -158,12 +158,12 @@ class Executor:
             while states.updates:
                 self._apply(stage, self._next[stage])
 
-    def _expect(self, following: Pass | None) -> None:
+    def _expect(self, following: CyclicPass | None) -> None:
         """Start to receive what the next pass needs while the present one computes."""
         if following is not None:
             self._exchange.expect(following.receives)
 
-    def _forward(self, one: Pass) -> None:
+    def _forward(self, one: CyclicPass) -> None:
         stage, number = one.moment.stage, self._number(one)
         part, states = self._parts[stage], self.states[stage]
         while states.newest < one.version:
@@ -183,7 +183,7 @@ class Executor:
         self._next[stage] = number + self.programme.replicas(stage)
         states.forget_before(self.programme.version(stage, self._next[stage]))
 
-    def _backward(self, one: Pass) -> None:
+    def _backward(self, one: CyclicPass) -> None:
         stage, number = one.moment.stage, self._number(one)
         part, states = self._parts[stage], self.states[stage]
         returned = self.desk.returned.pop((stage, number), Returned([], self.desk.losses.get(number)))
@@ -215,20 +215,20 @@ class Executor:
         """This process's stages that a micro-batch passes here."""
         return [stage for stage in self._parts if self.programme.process_of(stage, number) == self._process]
 
-    def _number(self, one: Pass) -> int:
+    def _number(self, one: CyclicPass) -> int:
         return one.moment.step * self.programme.workers + one.moment.worker
 
-    def _let_go(self, one: Pass) -> None:
+    def _let_go(self, one: CyclicPass) -> None:
         """Of the micro-batch behind its last forward pass here."""
         number = self._number(one)
         if not one.moment.backward and one.moment.stage == self._stages_of(number)[-1]:
             del self.desk.batches[number]
 
 
-def _split(one: Pass) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def _split(one: CyclicPass) -> tuple[tuple[CyclicMessage, ...], tuple[CyclicMessage, ...]]:
     """Messages that can leave before a pass is run, and those that hold what it makes.
 
     An update is passed on before it is applied: optimizers may change gradients.
     """
-    early = tuple(message for message in one.sends if message.kind is Kind.UPDATE and not one.moment.backward)
+    early = tuple(message for message in one.sends if message.kind is MessageContent.UPDATE and not one.moment.backward)
     return early, tuple(message for message in one.sends if message not in early)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.parallelism.pipeline.transfer import Slot, Value, differentiable, template_of
+from galvatron_lite.parallelism.pipeline.transfer import GradientSlot, Value, differentiable, template_of
 
 Place = tuple[int, int]
 """A stage, and the number of a micro-batch."""
@@ -26,12 +26,14 @@ class InFlight:
 
     version: int  # of the parameters
     parameters: Mapping[str, nn.Parameter]  # those that the graph leads to
-    inputs: list[Slot]  # where gradients of what the stage was given are put
+    inputs: list[GradientSlot]  # where gradients of what the stage was given are put
     outputs: list[GradientEdge]  # of the graph
     shapes: list[Tensor]  # of the outputs, without values
 
 
-def in_flight(version: int, parameters: Mapping[str, nn.Parameter], inputs: list[Slot], produced: Value) -> InFlight:
+def in_flight(
+    version: int, parameters: Mapping[str, nn.Parameter], inputs: list[GradientSlot], produced: Value
+) -> InFlight:
     """What is kept of a forward pass that produced this."""
     outputs = differentiable(produced)
     shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message, Pass
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass, MessageContent
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import LOOKED, STEADY, steady_passes
 
@@ -21,20 +21,20 @@ class Holding:
     """What is on a process during one pass of steady state, besides what the pass itself makes."""
 
     process: int  # which
-    does: Pass  # the pass
+    does: CyclicPass  # the pass
     # micro-batches, by stage, whose activations wait for their backward passes; the pass's own is not counted
     live: Counts
     sums: tuple[int, ...]  # stages whose gradient sums grow there (``single``); the pass's own is not counted
     updates: Counts  # complete gradient sums, by stage, that are there before the pass and wait to be applied or sent
     versions: Counts  # of each stage's parameters that are there, those that the pass makes among them
-    waiting: tuple[Message, ...]  # messages that the process has sent and nobody has taken yet
-    coming: tuple[Message, ...]  # messages that its next pass waits for: they may come while this one runs
+    waiting: tuple[CyclicMessage, ...]  # messages that the process has sent and nobody has taken yet
+    coming: tuple[CyclicMessage, ...]  # messages that its next pass waits for: they may come while this one runs
 
 
 @lru_cache(maxsize=16)
 def holdings(rule: CyclicRule, setting: CyclicSetting, workers: int) -> tuple[Holding, ...]:
     """The holdings of every process at each pass of one round of 2N time steps."""
-    programme = Programme(rule, setting, workers)
+    programme = CyclicProgramme(rule, setting, workers)
     every = steady_passes(programme)
     taken = {message: one.moment.time for _, one in every for message in one.receives}
     known = {process: _Known(programme, taken) for process in range(programme.processes)}
@@ -48,9 +48,9 @@ def holdings(rule: CyclicRule, setting: CyclicSetting, workers: int) -> tuple[Ho
     return tuple(found)
 
 
-def _following(every: Sequence[tuple[int, Pass]]) -> list[tuple[Message, ...]]:
+def _following(every: Sequence[tuple[int, CyclicPass]]) -> list[tuple[CyclicMessage, ...]]:
     """What the next pass of each pass's process waits for; nothing after the last."""
-    later, found = dict[int, Pass](), list[tuple[Message, ...]]()
+    later, found = dict[int, CyclicPass](), list[tuple[CyclicMessage, ...]]()
     for process, one in reversed(every):
         found.append(later[process].receives if process in later else ())
         later[process] = one
@@ -61,16 +61,16 @@ def _following(every: Sequence[tuple[int, Pass]]) -> list[tuple[Message, ...]]:
 class _Known:
     """One process on its way through the table."""
 
-    programme: Programme  # that it runs
+    programme: CyclicProgramme  # that it runs
     # time step at which each message is received; those that are not there are received later
-    taken: dict[Message, int]
+    taken: dict[CyclicMessage, int]
     live: dict[tuple[int, int], int] = field(default_factory=dict)  # stage and micro-batch
     sums: set[int] = field(default_factory=set)  # stages
     updates: set[tuple[int, int]] = field(default_factory=set)  # stage and training step
     newest: dict[int, int] = field(default_factory=dict)  # version of each stage (``single``)
-    sent: list[Message] = field(default_factory=list)  # messages
+    sent: list[CyclicMessage] = field(default_factory=list)  # messages
 
-    def holding(self, process: int, one: Pass, coming: tuple[Message, ...]) -> Holding:
+    def holding(self, process: int, one: CyclicPass, coming: tuple[CyclicMessage, ...]) -> Holding:
         """What is there while it runs a pass."""
         own = (one.moment.stage, self._number(one))
         time = one.moment.time
@@ -86,7 +86,7 @@ class _Known:
             coming,
         )
 
-    def run(self, one: Pass) -> None:
+    def run(self, one: CyclicPass) -> None:
         """What a pass leaves behind."""
         stage, number = one.moment.stage, self._number(one)
         if not one.moment.backward:
@@ -97,7 +97,7 @@ class _Known:
             self._finish(one)
         self.sent += one.sends
 
-    def _finish(self, one: Pass) -> None:
+    def _finish(self, one: CyclicPass) -> None:
         stage, setting = one.moment.stage, self.programme.setting
         if setting is CyclicSetting.SINGLE:
             (self.sums.discard if one.finishes else self.sums.add)(stage)
@@ -106,7 +106,7 @@ class _Known:
         if one.finishes:
             self.newest[stage] = one.moment.step + 1
 
-    def _versions(self, one: Pass) -> Counts:
+    def _versions(self, one: CyclicPass) -> Counts:
         setting, stage = self.programme.setting, one.moment.stage
         if setting is CyclicSetting.ZERO:
             carried = [{one.version}, {one.version}]
@@ -119,7 +119,7 @@ class _Known:
         process = self.programme.process_of(stage, self._number(one))
         return tuple((own, 1) for own in self.programme.stages_of(process))
 
-    def _alive(self, one: Pass, stage: int) -> int:
+    def _alive(self, one: CyclicPass, stage: int) -> int:
         """The most versions of a stage, from the oldest that some micro-batch still needs to the newest, before and
         after the update that a pass ends with."""
         own = (one.moment.stage, self._number(one))
@@ -131,12 +131,12 @@ class _Known:
         left = [version for key, version in used.items() if key != own]
         return max(before, newest + 1 - min([*left, coming, newest + 1]) + 1)
 
-    def _next_version(self, one: Pass, stage: int) -> int:
+    def _next_version(self, one: CyclicPass, stage: int) -> int:
         """The version that the next micro-batch to come to a stage uses."""
         # The stage's forward passes follow one another every two time steps: micro-batch n at 2n + stage.
         return self.programme.version(stage, -(-(one.moment.time - stage) // 2))
 
-    def _number(self, one: Pass) -> int:
+    def _number(self, one: CyclicPass) -> int:
         return one.moment.step * self.programme.workers + one.moment.worker
 
 
@@ -144,8 +144,8 @@ def _counts(stages: Iterable[int]) -> Counts:
     return tuple(sorted(Counter(stages).items()))
 
 
-def beside(one: Pass) -> tuple[Message, ...]:
+def beside(one: CyclicPass) -> tuple[CyclicMessage, ...]:
     """Messages received for a pass that lie beside what it computes with: gradient sums that grow on, and under
     ``zero`` all that comes, are what it computes with."""
-    own = (Kind.WEIGHTS, Kind.STATES, Kind.PARTIAL)
+    own = (MessageContent.WEIGHTS, MessageContent.STATES, MessageContent.PARTIAL)
     return tuple(message for message in one.receives if message.kind not in own)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
 from galvatron_lite.parallelism.cyclic.packing import pack, packed_bytes, unpack
 
 SENDING, AWAITING = "could not send {} to", "waited in vain for {} from"
@@ -27,29 +27,29 @@ RESUME = "Training has stopped. Start all processes again and resume from the la
 class Mailbox(Protocol):
     """Where an executor sends and receives; both ends of every message know the shapes of its tensors."""
 
-    def send(self, message: Message, tensors: Sequence[Tensor], due: int = 0) -> None:
+    def send(self, message: CyclicMessage, tensors: Sequence[Tensor], due: int = 0) -> None:
         """Send copies of the tensors; returns at once. Behind time step ``due`` one may wait until they are taken."""
 
     def clear(self, time: int) -> None:
         """Let go of the copies that were due before this time step."""
 
-    def expect(self, message: Message, likes: Sequence[Tensor]) -> None:
+    def expect(self, message: CyclicMessage, likes: Sequence[Tensor]) -> None:
         """Start to receive. Messages of one lane are expected in the order in which they are sent."""
 
-    def receive(self, message: Message, likes: Sequence[Tensor]) -> list[Tensor]:
+    def receive(self, message: CyclicMessage, likes: Sequence[Tensor]) -> list[Tensor]:
         """The tensors, shaped like these, once they are here.
 
         Raises:
             LaunchError: the sender is gone, or silent for too long.
         """
 
-    def tell(self, message: Message, value: object) -> None:
+    def tell(self, message: CyclicMessage, value: object) -> None:
         """Send something small that can be pickled, ahead of the message."""
 
-    def hear(self, message: Message) -> Any:
+    def hear(self, message: CyclicMessage) -> Any:
         """What the sender of a message told."""
 
-    def finish(self, which: Callable[[Message], bool] = lambda _message: True) -> None:
+    def finish(self, which: Callable[[CyclicMessage], bool] = lambda _message: True) -> None:
         """Wait until everything sent, or those messages of it, has arrived.
 
         Raises:
@@ -60,12 +60,12 @@ class Mailbox(Protocol):
 class Lane(NamedTuple):
     """Messages that keep their order: of one kind, between two ranks, in one direction."""
 
-    kind: Kind
+    kind: MessageContent
     source: int
     target: int
 
 
-def lane_of(message: Message) -> Lane:
+def lane_of(message: CyclicMessage) -> Lane:
     """The lane that a message takes."""
     return Lane(message.kind, message.source, message.target)
 
@@ -76,7 +76,7 @@ class _Transfer:
 
     work: dist.Work | None
     buffer: Tensor
-    message: Message
+    message: CyclicMessage
     due: int = 0
 
 
@@ -89,9 +89,9 @@ class ProcessMailbox:
         timeout: seconds after which a message that does not come is an error.
     """
 
-    def __init__(self, kinds: Iterable[Kind], device: torch.device, timeout: float) -> None:
+    def __init__(self, kinds: Iterable[MessageContent], device: torch.device, timeout: float) -> None:
         self._device, self._timeout = device, timedelta(seconds=timeout)
-        self._groups: dict[tuple[Kind, bool], Any] = {
+        self._groups: dict[tuple[MessageContent, bool], Any] = {
             (kind, up): dist.new_group(
                 timeout=self._timeout, group_desc=f"cyclic {kind.value} {'up' if up else 'down'}"
             )
@@ -99,9 +99,9 @@ class ProcessMailbox:
             for up in (True, False)
         }
         self._sending: list[_Transfer] = []
-        self._expected: dict[Message, _Transfer] = {}
+        self._expected: dict[CyclicMessage, _Transfer] = {}
 
-    def send(self, message: Message, tensors: Sequence[Tensor], due: int = 0) -> None:
+    def send(self, message: CyclicMessage, tensors: Sequence[Tensor], due: int = 0) -> None:
         """See ``Mailbox``."""
         buffer = pack(tensors, self._device)
         try:
@@ -117,7 +117,7 @@ class ProcessMailbox:
         for transfer in taken:
             self._wait(transfer, SENDING, transfer.message.target)
 
-    def expect(self, message: Message, likes: Sequence[Tensor]) -> None:
+    def expect(self, message: CyclicMessage, likes: Sequence[Tensor]) -> None:
         """See ``Mailbox``."""
         if message in self._expected:
             return
@@ -128,21 +128,21 @@ class ProcessMailbox:
             raise self._lost(message, AWAITING, message.source, error) from error
         self._expected[message] = _Transfer(work, buffer, message)
 
-    def receive(self, message: Message, likes: Sequence[Tensor]) -> list[Tensor]:
+    def receive(self, message: CyclicMessage, likes: Sequence[Tensor]) -> list[Tensor]:
         """See ``Mailbox``."""
         self.expect(message, likes)
         transfer = self._expected.pop(message)
         self._wait(transfer, AWAITING, message.source)
         return unpack(transfer.buffer, likes)
 
-    def tell(self, message: Message, value: object) -> None:
+    def tell(self, message: CyclicMessage, value: object) -> None:
         """See ``Mailbox``."""
         try:
             dist.send_object_list([value], dst=message.target, group=self._group(message), device=self._device)
         except RuntimeError as error:
             raise self._lost(message, SENDING, message.target, error) from error
 
-    def hear(self, message: Message) -> Any:
+    def hear(self, message: CyclicMessage) -> Any:
         """See ``Mailbox``."""
         received: list[Any] = [None]
         try:
@@ -151,7 +151,7 @@ class ProcessMailbox:
             raise self._lost(message, AWAITING, message.source, error) from error
         return received[0]
 
-    def finish(self, which: Callable[[Message], bool] = lambda _message: True) -> None:
+    def finish(self, which: Callable[[CyclicMessage], bool] = lambda _message: True) -> None:
         """See ``Mailbox``."""
         awaited = [one for one in self._sending if which(one.message)]
         self._sending = [one for one in self._sending if not which(one.message)]
@@ -165,7 +165,7 @@ class ProcessMailbox:
         except RuntimeError as error:
             raise self._lost(transfer.message, what, peer, error) from error
 
-    def _lost(self, message: Message, what: str, peer: int, error: RuntimeError) -> LaunchError:
+    def _lost(self, message: CyclicMessage, what: str, peer: int, error: RuntimeError) -> LaunchError:
         """Close all groups, so that whoever waits for this process stops too; the error to be raised."""
         groups, self._groups, self._sending = self._groups, {}, []
         for group in groups.values():
@@ -176,7 +176,7 @@ class ProcessMailbox:
             f"({why}). {RESUME}"
         )
 
-    def _group(self, message: Message) -> Any:
+    def _group(self, message: CyclicMessage) -> Any:
         key = (message.kind, message.source < message.target)
         if key not in self._groups:
             raise LaunchError(
@@ -185,7 +185,7 @@ class ProcessMailbox:
         return self._groups[key]
 
 
-def _told(message: Message, what: str) -> str:
+def _told(message: CyclicMessage, what: str) -> str:
     """What was to be done with a message, to be told in an error."""
     step = max(message.step, 0)  # the parameters that training begins with are of step -1
     place = f"Worker {message.worker}, stage {message.stage}, training step {step}"
@@ -193,10 +193,10 @@ def _told(message: Message, what: str) -> str:
 
 
 _NAMES = {
-    Kind.ACTIVATION: "activations",
-    Kind.GRADIENT: "gradients of activations",
-    Kind.PARTIAL: "the sum of gradients so far",
-    Kind.UPDATE: "the gradient of all workers",
-    Kind.WEIGHTS: "parameters",
-    Kind.STATES: "parameters, gradients and optimizer states",
+    MessageContent.ACTIVATION: "activations",
+    MessageContent.GRADIENT: "gradients of activations",
+    MessageContent.PARTIAL: "the sum of gradients so far",
+    MessageContent.UPDATE: "the gradient of all workers",
+    MessageContent.WEIGHTS: "parameters",
+    MessageContent.STATES: "parameters, gradients and optimizer states",
 }

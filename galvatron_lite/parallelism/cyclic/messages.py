@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from galvatron_lite.parallelism.cyclic.timeline import Moment
+from galvatron_lite.parallelism.cyclic.timeline import StagePass
 
 
-class Kind(StrEnum):
+class MessageContent(StrEnum):
     """What a message holds.
 
     ``activation``: what a stage made of a micro-batch, for the next stage. ``gradient``: of what a stage was given, for
@@ -26,10 +26,10 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class CyclicMessage:
     """What one process sends to another."""
 
-    kind: Kind  # what it holds
+    kind: MessageContent  # what it holds
     stage: int  # whose parameters or gradients; of an activation or its gradient, the stage whose pass made it
     step: int  # training step of the pass at which it is sent; of an update, the one whose gradients it holds
     worker: int  # of the pass at which it is sent
@@ -39,13 +39,13 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class CyclicPass:
     """One forward or backward pass of a stage."""
 
-    moment: Moment  # which, and in which time step
+    moment: StagePass  # which, and in which time step
     version: int  # of the stage's parameters, which forward and backward of a micro-batch use
-    receives: tuple[Message, ...] = ()  # messages that must be there before it
-    sends: tuple[Message, ...] = ()  # messages sent once it is done
+    receives: tuple[CyclicMessage, ...] = ()  # messages that must be there before it
+    sends: tuple[CyclicMessage, ...] = ()  # messages sent once it is done
     # training steps whose updates the process applies to the stage before it (``data``, ``stages``)
     applies: tuple[int, ...] = ()
     finishes: bool = False  # whether it completes the stage's gradient of its training step

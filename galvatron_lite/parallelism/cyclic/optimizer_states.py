@@ -13,7 +13,7 @@ from galvatron_lite.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OptimizerEntry:
     """One state of one parameter."""
 
     index: int  # of the parameter
@@ -23,7 +23,7 @@ class Entry:
     number: Callable[[Any], Any] | None = None  # what a number is made by; None for a tensor
 
 
-Layout = tuple[Entry, ...]
+Layout = tuple[OptimizerEntry, ...]
 
 
 def layout_of(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], likes: Sequence[Tensor]) -> Layout:
@@ -74,20 +74,20 @@ def take_states(
             optimizer.state[parameters[entry.index]][entry.key] = _taken(value, entry)
 
 
-def _entry(index: int, key: str, value: Any) -> Entry:
+def _entry(index: int, key: str, value: Any) -> OptimizerEntry:
     if isinstance(value, Tensor):
-        return Entry(index, key, torch.empty_like(value, device="meta"), value.device)
+        return OptimizerEntry(index, key, torch.empty_like(value, device="meta"), value.device)
     if isinstance(value, (bool, int, float)):
-        return Entry(index, key, torch.empty((), dtype=torch.float64, device="meta"), number=type(value))
+        return OptimizerEntry(index, key, torch.empty((), dtype=torch.float64, device="meta"), number=type(value))
     remedy = "Under the setting zero an optimizer's states travel; use one whose states are tensors, or setting data."
     raise InputError(f"optimizer, state {key}", type(value).__name__, remedy)
 
 
-def _sent(value: Any, entry: Entry) -> Tensor:
+def _sent(value: Any, entry: OptimizerEntry) -> Tensor:
     if value is None:
         return torch.zeros_like(entry.like, device="cpu")
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
-def _taken(value: Tensor, entry: Entry) -> Any:
+def _taken(value: Tensor, entry: OptimizerEntry) -> Any:
     return value.to(entry.device) if entry.number is None else entry.number(value.item())

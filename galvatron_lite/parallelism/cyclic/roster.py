@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count, version
 
 
@@ -78,7 +78,9 @@ class Roster:
         return step * self.workers + self.workers - 1
 
     def message(
-        self, kind: Kind, stage: int, number: int, source: int, target: int, versions: range = range(0)
-    ) -> Message:
+        self, kind: MessageContent, stage: int, number: int, source: int, target: int, versions: range = range(0)
+    ) -> CyclicMessage:
         """What leaves a process at a pass of micro-batch ``number``."""
-        return Message(kind, stage, number // self.workers, number % self.workers, source, target, tuple(versions))
+        return CyclicMessage(
+            kind, stage, number // self.workers, number % self.workers, source, target, tuple(versions)
+        )

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from galvatron_lite.parallelism.cyclic.messages import Message, Pass
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.parallelism.cyclic.timeline import Moment
+from galvatron_lite.parallelism.cyclic.timeline import StagePass
 
 STEADY = 3
 """The first training step whose passes are those of any later one: updates come to their last users two steps after."""
@@ -33,11 +33,11 @@ Awaited = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class CyclicSlot:
     """A pass, as it comes once in every round of 2N time steps."""
 
     process: int  # that runs it (in the round that was looked at)
-    does: Pass  # the pass
+    does: CyclicPass  # the pass
     after: Awaited | None  # the pass before it on its process
     receives: tuple[Awaited, ...]  # messages it waits for, by their numbers
     sends: tuple[int, ...]  # its messages: their numbers in the round
@@ -47,13 +47,13 @@ class Slot:
 class Loop:
     """What is done over and over: each stage forward and backward by each worker once."""
 
-    slots: tuple[Slot, ...]  # in an order in which each comes after all it waits for
-    messages: tuple[Message, ...]  # that the slots send
+    slots: tuple[CyclicSlot, ...]  # in an order in which each comes after all it waits for
+    messages: tuple[CyclicMessage, ...]  # that the slots send
     behind: tuple[Awaited | None, ...]  # of each message, the one before it from the same process; None: there is none
 
 
 @lru_cache(maxsize=1)
-def steady_passes(programme: Programme) -> tuple[tuple[int, Pass], ...]:
+def steady_passes(programme: CyclicProgramme) -> tuple[tuple[int, CyclicPass], ...]:
     """Every pass of some training steps from the first steady one on, with its process."""
     return programme.all_passes(range(STEADY, STEADY + LOOKED + 1))
 
@@ -61,7 +61,7 @@ def steady_passes(programme: Programme) -> tuple[tuple[int, Pass], ...]:
 @lru_cache(maxsize=16)
 def loop_of(rule: CyclicRule, setting: CyclicSetting, workers: int) -> Loop:
     """The loop of a programme in steady state."""
-    table = _Table(Programme(rule, setting, workers), STEADY + LOOKED)
+    table = _Table(CyclicProgramme(rule, setting, workers), STEADY + LOOKED)
     slots = tuple(table.slot(number) for number in table.inside)
     messages = tuple(message for number in table.inside for message in table.every[number][1].sends)
     behind = tuple(table.message_before(message) for message in messages)
@@ -71,7 +71,7 @@ def loop_of(rule: CyclicRule, setting: CyclicSetting, workers: int) -> Loop:
 class _Table:
     """The passes of some training steps, and of what those in the last whole round wait for."""
 
-    def __init__(self, programme: Programme, last: int) -> None:
+    def __init__(self, programme: CyclicProgramme, last: int) -> None:
         self.every = steady_passes(programme)
         self._turn, self._last = 2 * programme.workers, last
         self.inside = [number for number in range(len(self.every)) if self._round(number) == last]
@@ -79,12 +79,12 @@ class _Table:
         counts = [len(self.every[number][1].sends) for number in self.inside]
         self._first = [0, *accumulate(counts)]
         self._before: list[int | None] = []
-        self._sent: dict[Message, tuple[int, int]] = {}
-        self._message_before: dict[Message, Message | None] = {}
+        self._sent: dict[CyclicMessage, tuple[int, int]] = {}
+        self._message_before: dict[CyclicMessage, CyclicMessage | None] = {}
         self._fill()
 
     def _fill(self) -> None:
-        ran, sent = dict[int, int](), dict[int, Message]()
+        ran, sent = dict[int, int](), dict[int, CyclicMessage]()
         for number, (process, one) in enumerate(self.every):
             self._before.append(ran.get(process))
             ran[process] = number
@@ -98,16 +98,16 @@ class _Table:
     def _pass_at(self, number: int) -> Awaited:
         return self._slots[_name(self.every[number][1].moment)], self._last - self._round(number)
 
-    def _message_at(self, message: Message) -> Awaited:
+    def _message_at(self, message: CyclicMessage) -> Awaited:
         number, index = self._sent[message]
         slot, ago = self._pass_at(number)
         return self._first[slot] + index, ago
 
-    def slot(self, number: int) -> Slot:
+    def slot(self, number: int) -> CyclicSlot:
         """A pass of the last round."""
         process, one = self.every[number]
         before, (slot, _) = self._before[number], self._pass_at(number)
-        return Slot(
+        return CyclicSlot(
             process,
             one,
             None if before is None else self._pass_at(before),
@@ -115,13 +115,13 @@ class _Table:
             tuple(range(self._first[slot], self._first[slot + 1])),
         )
 
-    def message_before(self, message: Message) -> Awaited | None:
+    def message_before(self, message: CyclicMessage) -> Awaited | None:
         """The message that the same process sent before."""
         other = self._message_before[message]
         return None if other is None else self._message_at(other)
 
 
-def _name(moment: Moment) -> tuple[int, int, bool]:
+def _name(moment: StagePass) -> tuple[int, int, bool]:
     return moment.worker, moment.stage, moment.backward
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.parallelism.pipeline.flow import Flow
+from galvatron_lite.parallelism.pipeline.flow import LayerFlow
 from galvatron_lite.parallelism.pipeline.stage import StageModel
 from galvatron_lite.parallelism.pipeline.tied import find_shared
 
@@ -55,7 +55,7 @@ class StagePart:
 
 
 def cut_stages(
-    model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]], flow: Flow | None
+    model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]], flow: LayerFlow | None
 ) -> tuple[StagePart, ...]:
     """Every stage of a model, which stays as it is.
 
@@ -79,7 +79,7 @@ def stage_of(
     layers: Sequence[Layer],
     names: Sequence[Sequence[str]],
     number: int,
-    flow: Flow | None,
+    flow: LayerFlow | None,
     device: torch.device | None = None,
 ) -> StagePart:
     """One stage, in place: the model gives up the others' parameters.

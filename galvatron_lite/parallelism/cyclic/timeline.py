@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Moment:
+class StagePass:
     """One pass of a stage."""
 
     time: int  # time step, from 0
@@ -30,9 +30,9 @@ def backward_time(step: int, worker: int, stage: int, workers: int) -> int:
     return 2 * workers * step + 2 * worker + 2 * workers - 1 - stage
 
 
-def moments(step: int, worker: int, stage: int, workers: int) -> tuple[Moment, Moment]:
+def moments(step: int, worker: int, stage: int, workers: int) -> tuple[StagePass, StagePass]:
     """The forward and the backward pass of a stage by a worker in a training step."""
     return (
-        Moment(forward_time(step, worker, stage, workers), False, step, worker, stage),
-        Moment(backward_time(step, worker, stage, workers), True, step, worker, stage),
+        StagePass(forward_time(step, worker, stage, workers), False, step, worker, stage),
+        StagePass(backward_time(step, worker, stage, workers), True, step, worker, stage),
     )

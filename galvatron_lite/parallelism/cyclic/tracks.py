@@ -14,31 +14,31 @@ goes round (arXiv 2403.08837 has the rule; how it travels is ours):
 
 from __future__ import annotations
 
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
 from galvatron_lite.parallelism.cyclic.roster import Roster
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.zero_tracks import completed, fresh, states, weights
 
 
-def activations(roster: Roster, stage: int, number: int, arriving: bool) -> list[Message]:
+def activations(roster: Roster, stage: int, number: int, arriving: bool) -> list[CyclicMessage]:
     """What the stage before made of a micro-batch; what this one makes of it, for the next."""
     made = stage - 1 if arriving else stage
     if made < 0 or made == roster.workers - 1:
         return []
     source, target = roster.process_of(made, number), roster.process_of(made + 1, number)
-    return [roster.message(Kind.ACTIVATION, made, number, source, target)]
+    return [roster.message(MessageContent.ACTIVATION, made, number, source, target)]
 
 
-def gradients(roster: Roster, stage: int, number: int, arriving: bool) -> list[Message]:
+def gradients(roster: Roster, stage: int, number: int, arriving: bool) -> list[CyclicMessage]:
     """Of what the stage made, from the next one; of what it was given, for the one before."""
     made = stage + 1 if arriving else stage
     if made == 0 or made == roster.workers:
         return []
     source, target = roster.process_of(made, number), roster.process_of(made - 1, number)
-    return [roster.message(Kind.GRADIENT, made, number, source, target)]
+    return [roster.message(MessageContent.GRADIENT, made, number, source, target)]
 
 
-def backward_track(roster: Roster, stage: int, number: int, arriving: bool) -> list[Message]:
+def backward_track(roster: Roster, stage: int, number: int, arriving: bool) -> list[CyclicMessage]:
     """What goes from one backward pass of a stage to the next, and from the last one to the forward track."""
     made = number - 1 if arriving else number
     if roster.setting is CyclicSetting.ZERO:
@@ -46,10 +46,10 @@ def backward_track(roster: Roster, stage: int, number: int, arriving: bool) -> l
     if made % roster.workers == roster.workers - 1:
         return [] if arriving else _first_update(roster, stage, number)
     source, target = roster.process_of(stage, made), roster.process_of(stage, made + 1)
-    return [roster.message(Kind.PARTIAL, stage, made, source, target)]
+    return [roster.message(MessageContent.PARTIAL, stage, made, source, target)]
 
 
-def forward_track(roster: Roster, stage: int, number: int, arriving: bool) -> list[Message]:
+def forward_track(roster: Roster, stage: int, number: int, arriving: bool) -> list[CyclicMessage]:
     """What goes from one forward pass of a stage to the next, and what comes to it from the backward track."""
     if roster.setting is CyclicSetting.ZERO:
         passed = weights(roster, stage, number - 1 if arriving else number)
@@ -58,15 +58,15 @@ def forward_track(roster: Roster, stage: int, number: int, arriving: bool) -> li
     return _arriving_update(roster, stage, number) if arriving else _passed_update(roster, stage, number)
 
 
-def _first_update(roster: Roster, stage: int, number: int) -> list[Message]:
+def _first_update(roster: Roster, stage: int, number: int) -> list[CyclicMessage]:
     """From the pass that completed the sum to the process that needs it first."""
     if _waits(roster, stage, number // roster.workers):
         return []
     target = roster.process_of(stage, roster.first_use(stage, number // roster.workers, roster.rule))
-    return [roster.message(Kind.UPDATE, stage, number, roster.process_of(stage, number), target)]
+    return [roster.message(MessageContent.UPDATE, stage, number, roster.process_of(stage, number), target)]
 
 
-def _arriving_update(roster: Roster, stage: int, number: int) -> list[Message]:
+def _arriving_update(roster: Roster, stage: int, number: int) -> list[CyclicMessage]:
     turn = _turn(roster, stage, number)
     if turn is None:
         return []
@@ -75,12 +75,16 @@ def _arriving_update(roster: Roster, stage: int, number: int) -> list[Message]:
     if here == origin:
         return []
     if place == 0 and not _waits(roster, stage, step):
-        return [Message(Kind.UPDATE, stage, step, roster.workers - 1, origin, here)]
+        return [CyclicMessage(MessageContent.UPDATE, stage, step, roster.workers - 1, origin, here)]
     before = number - 1
-    return [Message(Kind.UPDATE, stage, step, before % roster.workers, roster.process_of(stage, before), here)]
+    return [
+        CyclicMessage(
+            MessageContent.UPDATE, stage, step, before % roster.workers, roster.process_of(stage, before), here
+        )
+    ]
 
 
-def _passed_update(roster: Roster, stage: int, number: int) -> list[Message]:
+def _passed_update(roster: Roster, stage: int, number: int) -> list[CyclicMessage]:
     turn = _turn(roster, stage, number + 1)
     if turn is None or (turn[1] == 0 and not _waits(roster, stage, turn[0])):
         return []

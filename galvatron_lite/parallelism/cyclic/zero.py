@@ -7,54 +7,54 @@ from typing import Any
 
 from torch import Tensor
 
-from galvatron_lite.parallelism.cyclic.exchange import Exchange
+from galvatron_lite.parallelism.cyclic.exchange import MessageExchange
 from galvatron_lite.parallelism.cyclic.executor import Executor
 from galvatron_lite.parallelism.cyclic.flight import Desk, InFlight
 from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message, Pass
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass, MessageContent
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.travelling import TravellingStates
 
 
-class ZeroExchange(Exchange):
+class ZeroExchange(MessageExchange):
     """Messages that hold parameters and optimizer states."""
 
     def __init__(
-        self, programme: Programme, desk: Desk, states: Mapping[int, TravellingStates], mailbox: Mailbox
+        self, programme: CyclicProgramme, desk: Desk, states: Mapping[int, TravellingStates], mailbox: Mailbox
     ) -> None:
         super().__init__(programme, desk, states, mailbox)
         self._travelling = states
 
-    def tell(self, message: Message, value: object) -> None:
+    def tell(self, message: CyclicMessage, value: object) -> None:
         """Send something small beside a message."""
         self._mailbox.tell(message, value)
 
-    def hear(self, message: Message) -> Any:
+    def hear(self, message: CyclicMessage) -> Any:
         """What was sent beside a message."""
         return self._mailbox.hear(message)
 
-    def _likes(self, message: Message) -> list[Tensor] | None:
+    def _likes(self, message: CyclicMessage) -> list[Tensor] | None:
         states = self._travelling[message.stage]
-        if message.kind is Kind.WEIGHTS:
+        if message.kind is MessageContent.WEIGHTS:
             return states.weights_likes(len(message.versions))
         return states.states_likes(len(message.versions), self._has_sum(message))
 
-    def _put(self, message: Message, tensors: list[Tensor]) -> None:
+    def _put(self, message: CyclicMessage, tensors: list[Tensor]) -> None:
         states = self._travelling[message.stage]
-        if message.kind is Kind.WEIGHTS:
+        if message.kind is MessageContent.WEIGHTS:
             states.arrive(states.forward, message.versions, tensors)
         else:
             states.take_states(message.step, message.versions, self._has_sum(message), tensors)
 
-    def _found(self, message: Message) -> list[Tensor]:
+    def _found(self, message: CyclicMessage) -> list[Tensor]:
         states = self._travelling[message.stage]
-        if message.kind is Kind.STATES:
+        if message.kind is MessageContent.STATES:
             return states.give_states(message.step, message.versions, self._has_sum(message))
         # a new version comes from the backward track
         track = states.forward if message.versions[0] in states.forward else states.backward
         return states.weights(track, message.versions)
 
-    def _has_sum(self, message: Message) -> bool:
+    def _has_sum(self, message: CyclicMessage) -> bool:
         """Behind the last worker, and from home, there is none."""
         return message.worker != self._programme.workers - 1
 
@@ -67,7 +67,7 @@ class ZeroExecutor(Executor):
     states: Mapping[int, TravellingStates]
     _exchange: ZeroExchange
 
-    def _make_exchange(self, mailbox: Mailbox) -> Exchange:
+    def _make_exchange(self, mailbox: Mailbox) -> MessageExchange:
         return ZeroExchange(self.programme, self.desk, self.states, mailbox)
 
     def _open(self) -> None:
@@ -83,13 +83,13 @@ class ZeroExecutor(Executor):
                 self.states[stage].leave_forward()
                 self.states[stage].leave_backward()
 
-    def _finished(self, one: Pass) -> None:
+    def _finished(self, one: CyclicPass) -> None:
         stage, step, states = one.moment.stage, one.moment.step, self.states[one.moment.stage]
         states.apply(step, keep=self.programme.version(stage, self._number(one) + 1) <= step)
         if self.programme.process_of(stage, self.programme.joins(stage, step)) == self._process:
             states.forward[step + 1] = states.backward[step + 1]
 
-    def _sent(self, one: Pass, flight: InFlight | None) -> None:
+    def _sent(self, one: CyclicPass, flight: InFlight | None) -> None:
         states = self.states[one.moment.stage]
         if flight is not None:
             states.release(flight.parameters)
@@ -102,7 +102,7 @@ class ZeroExecutor(Executor):
         arriving = [message for message in self.programme.closing(step) if message.target == self._process]
         for message in arriving:
             self._exchange.receive([message])
-            if message.kind is Kind.STATES:
+            if message.kind is MessageContent.STATES:
                 self._send_home(message.stage, step)
         for stage, states in self.states.items():
             states.leave_forward()
@@ -134,10 +134,12 @@ class ZeroExecutor(Executor):
             elif self._process == message.target:
                 states.options = self._exchange.hear(message)
 
-    def _homeward(self, stage: int, step: int, source: int | None = None) -> Message:
+    def _homeward(self, stage: int, step: int, source: int | None = None) -> CyclicMessage:
         """From the process that would run the next pass, or another one."""
         first = step * self.programme.workers
         versions: Sequence[int] = range(self.programme.version(stage, first), step + 1)
         holder = self.programme.process_of(stage, first) if source is None else source
         worker = self.programme.workers - 1
-        return Message(Kind.STATES, stage, step - 1, worker, holder, self.programme.home(stage), tuple(versions))
+        return CyclicMessage(
+            MessageContent.STATES, stage, step - 1, worker, holder, self.programme.home(stage), tuple(versions)
+        )

@@ -6,28 +6,28 @@ states go along the backward track, whose last worker makes the update.
 
 from __future__ import annotations
 
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
 from galvatron_lite.parallelism.cyclic.roster import Roster
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, version
 
 
-def weights(roster: Roster, stage: int, number: int) -> list[Message]:
+def weights(roster: Roster, stage: int, number: int) -> list[CyclicMessage]:
     """Along the forward track, from one micro-batch to the next."""
     if number < roster.begin * roster.workers:
-        return [one for one in from_home(roster) if one.kind is Kind.WEIGHTS and one.stage == stage]
+        return [one for one in from_home(roster) if one.kind is MessageContent.WEIGHTS and one.stage == stage]
     versions = range(roster.version(stage, number + 1), _newest(roster, stage, number) + 1)
     source, target = roster.process_of(stage, number), roster.process_of(stage, number + 1)
-    return [roster.message(Kind.WEIGHTS, stage, number, source, target, versions)] if versions else []
+    return [roster.message(MessageContent.WEIGHTS, stage, number, source, target, versions)] if versions else []
 
 
-def fresh(roster: Roster, stage: int, number: int) -> list[Message]:
+def fresh(roster: Roster, stage: int, number: int) -> list[CyclicMessage]:
     """From the pass that made an update to the forward track, where it is next."""
     step = number // roster.workers
     if number != roster.last_of(step):
         return []
     target = roster.process_of(stage, roster.joins(stage, step))
     made = range(step + 1, step + 2)
-    return [roster.message(Kind.WEIGHTS, stage, number, roster.process_of(stage, number), target, made)]
+    return [roster.message(MessageContent.WEIGHTS, stage, number, roster.process_of(stage, number), target, made)]
 
 
 def completed(roster: Roster, stage: int, number: int) -> int | None:
@@ -37,25 +37,25 @@ def completed(roster: Roster, stage: int, number: int) -> int | None:
     return roster.last_of(step) if joins else None
 
 
-def states(roster: Roster, stage: int, number: int) -> list[Message]:
+def states(roster: Roster, stage: int, number: int) -> list[CyclicMessage]:
     """Along the backward track, from one micro-batch to the next."""
     if number < roster.begin * roster.workers:
-        return [one for one in from_home(roster) if one.kind is Kind.STATES and one.stage == stage]
+        return [one for one in from_home(roster) if one.kind is MessageContent.STATES and one.stage == stage]
     step = number // roster.workers
     newest = step + 1 if number == roster.last_of(step) else step
     versions = range(roster.version(stage, number + 1), newest + 1)
     source, target = roster.process_of(stage, number), roster.process_of(stage, number + 1)
-    return [roster.message(Kind.STATES, stage, number, source, target, versions)]
+    return [roster.message(MessageContent.STATES, stage, number, source, target, versions)]
 
 
-def from_home(roster: Roster) -> list[Message]:
+def from_home(roster: Roster) -> list[CyclicMessage]:
     """What leaves the homes of all stages before the first pass."""
     if roster.setting is not CyclicSetting.ZERO:
         return []
     first, found = roster.begin * roster.workers, []
     for stage in range(roster.workers):
         versions = range(roster.version(stage, first), roster.begin + 1)
-        for kind in (Kind.WEIGHTS, Kind.STATES):
+        for kind in (MessageContent.WEIGHTS, MessageContent.STATES):
             found.append(
                 roster.message(kind, stage, first - 1, roster.home(stage), roster.process_of(stage, first), versions)
             )

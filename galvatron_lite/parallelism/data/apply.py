@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from galvatron_lite.parallelism.zero.shares import Share, Sharing, gather_all
+from galvatron_lite.parallelism.zero.shares import GradientSharing, RowShare, gather_all
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20
 """Bytes. Larger buckets use links better (25 MB as in DDP), smaller ones start earlier."""
@@ -42,7 +42,7 @@ class Reduced:
 
     parameter: nn.Parameter
     group: Group
-    share: Share | None = None
+    share: RowShare | None = None
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Bucket:
     missing: set[int] = field(default_factory=set)  # parameters whose gradient is not there yet in this backward pass
     reduced: bool = False  # whether the buffer holds sums over the group, from an earlier backward pass
     work: dist.Work | None = None  # the all-reduce under way
-    sharing: Sharing | None = None  # how ranks share the gradients; None where each gets all
+    sharing: GradientSharing | None = None  # how ranks share the gradients; None where each gets all
     # the sum of what this rank gave to the last reduction: not finite where an item of it is not
     given: Tensor | None = None
 
@@ -229,7 +229,7 @@ def _bucket(chosen: Sequence[Reduced]) -> Bucket:
     parts = torch.split(buffer[: sum(sizes)], sizes)
     views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
     shares = [one.share for one in chosen if one.share is not None]
-    return Bucket(chosen[0].group, buffer, parameters, views, sharing=Sharing(shares) if shares else None)
+    return Bucket(chosen[0].group, buffer, parameters, views, sharing=GradientSharing(shares) if shares else None)
 
 
 def _store(parameter: Tensor, view: Tensor) -> None:

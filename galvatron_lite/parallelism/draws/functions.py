@@ -16,7 +16,7 @@ from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Cuts, CutTensor, c
 from galvatron_lite.parallelism.cuts.tensor import Rules as CutRules
 
 
-class Source(Protocol):
+class NumberSource(Protocol):
     """Numbers for a draw: of a share's shape, on a device; by how the share is cut."""
 
     def uniform(self, name: str, shape: torch.Size, cuts: Cuts, device: torch.device) -> Tensor:
@@ -28,14 +28,14 @@ class Source(Protocol):
         ...
 
 
-Random = Callable[[Call, Source], Any]
+Random = Callable[[Call, NumberSource], Any]
 """Does a call of a random function; NotImplemented where it draws nothing, or from a generator of the user's."""
 
 CHANNELS = 2
 """Dims in front, by which ``dropout2d`` and its kind drop."""
 
 
-def _dropout(call: Call, source: Source) -> Any:
+def _dropout(call: Call, source: NumberSource) -> Any:
     tensor, rate = argument(call, 0, "input"), argument(call, 1, "p", 0.5)
     training = argument(call, 2, "training" if call.name.startswith("dropout") else "train", True)
     if not training or rate == 0:
@@ -44,7 +44,7 @@ def _dropout(call: Call, source: Source) -> Any:
         return _dropped(tensor, tensor.shape, cuts_of(tensor), rate, call, source)
 
 
-def _channel_dropout(call: Call, source: Source) -> Any:
+def _channel_dropout(call: Call, source: NumberSource) -> Any:
     tensor, rate = argument(call, 0, "input"), argument(call, 1, "p", 0.5)
     if not argument(call, 2, "training", True) or rate == 0:
         return NotImplemented
@@ -54,7 +54,7 @@ def _channel_dropout(call: Call, source: Source) -> Any:
         return _dropped(tensor, shape, cuts, rate, call, source)
 
 
-def _dropped(tensor: Tensor, shape: torch.Size, cuts: Cuts, rate: float, call: Call, source: Source) -> Any:
+def _dropped(tensor: Tensor, shape: torch.Size, cuts: Cuts, rate: float, call: Call, source: NumberSource) -> Any:
     """Items are kept with a probability, and scaled; the mask takes a byte an item until the backward pass."""
     kept = source.uniform(call.name, shape, cuts, tensor.device) >= rate
     scale = 1 / (1 - rate) if rate < 1 else 0.0
@@ -70,7 +70,7 @@ def _like(tensor: Tensor, made: Tensor) -> Tensor:
     return cut
 
 
-def _attention(call: Call, source: Source) -> Any:
+def _attention(call: Call, source: NumberSource) -> Any:
     """Attention in which weights are dropped, by its definition: fused kernels draw numbers of their own.
 
     Of queries whose tokens are shared, each rank works on its own with all keys and values.
@@ -97,7 +97,13 @@ def _attention(call: Call, source: Source) -> Any:
 
 
 def _weighed(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cuts: Cuts, given: Mapping[str, Any], source: Source
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    cuts: Cuts,
+    given: Mapping[str, Any],
+    source: NumberSource,
 ) -> Tensor:
     rows = next((cut for cut in cuts if cut.dim == query.dim() - 2), None)
     if any(cut is not rows for cut in cuts):
@@ -127,7 +133,7 @@ def _row_places(rows: Cut | None, query: Tensor) -> Tensor:
 def _filled(kind: str, names: tuple[str, str], first: float, second: float) -> Random:
     """``uniform_(from, to)`` and ``normal_(mean, std)``."""
 
-    def fill(call: Call, source: Source) -> Any:
+    def fill(call: Call, source: NumberSource) -> Any:
         if call.kwargs.get("generator") is not None:
             return NotImplemented
         tensor, low, high = call.args[0], argument(call, 1, names[0], first), argument(call, 2, names[1], second)
@@ -138,7 +144,7 @@ def _filled(kind: str, names: tuple[str, str], first: float, second: float) -> R
     return fill
 
 
-def _bernoulli(call: Call, source: Source) -> Any:
+def _bernoulli(call: Call, source: NumberSource) -> Any:
     """``bernoulli(probabilities)``, and ``x.bernoulli_(p)``."""
     if call.kwargs.get("generator") is not None:
         return NotImplemented
@@ -152,7 +158,7 @@ def _bernoulli(call: Call, source: Source) -> Any:
 def _like_another(kind: str) -> Random:
     """``rand_like`` and ``randn_like``."""
 
-    def draw(call: Call, source: Source) -> Any:
+    def draw(call: Call, source: NumberSource) -> Any:
         tensor = argument(call, 0, "input")
         with shares_only():
             empty = torch.empty_like(tensor, **{name: one for name, one in call.kwargs.items() if name != "input"})
@@ -165,7 +171,7 @@ def _like_another(kind: str) -> Random:
 def _new(kind: str) -> Random:
     """``rand`` and ``randn`` of sizes."""
 
-    def draw(call: Call, source: Source) -> Any:
+    def draw(call: Call, source: NumberSource) -> Any:
         if call.kwargs.get("generator") is not None:
             return NotImplemented
         like = torch.empty(*call.args, **call.kwargs)

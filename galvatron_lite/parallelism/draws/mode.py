@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.tensor import Call, Cuts, name_of
-from galvatron_lite.parallelism.draws.functions import NO_RULES, RANDOM, REFUSED, Source, draws_nothing
+from galvatron_lite.parallelism.draws.functions import NO_RULES, RANDOM, REFUSED, NumberSource, draws_nothing
 from galvatron_lite.parallelism.draws.numbers import normal, stream_of, uniform
-from galvatron_lite.parallelism.draws.sites import REMEDY, Drawn, Lot, Rows, Site, Sites, places_of
+from galvatron_lite.parallelism.draws.sites import REMEDY, Drawn, DrawSite, Lot, SampleRows, Sites, places_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class Ticket:
     step: int  # of training
     path: str  # of the module
     call: int  # how often it was called before with this micro-batch
-    rows: Rows  # samples that this rank has of it
+    rows: SampleRows  # samples that this rank has of it
     lot: Lot  # what else
     sites: Sites  # draws of the whole model
 
@@ -48,7 +48,7 @@ class Numbers:
     def _next(self, name: str, shape: torch.Size, cuts: Cuts, device: torch.device) -> tuple[int, Tensor]:
         ticket, number = self.ticket, self.drawn
         self.drawn += 1
-        site = Site(ticket.path, ticket.call, number)
+        site = DrawSite(ticket.path, ticket.call, number)
         drawn = ticket.sites.get(site)
         if drawn is None or drawn.function != name:
             where = f"{name} of {ticket.path or 'the model itself'}"
@@ -63,12 +63,12 @@ class Noted:
 
     path: str  # of the module
     call: int  # how often it was called before
-    found: dict[Site, tuple[str, tuple[int, ...]]]  # draws by site: the function, and the shape
+    found: dict[DrawSite, tuple[str, tuple[int, ...]]]  # draws by site: the function, and the shape
     drawn: int = field(default=0, init=False)
 
     def uniform(self, name: str, shape: torch.Size, cuts: Cuts, device: torch.device) -> Tensor:  # noqa: ARG002
         """See ``functions.Source``."""
-        self.found[Site(self.path, self.call, self.drawn)] = (name, tuple(shape))
+        self.found[DrawSite(self.path, self.call, self.drawn)] = (name, tuple(shape))
         self.drawn += 1
         return torch.zeros(shape, device=device)
 
@@ -82,7 +82,7 @@ class Drawing(TorchFunctionMode):
         InputError: a function draws in a way that is not known.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: NumberSource) -> None:
         super().__init__()
         self._source = source
 
@@ -98,7 +98,7 @@ class Drawing(TorchFunctionMode):
         return func(*args, **given)
 
 
-def sites_of(few: dict[Site, Any], more: dict[Site, Any], counts: tuple[int, int]) -> dict[Site, Drawn]:
+def sites_of(few: dict[DrawSite, Any], more: dict[DrawSite, Any], counts: tuple[int, int]) -> dict[DrawSite, Drawn]:
     """What draws are like, from those of two runs with unlike numbers of samples.
 
     Raises:
@@ -109,7 +109,7 @@ def sites_of(few: dict[Site, Any], more: dict[Site, Any], counts: tuple[int, int
     return {site: _drawn(site, few[site], more[site], counts) for site in few}
 
 
-def _drawn(site: Site, few: tuple[str, Any], more: tuple[str, Any], counts: tuple[int, int]) -> Drawn:
+def _drawn(site: DrawSite, few: tuple[str, Any], more: tuple[str, Any], counts: tuple[int, int]) -> Drawn:
     name, shape = few
     other, longer = more
     grown = [dim for dim, (one, two) in enumerate(zip(shape, longer, strict=False)) if one != two]

@@ -22,7 +22,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_run import observe
 from galvatron_lite.parallelism.draws.mode import Drawing, Noted, Numbers, Ticket, sites_of
-from galvatron_lite.parallelism.draws.sites import REMEDY, Lot, Rows, Site, Sites
+from galvatron_lite.parallelism.draws.sites import REMEDY, DrawSite, Lot, SampleRows, Sites
 
 TICKET = "galvatron_ticket"
 """Name of the argument that tells a module what its draws depend on."""
@@ -82,7 +82,7 @@ class Draws:
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
         each = self._rows // lot.batch
-        rows = Rows(self._first + lot.place * each, each)
+        rows = SampleRows(self._first + lot.place * each, each)
         return Ticket(self.seed, self.step, path, call, rows, lot, self.sites)
 
     def inside(self, lot: Lot) -> Drawing:
@@ -148,8 +148,8 @@ def find_sites(model: nn.Module, layers: Iterable[Layer], batch: Any) -> Sites:
     return sites_of(few, more, (_COUNTS[0], _COUNTS[1]))
 
 
-def _noted(twin: nn.Module, paths: Sequence[str], batch: Any) -> dict[Site, tuple[str, tuple[int, ...]]]:
-    found: dict[Site, tuple[str, tuple[int, ...]]] = {}
+def _noted(twin: nn.Module, paths: Sequence[str], batch: Any) -> dict[DrawSite, tuple[str, tuple[int, ...]]]:
+    found: dict[DrawSite, tuple[str, tuple[int, ...]]] = {}
     for path in paths:
         module = twin.get_submodule(path)
         module.forward = _noting(module.forward, path, found)
@@ -158,7 +158,7 @@ def _noted(twin: nn.Module, paths: Sequence[str], batch: Any) -> dict[Site, tupl
     return found
 
 
-def _noting(forward: Callable[..., Any], path: str, found: dict[Site, tuple[str, tuple[int, ...]]]) -> Any:
+def _noting(forward: Callable[..., Any], path: str, found: dict[DrawSite, tuple[str, tuple[int, ...]]]) -> Any:
     calls = iter(range(1 << 30))
 
     @functools.wraps(forward)

@@ -17,7 +17,7 @@ from galvatron_lite.parallelism.shares import share
 REMEDY = "Take randomness='own', under which every rank draws for itself."
 
 
-class Site(NamedTuple):
+class DrawSite(NamedTuple):
     """A draw of a forward pass."""
 
     path: str  # of the module that draws, which a layer is made of; nothing for code between layers
@@ -35,7 +35,7 @@ class Drawn:
     each: int  # items of that dim for one sample
 
 
-Sites = Mapping[Site, Drawn]
+Sites = Mapping[DrawSite, Drawn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Lot:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SampleRows:
     """Samples of a micro-batch that a rank has."""
 
     first: int  # its number in the global batch
@@ -57,7 +57,7 @@ class Rows:
 
 
 def places_of(
-    site: Site, drawn: Drawn, shape: Sequence[int], cuts: Cuts, lot: Lot, rows: Rows, device: torch.device
+    site: DrawSite, drawn: Drawn, shape: Sequence[int], cuts: Cuts, lot: Lot, rows: SampleRows, device: torch.device
 ) -> Tensor:
     """The positions in the whole draw of a share's items; see ``numbers.positions``.
 
@@ -94,7 +94,7 @@ def places_of(
 Pieces = tuple[int, tuple[tuple[int, int], ...]] | None
 
 
-def _of_samples(each: int, length: int, pieces: Pieces, lot: Lot, rows: Rows) -> Tensor | None:
+def _of_samples(each: int, length: int, pieces: Pieces, lot: Lot, rows: SampleRows) -> Tensor | None:
     """Items of a dim in which samples lie one behind the other."""
     if not rows.count:
         return torch.zeros(0, dtype=torch.int64) if not length else None
@@ -127,7 +127,7 @@ def _ranges(pieces: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([torch.arange(start, stop) for start, stop in pieces]) if pieces else torch.arange(0)
 
 
-def _strange(site: Site, drawn: Drawn, shape: Sequence[int]) -> InputError:
+def _strange(site: DrawSite, drawn: Drawn, shape: Sequence[int]) -> InputError:
     where = f"{drawn.function} of {site.path or 'the model itself'}"
     remedy = f"It draws for {tuple(shape)}, which is no share of {drawn.shape} (two samples of the example). {REMEDY}"
     return InputError(f"randomness of {where}", "same", remedy)

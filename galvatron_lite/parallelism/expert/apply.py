@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.tensor import CutTensor, cut_like, cuts_of, local_of
-from galvatron_lite.parallelism.expert.dispatch import Spread, mixed
-from galvatron_lite.parallelism.expert.exchange import Exchange
-from galvatron_lite.parallelism.expert.find import Mixture, find_mixtures
+from galvatron_lite.parallelism.expert.dispatch import ExpertSpread, mixed
+from galvatron_lite.parallelism.expert.exchange import RowExchange
+from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
 
 Forward = Callable[..., Tensor]
 
 
 def spread_experts(
-    block: nn.Module, line: Exchange | None, slices: Exchange | None = None, capacity: float | None = None
+    block: nn.Module, line: RowExchange | None, slices: RowExchange | None = None, capacity: float | None = None
 ) -> dict[str, ParameterShard]:
     """Spread the experts of every mixture of a block over ranks, in place.
 
@@ -30,8 +30,8 @@ def spread_experts(
     Args:
         block: with values; not split in another way yet.
         line: ranks over which experts are spread; None: every rank has all, and ``capacity`` alone is to be kept to.
-        slices: ranks with other tokens that share each expert's matmuls; see ``Spread``.
-        capacity: see ``Spread``.
+        slices: ranks with other tokens that share each expert's matmuls; see ``ExpertSpread``.
+        capacity: see ``ExpertSpread``.
 
     Returns:
         How each parameter of an expert lies in the whole one, by its name in the block.
@@ -47,12 +47,12 @@ def spread_experts(
         module = block.get_submodule(mixture.path)
         own = _keep_share(module, mixture, line)
         shards |= {f"{mixture.path}.{name}".lstrip("."): shard for name, shard in own.items()}
-        spread = Spread(mixture.experts, line, slices, capacity)
+        spread = ExpertSpread(mixture.experts, line, slices, capacity)
         module.forward = partial(_routed, module.forward, spread)
     return shards
 
 
-def work_on_shares(block: nn.Module, mixtures: Iterable[Mixture]) -> None:
+def work_on_shares(block: nn.Module, mixtures: Iterable[BlockMixture]) -> None:
     """Have the experts of a block work on this rank's share of tokens that ranks share, in place.
 
     Args:
@@ -74,14 +74,14 @@ def _on_shares(forward: Forward, hidden: Tensor, index: Tensor, weights: Tensor,
     return made
 
 
-def _check(mixture: Mixture, ways: int) -> None:
+def _check(mixture: BlockMixture, ways: int) -> None:
     if mixture.reason:
         raise InputError("expert", ways, f"{mixture.reason}. Plan it with expert=1.")
     if mixture.experts % ways:
         raise InputError("expert", ways, f"Use a divisor of {mixture.experts}, the experts of {mixture.path}.")
 
 
-def _keep_share(module: nn.Module, mixture: Mixture, line: Exchange | None) -> dict[str, ParameterShard]:
+def _keep_share(module: nn.Module, mixture: BlockMixture, line: RowExchange | None) -> dict[str, ParameterShard]:
     """Parameters stay the same objects and hold this rank's experts; whole numbers that count experts are divided."""
     if line is None:
         return {}
@@ -99,7 +99,9 @@ def _keep_share(module: nn.Module, mixture: Mixture, line: Exchange | None) -> d
     return shards
 
 
-def _routed(forward: Forward, spread: Spread, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any) -> Tensor:
+def _routed(
+    forward: Forward, spread: ExpertSpread, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any
+) -> Tensor:
     """The module's forward for any tokens; its own forward then works on rows that each visit one expert."""
 
     def run(rows: Tensor, numbers: Tensor) -> Tensor:

@@ -17,25 +17,27 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.expert.exchange import Exchange, exchanged
+from galvatron_lite.parallelism.expert.exchange import RowExchange, exchanged
 
 Run = Callable[[Tensor, Tensor], Tensor]
 """The experts of this rank: rows (rows, hidden) and the local number of each row's expert to outputs (rows, hidden)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ExpertSpread:
     """How the experts of a mixture lie on ranks."""
 
     experts: int  # of the whole mixture
-    line: Exchange | None = None  # ranks over which they are spread, in order, evenly; None: this rank has all of them
+    line: RowExchange | None = (
+        None  # ranks over which they are spread, in order, evenly; None: this rank has all of them
+    )
     # ranks that have slices of the same experts and other tokens; None: what a rank takes is its own
-    slices: Exchange | None = None
+    slices: RowExchange | None = None
     # times an even share of its copies that each expert takes of a rank; None: all of them
     capacity: float | None = None
 
 
-def mixed(hidden: Tensor, index: Tensor, weights: Tensor, spread: Spread, run: Run) -> Tensor:
+def mixed(hidden: Tensor, index: Tensor, weights: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
     """What the experts that the router chose make of tokens, weighted and summed.
 
     Args:
@@ -58,7 +60,7 @@ def mixed(hidden: Tensor, index: Tensor, weights: Tensor, spread: Spread, run: R
     return weighted.sum(1).to(hidden.dtype)
 
 
-def _sorted_copies(index: Tensor, spread: Spread) -> Tensor:
+def _sorted_copies(index: Tensor, spread: ExpertSpread) -> Tensor:
     """Copies of tokens (token x choices + choice) in the order of their experts, without those that are dropped."""
     if spread.capacity is None:
         return torch.argsort(index.reshape(-1), stable=True)
@@ -71,7 +73,7 @@ def _sorted_copies(index: Tensor, spread: Spread) -> Tensor:
     return copies[torch.arange(len(copies), device=index.device) - first < most]
 
 
-def _visit(rows: Tensor, numbers: Tensor, spread: Spread, run: Run) -> Tensor:
+def _visit(rows: Tensor, numbers: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
     """Outputs of rows that lie in the order of their experts' numbers."""
     if spread.line is None:
         return _run_here(rows, numbers, spread, run)
@@ -86,7 +88,7 @@ def _visit(rows: Tensor, numbers: Tensor, spread: Spread, run: Run) -> Tensor:
     return exchanged(made, line, received, sent)
 
 
-def _run_here(rows: Tensor, numbers: Tensor, spread: Spread, run: Run) -> Tensor:
+def _run_here(rows: Tensor, numbers: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
     if spread.slices is None:
         return _linked(run(rows, numbers), rows)
     line, own = spread.slices, len(rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 from galvatron_lite.parallelism.collectives import Processes
 
 
-class Exchange(Protocol):
+class RowExchange(Protocol):
     """Ranks that exchange rows."""
 
     @property
@@ -42,7 +42,7 @@ class ProcessExchange(Processes):
     """Processes of ``torch.distributed``."""
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """See ``Exchange``. As bytes: gloo does not know every dtype."""
+        """See ``RowExchange``. As bytes: gloo does not know every dtype."""
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         item = rows.element_size() * rows[:1].numel() if rows.shape[0] else result.element_size() * result[:1].numel()
         dist.all_to_all_single(
@@ -52,7 +52,7 @@ class ProcessExchange(Processes):
         return result
 
 
-def exchanged(rows: Tensor, line: Exchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+def exchanged(rows: Tensor, line: RowExchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """The same with autograd: gradients go the way back."""
     result: Tensor = _Swap.apply(rows, line, sent, received)  # type: ignore[no-untyped-call]
     return result
@@ -60,7 +60,7 @@ def exchanged(rows: Tensor, line: Exchange, sent: Sequence[int], received: Seque
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, line: Exchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, line: RowExchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         ctx.way = (line, sent, received)
         return line.swap(rows, sent, received)
 

@@ -12,7 +12,7 @@ NOT_SPREAD = "so its experts cannot be spread"
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class BlockMixture:
     """The experts of one mixture."""
 
     path: str  # of the module that holds them, inside the block
@@ -22,7 +22,7 @@ class Mixture:
     reason: str = ""  # why they cannot be spread; empty where they can
 
 
-def find_mixtures(block: nn.Module) -> tuple[Mixture, ...]:
+def find_mixtures(block: nn.Module) -> tuple[BlockMixture, ...]:
     """The mixtures inside a block, in order.
 
     Stacked experts: a module all of whose own parameters have the same first extent, one of them at least three dims
@@ -33,7 +33,7 @@ def find_mixtures(block: nn.Module) -> tuple[Mixture, ...]:
     return (*_stacked(block), *_listed(block))
 
 
-def _stacked(block: nn.Module) -> Iterator[Mixture]:
+def _stacked(block: nn.Module) -> Iterator[BlockMixture]:
     for path, module in block.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if not own or type(module).__module__.startswith("torch.nn."):
@@ -44,10 +44,10 @@ def _stacked(block: nn.Module) -> Iterator[Mixture]:
             continue
         (experts,) = extents
         if experts > 1:
-            yield Mixture(path, experts, tuple(own), _unlike(module))
+            yield BlockMixture(path, experts, tuple(own), _unlike(module))
 
 
-def _listed(block: nn.Module) -> Iterator[Mixture]:
+def _listed(block: nn.Module) -> Iterator[BlockMixture]:
     for path, module in block.named_modules():
         parts = list(module.children())
         routers = {part.out_features for part in parts if isinstance(part, nn.Linear)}
@@ -59,7 +59,7 @@ def _listed(block: nn.Module) -> Iterator[Mixture]:
                     "weights in one module that takes hidden states, chosen experts and their weights "
                     "(model.zoo.moe.Experts)"
                 )
-                yield Mixture(full, len(experts), (), reason)
+                yield BlockMixture(full, len(experts), (), reason)
 
 
 def _equal(experts: nn.ModuleList) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from galvatron_lite.parallelism.expert.find import Mixture
+from galvatron_lite.parallelism.expert.find import BlockMixture
 from galvatron_lite.parallelism.tensor.functions import (
     copy_to_group,
     gather_rows,
@@ -56,7 +56,7 @@ class _Double:
         return made
 
 
-def find_slices(block: nn.Module, mixture: Mixture, hidden: int) -> ExpertSlices | str:
+def find_slices(block: nn.Module, mixture: BlockMixture, hidden: int) -> ExpertSlices | str:
     """How a mixture's experts can be sliced, or why they cannot.
 
     Args:
@@ -76,7 +76,9 @@ def find_slices(block: nn.Module, mixture: Mixture, hidden: int) -> ExpertSlices
         return f"{mixture.path}: a small copy of it does not run ({type(error).__name__}: {error})"
 
 
-def _try_all(double: _Double, mixture: Mixture, shapes: Mapping[str, tuple[int, ...]], unit: int) -> ExpertSlices | str:
+def _try_all(
+    double: _Double, mixture: BlockMixture, shapes: Mapping[str, tuple[int, ...]], unit: int
+) -> ExpertSlices | str:
     whole = double.run(double.values)
     ways = product(*(list(_ways(name, shape)) for name, shape in shapes.items()))
     for way in islice(ways, TRIALS):
@@ -117,7 +119,7 @@ def _half(values: Mapping[str, Tensor], one: SlicedParameter, unit: int, rank: i
 
 
 def _double(
-    module: nn.Module, mixture: Mixture, shapes: Mapping[str, tuple[int, ...]], extents: tuple[int, int]
+    module: nn.Module, mixture: BlockMixture, shapes: Mapping[str, tuple[int, ...]], extents: tuple[int, int]
 ) -> _Double:
     hidden, unit = extents
     draw = torch.Generator().manual_seed(0)

@@ -25,7 +25,7 @@ SMALLEST = 1024
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Item:
+class HostStorage:
     """A storage that waits on the host."""
 
     host: Tensor  # its bytes there
@@ -41,17 +41,17 @@ class Kept:
     before: Kept | None  # the pass before it; brought up next in backward
     weights: frozenset[int]  # places of storages that stay on the device
     # by place, bytes, version and part (``_part``) of their storages; the graph holds them
-    items: WeakValueDictionary[tuple[int, int, int, int], Item] = field(default_factory=WeakValueDictionary)
+    items: WeakValueDictionary[tuple[int, int, int, int], HostStorage] = field(default_factory=WeakValueDictionary)
     # the tensors themselves while forward runs, so that no place is used twice
     alive: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Waiting:
+class OffloadedTensor:
     """A tensor that autograd saved: a view of a storage on the host."""
 
     kept: Kept
-    item: Item
+    item: HostStorage
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -86,7 +86,7 @@ class HostTraveller:
 
         return run
 
-    def _pack(self, kept: Kept, tensor: Tensor) -> Tensor | Waiting:
+    def _pack(self, kept: Kept, tensor: Tensor) -> Tensor | OffloadedTensor:
         if not _travels(tensor, kept.weights):
             return tensor
         storage = tensor.untyped_storage()
@@ -96,21 +96,23 @@ class HostTraveller:
             item = self._down(_bytes_of(tensor))
             kept.items[place] = item
             kept.alive.append(tensor)
-        return Waiting(kept, item, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return OffloadedTensor(
+            kept, item, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        )
 
-    def _down(self, data: Tensor) -> Item:
+    def _down(self, data: Tensor) -> HostStorage:
         self.bytes_down += data.numel()
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
         if not data.is_cuda:
-            return Item(host.copy_(data), data.device)
+            return HostStorage(host.copy_(data), data.device)
         down, _ = self._streams_of(data.device)
         down.wait_stream(torch.cuda.current_stream(data.device))
         with torch.cuda.stream(down):
             host.copy_(data, non_blocking=True)
         data.record_stream(down)
-        return Item(host, data.device)
+        return HostStorage(host, data.device)
 
-    def _unpack(self, saved: Tensor | Waiting) -> Tensor:
+    def _unpack(self, saved: Tensor | OffloadedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         self._bring(saved.kept)
@@ -134,7 +136,7 @@ class HostTraveller:
         if self._last is kept:
             self._last = None
 
-    def _up(self, item: Item) -> None:
+    def _up(self, item: HostStorage) -> None:
         if item.device.type != "cuda":
             item.back = item.host.to(item.device)
             return

@@ -46,7 +46,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class LayerFlow:
     """How tensors go between the layers of a model."""
 
     places: Mapping[str, int]  # of the layers' modules: the number of their layer
@@ -120,7 +120,7 @@ class Flow:
                 yield from read.sources
 
 
-def flow_of(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None = None) -> Flow:
+def flow_of(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None = None) -> LayerFlow:
     """How tensors go between the layers of a model when it is trained on such a batch.
 
     Args:
@@ -136,7 +136,7 @@ def flow_of(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: Loss
     seen = _see(model, layers, batch, loss_fn)
     idle = {path: place for path, place in seen.places.items() if not seen.counts[path]}
     borrowed = _borrowed(_see(model, layers, batch, loss_fn, idle), idle) if idle else ()
-    return Flow(seen.places, tuple(seen.calls), tuple(seen.reads), seen.made, borrowed)
+    return LayerFlow(seen.places, tuple(seen.calls), tuple(seen.reads), seen.made, borrowed)
 
 
 def _see(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
-from galvatron_lite.parallelism.pipeline.table import Link, Programme, receiver, sender
+from galvatron_lite.parallelism.pipeline.table import Link, RankSchedule, receiver, sender
 from galvatron_lite.parallelism.pipeline.transfer import Incoming, PipelineGroups, Receiver, Sender, Value, template_of
 
 Template = tuple[Value, Any]
@@ -20,10 +20,10 @@ Template = tuple[Value, Any]
 
 
 @dataclass(slots=True)
-class Box:
+class StepMail:
     """The messages of one step."""
 
-    programme: Programme  # what this rank's group does
+    programme: RankSchedule  # what this rank's group does
     kind: Hashable  # what templates are kept by: shapes of a micro-batch, and whether gradients will flow
     # shapes of the gradients that will come for an action whose forward pass is done
     gradients: Callable[[Action], list[Tensor] | None]
@@ -36,7 +36,7 @@ class Box:
         self.due = {link: deque(actions) for link, actions in self.programme.arriving.items()}
 
 
-class Post:
+class P2PChannel:
     """Sends what passes make to where it is needed, and receives what they need.
 
     Messages of a link are received in the order they are sent, whichever is needed first. Shapes are announced with the
@@ -55,22 +55,22 @@ class Post:
         self._templates: dict[Hashable, Template] = {}
         self._announced: set[Hashable] = set()
 
-    def template(self, box: Box, action: Action) -> Template:
+    def template(self, box: StepMail, action: Action) -> Template:
         """What is known of the value that arrived for a forward pass."""
         return self._templates[action.chunk, box.kind]
 
-    def arrived(self, box: Box, action: Action) -> list[Tensor]:
+    def arrived(self, box: StepMail, action: Action) -> list[Tensor]:
         """What was sent for a pass, once it is here; empty where nothing comes in."""
         self._expect(box, action, waits=True)
         incoming = box.arriving.pop(action, None)
         return incoming.wait() if incoming is not None else []
 
-    def foresee(self, box: Box, action: Action | None) -> None:
+    def foresee(self, box: StepMail, action: Action | None) -> None:
         """Start receiving what a later pass needs, as far as shapes are known; it takes one more buffer."""
         if action is not None:
             self._expect(box, action, waits=False)
 
-    def send(self, box: Box, action: Action, value: Value, knowledge: Any = None) -> None:
+    def send(self, box: StepMail, action: Action, value: Value, knowledge: Any = None) -> None:
         """Send the result of a pass: a value whose template the receiver needs, or gradients it has the shapes of."""
         target = receiver(box.programme.course, self._index, action)
         assert target is not None
@@ -92,13 +92,13 @@ class Post:
         for one in self._senders.values():
             one.finish()
 
-    def _keep(self, box: Box, wanted: Action, value: Value, tensors: list[Tensor], knowledge: Any) -> None:
+    def _keep(self, box: StepMail, wanted: Action, value: Value, tensors: list[Tensor], knowledge: Any) -> None:
         """For a stage of this rank: a copy, as code there may change it in place."""
         if wanted.what is Pass.FORWARD:
             self._templates[wanted.chunk, box.kind] = template_of(value), knowledge
         box.arriving[wanted] = Incoming([tensor.detach().clone() for tensor in tensors], [])
 
-    def _expect(self, box: Box, action: Action, *, waits: bool) -> None:
+    def _expect(self, box: StepMail, action: Action, *, waits: bool) -> None:
         source = sender(box.programme.course, self._index, action)
         if source is None or source == self._index:
             return
@@ -107,7 +107,7 @@ class Post:
             following = box.due[link].popleft()
             box.arriving[following] = self._receivers[link].receive(self._likes(box, following))
 
-    def _known(self, box: Box, link: Link, waits: bool) -> bool:
+    def _known(self, box: StepMail, link: Link, waits: bool) -> bool:
         """Whether the shapes of the next message are known."""
         if link not in self._receivers:
             self._receivers[link] = Receiver(self._groups.between(*link), link[1], self._device)
@@ -119,7 +119,7 @@ class Post:
             self._templates[key] = self._receivers[link].announced()
         return key in self._templates
 
-    def _likes(self, box: Box, action: Action) -> list[Tensor]:
+    def _likes(self, box: StepMail, action: Action) -> list[Tensor]:
         if action.what is Pass.FORWARD:
             return list(tensors_of(self.template(box, action)[0]))
         shapes = box.gradients(action)

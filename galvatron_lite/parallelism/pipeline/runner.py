@@ -13,13 +13,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.parallelism.pipeline.carry import check_known
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, Later
-from galvatron_lite.parallelism.pipeline.post import Box, Post
+from galvatron_lite.parallelism.pipeline.post import P2PChannel, StepMail
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.pipeline.stage import StageModel
-from galvatron_lite.parallelism.pipeline.table import Pipeline, Programme, programme_of
+from galvatron_lite.parallelism.pipeline.table import Pipeline, RankSchedule, programme_of
 from galvatron_lite.parallelism.pipeline.transfer import (
+    GradientSlot,
     PipelineGroups,
-    Slot,
     Value,
     arrived,
     differentiable,
@@ -36,7 +36,7 @@ class _InFlight:
     Outputs are edges of the autograd graph, not tensors: once sent, their data is kept only if autograd needs it.
     """
 
-    inputs: list[Slot]
+    inputs: list[GradientSlot]
     outputs: list[GradientEdge]
     shapes: list[Tensor]
 
@@ -99,7 +99,7 @@ class PipelineRunner:
         for chunk in chunks:
             chunk.stage.attach()
         self.pipeline, self._chunks, self._index, self._device = pipeline, tuple(chunks), index, device
-        self._post = Post(groups, index, device)
+        self._post = P2PChannel(groups, index, device)
 
     def step(
         self,
@@ -155,18 +155,20 @@ class PipelineRunner:
             self._post.finish()
         return step.outputs
 
-    def _begin(self, programme: Programme, microbatches: Sequence[Sequence[Any]], call: Call) -> tuple[_Step, Box]:
+    def _begin(
+        self, programme: RankSchedule, microbatches: Sequence[Sequence[Any]], call: Call
+    ) -> tuple[_Step, StepMail]:
         step = _Step(microbatches, call, torch.zeros((), device=self._device))
 
         def gradients(action: Action) -> list[Tensor] | None:
             done = step.passes.get((action.chunk, action.microbatch))
             return None if done is None else done.shapes
 
-        return step, Box(programme, _kind(microbatches), gradients)
+        return step, StepMail(programme, _kind(microbatches), gradients)
 
-    def _forward(self, step: _Step, box: Box, action: Action, following: Action | None) -> None:
+    def _forward(self, step: _Step, box: StepMail, action: Action, following: Action | None) -> None:
         chunk, number = self._chunks[action.chunk], action.microbatch
-        received, given, slots = self._post.arrived(box, action), None, list[Slot]()
+        received, given, slots = self._post.arrived(box, action), None, list[GradientSlot]()
         step.begun()
         if not chunk.stage.first:
             template, known = self._post.template(box, action)
@@ -188,7 +190,7 @@ class PipelineRunner:
         else:
             self._post.send(box, action, produced, knowledge)
 
-    def _hand_on(self, step: _Step, box: Box, action: Action, produced: Any) -> None:
+    def _hand_on(self, step: _Step, box: StepMail, action: Action, produced: Any) -> None:
         chunk = self._chunks[action.chunk]
         if chunk.stage.last:
             check_known("the model's outputs", produced)
@@ -196,7 +198,7 @@ class PipelineRunner:
         else:
             self._post.send(box, action, *chunk.luggage.pack(produced))
 
-    def _backward(self, step: _Step, box: Box, action: Action, following: Action | None) -> None:
+    def _backward(self, step: _Step, box: StepMail, action: Action, following: Action | None) -> None:
         chunk, key = self._chunks[action.chunk], (action.chunk, action.microbatch)
         gradients = self._post.arrived(box, action)
         step.begun()
@@ -209,7 +211,7 @@ class PipelineRunner:
         if not chunk.stage.first:
             self._post.send(box, action, [slot.taken(self._device) for slot in done.inputs])
 
-    def _weight(self, step: _Step, box: Box, action: Action, following: Action | None) -> None:
+    def _weight(self, step: _Step, box: StepMail, action: Action, following: Action | None) -> None:
         self._post.foresee(box, following)
         tasks = step.later.pop((action.chunk, action.microbatch))
         while tasks:

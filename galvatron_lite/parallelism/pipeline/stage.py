@@ -24,7 +24,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.pipeline.carry import Carrier, check_known
-from galvatron_lite.parallelism.pipeline.flow import Flow, units
+from galvatron_lite.parallelism.pipeline.flow import LayerFlow, units
 from galvatron_lite.parallelism.pipeline.hollow import (
     drop_loose_parameters,
     drop_parameters,
@@ -65,7 +65,7 @@ class StageModel:
         layers: Sequence[Layer],
         own: Sequence[str],
         device: torch.device | None = None,
-        flow: Flow | None = None,
+        flow: LayerFlow | None = None,
     ) -> None:
         start = _position(layers, own)
         stop = start + len(own)
@@ -221,7 +221,7 @@ class StageModel:
             raise StageEnd
 
 
-def check_stages(layers: Sequence[Layer], stages: Sequence[Sequence[str]], flow: Flow | None) -> None:
+def check_stages(layers: Sequence[Layer], stages: Sequence[Sequence[str]], flow: LayerFlow | None) -> None:
     """Refuse stages that cannot begin where they do; every rank checks all of them, so that none waits for another.
 
     Args:
@@ -244,7 +244,7 @@ def check_stages(layers: Sequence[Layer], stages: Sequence[Sequence[str]], flow:
             raise InputError("plan, stages", layers[start].name, remedy)
 
 
-def _carrier(flow: Flow | None, start: int, stop: int) -> Carrier | None:
+def _carrier(flow: LayerFlow | None, start: int, stop: int) -> Carrier | None:
     """What carries outputs of layers between the stages; None in a chain, and where nothing is known."""
     if flow is None:
         return None

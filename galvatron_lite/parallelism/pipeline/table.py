@@ -99,7 +99,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Programme:
+class RankSchedule:
     """What one group of devices does in a step."""
 
     course: Course  # of the pipeline
@@ -111,7 +111,7 @@ class Programme:
 
 
 @lru_cache(maxsize=64)
-def programme_of(pipeline: Pipeline, microbatches: int, group: int, *, forward_only: bool = False) -> Programme:
+def programme_of(pipeline: Pipeline, microbatches: int, group: int, *, forward_only: bool = False) -> RankSchedule:
     """What a group does in a step.
 
     Args:
@@ -134,7 +134,7 @@ def programme_of(pipeline: Pipeline, microbatches: int, group: int, *, forward_o
             if target is not None and target[0] == group != source:
                 arriving.setdefault((action.what, source, group), []).append(target[1])
     kept = {link: tuple(messages) for link, messages in arriving.items()}
-    return Programme(course, group, table[group], kept, room_of(course, table))
+    return RankSchedule(course, group, table[group], kept, room_of(course, table))
 
 
 def room_of(course: Course, table: Table) -> int:

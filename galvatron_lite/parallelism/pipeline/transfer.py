@@ -161,7 +161,7 @@ def template_of(value: Value) -> Value:
     )
 
 
-class Slot:
+class GradientSlot:
     """Where the gradient of a tensor that arrived is put.
 
     Attributes:
@@ -180,18 +180,18 @@ class Slot:
         return torch.zeros_like(self.like, device=device) if self.gradient is None else self.gradient
 
 
-def arrived(template: Value, tensors: list[Tensor]) -> tuple[Value, list[Slot]]:
+def arrived(template: Value, tensors: list[Tensor]) -> tuple[Value, list[GradientSlot]]:
     """A value like the template that holds these tensors, and a slot for each that needs a gradient.
 
     Those are no leaves, so that code may change them in place, and they live no longer than autograd needs them.
     """
-    source, slots = iter(tensors), list[Slot]()
+    source, slots = iter(tensors), list[GradientSlot]()
 
     def fill(like: Tensor) -> Tensor:
         tensor = next(source)
         if not like.requires_grad:
             return tensor
-        slots.append(Slot(like))
+        slots.append(GradientSlot(like))
         anchor = torch.empty(0, device=tensor.device, requires_grad=True)
         made: Tensor = _Arrival.apply(anchor, tensor, slots[-1])  # type: ignore[no-untyped-call]
         return made
@@ -203,7 +203,7 @@ class _Arrival(torch.autograd.Function):
     """Puts the gradient into the slot; the anchor has no data, but makes the result ask for a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, tensor: Tensor, slot: Slot) -> Tensor:
+    def forward(ctx: Any, _anchor: Tensor, tensor: Tensor, slot: GradientSlot) -> Tensor:
         ctx.slot = slot
         return tensor.data  # the same storage, but no view, which autograd would not let others change
 

@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.cuts.grid import PIXELS
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Cuts, Handler, cut_tensor, cuts_of, local_of, whole_shape
 from galvatron_lite.parallelism.spatial.layers import cuts_after
 from galvatron_lite.parallelism.spatial.pooling import can_pool, max_of_windows, mean_of_windows, pool_of, sides_of
-from galvatron_lite.parallelism.spatial.windows import Window, refusal
+from galvatron_lite.parallelism.spatial.windows import SideWindow, refusal
 
 UNEQUAL = "gathers pictures of this size by design, as its windows are unlike or fewer than ranks"
 """Said where what comes out does not divide the picture, or leaves a rank without a window."""
@@ -47,11 +47,11 @@ def adaptive_max_pool(call: Call) -> Any:
 
 def _adaptive(
     call: Call,
-    of_windows: Callable[[Tensor, str, Sequence[Window]], Tensor],
+    of_windows: Callable[[Tensor, str, Sequence[SideWindow]], Tensor],
     of_all: Callable[[Call, Tensor, Cuts, tuple[int, ...]], Tensor],
 ) -> Any:
     picture, targets, places = _arguments(sides_of(call), *call.args, **call.kwargs)
-    if _gives_places(call) or places or not can_pool(picture, [Window()] * len(targets), call):
+    if _gives_places(call) or places or not can_pool(picture, [SideWindow()] * len(targets), call):
         return call.rules.otherwise(call)
     cuts = cuts_of(picture)
     reduced = tuple(cut for cut in cuts if targets[cut.dim - PIXELS] == 1)
@@ -84,19 +84,19 @@ def _arguments(
     return input, tuple(have if n is None else n for n, have in zip(given, extents, strict=True)), return_indices
 
 
-def _windows(cuts: Cuts, targets: Sequence[int]) -> tuple[Window, ...] | None:
+def _windows(cuts: Cuts, targets: Sequence[int]) -> tuple[SideWindow, ...] | None:
     """Equal windows along the sides that are cut, one a side of the picture; None where there are none."""
-    windows = [Window()] * len(targets)
+    windows = [SideWindow()] * len(targets)
     for cut in cuts:
         target = targets[cut.dim - PIXELS]
         size = cut.extent // max(target, 1)
-        windows[cut.dim - PIXELS] = Window(size, max(size, 1))
+        windows[cut.dim - PIXELS] = SideWindow(size, max(size, 1))
         if size * target != cut.extent or refusal(windows[cut.dim - PIXELS], cut.extent, cut.line.size):
             return None
     return tuple(windows)
 
 
-def _mean_of_windows(picture: Tensor, name: str, windows: Sequence[Window]) -> Tensor:
+def _mean_of_windows(picture: Tensor, name: str, windows: Sequence[SideWindow]) -> Tensor:
     return mean_of_windows(local_of(picture), pool_of(picture, name, windows))
 
 

@@ -32,7 +32,7 @@ from galvatron_lite.parallelism.cuts.tensor import (
 from galvatron_lite.parallelism.spatial.halo import (
     Box,
     Halo,
-    Part,
+    ImagePart,
     borrow,
     give_back,
     laid,
@@ -41,15 +41,15 @@ from galvatron_lite.parallelism.spatial.halo import (
     sides_after,
 )
 from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, on_own_share, pixels
-from galvatron_lite.parallelism.spatial.windows import Window, crop, needed
+from galvatron_lite.parallelism.spatial.windows import SideWindow, crop, needed
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ConvolutionSpec:
     """A convolution of a picture."""
 
     name: str  # of torch's function
-    windows: tuple[Window, ...]  # one a side of the picture
+    windows: tuple[SideWindow, ...]  # one a side of the picture
     groups: int  # of channels
 
     @property
@@ -59,7 +59,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ConvolutionPlan:
     """How this rank does its part of a convolution.
 
     Attributes:
@@ -70,7 +70,7 @@ class Plan:
     """
 
     halo: Halo
-    layer: Layer
+    layer: ConvolutionSpec
     padding: tuple[int, ...]
     split: bool = False
 
@@ -102,7 +102,7 @@ def convolve(call: Call) -> Any:
     ours = {side.dim for side in halo.sides}
     padding = tuple(0 if dim in ours else one.before for dim, one in enumerate(layer.windows, PIXELS))
     share, weight, bias = _as_autocast(local_of(picture), weight, bias)
-    plan = Plan(halo, layer, padding, not layer.transposed and splits(halo, share, weight))
+    plan = ConvolutionPlan(halo, layer, padding, not layer.transposed and splits(halo, share, weight))
     made: Tensor = _Convolve.apply(share, weight, bias, plan)  # type: ignore[no-untyped-call]
     return cut_tensor(made, cuts_after(cuts, layer.windows), call.rules)
 
@@ -117,15 +117,15 @@ def _plain(
     padding: Amount | str = 0,
     dilation: Amount = 1,
     groups: int = 1,
-) -> tuple[Tensor, Tensor, Tensor | None, Layer]:
+) -> tuple[Tensor, Tensor, Tensor | None, ConvolutionSpec]:
     kernel, strides, dilations = weight.shape[PIXELS:], numbers(stride, sides), numbers(dilation, sides)
     if isinstance(padding, str):
         spare = [d * (k - 1) if padding == "same" else 0 for k, d in zip(kernel, dilations, strict=True)]
         pads = [(one // 2, one - one // 2) for one in spare]
     else:
         pads = [(one, one) for one in numbers(padding, sides)]
-    windows = (Window(k, s, *q, d) for k, s, q, d in zip(kernel, strides, pads, dilations, strict=True))
-    return input, weight, bias, Layer(name, tuple(windows), groups)
+    windows = (SideWindow(k, s, *q, d) for k, s, q, d in zip(kernel, strides, pads, dilations, strict=True))
+    return input, weight, bias, ConvolutionSpec(name, tuple(windows), groups)
 
 
 def _transposed(
@@ -139,13 +139,13 @@ def _transposed(
     output_padding: Amount = 0,
     groups: int = 1,
     dilation: Amount = 1,
-) -> tuple[Tensor, Tensor, Tensor | None, Layer]:
+) -> tuple[Tensor, Tensor, Tensor | None, ConvolutionSpec]:
     amounts = (numbers(amount, sides) for amount in (stride, padding, output_padding, dilation))
     windows = (
-        Window(k, s, q, q - more, d, transposed=True)
+        SideWindow(k, s, q, q - more, d, transposed=True)
         for k, s, q, more, d in zip(weight.shape[PIXELS:], *amounts, strict=True)
     )
-    return input, weight, bias, Layer(name, tuple(windows), groups)
+    return input, weight, bias, ConvolutionSpec(name, tuple(windows), groups)
 
 
 def _as_autocast(share: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -187,7 +187,7 @@ def splits(halo: Halo, share: Tensor, weight: Tensor) -> bool:
 
 class _Convolve(Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    def forward(ctx: Any, share: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Tensor:
         run = _run_transposed if plan.layer.transposed else _run_split if plan.split else _run
         made, borders = run(share, weight, bias, plan)
         ctx.plan, ctx.shape = plan, share.shape
@@ -199,7 +199,7 @@ class _Convolve(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         weight, *kept = ctx.saved_tensors
-        plan: Plan = ctx.plan
+        plan: ConvolutionPlan = ctx.plan
         of_input, of_weight = _transposed_gradients(plan) if plan.layer.transposed else _gradients(plan)
         for_share, for_weight, for_bias, _ = ctx.needs_input_grad
         whole = _uncropped(gradient, plan) if plan.layer.transposed else gradient
@@ -213,20 +213,20 @@ class _Convolve(Function):
 def _together(kept: Sequence[Tensor], halo: Halo) -> Tensor:
     """The share and its borders as one picture."""
     boxes = (halo.places.own, *halo.places.borders())
-    return laid(list(map(Part, kept, boxes)), halo.sides, halo.places.needed)
+    return laid(list(map(ImagePart, kept, boxes)), halo.sides, halo.places.needed)
 
 
 Result = tuple[Tensor, tuple[Tensor, ...]]
 """Outputs, and the borders that were borrowed for them."""
 
 
-def _run(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Result:
+def _run(share: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Result:
     parts = borrow(share, plan.halo).wait()
     made = _function(plan)(laid(parts, plan.halo.sides, plan.halo.places.needed), weight, bias, **plan.steps)
     return made, tuple(part.tensor for part in parts[1:])
 
 
-def _run_split(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Result:
+def _run_split(share: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Result:
     """The outputs that need no borders while these travel, and then the others."""
     halo = plan.halo
     coming = borrow(share, halo)
@@ -234,11 +234,15 @@ def _run_split(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -
     run = partial(_outputs, halo=halo, weight=weight, bias=bias, plan=plan)
     first = run(coming.here, box=inner)
     parts = coming.wait()
-    strips = [Part(run(parts, box=box), box) for box in _frame(every, inner)]
-    return laid([Part(first, inner), *strips], sides_after(halo.sides), every), tuple(part.tensor for part in parts[1:])
+    strips = [ImagePart(run(parts, box=box), box) for box in _frame(every, inner)]
+    return laid([ImagePart(first, inner), *strips], sides_after(halo.sides), every), tuple(
+        part.tensor for part in parts[1:]
+    )
 
 
-def _outputs(parts: Sequence[Part], box: Box, halo: Halo, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+def _outputs(
+    parts: Sequence[ImagePart], box: Box, halo: Halo, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan
+) -> Tensor:
     """The outputs of a box."""
     places = tuple(needed(side.window, side.extent, one) for side, one in zip(halo.sides, box, strict=True))
     made: Tensor = _function(plan)(laid(parts, halo.sides, places), weight, bias, **plan.steps)
@@ -253,7 +257,7 @@ def _frame(outer: Box, inner: Box) -> Iterator[Box]:
                 yield (*inner[:index], places, *outer[index + 1 :])
 
 
-def _run_transposed(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Result:
+def _run_transposed(share: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Result:
     """The transposed convolution of what the outputs depend on, cropped to them."""
     parts = borrow(share, plan.halo).wait()
     crops = _crops(plan.halo)
@@ -273,12 +277,12 @@ def _crops(halo: Halo) -> list[tuple[int, int]]:
     return [crop(side.window, outputs, inputs) for side, outputs, inputs in every]
 
 
-def _uncropped(gradient: Tensor, plan: Plan) -> Tensor:
+def _uncropped(gradient: Tensor, plan: ConvolutionPlan) -> Tensor:
     """The gradient of what a transposed convolution made before it was cropped."""
     return padded(gradient, plan.halo.sides, _crops(plan.halo))
 
 
-def _function(plan: Plan) -> Callable[..., Tensor]:
+def _function(plan: ConvolutionPlan) -> Callable[..., Tensor]:
     function: Callable[..., Tensor] = getattr(functional, plan.layer.name)
     return function
 
@@ -287,14 +291,14 @@ OfInput = Callable[[Sequence[int], Tensor, Tensor], Tensor]
 OfWeight = Callable[[Tensor, Sequence[int], Tensor], Tensor]
 
 
-def _gradients(plan: Plan) -> tuple[OfInput, OfWeight]:
+def _gradients(plan: ConvolutionPlan) -> tuple[OfInput, OfWeight]:
     """Of a convolution: (its input's shape, weight, gradient) -> that of its input, and (input, weight's shape,
     gradient) -> that of its weight."""
     name = plan.layer.name
     return partial(getattr(grad, f"{name}_input"), **plan.steps), partial(getattr(grad, f"{name}_weight"), **plan.steps)
 
 
-def _transposed_gradients(plan: Plan) -> tuple[OfInput, OfWeight]:
+def _transposed_gradients(plan: ConvolutionPlan) -> tuple[OfInput, OfWeight]:
     """As ``_gradients``: a transposed convolution is the adjoint of the convolution with its weight, so the gradient of
     its input is that convolution, and that of its weight the convolution's with input and gradient changed about."""
     name = plan.layer.name.replace("_transpose", "")

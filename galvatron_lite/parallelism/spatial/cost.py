@@ -41,10 +41,18 @@ from galvatron_lite.parallelism.base import (
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import extents_of
 from galvatron_lite.parallelism.ranks import Either, side_group
-from galvatron_lite.parallelism.spatial.grids import Border, Grid, Laid, laid_on, refusal, sensible_grids, splits_pixels
+from galvatron_lite.parallelism.spatial.grids import (
+    Grid,
+    Laid,
+    SideTraffic,
+    laid_on,
+    refusal,
+    sensible_grids,
+    splits_pixels,
+)
 from galvatron_lite.parallelism.strategies import Strategies
 
-_BORDER = attrgetter(*(item.name for item in fields(Border)))
+_BORDER = attrgetter(*(item.name for item in fields(SideTraffic)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,7 @@ class Pixels:
     """What a layer's grid means under a strategy, or under each of n (arrays); see ``grids.Laid``."""
 
     share: Real
-    borders: tuple[Border, ...]
+    borders: tuple[SideTraffic, ...]
     legal: Flag
 
 
@@ -138,7 +146,7 @@ def _pixels_of_many(kind: LayerKind, many: Strategies) -> Pixels:
     every = [laid_on(kind, grid) for grid in found]
     figures = np.array([[_BORDER(border) for border in laid.borders] for laid in every]).transpose(1, 2, 0)[..., place]
     share, legal = np.array([laid.share for laid in every]), np.array([laid.legal for laid in every])
-    return Pixels(share[place], tuple(Border(*side) for side in figures), legal[place])
+    return Pixels(share[place], tuple(SideTraffic(*side) for side in figures), legal[place])
 
 
 def _grids_of(many: Strategies) -> tuple[list[Grid], IntArray]:
@@ -169,7 +177,7 @@ def shares_pixels(kind: LayerKind, strategy: Either) -> Flag:
 
 
 def _moved(
-    kind: LayerKind, strategy: Either, borders: Sequence[Border], share: Real, own: bool
+    kind: LayerKind, strategy: Either, borders: Sequence[SideTraffic], share: Real, own: bool
 ) -> Iterator[Communication]:
     """Exchanges with the neighbours along each side, and sums over all pixels.
 

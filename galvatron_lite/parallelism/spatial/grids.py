@@ -25,7 +25,7 @@ Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class SideTraffic:
     """What devices exchange along one side in forward, a sample."""
 
     items: int = 0  # of all windows, in both directions together; the device that borrows most
@@ -39,7 +39,7 @@ class Laid:
     """A layer on a grid of devices."""
 
     share: float  # of a sample's pixels on the device that holds most
-    borders: tuple[Border, Border, Border]  # along depth, height and width
+    borders: tuple[SideTraffic, SideTraffic, SideTraffic]  # along depth, height and width
     legal: bool  # whether the grid can be used
 
 
@@ -100,9 +100,9 @@ def _most(extent: int, degree: int) -> int:
     return share(extent, degree, 0)[1]
 
 
-def _border(passing: tuple[Window, ...], grid: Grid, place: int) -> Border:
+def _border(passing: tuple[Window, ...], grid: Grid, place: int) -> SideTraffic:
     if grid[place] == 1:
-        return Border()
+        return SideTraffic()
     items = sends = returned = returned_items = 0
     for window in passing:
         pixels, lenders = borrowed(window.sides[place], grid[place])
@@ -111,7 +111,7 @@ def _border(passing: tuple[Window, ...], grid: Grid, place: int) -> Border:
         items, sends = items + size, sends + calls
         if window.gradient:
             returned_items, returned = returned_items + size, returned + calls
-    return Border(items, sends, returned, returned_items)
+    return SideTraffic(items, sends, returned, returned_items)
 
 
 def _edge(window: Window, grid: Grid, place: int) -> int:
@@ -143,10 +143,10 @@ def borrowed(side: Side, degree: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=8192)
-def window_along(side: Side) -> windows.Window:
+def window_along(side: Side) -> windows.SideWindow:
     """The window that passes along a side."""
     padding = side.padding
-    return windows.Window(side.kernel, side.stride, padding, padding, side.dilation, transposed=side.transposed)
+    return windows.SideWindow(side.kernel, side.stride, padding, padding, side.dilation, transposed=side.transposed)
 
 
 def refusal(kind: LayerKind, place: int, degree: int) -> str:

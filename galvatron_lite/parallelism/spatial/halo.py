@@ -20,7 +20,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.line import Arrival, Line
 from galvatron_lite.parallelism.spatial.windows import (
     Range,
-    Window,
+    SideWindow,
     borrows,
     interior,
     lends,
@@ -39,17 +39,17 @@ Loans = tuple[tuple[int, Box], ...]
 """What ranks of a line lend or borrow."""
 
 
-class Side(NamedTuple):
+class HaloSide(NamedTuple):
     """A side of a picture, the window that slides along it, and who shares it."""
 
     dim: int  # of the picture
     extent: int  # of the whole picture
-    window: Window  # of mode "constant"
+    window: SideWindow  # of mode "constant"
     degree: int  # ranks that share it
     rank: int  # this one
 
 
-Sides = tuple[Side, ...]
+Sides = tuple[HaloSide, ...]
 """Outermost first."""
 
 
@@ -116,7 +116,7 @@ def _places(sides: Sides) -> Places:
     )
 
 
-def _interior(side: Side) -> Range:
+def _interior(side: HaloSide) -> Range:
     return (0, 0) if side.window.transposed else interior(side.window, side.extent, side.degree, side.rank)
 
 
@@ -131,10 +131,10 @@ def _loans(sides: Sides, index: int, every: Box, given: bool) -> Loans:
 
 def sides_after(sides: Sides) -> Sides:
     """The sides of what the windows make."""
-    return tuple(one._replace(extent=output_extent(one.window, one.extent), window=Window()) for one in sides)
+    return tuple(one._replace(extent=output_extent(one.window, one.extent), window=SideWindow()) for one in sides)
 
 
-class Part(NamedTuple):
+class ImagePart(NamedTuple):
     """Some of a picture, and the places it holds along the sides of a halo."""
 
     tensor: Tensor
@@ -145,11 +145,11 @@ class Part(NamedTuple):
 class Coming:
     """Borders on their way."""
 
-    here: tuple[Part, ...]  # this rank's share and the borders of sides taken before
-    border: tuple[Part, ...] = ()  # what is to come
+    here: tuple[ImagePart, ...]  # this rank's share and the borders of sides taken before
+    border: tuple[ImagePart, ...] = ()  # what is to come
     arrival: Arrival | None = None  # when it is here
 
-    def wait(self) -> tuple[Part, ...]:
+    def wait(self) -> tuple[ImagePart, ...]:
         """This rank's share, and then all borders in their order."""
         if self.arrival is not None:
             self.arrival.wait()
@@ -158,17 +158,17 @@ class Coming:
 
 def borrow(share: Tensor, halo: Halo) -> Coming:
     """Start borrowing what a rank's outputs need; all sides but the last have come on return."""
-    coming = Coming((Part(share, halo.places.own),))
+    coming = Coming((ImagePart(share, halo.places.own),))
     for index in halo.places.travelling:
         here = coming.wait()
         sent = [(peer, laid(here, halo.sides, box).contiguous()) for peer, box in halo.places.given[index]]
-        border = tuple(Part(_empty(share, halo.sides, box), box) for _, box in halo.places.taken[index])
+        border = tuple(ImagePart(_empty(share, halo.sides, box), box) for _, box in halo.places.taken[index])
         wanted = [(peer, part.tensor) for (peer, _), part in zip(halo.places.taken[index], border, strict=True)]
         coming = Coming(here, border, halo.lines[index].exchange(sent, wanted))
     return coming
 
 
-def laid(parts: Sequence[Part], sides: Sides, box: Box, fill: float = 0.0) -> Tensor:
+def laid(parts: Sequence[ImagePart], sides: Sides, box: Box, fill: float = 0.0) -> Tensor:
     """A picture of the places of a box, put together; a view where the first part holds them all.
 
     Args:
@@ -185,7 +185,7 @@ def laid(parts: Sequence[Part], sides: Sides, box: Box, fill: float = 0.0) -> Te
         return _view(first, sides, box)
     if len(short) == 1:
         return _joined(parts, sides, box, short[0], fill)
-    made = Part(_empty(first.tensor, sides, box, layout_of(first.tensor)), box)
+    made = ImagePart(_empty(first.tensor, sides, box, layout_of(first.tensor)), box)
     for part in parts:
         common = _common(part.places, box)
         if common is not None:
@@ -195,15 +195,15 @@ def laid(parts: Sequence[Part], sides: Sides, box: Box, fill: float = 0.0) -> Te
     return made.tensor
 
 
-def _joined(parts: Sequence[Part], sides: Sides, box: Box, index: int, fill: float) -> Tensor:
+def _joined(parts: Sequence[ImagePart], sides: Sides, box: Box, index: int, fill: float) -> Tensor:
     """The places of a box whose parts lie one behind the other along one side: one copy."""
     layout = layout_of(parts[0].tensor)
-    pieces = [Part(_empty(parts[0].tensor, sides, one, layout).fill_(fill), one) for one in _outside(sides, box)]
+    pieces = [ImagePart(_empty(parts[0].tensor, sides, one, layout).fill_(fill), one) for one in _outside(sides, box)]
     for part in parts:
         common = _common(part.places, box)
         if common is not None:
             view = _view(part, sides, common)
-            pieces.append(Part(view if part is parts[0] else view.contiguous(memory_format=layout), common))
+            pieces.append(ImagePart(view if part is parts[0] else view.contiguous(memory_format=layout), common))
     pieces.sort(key=lambda part: part.places[index])
     return torch.cat([part.tensor for part in pieces], sides[index].dim)
 
@@ -220,10 +220,10 @@ def layout_of(tensor: Tensor) -> torch.memory_format:
 class Returning:
     """Gradients of borders on their way to where the borders came from."""
 
-    gradient: Part  # of all places that this rank holds or needs
+    gradient: ImagePart  # of all places that this rank holds or needs
     halo: Halo  # whose sides are meant
     left: tuple[int, ...]  # sides that are still to be done, in their order; the last one is under way
-    lent: tuple[Part, ...] = ()  # gradients of what this rank lent along that side
+    lent: tuple[ImagePart, ...] = ()  # gradients of what this rank lent along that side
     arrival: Arrival | None = None  # when they are here
 
     def wait(self) -> Tensor:
@@ -248,7 +248,7 @@ def give_back(gradient: Tensor, halo: Halo) -> Returning:
     both = list(zip(halo.places.own, halo.places.needed, strict=True))
     pads = [(max(start - own, 0), max(end - stop, 0)) for (own, end), (start, stop) in both]
     places = tuple((min(start, own), max(end, stop)) for (own, end), (start, stop) in both)
-    return _returning(Part(padded(gradient, halo.sides, pads), places), halo, halo.places.travelling)
+    return _returning(ImagePart(padded(gradient, halo.sides, pads), places), halo, halo.places.travelling)
 
 
 def padded(tensor: Tensor, sides: Sides, pads: Sequence[tuple[int, int]]) -> Tensor:
@@ -262,12 +262,12 @@ def padded(tensor: Tensor, sides: Sides, pads: Sequence[tuple[int, int]]) -> Ten
     return functional.pad(tensor, amounts).contiguous(memory_format=layout_of(tensor))
 
 
-def _returning(gradient: Part, halo: Halo, left: tuple[int, ...]) -> Returning:
+def _returning(gradient: ImagePart, halo: Halo, left: tuple[int, ...]) -> Returning:
     if not left:
         return Returning(gradient, halo, left)
     index, sides = left[-1], halo.sides
     sent = [(peer, _view(gradient, sides, box).contiguous()) for peer, box in halo.places.taken[index]]
-    lent = tuple(Part(_empty(gradient.tensor, sides, box), box) for _, box in halo.places.given[index])
+    lent = tuple(ImagePart(_empty(gradient.tensor, sides, box), box) for _, box in halo.places.given[index])
     wanted = [(peer, part.tensor) for (peer, _), part in zip(halo.places.given[index], lent, strict=True)]
     return Returning(gradient, halo, left, lent, halo.lines[index].exchange(sent, wanted))
 
@@ -284,7 +284,7 @@ def _empty(like: Tensor, sides: Sides, box: Box, layout: torch.memory_format = t
     return torch.empty(shape_of(like.shape, sides, box), dtype=like.dtype, device=like.device, memory_format=layout)
 
 
-def _view(part: Part, sides: Sides, box: Box) -> Tensor:
+def _view(part: ImagePart, sides: Sides, box: Box) -> Tensor:
     """The places of a box, which the part holds."""
     view = part.tensor
     for side, have, want in zip(sides, part.places, box, strict=True):

@@ -34,7 +34,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ResampledSide:
     """How one side of a picture is resampled."""
 
     mode: str  # along this side alone: nearest, nearest-exact, linear, bicubic or area
@@ -96,12 +96,12 @@ def _factors(given: Mapping[str, Any], sides: int) -> tuple[float, ...] | None:
     return (factor,) * sides
 
 
-def _sides(given: Mapping[str, Any], shape: Sequence[int], result: Sequence[int]) -> list[Side]:
+def _sides(given: Mapping[str, Any], shape: Sequence[int], result: Sequence[int]) -> list[ResampledSide]:
     mode = "linear" if given["mode"].endswith("linear") else given["mode"]
     count = len(shape) - PIXELS
     factors = None if given["recompute_scale_factor"] else _factors(given, count)
     return [
-        Side(mode, shape[dim], result[dim], factors[dim - PIXELS] if factors else None, given["align_corners"])
+        ResampledSide(mode, shape[dim], result[dim], factors[dim - PIXELS] if factors else None, given["align_corners"])
         for dim in range(PIXELS, len(shape))
     ]
 
@@ -116,7 +116,7 @@ def _but(given: Mapping[str, Any], done: set[int], shape: Sequence[int], result:
     return {**given, "scale_factor": [1.0 if dim in done else factors[dim - PIXELS] for dim in dims]}
 
 
-def _resampled(local: Tensor, dim: int, side: Side, line: Line | None) -> Tensor:
+def _resampled(local: Tensor, dim: int, side: ResampledSide, line: Line | None) -> Tensor:
     result: Tensor = _Resample.apply(local, dim, side, line)  # type: ignore[no-untyped-call]
     return result
 
@@ -140,7 +140,7 @@ def _apart(function: Callable[Asked, Answer]) -> Callable[Asked, Answer]:
 
 @lru_cache(maxsize=128)
 @_apart
-def _matrix(side: Side, dtype: torch.dtype, device: str) -> Tensor:
+def _matrix(side: ResampledSide, dtype: torch.dtype, device: str) -> Tensor:
     """Weights (input rows, output rows) as torch has them for this type on this device."""
     with torch.inference_mode(False), torch.no_grad():
         # two sides, as not every mode has one
@@ -153,7 +153,7 @@ def _matrix(side: Side, dtype: torch.dtype, device: str) -> Tensor:
 
 @lru_cache(maxsize=128)
 @_apart
-def needs(side: Side, size: int, dtype: torch.dtype, device: str) -> tuple[Range, ...]:
+def needs(side: ResampledSide, size: int, dtype: torch.dtype, device: str) -> tuple[Range, ...]:
     """The input rows that the output rows of every rank of ``size`` need."""
     used = _matrix(side, dtype, device) != 0
     found = []
@@ -165,7 +165,7 @@ def needs(side: Side, size: int, dtype: torch.dtype, device: str) -> tuple[Range
 
 @lru_cache(maxsize=128)
 @_apart
-def _taps(side: Side, size: int, rank: int, dtype: torch.dtype, device: torch.device) -> Taps:
+def _taps(side: ResampledSide, size: int, rank: int, dtype: torch.dtype, device: torch.device) -> Taps:
     """Of a rank's output rows; ``device``: where they are to be."""
     rows = needs(side, size, dtype, _known(device))[rank]
     start, stop = _ranges(side.result, size)[rank]
@@ -195,7 +195,7 @@ class _Resample(Function):
     """Along one side, cut along a line or (None) whole."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, side: Side, line: Line | None) -> Tensor:
+    def forward(ctx: Any, local: Tensor, dim: int, side: ResampledSide, line: Line | None) -> Tensor:
         dtype = torch.promote_types(local.dtype, torch.float32)
         size, rank = (line.size, line.rank) if line else (1, 0)
         taps = _taps(side, size, rank, dtype, local.device)

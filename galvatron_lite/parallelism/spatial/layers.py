@@ -10,14 +10,14 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.grid import PIXELS
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Cuts, cut_tensor, shares_only, whole_shape
-from galvatron_lite.parallelism.spatial.halo import Halo, Side, checked
-from galvatron_lite.parallelism.spatial.windows import Window, output_extent, stays
+from galvatron_lite.parallelism.spatial.halo import Halo, HaloSide, checked
+from galvatron_lite.parallelism.spatial.windows import SideWindow, output_extent, stays
 
 Amount = int | Sequence[int]
 """One number for all sides, or one a side."""
 
 
-def pixels(extents: Sequence[int], windows: Sequence[Window], cuts: Sequence[Cut], layer: str) -> Halo:
+def pixels(extents: Sequence[int], windows: Sequence[SideWindow], cuts: Sequence[Cut], layer: str) -> Halo:
     """The halo of windows that slide along the sides of a picture; sides that are whole are in it if padded unevenly.
 
     Raises:
@@ -27,7 +27,7 @@ def pixels(extents: Sequence[int], windows: Sequence[Window], cuts: Sequence[Cut
     lines |= {dim: ALONE for dim, one in enumerate(windows, PIXELS) if one.before != one.after and dim not in lines}
     dims = sorted(lines)
     sides = tuple(
-        Side(dim, extents[dim - PIXELS], windows[dim - PIXELS], lines[dim].size, lines[dim].rank) for dim in dims
+        HaloSide(dim, extents[dim - PIXELS], windows[dim - PIXELS], lines[dim].size, lines[dim].rank) for dim in dims
     )
     return checked(sides, tuple(lines[dim] for dim in dims), layer)
 
@@ -36,7 +36,7 @@ ALONE = ShapeOnlyLine(1, 0)
 """The line of a side that is whole."""
 
 
-def cuts_after(cuts: Sequence[Cut], windows: Sequence[Window]) -> tuple[Cut, ...]:
+def cuts_after(cuts: Sequence[Cut], windows: Sequence[SideWindow]) -> tuple[Cut, ...]:
     """How what windows make of a picture is cut."""
     return tuple(Cut(cut.dim, output_extent(windows[cut.dim - PIXELS], cut.extent), cut.line) for cut in cuts)
 
@@ -54,7 +54,7 @@ def check_batched(picture: Tensor, sides: int, layer: str) -> None:
         raise InputError(f"shape of the input of {layer}", whole_shape(picture), remedy)
 
 
-def on_own_share(call: Call, cuts: Cuts, windows: Sequence[Window]) -> Tensor | None:
+def on_own_share(call: Call, cuts: Cuts, windows: Sequence[SideWindow]) -> Tensor | None:
     """A layer that every rank can do on its own share as it is; None where they need one another, or pad.
 
     The same on all ranks, and so is what autograd keeps.

@@ -23,7 +23,7 @@ from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Cuts, Handler, cut
 from galvatron_lite.parallelism.spatial.statistics import (
     Moments,
     Normal,
-    Rows,
+    NormRows,
     as_autocast,
     moments,
     normalise,
@@ -194,13 +194,13 @@ def _normalised_rows(call: Call, given: Mapping[str, Any], *, centred: bool) -> 
     affine = {"weight": weight, "bias": bias} if centred else {"weight": weight}
     if not cuts:
         return _like(call.function(local, normalised, **affine, eps=given["eps"]), tensor)
-    rows = Rows(len(normalised), prod(normalised), _lines(cuts))
+    rows = NormRows(len(normalised), prod(normalised), _lines(cuts))
     with torch.no_grad():
         mean, inverse = _centre(local, rows, cuts, given["eps"]) if centred else _root(local, rows, given["eps"])
     return _like(normalise_rows(local, (weight, bias), mean, inverse, rows), tensor)
 
 
-def _centre(local: Tensor, rows: Rows, cuts: Sequence[Cut], eps: float) -> tuple[Tensor, Tensor]:
+def _centre(local: Tensor, rows: NormRows, cuts: Sequence[Cut], eps: float) -> tuple[Tensor, Tensor]:
     """Mean and inverse standard deviation of whole rows."""
     kept = local.shape[: -rows.dims] + (1,) * rows.dims
     dims = range(local.dim() - rows.dims, local.dim())
@@ -208,7 +208,7 @@ def _centre(local: Tensor, rows: Rows, cuts: Sequence[Cut], eps: float) -> tuple
     return found.mean.view(kept), (found.variance + eps).rsqrt().view(kept)
 
 
-def _root(local: Tensor, rows: Rows, eps: float | None) -> tuple[None, Tensor]:
+def _root(local: Tensor, rows: NormRows, eps: float | None) -> tuple[None, Tensor]:
     """Inverse root mean square of whole rows; without ``eps`` the smallest step of the share's type, as in torch."""
     squares = wide(local).square().sum(rows.last, keepdim=True)
     for line in rows.lines:

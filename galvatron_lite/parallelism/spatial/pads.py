@@ -18,10 +18,10 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Handler, cut_tensor, cuts_of, local_of
 from galvatron_lite.parallelism.spatial.windows import (
     PAD_MODES,
+    IndexRun,
     Loan,
     Range,
-    Run,
-    Window,
+    SideWindow,
     borrows,
     covered,
     items,
@@ -49,11 +49,11 @@ def pad(call: Call) -> Any:
     local = _without(amounts, share.dim(), [cut.dim for cut in moved])
     if any(local):
         share = functional.pad(share, local, mode, value)
-    windows = {cut.dim: Window(before=pads[cut.dim][0], after=pads[cut.dim][1], mode=mode) for cut in moved}
+    windows = {cut.dim: SideWindow(before=pads[cut.dim][0], after=pads[cut.dim][1], mode=mode) for cut in moved}
     for cut in moved:
         _check(cut, windows[cut.dim])
         share = _Pad.apply(share, cut, windows[cut.dim], value or 0.0)  # type: ignore[no-untyped-call]
-    extents = (output_extent(windows.get(cut.dim, Window()), cut.extent) for cut in cuts)
+    extents = (output_extent(windows.get(cut.dim, SideWindow()), cut.extent) for cut in cuts)
     after = [Cut(cut.dim, extent, cut.line) for cut, extent in zip(cuts, extents, strict=True)]
     # what torch pads is never the tensor itself, even where it pads by nothing
     return cut_tensor(share if moved or any(local) else share.clone(), after, call.rules)
@@ -75,7 +75,7 @@ def _without(amounts: Sequence[int], dims: int, left_out: Sequence[int]) -> list
     return [0 if dims - 1 - index // 2 in left_out else amount for index, amount in enumerate(amounts)]
 
 
-def _check(cut: Cut, window: Window) -> None:
+def _check(cut: Cut, window: SideWindow) -> None:
     most = {"reflect": cut.extent - 1, "circular": cut.extent}.get(window.mode)
     field = f"pad ({window.mode}): dim {cut.dim} of {cut.extent} shared by {cut.line.size}"
     if most is not None and max(window.before, window.after) > most:
@@ -88,7 +88,7 @@ def _check(cut: Cut, window: Window) -> None:
 
 class _Pad(Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, cut: Cut, window: Window, value: float) -> Tensor:
+    def forward(ctx: Any, share: Tensor, cut: Cut, window: SideWindow, value: float) -> Tensor:
         ctx.cut, ctx.window = cut, window
         held = _borrow(share, cut, window)
         runs = layout(window, cut.extent, cut.line.size, cut.line.rank)
@@ -112,7 +112,7 @@ Held = dict[int, Tensor]
 """By rank: what is here of its share, one range after the other; of this rank all of it."""
 
 
-def _borrow(share: Tensor, cut: Cut, window: Window) -> Held:
+def _borrow(share: Tensor, cut: Cut, window: SideWindow) -> Held:
     whose = window, cut.extent, cut.line.size
     sent = [(peer, _taken(share, cut, ranges).contiguous()) for peer, ranges in lends(*whose, cut.line.rank)]
     borrowed = borrows(*whose, cut.line.rank)
@@ -122,7 +122,7 @@ def _borrow(share: Tensor, cut: Cut, window: Window) -> Held:
     return {cut.line.rank: share, **dict(wanted)}
 
 
-def _give_back(held: Held, cut: Cut, window: Window) -> Tensor:
+def _give_back(held: Held, cut: Cut, window: SideWindow) -> Tensor:
     """The gradient of this rank's share: what its own outputs gave, and the others'."""
     own = held.pop(cut.line.rank)
     whose = window, cut.extent, cut.line.size
@@ -148,7 +148,7 @@ def _zeros(like: Tensor, cut: Cut, length: int) -> Tensor:
     return like.new_zeros(shape)
 
 
-def _run(held: Held, like: Tensor, run: Run, cut: Cut, window: Window, value: float) -> Tensor:
+def _run(held: Held, like: Tensor, run: IndexRun, cut: Cut, window: SideWindow, value: float) -> Tensor:
     """The places of a run."""
     if run.step is None:
         return _zeros(like, cut, run.length).fill_(value)
@@ -161,7 +161,7 @@ def _run(held: Held, like: Tensor, run: Run, cut: Cut, window: Window, value: fl
     return made.flip(cut.dim) if run.step < 0 else made
 
 
-def _add_run(held: Held, gradient: Tensor, run: Run, cut: Cut, window: Window) -> None:
+def _add_run(held: Held, gradient: Tensor, run: IndexRun, cut: Cut, window: SideWindow) -> None:
     """Add the gradient of a run to that of where its places came from."""
     if run.step is None:
         return
@@ -175,7 +175,7 @@ def _add_run(held: Held, gradient: Tensor, run: Run, cut: Cut, window: Window) -
         start += length
 
 
-def _sources(run: Run, cut: Cut, window: Window) -> Iterator[tuple[int, int, int]]:
+def _sources(run: IndexRun, cut: Cut, window: SideWindow) -> Iterator[tuple[int, int, int]]:
     """(rank, place in what is here of its share, length) of what a run covers, in the order of places."""
     rank, size = cut.line.rank, cut.line.size
     own: Loan = (rank, (own_range(cut.extent, size, rank),))

@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.cuts.grid import PIXELS
 from galvatron_lite.parallelism.cuts.tensor import Call, Handler, cut_tensor, cuts_of, local_of, whole_shape
 from galvatron_lite.parallelism.spatial.halo import Halo, borrow, give_back, laid, layout_of, shape_of
 from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, on_own_share, pixels
-from galvatron_lite.parallelism.spatial.windows import Window, needed, output_extent
+from galvatron_lite.parallelism.spatial.windows import SideWindow, needed, output_extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Pool:
     """A pool of a picture."""
 
     name: str  # of torch's function
-    windows: tuple[Window, ...]  # one a side of the picture
+    windows: tuple[SideWindow, ...]  # one a side of the picture
     halo: Halo  # sides that are cut
     whole: tuple[int, ...]  # extents of the whole picture
 
@@ -100,7 +100,7 @@ def sides_of(call: Call) -> int:
     return int(call.name[-2])
 
 
-def can_pool(picture: Tensor, windows: Sequence[Window], call: Call) -> bool:
+def can_pool(picture: Tensor, windows: Sequence[SideWindow], call: Call) -> bool:
     """Whether ranks can share what a pool makes of a picture; else it is gathered, as the last pool of a network is.
 
     They can where it is cut along sides only and holds floating-point numbers, torch allows the pads, and there is an
@@ -117,7 +117,7 @@ def can_pool(picture: Tensor, windows: Sequence[Window], call: Call) -> bool:
     return enough and all(2 * window.before <= window.reach for window in windows)
 
 
-def max_of_windows(picture: Tensor, name: str, windows: Sequence[Window]) -> Tensor:
+def max_of_windows(picture: Tensor, name: str, windows: Sequence[SideWindow]) -> Tensor:
     """This rank's share of the largest of each window; ``name``: of torch's function."""
     made: Tensor = _MaxPool.apply(local_of(picture), pool_of(picture, name, windows))  # type: ignore[no-untyped-call]
     return made
@@ -136,7 +136,7 @@ def mean_of_windows(share: Tensor, pool: Pool, counted: bool = True, divisor: in
     return made
 
 
-def pool_of(picture: Tensor, name: str, windows: Sequence[Window]) -> Pool:
+def pool_of(picture: Tensor, name: str, windows: Sequence[SideWindow]) -> Pool:
     """How a cut picture is pooled; ``name``: of torch's function.
 
     Raises:
@@ -148,12 +148,12 @@ def pool_of(picture: Tensor, name: str, windows: Sequence[Window]) -> Pool:
 
 def _windows(
     sides: int, kernel: Amount, stride: Amount | None, padding: Amount, ceil: bool, dilation: Amount = 1
-) -> tuple[Window, ...]:
+) -> tuple[SideWindow, ...]:
     kernels = numbers(kernel, sides)
     strides = numbers(stride, sides) if isinstance(stride, int) or stride else kernels
     pads, dilations = numbers(padding, sides), numbers(dilation, sides)
     steps = zip(kernels, strides, pads, dilations, strict=True)
-    return tuple(Window(k, s, q, q, d, ceil) for k, s, q, d in steps)
+    return tuple(SideWindow(k, s, q, q, d, ceil) for k, s, q, d in steps)
 
 
 def _max_arguments(
@@ -165,7 +165,7 @@ def _max_arguments(
     dilation: Amount = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
-) -> tuple[Tensor, tuple[Window, ...], bool]:
+) -> tuple[Tensor, tuple[SideWindow, ...], bool]:
     return input, _windows(sides, kernel_size, stride, padding, ceil_mode, dilation), return_indices
 
 
@@ -178,7 +178,7 @@ def _avg_arguments(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-) -> tuple[Tensor, tuple[Window, ...], bool, int | None]:
+) -> tuple[Tensor, tuple[SideWindow, ...], bool, int | None]:
     return input, _windows(sides, kernel_size, stride, padding, ceil_mode), count_include_pad, divisor_override
 
 
@@ -189,7 +189,7 @@ def _lp_arguments(
     kernel_size: Amount,
     stride: Amount | None = None,
     ceil_mode: bool = False,
-) -> tuple[Tensor, float, tuple[Window, ...]]:
+) -> tuple[Tensor, float, tuple[SideWindow, ...]]:
     return input, float(norm_type), _windows(sides, kernel_size, stride, 0, ceil_mode)
 
 
@@ -252,7 +252,7 @@ def _factors(made: Tensor, pool: Pool, counted: bool, divisor: int | None) -> It
             yield (window.kernel / exact).to(made.dtype).view(-1, *[1] * (made.dim() - 1 - dim))
 
 
-def _places(pool: Pool, dim: int, window: Window, counted: bool, device: torch.device) -> Tensor | None:
+def _places(pool: Pool, dim: int, window: SideWindow, counted: bool, device: torch.device) -> Tensor | None:
     """The places of each window along a side that count, for this rank's outputs; None where they are the kernel."""
     made = {side.dim: outputs for side, outputs in zip(pool.halo.sides, pool.halo.places.outputs, strict=True)}
     extent = pool.whole[dim - PIXELS]

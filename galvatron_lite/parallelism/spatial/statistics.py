@@ -193,7 +193,7 @@ def _wanted(ctx: Any, by_weight: Tensor, by_bias: Tensor) -> tuple[Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class NormRows:
     """How items of normalised dims, which are the last, are shared."""
 
     dims: int  # how many they are
@@ -207,7 +207,7 @@ class Rows:
 
 
 def normalise_rows(
-    tensor: Tensor, affine: tuple[Tensor | None, Tensor | None], mean: Tensor | None, inverse: Tensor, rows: Rows
+    tensor: Tensor, affine: tuple[Tensor | None, Tensor | None], mean: Tensor | None, inverse: Tensor, rows: NormRows
 ) -> Tensor:
     """(x - mean) * inverse * weight + bias of this rank's share of rows.
 
@@ -238,7 +238,7 @@ class _NormaliseRows(Function):
         bias: Tensor | None,
         mean: Tensor | None,
         inverse: Tensor,
-        rows: Rows,
+        rows: NormRows,
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight, bias, mean, inverse)
         ctx.rows = rows
@@ -249,7 +249,7 @@ class _NormaliseRows(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight, bias, mean, inverse = ctx.saved_tensors
-        rows: Rows = ctx.rows
+        rows: NormRows = ctx.rows
         normal, arriving = _normal(tensor, mean, inverse), wide(gradient)
         others = tuple(range(tensor.dim() - rows.dims))
         by_weight = None if weight is None else (arriving * normal).sum(others).to(weight.dtype)

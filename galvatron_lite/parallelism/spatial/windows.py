@@ -21,7 +21,7 @@ Loan = tuple[int, tuple[Range, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SideWindow:
     """A window along one side, as ``torch.nn.functional`` describes convolutions, pools and pads."""
 
     kernel: int = 1  # places it reads
@@ -45,7 +45,7 @@ PAD_MODES = ("constant", "reflect", "replicate", "circular")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class IndexRun:
     """Successive places of what a rank needs."""
 
     length: int
@@ -54,13 +54,13 @@ class Run:
     step: int | None = None
 
 
-def covered(run: Run) -> Range:
+def covered(run: IndexRun) -> Range:
     """The places of the picture in a run, which lies inside it."""
     last = run.start + (run.length - 1) * (run.step or 0)
     return min(run.start, last), max(run.start, last) + 1
 
 
-def output_extent(window: Window, extent: int) -> int:
+def output_extent(window: SideWindow, extent: int) -> int:
     """Outputs along a side of ``extent`` places (as torch counts them); 0 or less where there are none."""
     if window.transposed:
         return (extent - 1) * window.stride - window.before - window.after + window.reach
@@ -75,12 +75,12 @@ def own_range(extent: int, degree: int, rank: int) -> Range:
     return start, start + length
 
 
-def output_range(window: Window, extent: int, degree: int, rank: int) -> Range:
+def output_range(window: SideWindow, extent: int, degree: int, rank: int) -> Range:
     """The outputs of a rank."""
     return own_range(output_extent(window, extent), degree, rank)
 
 
-def needed(window: Window, extent: int, outputs: Range) -> Range:
+def needed(window: SideWindow, extent: int, outputs: Range) -> Range:
     """The places that outputs depend on: also those outside the picture, but of a transposed window, which has none.
 
     The result is not empty unless the window is transposed.
@@ -93,7 +93,7 @@ def needed(window: Window, extent: int, outputs: Range) -> Range:
     return min(start, extent), max(stop, min(start, extent))
 
 
-def crop(window: Window, outputs: Range, inputs: Range) -> tuple[int, int]:
+def crop(window: SideWindow, outputs: Range, inputs: Range) -> tuple[int, int]:
     """Of a transposed window that ran on ``inputs`` without padding: places to leave out before and after.
 
     Less than zero: outputs that get nothing.
@@ -103,50 +103,50 @@ def crop(window: Window, outputs: Range, inputs: Range) -> tuple[int, int]:
     return outputs[0] - first, first + made - outputs[1]
 
 
-def runs(window: Window, extent: int, places: Range) -> tuple[Run, ...]:
+def runs(window: SideWindow, extent: int, places: Range) -> tuple[IndexRun, ...]:
     """Places inside and outside a picture as runs of places of the picture, in order."""
     start, stop = places
     inside = max(min(stop, extent) - max(start, 0), 0)
     before, after = min(max(-start, 0), stop - start), min(max(stop - extent, 0), stop - start)
     outer_before = _outside(window.mode, extent, start, before)
     outer_after = _outside(window.mode, extent, stop - after, after)
-    found = (outer_before, Run(inside, max(start, 0), 1), outer_after)
+    found = (outer_before, IndexRun(inside, max(start, 0), 1), outer_after)
     return tuple(run for run in found if run.length)
 
 
-def _outside(mode: str, extent: int, place: int, length: int) -> Run:
+def _outside(mode: str, extent: int, place: int, length: int) -> IndexRun:
     """Places from ``place`` on that lie before, or behind, the picture."""
     last = extent - 1
     if mode == "reflect":
-        return Run(length, -place if place < 0 else 2 * last - place, -1)
+        return IndexRun(length, -place if place < 0 else 2 * last - place, -1)
     if mode == "replicate":
-        return Run(length, 0 if place < 0 else last, 0)
+        return IndexRun(length, 0 if place < 0 else last, 0)
     if mode == "circular":
-        return Run(length, place % extent, 1)
-    return Run(length)
+        return IndexRun(length, place % extent, 1)
+    return IndexRun(length)
 
 
 @lru_cache(maxsize=4096)
-def layout(window: Window, extent: int, degree: int, rank: int) -> tuple[Run, ...]:
+def layout(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[IndexRun, ...]:
     """What a rank needs for its outputs, in order."""
     return runs(window, extent, needed(window, extent, output_range(window, extent, degree, rank)))
 
 
 @lru_cache(maxsize=4096)
-def borrows(window: Window, extent: int, degree: int, rank: int) -> tuple[Loan, ...]:
+def borrows(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[Loan, ...]:
     """What a rank needs of the others' shares for its outputs, each place once; by rank."""
     wanted = _wanted(window, extent, degree, rank)
     return tuple(_loans((peer, _within(wanted, own_range(extent, degree, peer))) for peer in _others(degree, rank)))
 
 
 @lru_cache(maxsize=4096)
-def lends(window: Window, extent: int, degree: int, rank: int) -> tuple[Loan, ...]:
+def lends(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[Loan, ...]:
     """What the others need of a rank's share for their outputs; by rank."""
     own = own_range(extent, degree, rank)
     return tuple(_loans((peer, _within(_wanted(window, extent, degree, peer), own)) for peer in _others(degree, rank)))
 
 
-def borrowed(window: Window, extent: int, degree: int, rank: int) -> tuple[int, int]:
+def borrowed(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[int, int]:
     """Places that a rank borrows from ranks below and above it; what it sends is what those borrow of it.
 
     In backward as many gradients go the other way.
@@ -157,20 +157,20 @@ def borrowed(window: Window, extent: int, degree: int, rank: int) -> tuple[int, 
 
 
 @lru_cache(maxsize=4096)
-def travels(window: Window, extent: int, degree: int) -> bool:
+def travels(window: SideWindow, extent: int, degree: int) -> bool:
     """Whether any rank borrows; the same on all of them."""
     return any(borrows(window, extent, degree, rank) for rank in range(degree))
 
 
 @lru_cache(maxsize=4096)
-def stays(window: Window, extent: int, degree: int) -> bool:
+def stays(window: SideWindow, extent: int, degree: int) -> bool:
     """Whether every rank's outputs are just those of the window on its own share."""
     if window.before or window.after:
         return False
     return all(_stays(window, extent, degree, rank) for rank in range(degree))
 
 
-def _stays(window: Window, extent: int, degree: int, rank: int) -> bool:
+def _stays(window: SideWindow, extent: int, degree: int, rank: int) -> bool:
     own, outputs = own_range(extent, degree, rank), output_range(window, extent, degree, rank)
     start, stop = needed(window, extent, outputs)
     # the last window of a pool may end behind the picture
@@ -190,7 +190,7 @@ def items(ranges: tuple[Range, ...]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def refusal(window: Window, extent: int, degree: int) -> str:
+def refusal(window: SideWindow, extent: int, degree: int) -> str:
     """Why ranks cannot share a side under a window, or nothing.
 
     They can where every rank has inputs and outputs, its outputs need some of the picture, and what they need lies with
@@ -212,7 +212,7 @@ def refusal(window: Window, extent: int, degree: int) -> str:
     return ""
 
 
-def interior(window: Window, extent: int, degree: int, rank: int) -> Range:
+def interior(window: SideWindow, extent: int, degree: int, rank: int) -> Range:
     """A rank's outputs that need nothing but its own share, not even places outside the picture; may be empty.
 
     Args:
@@ -228,7 +228,7 @@ def interior(window: Window, extent: int, degree: int, rank: int) -> Range:
     return low, max(min(high, end), low)
 
 
-def _wanted(window: Window, extent: int, degree: int, rank: int) -> tuple[Range, ...]:
+def _wanted(window: SideWindow, extent: int, degree: int, rank: int) -> tuple[Range, ...]:
     """The places of the picture that a rank needs: ranges that are disjoint and ascend."""
     merged: list[Range] = []
     for start, stop in sorted(covered(run) for run in layout(window, extent, degree, rank) if run.step is not None):
@@ -252,5 +252,5 @@ def _loans(loans: Iterator[Loan]) -> Iterator[Loan]:
     return (loan for loan in loans if loan[1])
 
 
-def _beside(window: Window, degree: int, rank: int, peer: int) -> bool:
+def _beside(window: SideWindow, degree: int, rank: int, peer: int) -> bool:
     return abs(peer - rank) == 1 or (window.mode == "circular" and abs(peer - rank) == degree - 1)

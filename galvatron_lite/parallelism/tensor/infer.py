@@ -12,7 +12,7 @@ from torch import nn
 from galvatron_lite.parallelism.tensor.experts import find_expert_slices, with_experts
 from galvatron_lite.parallelism.tensor.huggingface import proposed_regions
 from galvatron_lite.parallelism.tensor.infer_check import check_ranks, prime_factors, prove_region
-from galvatron_lite.parallelism.tensor.infer_flow import Candidate, Reference, find_candidates, run_reference
+from galvatron_lite.parallelism.tensor.infer_flow import Candidate, ReferenceRun, find_candidates, run_reference
 from galvatron_lite.parallelism.tensor.infer_probe import Probe, ProbeError, describe, find_hidden, make_probe
 from galvatron_lite.parallelism.tensor.infer_sequence import place_gathers
 from galvatron_lite.parallelism.tensor.regions import Region, TensorPlan, holds_weight, is_linear, weight_of
@@ -89,7 +89,7 @@ def is_plain_embedding(module: nn.Module) -> bool:
     )
 
 
-def _plan(probe: Probe, reference: Reference) -> TensorPlan:
+def _plan(probe: Probe, reference: ReferenceRun) -> TensorPlan:
     """The plan for a block from its double and the double's reference run."""
     proven, dropped = _prove_all(probe, reference)
     if not proven:
@@ -106,7 +106,7 @@ def _plan(probe: Probe, reference: Reference) -> TensorPlan:
     return TensorPlan(final, max_degree=degree, sequence_parallel=not isinstance(placed, str), reason="; ".join(notes))
 
 
-def _observe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Probe, Reference]:
+def _observe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Probe, ReferenceRun]:
     """The block's double and its reference run, on few tokens if the block allows it."""
     whole = find_hidden(args, kwargs)
     sizes = [True] + [False] * (whole.numel() <= MAX_INPUT_ITEMS)
@@ -123,7 +123,7 @@ def _observe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     raise ProbeError(why)
 
 
-def _prove_all(probe: Probe, reference: Reference) -> tuple[list[tuple[Region, int]], list[str]]:
+def _prove_all(probe: Probe, reference: ReferenceRun) -> tuple[list[tuple[Region, int]], list[str]]:
     """Proven regions with their largest degrees, and what to say of the others."""
     proven: list[tuple[Region, int]] = []
     candidates, dropped = find_candidates(probe, reference)

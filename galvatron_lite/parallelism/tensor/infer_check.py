@@ -16,7 +16,7 @@ from itertools import combinations, islice, product
 from torch import Tensor, nn
 
 from galvatron_lite.parallelism.shares import share
-from galvatron_lite.parallelism.tensor.infer_flow import Candidate, Reference
+from galvatron_lite.parallelism.tensor.infer_flow import Candidate, ReferenceRun
 from galvatron_lite.parallelism.tensor.infer_probe import Handler, LowRank, Probe, describe
 from galvatron_lite.parallelism.tensor.regions import AttributePatch, Column, Region
 
@@ -32,7 +32,7 @@ class Mismatch(Exception):  # noqa: N818
     """A rank's share does not do its part of the whole."""
 
 
-def prove_region(probe: Probe, reference: Reference, candidate: Candidate) -> tuple[Region, int] | str:
+def prove_region(probe: Probe, reference: ReferenceRun, candidate: Candidate) -> tuple[Region, int] | str:
     """The region and the largest degree it allows, or why it cannot be split.
 
     Every divisor of the degree is legal. Degrees are tested, the smallest with all ranks.
@@ -60,7 +60,7 @@ def prime_factors(number: int) -> list[int]:
 
 
 def check_ranks(
-    probe: Probe, reference: Reference, regions: Sequence[Region], degree: int, ranks: Iterable[int]
+    probe: Probe, reference: ReferenceRun, regions: Sequence[Region], degree: int, ranks: Iterable[int]
 ) -> str:
     """Why some rank's share of the regions, all split together, is wrong; empty where all are right."""
     for rank in ranks:
@@ -99,7 +99,7 @@ def divided(block: nn.Module, regions: Sequence[Region], degree: int) -> Iterato
             setattr(module, patch.name, patch.value)
 
 
-def _search(probe: Probe, reference: Reference, candidate: Candidate, degree: int) -> Region | str:
+def _search(probe: Probe, reference: ReferenceRun, candidate: Candidate, degree: int) -> Region | str:
     """The candidate with the fused parts and attributes that make all ranks right at this degree."""
     fused = [_possible_parts(probe, candidate, path, degree) for path in candidate.columns]
     patches = _possible_patches(probe, reference, candidate, degree)
@@ -126,7 +126,7 @@ def _possible_parts(probe: Probe, candidate: Candidate, path: str, degree: int) 
     return [parts for parts in options if all(part % degree == 0 for part in parts)]
 
 
-def _possible_patches(probe: Probe, reference: Reference, candidate: Candidate, degree: int) -> list[AttributePatch]:
+def _possible_patches(probe: Probe, reference: ReferenceRun, candidate: Candidate, degree: int) -> list[AttributePatch]:
     """Integers that the code read and that can be divided; those of modules near the region and heads first."""
     near = {path.rpartition(".")[0] for path in (*candidate.columns, candidate.row)}
     patches = []
@@ -137,7 +137,7 @@ def _possible_patches(probe: Probe, reference: Reference, candidate: Candidate, 
     return sorted(patches, key=lambda patch: (patch.path not in near, "head" not in patch.name, patch.path, patch.name))
 
 
-def _largest_degree(probe: Probe, reference: Reference, region: Region) -> int:
+def _largest_degree(probe: Probe, reference: ReferenceRun, region: Region) -> int:
     """Product of the largest powers of primes that the region can be split by."""
     extents = [part for column in region.columns for part in column.parts]
     limit = math.gcd(*extents, probe.weights[region.row].inputs, *(patch.value for patch in region.attributes))
@@ -150,7 +150,7 @@ def _largest_degree(probe: Probe, reference: Reference, region: Region) -> int:
     return largest
 
 
-def _holds(probe: Probe, reference: Reference, region: Region, degree: int) -> bool:
+def _holds(probe: Probe, reference: ReferenceRun, region: Region, degree: int) -> bool:
     ranks = sorted({0, degree // 2, degree - 1})
     return not check_ranks(probe, reference, [region], degree, ranks)
 
@@ -162,7 +162,7 @@ def _columns(column: Column, degree: int, rank: int) -> Handler:
     return local
 
 
-def _row(reference: Reference, path: str, degree: int, rank: int) -> Handler:
+def _row(reference: ReferenceRun, path: str, degree: int, rank: int) -> Handler:
     """Compares what reaches the row with the rank's slice of the reference, and passes the whole product on."""
     call = reference.calls[path][0]
 

@@ -24,7 +24,7 @@ class LinearCall:
 
 
 @dataclass
-class Reference:
+class ReferenceRun:
     """What happened in a run of the whole, unsplit double.
 
     Attributes:
@@ -62,9 +62,9 @@ class _Mark(Function):
         raise NotImplementedError("the graph is only looked at")
 
 
-def run_reference(probe: Probe) -> Reference:
+def run_reference(probe: Probe) -> ReferenceRun:
     """Runs the whole double once and writes down what happens."""
-    reference = Reference()
+    reference = ReferenceRun()
     handlers = {path: _recorder(path, reference) for path in probe.weights}
     hooks = [_watch_arguments(path, module, reference) for path, module in probe.block.named_modules() if path]
     classes = [_watch_integers(path, module, reference) for path, module in probe.block.named_modules()]
@@ -84,7 +84,7 @@ def mark(tensor: Tensor, label: str) -> Tensor:
     return result
 
 
-def find_candidates(probe: Probe, reference: Reference) -> tuple[list[Candidate], list[str]]:
+def find_candidates(probe: Probe, reference: ReferenceRun) -> tuple[list[Candidate], list[str]]:
     """Linears (columns) whose outputs reach one linear (row) and nothing else, which is reached by nothing else.
 
     Also, in words, why linears that almost are such a group are not.
@@ -134,7 +134,7 @@ def sources(tensors: Iterable[Tensor]) -> tuple[set[str], set[int]]:
     return labels, parameters
 
 
-def _recorder(path: str, reference: Reference) -> Any:
+def _recorder(path: str, reference: ReferenceRun) -> Any:
     def record(weight: LowRank, tensor: Tensor) -> Tensor:
         output = weight(tensor)
         reference.calls.setdefault(path, []).append(LinearCall(tensor, output.detach()))
@@ -143,14 +143,14 @@ def _recorder(path: str, reference: Reference) -> Any:
     return record
 
 
-def _watch_arguments(path: str, module: nn.Module, reference: Reference) -> Any:
+def _watch_arguments(path: str, module: nn.Module, reference: ReferenceRun) -> Any:
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         reference.arguments.setdefault(path, []).append((args, kwargs))
 
     return module.register_forward_pre_hook(note, with_kwargs=True)
 
 
-def _watch_integers(path: str, module: nn.Module, reference: Reference) -> tuple[nn.Module, type[nn.Module]]:
+def _watch_integers(path: str, module: nn.Module, reference: ReferenceRun) -> tuple[nn.Module, type[nn.Module]]:
     """Makes the module write down which of its own integers are read, by a subclass it gets for the run."""
     original = type(module)
 
@@ -175,7 +175,7 @@ def _shared_parameters(block: nn.Module) -> set[str]:
     return {path for paths in owners.values() if len(paths) > 1 for path in paths}
 
 
-def identical_argument(reference: Reference, path: str, tensor: Tensor) -> int | str | None:
+def identical_argument(reference: ReferenceRun, path: str, tensor: Tensor) -> int | str | None:
     """Position or keyword at which the module at ``path``, called once, takes in this very tensor."""
     calls = reference.arguments.get(path, [])
     if len(calls) != 1:

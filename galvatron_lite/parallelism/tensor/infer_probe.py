@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import TraceError
-from galvatron_lite.parallelism.expert.find import Mixture, find_mixtures
+from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.regions import is_linear, output_dim, weight_of
 
@@ -136,12 +136,12 @@ def make_probe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     return probe
 
 
-def routed_experts(block: nn.Module) -> list[Mixture]:
+def routed_experts(block: nn.Module) -> list[BlockMixture]:
     """The mixtures of a block whose experts are called with tokens and what a router chose for them."""
     return [mixture for mixture in find_mixtures(block) if not mixture.reason]
 
 
-def _experts_stand_in(mixture: Mixture, hidden: int, generator: torch.Generator) -> Callable[..., Tensor]:
+def _experts_stand_in(mixture: BlockMixture, hidden: int, generator: torch.Generator) -> Callable[..., Tensor]:
     """Stand-in for the experts of a mixture: one low-rank product, scaled by what is drawn for each expert."""
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     into, out, scales = normal(hidden, RANK) / math.sqrt(hidden), normal(RANK, hidden) / 4, normal(mixture.experts)

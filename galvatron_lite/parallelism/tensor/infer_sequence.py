@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from galvatron_lite.parallelism.tensor.infer_check import Mismatch, close
-from galvatron_lite.parallelism.tensor.infer_flow import Reference, identical_argument
+from galvatron_lite.parallelism.tensor.infer_flow import ReferenceRun, identical_argument
 from galvatron_lite.parallelism.tensor.infer_probe import Handler, LowRank, Probe, describe
 from galvatron_lite.parallelism.tensor.regions import Region, TokenGather
 
@@ -24,7 +24,7 @@ MAX_TRIALS = 64
 """Most combinations of gathering places that are tried."""
 
 
-def place_gathers(probe: Probe, reference: Reference, regions: Sequence[Region]) -> tuple[Region, ...] | str:
+def place_gathers(probe: Probe, reference: ReferenceRun, regions: Sequence[Region]) -> tuple[Region, ...] | str:
     """The regions with the place where each gathers tokens, or why tokens cannot be shared."""
     shape = probe.hidden.shape
     if probe.hidden.dim() != 3 or any(output.shape != shape for output in reference.outputs):
@@ -41,7 +41,7 @@ def place_gathers(probe: Probe, reference: Reference, regions: Sequence[Region])
     return why
 
 
-def _places(reference: Reference, region: Region) -> Iterator[TokenGather | None]:
+def _places(reference: ReferenceRun, region: Region) -> Iterator[TokenGather | None]:
     """The columns themselves, then modules around them that take in the same tensor, innermost first."""
     yield None
     if _reads_several(reference, region):
@@ -55,7 +55,7 @@ def _places(reference: Reference, region: Region) -> Iterator[TokenGather | None
         path = path.rpartition(".")[0]
 
 
-def _reads_several(reference: Reference, region: Region) -> bool:
+def _reads_several(reference: ReferenceRun, region: Region) -> bool:
     """Whether columns of a region take in unlike tensors, as attention to another sequence does.
 
     A module around them then has a tensor whose gradient the gathering of tokens would not sum.
@@ -63,7 +63,7 @@ def _reads_several(reference: Reference, region: Region) -> bool:
     return len({id(reference.calls[column.path][0].tensor) for column in region.columns}) > 1
 
 
-def _check_halves(probe: Probe, reference: Reference, regions: Sequence[Region]) -> str:
+def _check_halves(probe: Probe, reference: ReferenceRun, regions: Sequence[Region]) -> str:
     half = probe.hidden.shape[1] // 2
     for start in (0, half):
         hooks = [_install_gather(probe.block, reference, region, start, half) for region in regions]
@@ -84,7 +84,7 @@ def _check_halves(probe: Probe, reference: Reference, regions: Sequence[Region])
     return ""
 
 
-def _install_gather(block: nn.Module, reference: Reference, region: Region, start: int, length: int) -> Any:
+def _install_gather(block: nn.Module, reference: ReferenceRun, region: Region, start: int, length: int) -> Any:
     """Hook that gives a module around the region all tokens."""
     whole = reference.calls[region.columns[0].path][0].tensor
     gather = region.gather
@@ -102,14 +102,14 @@ def _install_gather(block: nn.Module, reference: Reference, region: Region, star
 
 
 def _column(
-    reference: Reference, path: str, gathers: bool, start: int, length: int, weight: LowRank, tensor: Tensor
+    reference: ReferenceRun, path: str, gathers: bool, start: int, length: int, weight: LowRank, tensor: Tensor
 ) -> Tensor:
     whole = reference.calls[path][0].tensor
     _expect(tensor, whole.narrow(1, start, length) if gathers else whole)
     return weight(whole)
 
 
-def _row(reference: Reference, path: str, start: int, length: int, _weight: LowRank, tensor: Tensor) -> Tensor:
+def _row(reference: ReferenceRun, path: str, start: int, length: int, _weight: LowRank, tensor: Tensor) -> Tensor:
     call = reference.calls[path][0]
     _expect(tensor, call.tensor)
     return call.output.narrow(1, start, length)

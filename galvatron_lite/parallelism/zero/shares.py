@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.zero.cut import cut_dim
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RowShare:
     """This rank's rows of a parameter."""
 
     whole: nn.Parameter  # what the model computes with
@@ -48,7 +48,7 @@ class Share:
         return _as_rows(rows, self.part)
 
 
-def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> Share | None:
+def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> RowShare | None:
     """The rows of a parameter that this rank updates; None where it has no rows to share.
 
     Args:
@@ -74,7 +74,7 @@ def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> Share | None:
         stride=parameter.stride(),
     )
     replicas = mesh.get_group(0) if last else None
-    return Share(parameter, nn.Parameter(local), dim, first, stop, most, mesh.get_group(last), replicas)
+    return RowShare(parameter, nn.Parameter(local), dim, first, stop, most, mesh.get_group(last), replicas)
 
 
 def _as_rows(rows: Tensor, like: Tensor) -> DTensor:
@@ -95,10 +95,10 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Sharing:
+class GradientSharing:
     """How the ranks share the gradients of one bucket."""
 
-    shares: list[Share]  # of its parameters, in the order of the bucket; all over the same ranks
+    shares: list[RowShare]  # of its parameters, in the order of the bucket; all over the same ranks
     # where each begins in a rank's part of a message, and at last where they end
     offsets: list[int] = field(init=False)
     flight: Flight | None = None  # the reduce-scatter under way
@@ -186,7 +186,7 @@ class Sharing:
 class Gathering:
     """An all-gather under way."""
 
-    sharing: Sharing
+    sharing: GradientSharing
     own: Tensor
     everyone: Tensor
     work: dist.Work
@@ -204,7 +204,7 @@ class Gathering:
                 whole.copy_(flat.view(whole.shape))
 
 
-def gather_all(sharings: Sequence[Sharing]) -> None:
+def gather_all(sharings: Sequence[GradientSharing]) -> None:
     """Bring the rows that other ranks updated; two buckets are under way at a time."""
     before: Gathering | None = None
     for sharing in sharings:
@@ -226,7 +226,7 @@ def _pairs(flat: Tensor, staged: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield rest, staged[full, : rest.numel()]
 
 
-def _add(share: Share, rows: Tensor) -> None:
+def _add(share: RowShare, rows: Tensor) -> None:
     """Add to the gradient that the optimizer sees."""
     before = share.part.grad
     if isinstance(before, DTensor):

@@ -12,7 +12,15 @@ import numpy as np
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
-from galvatron_lite.peers.hetu.model import EdgeMemory, Engine, HetuHardware, HetuModel, LayerType, Line, Table
+from galvatron_lite.peers.hetu.model import (
+    CollectiveTable,
+    EdgeMemory,
+    Engine,
+    HetuHardware,
+    HetuModel,
+    LayerType,
+    LinearTime,
+)
 
 LAYER_TIME = re.compile(r"^layertype_(\d+)_bsz(\d+)_seq(\d+)$")
 EDGE_TIME = re.compile(r"^layertype_other(?:_\d+)?_bsz(\d+)_seq(\[[\d,]+\]|\d+)$")
@@ -106,7 +114,7 @@ def _latency_file(folder: Path, shape: str, gpus: int) -> Path:
     return next((path for path in (own, *nearby) if path.exists()), own)
 
 
-def _latencies(path: Path) -> tuple[dict[int, Table], dict[int, Table]]:
+def _latencies(path: Path) -> tuple[dict[int, CollectiveTable], dict[int, CollectiveTable]]:
     tables: dict[str, dict[int, dict[int, float]]] = {"allreduce": {}, "all2all": {}}
     for key, value in _entries(path).items():
         found = COLLECTIVE_TIME.match(key)
@@ -114,18 +122,21 @@ def _latencies(path: Path) -> tuple[dict[int, Table], dict[int, Table]]:
             share = 0.5 if found[1] == "allreduce" else 1.0
             tables[found[1]].setdefault(int(found[2]), {})[int(found[3])] = share * _number(value, path, key)
     gather, exchange = (
-        {ranks: Table(points, _line(points, path, f"{name}_size_{ranks}_*MB_time")) for ranks, points in by.items()}
+        {
+            ranks: CollectiveTable(points, _line(points, path, f"{name}_size_{ranks}_*MB_time"))
+            for ranks, points in by.items()
+        }
         for name, by in tables.items()
     )
     return gather, exchange
 
 
-def _line(points: Mapping[int, float], path: Path, key: str) -> Line:
+def _line(points: Mapping[int, float], path: Path, key: str) -> LinearTime:
     """The straight line of least squares through (x, y)."""
     if len(points) < 2:
         raise InputError(f"{path}, {key}", len(points), "A line needs two sizes or more; profile others too.")
     slope, start = np.polyfit(np.array(list(points), dtype=float), np.array(list(points.values())), 1)
-    return Line(float(slope), float(start))
+    return LinearTime(float(slope), float(start))
 
 
 def _only(folder: Path, pattern: str) -> Path:
@@ -212,7 +223,7 @@ def _at_length(by_length: Mapping[str, Any], sequence: int, path: Path) -> tuple
     return _get(by_length, longest, path), sequence / int(longest)
 
 
-def _time_line(times: Mapping[tuple[int, int], float], sequence: int, mode: str, path: Path, name: str) -> Line:
+def _time_line(times: Mapping[tuple[int, int], float], sequence: int, mode: str, path: Path, name: str) -> LinearTime:
     """Milliseconds of all samples by samples: a line through batches, a parabola through lengths, or one figure."""
     batches = {batch: time * batch for (batch, length), time in times.items() if length == sequence}
     lengths = {length: time for (batch, length), time in times.items() if batch == 1}
@@ -220,12 +231,12 @@ def _time_line(times: Mapping[tuple[int, int], float], sequence: int, mode: str,
     if chosen == "batch":
         return _line(batches, path, f"{name}_bsz*_seq{sequence}")
     if chosen == "sequence":
-        return Line(_parabola(lengths, sequence, 2 if "other" not in name else 1))
+        return LinearTime(_parabola(lengths, sequence, 2 if "other" not in name else 1))
     if not batches:
         known = ", ".join(str(length) for length in sorted({length for _, length in times}))
         raise InputError(f"{path}, {name}_bsz*_seq{sequence}", None, f"Lengths profiled: {known}. Give one as --seq.")
     most = max(batches)
-    return Line(batches[most] / most)
+    return LinearTime(batches[most] / most)
 
 
 def _parabola(points: Mapping[int, float], x: float, degree: int) -> float:
@@ -238,7 +249,7 @@ def _edge_key(types: Iterable[LayerType]) -> str:
     return str(lengths[0]) if len(lengths) == 1 else f"[{','.join(map(str, lengths))}]"
 
 
-def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path, mode: str) -> Line:
+def _edge_line(times: Mapping[str, Any], types: Sequence[LayerType], key: str, path: Path, mode: str) -> LinearTime:
     found = [(EDGE_TIME.match(name), value) for name, value in times.items()]
     if len(types) > 1:
         own = {(int(hit[1]), 0): _number(value, path, hit[0]) for hit, value in found if hit and hit[2] == key}

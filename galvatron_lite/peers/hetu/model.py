@@ -31,7 +31,7 @@ class Engine(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearTime:
     """Milliseconds by samples (or MB): ``slope * x + start``."""
 
     slope: float
@@ -52,7 +52,7 @@ class LayerType:
     parameters: float  # MB in fp32
     activation: Mapping[int, float]  # MB a sample on one device, by tensor (or Ulysses) degree
     checkpoint: float  # MB a sample that a checkpointed layer keeps, on a device that holds whole samples
-    forward: Line  # milliseconds by samples on the device
+    forward: LinearTime  # milliseconds by samples on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class HetuModel:
     whole: EdgeMemory
     first: EdgeMemory
     last: EdgeMemory
-    edges: Line  # forward milliseconds of embedding and head together, by samples on the device
+    edges: LinearTime  # forward milliseconds of embedding and head together, by samples on the device
     precision: str = "bf16"  # of compute (``bf16``, ``fp32``)
     sequence_parallel: bool = True  # whether tensor groups share the tokens between matmuls
     source: str = ""  # where it was read
@@ -98,11 +98,11 @@ class HetuModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CollectiveTable:
     """Milliseconds of a collective by MB: what was measured, and a straight line for all else."""
 
     points: Mapping[int, float]
-    line: Line
+    line: LinearTime
 
     def at(self, size: float) -> float:
         """Milliseconds for so many MB."""
@@ -120,8 +120,10 @@ class HetuHardware:
     far: Mapping[int, float]
     send: Mapping[int, float]  # GB/s between stages, by pipeline degree
     overlap: float  # factor on compute and on communication while both run
-    gather: Mapping[int, Table]  # all-gather (or reduce-scatter) by ranks: half of the all-reduce that was measured
-    exchange: Mapping[int, Table]  # all-to-all by ranks
+    gather: Mapping[
+        int, CollectiveTable
+    ]  # all-gather (or reduce-scatter) by ranks: half of the all-reduce that was measured
+    exchange: Mapping[int, CollectiveTable]  # all-to-all by ranks
     source: str = ""  # where it was read
 
     @property
@@ -172,7 +174,7 @@ def block_name(model: HetuModel, place: int) -> str:
 
 def to_points(model: HetuModel, *, single: bool = False) -> tuple[LayerPoint, ...]:
     """Points of every kind at every tensor degree that was profiled; ``single`` as in ``to_graph``."""
-    half, (first, last) = Line(model.edges.slope / 2, model.edges.start / 2), _edges(model, single)
+    half, (first, last) = LinearTime(model.edges.slope / 2, model.edges.start / 2), _edges(model, single)
     points = [*_edge_points("embed", first, half, model), *_edge_points("head", last, half, model)]
     for place, kind in enumerate(model.types):
         points += _block_points(block_name(model, place), kind, model)
@@ -279,13 +281,13 @@ def _buffer(kind: LayerType, model: HetuModel) -> float:
     return kind.sequence * kind.hidden * item / MB if model.sequence_parallel else 0.0
 
 
-def _edge_points(name: str, memory: EdgeMemory, line: Line, model: HetuModel) -> Iterator[LayerPoint]:
+def _edge_points(name: str, memory: EdgeMemory, line: LinearTime, model: HetuModel) -> Iterator[LayerPoint]:
     for degree, figure in sorted(memory.activation.items()):
         yield from _points(name, degree, Recompute.NONE, line, figure, 0.0, model)
 
 
 def _points(
-    name: str, degree: int, choice: Recompute, line: Line, kept: float, buffer: float, model: HetuModel
+    name: str, degree: int, choice: Recompute, line: LinearTime, kept: float, buffer: float, model: HetuModel
 ) -> Iterator[LayerPoint]:
     """Points on the straight lines of one choice; ``kept`` and ``buffer`` in MB a sample."""
     for samples in SAMPLES:

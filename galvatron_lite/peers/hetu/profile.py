@@ -19,11 +19,11 @@ from galvatron_lite.peers.hetu.files import LAYER_TIME, Sizes, read_hardware, re
 from galvatron_lite.peers.hetu.model import (
     BIAS,
     CONTEXT_MB,
+    CollectiveTable,
     Engine,
     HetuHardware,
     HetuModel,
-    Line,
-    Table,
+    LinearTime,
     to_graph,
     to_points,
 )
@@ -90,7 +90,7 @@ def _groups(hardware: HetuHardware) -> Iterator[tuple[int, int]]:
         ranks *= 2
 
 
-def _tables(hardware: HetuHardware, ranks: int) -> Iterator[tuple[Collective, Table, float, float]]:
+def _tables(hardware: HetuHardware, ranks: int) -> Iterator[tuple[Collective, CollectiveTable, float, float]]:
     """Collectives with their table, and what a size and a time in it count for one of our calls.
 
     Its formulas look all-to-alls up by the whole boundary tensor and count two a pass; ours are four a pass, of what
@@ -104,7 +104,7 @@ def _tables(hardware: HetuHardware, ranks: int) -> Iterator[tuple[Collective, Ta
 
 
 def _points(
-    hardware: HetuHardware, kind: Collective, ranks: int, table: Table, share: float, scale: float
+    hardware: HetuHardware, kind: Collective, ranks: int, table: CollectiveTable, share: float, scale: float
 ) -> Iterator[CollectivePoint]:
     for size, milliseconds in sorted(table.points.items()):
         yield CollectivePoint(
@@ -131,7 +131,9 @@ def _fits(hardware: HetuHardware, ranks: int, stride: int) -> Iterator[Collectiv
         yield CollectiveFit(Collective.SEND_RECV, 2, stride, siblings, 0.0, speed * PER_MS, 0.0)
 
 
-def _line_fit(kind: Collective, ranks: int, siblings: int, line: Line, share: float, scale: float) -> CollectiveFit:
+def _line_fit(
+    kind: Collective, ranks: int, siblings: int, line: LinearTime, share: float, scale: float
+) -> CollectiveFit:
     latency = max(line.start, 0.0) / 1000 * scale
     return CollectiveFit(kind, ranks, 1, siblings, latency, PER_MS * share / (line.slope * scale), 0.0)
 

@@ -25,7 +25,7 @@ from galvatron_lite.plans.export.common import (
     unlike,
 )
 from galvatron_lite.plans.export.deepspeed_config import zero_stage
-from galvatron_lite.plans.schema import LayerRun, Plan, Trainer
+from galvatron_lite.plans.schema import LayerRun, Plan, TrainedBy
 
 TOOL = "accelerate"
 _LACKING = {
@@ -63,7 +63,7 @@ def _kind(plan: Plan, main: Strategy) -> str:
     if plan.devices == 1 and not main.offloads_states:
         return "NO"
     shared = main.tensor * main.context > 1
-    deepspeed = plan.backend is Trainer.DEEPSPEED or main.zero_stage == 1 or main.offloads_states
+    deepspeed = plan.backend is TrainedBy.DEEPSPEED or main.zero_stage == 1 or main.offloads_states
     if deepspeed and not shared:
         return "DEEPSPEED"
     return "FSDP" if main.zero_stage or shared else "MULTI_GPU"

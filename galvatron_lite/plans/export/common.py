@@ -24,7 +24,7 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StageCut:
     """One pipeline stage: how many blocks it has, and whether the layers before and after them are in it."""
 
     blocks: int
@@ -42,13 +42,13 @@ def main_strategy(plan: Plan) -> Strategy:
     return counts.most_common(1)[0][0] if counts else Strategy()
 
 
-def cuts(plan: Plan) -> tuple[Cut, ...]:
+def cuts(plan: Plan) -> tuple[StageCut, ...]:
     """The pipeline's stages in the order of the model."""
     made = []
     for stage in plan.stages:
         names = {run.first for run in stage.runs}
         blocks = sum(run.count for run in stage.runs if run.first not in EDGES)
-        made.append(Cut(blocks, "before" in names, "after" in names))
+        made.append(StageCut(blocks, "before" in names, "after" in names))
     return tuple(made)
 
 

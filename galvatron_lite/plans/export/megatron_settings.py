@@ -12,7 +12,7 @@ from galvatron_lite.plans.export.common import (
     EDGES,
     PICTURES,
     PLACES,
-    Cut,
+    StageCut,
     cuts,
     kinds,
     lacking,
@@ -49,7 +49,7 @@ def settings_of(plan: Plan) -> Megatron:
     return Megatron(model, train, _sharding(main), optimizer, plan.precision, left_out)
 
 
-def layout(stages: tuple[Cut, ...]) -> str:
+def layout(stages: tuple[StageCut, ...]) -> str:
     """The layers of every stage in Megatron Core's letters: ``Ettt|ttt|tttL`` (E embedding, t block, L loss)."""
     return "|".join("E" * one.before + "t" * one.blocks + "L" * one.after for one in stages)
 

@@ -24,7 +24,7 @@ from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, DeviceFigures, LayerPoint, Profile
-from galvatron_lite.runtime.adapt.schema import Corrections, LayerGroup, LinkFactor, LinkPoint, Window
+from galvatron_lite.runtime.adapt.schema import Corrections, LayerGroup, LinkFactor, LinkPoint, StepWindow
 
 _SIZES = (16 * 2**20, 4 * 2**20, 2**20, 2**18)
 """Bytes of the larger message between members of a level: the first that does not take long."""
@@ -98,7 +98,7 @@ def device_factors(
     return tuple(round(factor, _ROUNDED) for factor in alike)
 
 
-def memory_factor(window: Window, predicted: Sequence[int]) -> float:
+def memory_factor(window: StepWindow, predicted: Sequence[int]) -> float:
     """The largest factor over ranks of peak bytes on predicted ones; at least 1.
 
     Args:

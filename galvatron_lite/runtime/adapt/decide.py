@@ -25,7 +25,15 @@ from galvatron_lite.runtime.adapt.correct import (
     predicted_groups,
 )
 from galvatron_lite.runtime.adapt.planning import plain, plan_name, step_seconds
-from galvatron_lite.runtime.adapt.schema import Action, Adapt, Corrections, Decision, LinkFactor, Started, Window
+from galvatron_lite.runtime.adapt.schema import (
+    Adapt,
+    AdaptAction,
+    Corrections,
+    Decision,
+    LinkFactor,
+    Started,
+    StepWindow,
+)
 from galvatron_lite.units import format_seconds
 
 AS_PROFILED = Corrections()
@@ -65,14 +73,14 @@ def begin(started: Started) -> State:
     return State(started.settings, started.profile, plain(started.plan), started.corrections)
 
 
-def deviates(state: State, window: Window) -> bool:
+def deviates(state: State, window: StepWindow) -> bool:
     """Whether a window is to be probed: most of its steps are slower, or faster, than predicted."""
     low, _, high = window.seconds
     threshold, predicted = state.settings.threshold, state.predicted
     return low > predicted * (1.0 + threshold) or high < predicted * (1.0 - threshold)
 
 
-def wants_links(state: State, window: Window) -> bool:
+def wants_links(state: State, window: StepWindow) -> bool:
     """Whether links are to be measured behind a window: it deviates, or a slow link may be well again by now.
 
     A plan that goes round a slow link does not show when the link is well.
@@ -83,7 +91,7 @@ def wants_links(state: State, window: Window) -> bool:
     return deviates(state, window) or due or state.deviating > 0
 
 
-def on_window(state: State, window: Window) -> tuple[State, Decision]:
+def on_window(state: State, window: StepWindow) -> tuple[State, Decision]:
     """What a window leads to."""
     probed = window.step if window.links else state.probed
     state = replace(state, measured=window.seconds[1], probed=probed)
@@ -112,7 +120,7 @@ def on_planned(state: State, step: int, plan: Plan | None, error: str) -> tuple[
     name, own = plan_name(plan), plan_name(state.plan)
     if state.forced:
         reason = f"memory is {state.corrections.memory:g} times what was predicted: the fastest plan that fits"
-        return replace(state, forced=False), Decision(step, Action.SWITCH, reason, state.corrections, name)
+        return replace(state, forced=False), Decision(step, AdaptAction.SWITCH, reason, state.corrections, name)
     if name == own:
         return _keep(state, step, "the plan under way is the fastest by the corrected profile too")
     if name in state.blocked:
@@ -141,34 +149,34 @@ def on_exhausted(state: State, factor: float) -> State:
 
 
 def _keep(state: State, step: int, reason: str) -> tuple[State, Decision]:
-    return state, Decision(step, Action.KEEP, reason, state.corrections)
+    return state, Decision(step, AdaptAction.KEEP, reason, state.corrections)
 
 
-def _after_switch(state: State, window: Window, said: str) -> tuple[State, Decision]:
+def _after_switch(state: State, window: StepWindow, said: str) -> tuple[State, Decision]:
     """Whether a switch has proved itself, by the first window behind it."""
     former, before = state.former, state.former_seconds
     assert former is not None
     if window.seconds[0] > before * (1.0 + state.settings.least_gain):
         reason = f"{said}; {format_seconds(before)} before the switch: it is undone"
-        return state, Decision(window.step, Action.BACK, reason, state.corrections, plan_name(former))
+        return state, Decision(window.step, AdaptAction.BACK, reason, state.corrections, plan_name(former))
     settled = replace(state, former=None, corrections=_with_residual(state, window))
     return _keep(settled, window.step, f"{said}, {format_seconds(before)} before the switch")
 
 
-def _with_residual(state: State, window: Window) -> Corrections:
+def _with_residual(state: State, window: StepWindow) -> Corrections:
     """The corrections with the factor that makes the prediction the window's median."""
     bare = replace(state.corrections, residual=1.0)
     predicted = step_seconds(state.profile, bare, state.plan)
     return replace(bare, residual=round(window.seconds[1] / predicted, 3)) if predicted else bare
 
 
-def _memory(state: State, window: Window) -> float:
+def _memory(state: State, window: StepWindow) -> float:
     """Factor of the bytes measured on those predicted."""
     by_stage = device_memory(evaluate(state.profile, state.plan))
     return memory_factor(window, [one.total for one in by_stage for _ in range(state.plan.stage_devices)])
 
 
-def _corrected(state: State, window: Window, said: str) -> tuple[State, Decision]:
+def _corrected(state: State, window: StepWindow, said: str) -> tuple[State, Decision]:
     """The profile is corrected by a window; a plan is made where that says more than a factor for all."""
     threshold, before = state.settings.threshold, state.corrections
     links = link_factors(window.links, threshold)
@@ -181,7 +189,7 @@ def _corrected(state: State, window: Window, said: str) -> tuple[State, Decision
     if _alike(before, known.corrections, threshold):
         return _keep(known, window.step, f"{said}; corrected before ({found})")
     reason = f"{said}; {found}: a plan is made for that"
-    return replace(known, planning=True), Decision(window.step, Action.PLAN, reason, known.corrections)
+    return replace(known, planning=True), Decision(window.step, AdaptAction.PLAN, reason, known.corrections)
 
 
 def _differences(found: Corrections) -> str:
@@ -199,7 +207,7 @@ def _differences(found: Corrections) -> str:
     return ", ".join([*known, f"a factor of {found.residual:g} is left unexplained"])
 
 
-def _alike_links(state: State, window: Window) -> bool:
+def _alike_links(state: State, window: StepWindow) -> bool:
     """Whether the links are as they were corrected to be."""
     now = replace(state.corrections, links=link_factors(window.links, state.settings.threshold))
     return _alike(state.corrections, now, state.settings.threshold)
@@ -238,4 +246,4 @@ def _weigh(state: State, step: int, plan: Plan, name: str) -> tuple[State, Decis
     reason = (
         f"{said}: {ahead} steps gain {format_seconds(ahead * (now - then))}, the switch costs {format_seconds(cost)}"
     )
-    return state, Decision(step, Action.SWITCH, reason, state.corrections, name)
+    return state, Decision(step, AdaptAction.SWITCH, reason, state.corrections, name)

@@ -23,7 +23,7 @@ _REPETITIONS = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class LinkProbe:
     """One level's groups."""
 
     level: str  # its name
@@ -31,16 +31,16 @@ class Probe:
     points: tuple[tuple[int, float], ...]  # bytes of the tensor, and predicted seconds
 
 
-def probes_of(profile: Profile) -> tuple[Probe, ...]:
+def probes_of(profile: Profile) -> tuple[LinkProbe, ...]:
     """A probe of every level that joins several members; all ranks of the world call it together."""
     found = []
     for (name, shape), (_, points) in zip(members_of(profile.cluster), points_of(profile), strict=True):
         group = make_group(GroupShape(int(shape.size), int(shape.stride), int(shape.siblings)))
-        found.append(Probe(name, group, points))
+        found.append(LinkProbe(name, group, points))
     return tuple(found)
 
 
-def measure_links(probes: tuple[Probe, ...], device: torch.device) -> tuple[LinkPoint, ...]:
+def measure_links(probes: tuple[LinkProbe, ...], device: torch.device) -> tuple[LinkPoint, ...]:
     """What the links do now; all ranks of the world call it together, and get the same."""
     found = []
     for probe in probes:

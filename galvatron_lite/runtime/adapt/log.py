@@ -11,26 +11,31 @@ from galvatron_lite.errors import FileFormatError
 from galvatron_lite.files import from_data, parse_line, to_data
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.adapt.decide import State, begin, on_done, on_exhausted, on_planned, on_window
-from galvatron_lite.runtime.adapt.planning import Question, answer
+from galvatron_lite.runtime.adapt.planning import PlanQuery, answer
 from galvatron_lite.runtime.adapt.schema import (
     LOG_VERSION,
-    Action,
+    AdaptAction,
     Decided,
     Decision,
     Done,
     Exhausted,
-    Planned,
+    PlannedRecord,
     Record,
-    Seen,
     Started,
+    WindowRecord,
 )
 
 _KINDS: dict[str, type[Record]] = {
-    "started": Started, "seen": Seen, "planned": Planned, "decided": Decided, "done": Done, "exhausted": Exhausted,
-}  # fmt: skip
+    "started": Started,
+    "seen": WindowRecord,
+    "planned": PlannedRecord,
+    "decided": Decided,
+    "done": Done,
+    "exhausted": Exhausted,
+}
 
 
-class Log:
+class AdaptLog:
     """Where records go; nowhere without a file."""
 
     def __init__(self, path: str) -> None:
@@ -104,10 +109,10 @@ def _again(records: Sequence[Record]) -> Iterator[Decision]:
         if isinstance(record, Started):
             state = begin(record)
         assert state is not None
-        if isinstance(record, Seen):
+        if isinstance(record, WindowRecord):
             state, decision = on_window(state, record.window)
-        elif isinstance(record, Planned):
-            made = answer(Question(state.profile, state.corrections, state.plan, state.settings))
+        elif isinstance(record, PlannedRecord):
+            made = answer(PlanQuery(state.profile, state.corrections, state.plan, state.settings))
             state, decision = on_planned(state, record.step, made.plan, made.error)
             wanted = made.plan
         elif isinstance(record, Exhausted):
@@ -115,5 +120,5 @@ def _again(records: Sequence[Record]) -> Iterator[Decision]:
         elif isinstance(record, Done) and wanted is not None:
             state = on_done(state, record.step, record.seconds, wanted, record.error)
         if decision is not None:
-            wanted = state.former if decision.action is Action.BACK else wanted
+            wanted = state.former if decision.action is AdaptAction.BACK else wanted
             yield decision

@@ -36,23 +36,23 @@ from galvatron_lite.runtime.adapt.exhausted import (
     let_go,
 )
 from galvatron_lite.runtime.adapt.links import measure_links, probes_of
-from galvatron_lite.runtime.adapt.log import Log
-from galvatron_lite.runtime.adapt.planning import Answer, PlanningProcess, Question, answer
+from galvatron_lite.runtime.adapt.log import AdaptLog
+from galvatron_lite.runtime.adapt.planning import PlanningProcess, PlanQuery, Replanned, answer
 from galvatron_lite.runtime.adapt.schema import (
     LOG_VERSION,
-    Action,
     Adapt,
+    AdaptAction,
     Corrections,
     Decided,
     Decision,
     Done,
     Exhausted,
     LayerGroup,
-    Planned,
+    PlannedRecord,
     Planner,
-    Seen,
     Started,
-    Window,
+    StepWindow,
+    WindowRecord,
 )
 from galvatron_lite.runtime.phases import go_over
 from galvatron_lite.runtime.watch.memory import EXHAUSTED
@@ -67,7 +67,7 @@ _SAMPLED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RankMeasurement:
     """What one rank measured in a window."""
 
     steps: tuple[float, ...]  # seconds of each
@@ -157,7 +157,7 @@ class Monitor:
     def _note_exhausted(self) -> str:
         """Leave in the log that memory ran out on this rank; what to do."""
         factor = factor_of(self._profile, self._parallel.plan, self._settings.mem, 1.0)
-        Log(self._settings.log).write(Exhausted(self.step, (dist.get_rank(),), factor))
+        AdaptLog(self._settings.log).write(Exhausted(self.step, (dist.get_rank(),), factor))
         return (
             "Other ranks may wait for this one: start training again (torchrun --max-restarts) from the last "
             f"checkpoint. With the same Adapt(log=...) the plan is then made for {1 / factor:.0%} of the budget."
@@ -166,7 +166,7 @@ class Monitor:
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         """The end of a window."""
         device = self._parallel.device
-        own = Measured(tuple(self._seconds), self._clock.take(), held_bytes(device))
+        own = RankMeasurement(tuple(self._seconds), self._clock.take(), held_bytes(device))
         self._seconds.clear()
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
@@ -200,27 +200,27 @@ class _Mind:
         self.state: State = begin(started)
         self.decisions: list[Decision] = []
         self._planning: PlanningProcess | None = None
-        self._log = Log(started.settings.log)
+        self._log = AdaptLog(started.settings.log)
         self._log.write(started)
 
-    def wants_links(self, window: Window) -> bool:
+    def wants_links(self, window: StepWindow) -> bool:
         """Whether the links are to be measured too."""
         return wants_links(self.state, window)
 
-    def look(self, window: Window) -> Plan | None:
+    def look(self, window: StepWindow) -> Plan | None:
         """What is decided at the end of a window: the plan to go over to; None: training goes on as it is."""
-        self._log.write(Seen(window))
+        self._log.write(WindowRecord(window))
         self.state, decision = self._decided(on_window(self.state, window))
-        if decision.action is Action.BACK:
+        if decision.action is AdaptAction.BACK:
             return self.state.former
-        if decision.action is Action.PLAN:
+        if decision.action is AdaptAction.PLAN:
             self._ask()
         found = self._answer()
         if found is None:
             return None
-        self._log.write(Planned(window.step, found.plan, found.error))
+        self._log.write(PlannedRecord(window.step, found.plan, found.error))
         self.state, decision = self._decided(on_planned(self.state, window.step, found.plan, found.error))
-        return found.plan if decision.action is Action.SWITCH else None
+        return found.plan if decision.action is AdaptAction.SWITCH else None
 
     def exhausted(self, step: int, world: int) -> tuple[Plan | None, str]:
         """A plan that takes less than the one under which memory ran out on all ranks; or why there is none."""
@@ -232,7 +232,7 @@ class _Mind:
         self._log.write(Exhausted(step, tuple(range(world)), factor))
         self.state = on_exhausted(state, factor)
         found = answer(self._question)
-        self._log.write(Planned(step, found.plan, found.error))
+        self._log.write(PlannedRecord(step, found.plan, found.error))
         self.state, _ = self._decided(on_planned(self.state, step, found.plan, found.error))
         return found.plan, found.error
 
@@ -247,15 +247,15 @@ class _Mind:
         return taken
 
     @property
-    def _question(self) -> Question:
+    def _question(self) -> PlanQuery:
         state = self.state
-        return Question(state.profile, state.corrections, state.plan, state.settings)
+        return PlanQuery(state.profile, state.corrections, state.plan, state.settings)
 
     def _ask(self) -> None:
         if self.state.settings.planner is Planner.PROCESS:
             self._planning = PlanningProcess(self._question)
 
-    def _answer(self) -> Answer | None:
+    def _answer(self) -> Replanned | None:
         """The answer, where one was asked for and is there."""
         if not self.state.planning:
             return None
@@ -267,7 +267,7 @@ class _Mind:
         return found
 
 
-def window_of(step: int, every: Sequence[Measured], names: list[str], runs: list[tuple[str, int]]) -> Window:
+def window_of(step: int, every: Sequence[RankMeasurement], names: list[str], runs: list[tuple[str, int]]) -> StepWindow:
     """What all ranks measured, as one.
 
     Args:
@@ -285,7 +285,7 @@ def window_of(step: int, every: Sequence[Measured], names: list[str], runs: list
         if ranks:
             groups.append(LayerGroup(name, ranks, tuple(by_rank[rank][name] for rank in ranks)))
     memory = tuple(one.memory for one in every)
-    return Window(step, (first, middle, third), tuple(groups), memory if all(memory) else ())
+    return StepWindow(step, (first, middle, third), tuple(groups), memory if all(memory) else ())
 
 
 def _said(of_rank_zero: Callable[[], Any]) -> Any:

@@ -31,7 +31,7 @@ _NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanQuery:
     """What plan is looked for."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -42,7 +42,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Replanned:
     """The fastest plan by the corrected profile; or why there is none."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -50,7 +50,7 @@ class Answer:
     error: str = ""
 
 
-def answer(question: Question) -> Answer:
+def answer(question: PlanQuery) -> Replanned:
     """Look for a plan; the present one is among those compared."""
     plan, settings = question.plan, question.settings
     known = corrected(question.profile, question.corrections)
@@ -71,9 +71,9 @@ def answer(question: Question) -> Answer:
             margin=0.0 if plan.provenance is None else plan.provenance.margin,
             known=(plain(plan),),
         )
-        return Answer(check_runs(found))
+        return Replanned(check_runs(found))
     except GalvatronError as error:
-        return Answer(error=f"{type(error).__name__}: {error}")
+        return Replanned(error=f"{type(error).__name__}: {error}")
 
 
 def plain(plan: Plan) -> Plan:
@@ -98,7 +98,7 @@ def plan_name(plan: Plan) -> str:
 class PlanningProcess:
     """A question under way in a process of low priority."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: PlanQuery) -> None:
         command = [sys.executable, "-m", "galvatron_lite.runtime.adapt.planning"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -113,12 +113,12 @@ class PlanningProcess:
         """Whether the answer is there."""
         return self._process.poll() is not None
 
-    def answer(self) -> Answer:
+    def answer(self) -> Replanned:
         """The answer; waits for it. A process that died has none."""
         said, _ = self._process.communicate()
         if self._process.returncode:
-            return Answer(error=f"the planning process ended with status {self._process.returncode}")
-        return from_data(Answer, json.loads(said), "answer of the planning process")
+            return Replanned(error=f"the planning process ended with status {self._process.returncode}")
+        return from_data(Replanned, json.loads(said), "answer of the planning process")
 
     def stop(self) -> None:
         """End it, where its answer is of no use any more."""
@@ -132,7 +132,7 @@ def main() -> None:
     import os
 
     os.nice(_NICE)
-    question = from_data(Question, json.load(sys.stdin), "question to the planning process")
+    question = from_data(PlanQuery, json.load(sys.stdin), "question to the planning process")
     json.dump(to_data(answer(question)), sys.stdout)
 
 

@@ -82,7 +82,7 @@ class LinkPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepWindow:
     """What was measured of some steps."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -116,7 +116,7 @@ class Corrections:
     residual: float = 1.0  # factor on step times that none of these explains
 
 
-class Action(StrEnum):
+class AdaptAction(StrEnum):
     """What is decided."""
 
     KEEP = "keep"
@@ -131,7 +131,7 @@ class Decision:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     step: int  # steps trained when it was taken
-    action: Action  # what is done
+    action: AdaptAction  # what is done
     reason: str  # in words, with the figures
     corrections: Corrections = Corrections()  # of the profile, as they are from now on
     plan: str = ""  # name of the plan to go on with (``plan_name``); empty: the present one
@@ -152,16 +152,16 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class WindowRecord:
     """A window was looked at."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    window: Window
+    window: StepWindow
     kind: Literal["seen"] = "seen"
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRecord:
     """A plan was made anew; or why there is none."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -202,5 +202,5 @@ class Exhausted:
     kind: Literal["exhausted"] = "exhausted"
 
 
-Record = Started | Seen | Planned | Decided | Done | Exhausted
+Record = Started | WindowRecord | PlannedRecord | Decided | Done | Exhausted
 """A line of a log."""

@@ -12,10 +12,10 @@ from galvatron_lite.model.batch import places, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.runtime.branches.parts import check_rows
 from galvatron_lite.runtime.branches.randomness import Stream
-from galvatron_lite.runtime.branches.session import Origins, Session
+from galvatron_lite.runtime.branches.session import BranchSession, Origins
 from galvatron_lite.runtime.branches.setup import set_up_branches
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.setup import Options, StageRuntime
+from galvatron_lite.runtime.setup import SetupOptions, StageRuntime
 
 
 class BranchedModel(ParallelModel):
@@ -34,7 +34,7 @@ class BranchedModel(ParallelModel):
         self._timeout = timeout
         super().__init__(*arguments, timeout=timeout, **options)
 
-    def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options) -> StageRuntime:
+    def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions) -> StageRuntime:
         self._branches = set_up_branches(model, self.plan, layers, batch, options, self._timeout)
         self.trees = nn.ModuleList(self._branches.trees)
         self._origins: dict[int, Origins] = {}
@@ -76,9 +76,9 @@ class BranchedModel(ParallelModel):
             return session.deliver(super()._outputs(part))
 
     @contextmanager
-    def _passing(self, part: Any) -> Iterator[Session]:
+    def _passing(self, part: Any) -> Iterator[BranchSession]:
         setting = self._branches.setting
-        setting.session = session = Session(setting, self._rows, self._origins.get(id(part), {}))
+        setting.session = session = BranchSession(setting, self._rows, self._origins.get(id(part), {}))
         try:
             yield session
         finally:

@@ -10,9 +10,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage
-from galvatron_lite.runtime.layout import Box, Layout, Split, nothing
-from galvatron_lite.runtime.mesh import Part
-from galvatron_lite.runtime.placement import Placed, glue_layout, glue_of, place_layers
+from galvatron_lite.runtime.layout import AxisSplit, Box, Layout, nothing
+from galvatron_lite.runtime.mesh import MeshPart
+from galvatron_lite.runtime.placement import LayerAssignment, glue_layout, glue_of, place_layers
 
 TRUNK = "trunk"
 
@@ -24,7 +24,7 @@ class PlacedPart:
     name: str  # of it
     first: int  # its first rank
     devices: int  # how many consecutive ranks
-    stage: tuple[Placed, ...]  # its layers and strategies
+    stage: tuple[LayerAssignment, ...]  # its layers and strategies
     roots: tuple[str, ...] = ()  # paths of the modules that hold it; none of the trunk
     layout: Layout = field(init=False)  # how what enters and leaves lies on its ranks
 
@@ -43,16 +43,16 @@ class PlacedPart:
         return tuple(placed.layer for placed in self.stage)
 
     @property
-    def mesh(self) -> Part:
+    def mesh(self) -> MeshPart:
         """What process groups are made for."""
-        return Part(self.first, self.devices, tuple(placed.strategy for placed in self.stage))
+        return MeshPart(self.first, self.devices, tuple(placed.strategy for placed in self.stage))
 
-    def entering(self, shape: tuple[int, ...]) -> Split:
+    def entering(self, shape: tuple[int, ...]) -> AxisSplit:
         """How a tensor of the samples lies that enters."""
         pixels = glue_of(self.stage).strategy.spatial > 1
         return self.layout.hidden(shape) if pixels else self.layout.samples(shape)
 
-    def boxes(self, split: Split, shape: tuple[int, ...], world: int) -> tuple[Box, ...]:
+    def boxes(self, split: AxisSplit, shape: tuple[int, ...], world: int) -> tuple[Box, ...]:
         """By rank of the world, what it holds of a tensor of that whole shape."""
         return tuple(
             split.box(rank - self.first, shape) if rank in self.ranks else nothing(len(shape)) for rank in range(world)
@@ -116,14 +116,14 @@ def _trunk(plan: Plan, layers: Sequence[Layer]) -> PlacedPart:
     degrees = [run.strategy.batch_degree for branch in plan.branches for run in branch.runs]
     shared = plan.microbatch % plan.devices == 0 and all(plan.devices % degree == 0 for degree in degrees)
     strategy = Strategy(data=plan.devices) if shared else Strategy()
-    return PlacedPart(TRUNK, 0, plan.devices, (Placed(Layer(TRUNK, TRUNK, Role.BEFORE), strategy),))
+    return PlacedPart(TRUNK, 0, plan.devices, (LayerAssignment(Layer(TRUNK, TRUNK, Role.BEFORE), strategy),))
 
 
-def _placed(plan: Plan, stage: Stage, layers: Sequence[Layer]) -> tuple[Placed, ...]:
+def _placed(plan: Plan, stage: Stage, layers: Sequence[Layer]) -> tuple[LayerAssignment, ...]:
     return place_layers(replace(plan, stages=(stage,)), layers)[0]
 
 
-def _check_devices(name: str, stage: Sequence[Placed], allowed: Sequence[int]) -> None:
+def _check_devices(name: str, stage: Sequence[LayerAssignment], allowed: Sequence[int]) -> None:
     found = {placed.strategy.devices for placed in stage}
     if not stage or len(found) > 1 or not found <= set(allowed):
         remedy = f"All its layers take {' or '.join(map(str, sorted(set(allowed))))} device(s)."

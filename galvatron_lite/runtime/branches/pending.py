@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of
 from galvatron_lite.parallelism.pipeline.unknown import shape_of, writes
 
 
-class Pass(Protocol):
+class ModelRun(Protocol):
     """One run of the model."""
 
     device: torch.device  # of the values
@@ -32,7 +32,7 @@ class Node(Protocol):
     """What pending tensors are of."""
 
     @property
-    def run(self) -> Pass:
+    def run(self) -> ModelRun:
         """The run that it is of."""
 
     def value(self) -> Any:
@@ -126,7 +126,7 @@ class Applied:
         run: of the model.
     """
 
-    def __init__(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], run: Pass) -> None:
+    def __init__(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], run: ModelRun) -> None:
         self.func, self.args, self.kwargs, self.run = func, args, kwargs, run
         run.applied.append(self)
         self._around = Surroundings()

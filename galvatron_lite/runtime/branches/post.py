@@ -20,7 +20,7 @@ _ALIGNED = 16
 _TAGS = 2**30
 
 
-class Post:
+class BranchChannel:
     """What sends and receives for the branches of a model; every rank makes one together.
 
     Forward and backward have a process group each: messages of one do not wait for the other's.
@@ -103,7 +103,7 @@ class Shipment:
 
     def __init__(
         self,
-        post: Post,
+        post: BranchChannel,
         tag: int,
         what: str,
         routes: Sequence[Route],

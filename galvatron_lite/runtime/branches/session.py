@@ -16,7 +16,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
-from galvatron_lite.runtime.border import Piece
+from galvatron_lite.runtime.border import RankPiece
 from galvatron_lite.runtime.branches.parts import PlacedPart
 from galvatron_lite.runtime.branches.pending import (
     Applied,
@@ -29,12 +29,12 @@ from galvatron_lite.runtime.branches.pending import (
     resolved,
     template_of,
 )
-from galvatron_lite.runtime.branches.post import Post
+from galvatron_lite.runtime.branches.post import BranchChannel
 from galvatron_lite.runtime.branches.randomness import Stream
 from galvatron_lite.runtime.branches.stand_in import StandIn
 from galvatron_lite.runtime.branches.templates import Foreseen, Template, with_rows
-from galvatron_lite.runtime.branches.transfer import Cargo, Manifest, Transfer
-from galvatron_lite.runtime.layout import Split
+from galvatron_lite.runtime.branches.transfer import Cargo, Transfer, TransferManifest
+from galvatron_lite.runtime.layout import AxisSplit
 from galvatron_lite.runtime.redistribute import cut_box
 from galvatron_lite.runtime.setup import StageRuntime
 
@@ -43,7 +43,7 @@ Origins = Mapping[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True)
-class Branch:
+class RankBranch:
     """A branch, as a rank knows it."""
 
     part: PlacedPart  # its layers and ranks
@@ -53,17 +53,17 @@ class Branch:
 
 
 @dataclass(slots=True)
-class Setting:
+class PassSetting:
     """What all passes of a model share."""
 
     trunk: PlacedPart  # its layers and ranks
     runtime: StageRuntime  # what trains it
-    branches: Mapping[str, Branch]  # by path of their entrances
-    post: Post  # sends and receives
-    session: Session | None = None  # the pass under way
+    branches: Mapping[str, RankBranch]  # by path of their entrances
+    post: BranchChannel  # sends and receives
+    session: BranchSession | None = None  # the pass under way
     shapes: dict[object, Any] = field(default_factory=dict)  # what functions of pending tensors make of shapes
     # what moves of a call, by identity of its template, which the branch keeps
-    returned: dict[int, Manifest] = field(default_factory=dict)
+    returned: dict[int, TransferManifest] = field(default_factory=dict)
 
     def call(self, stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
         """A call of an entrance.
@@ -77,7 +77,7 @@ class Setting:
         return self.session.call(stand_in, args, kwargs)
 
 
-class Session:
+class BranchSession:
     """See the module.
 
     Args:
@@ -86,13 +86,13 @@ class Session:
         origins: what is known of the batch's tensors.
     """
 
-    def __init__(self, setting: Setting, rows: int, origins: Origins) -> None:
+    def __init__(self, setting: PassSetting, rows: int, origins: Origins) -> None:
         self.setting, self.rows, self.origins = setting, rows, origins
         self.device, self.shapes = setting.post.device, setting.shapes
         self.applied: list[Applied] = []
-        self.calls: list[Call] = []
+        self.calls: list[DeferredCall] = []
         self.departed: list[Transfer] = []
-        self._waiting: list[Call] = []
+        self._waiting: list[DeferredCall] = []
         setting.post.finish()
 
     @property
@@ -102,7 +102,7 @@ class Session:
 
     def call(self, stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
         """Put off a call of a branch, and start what it needs of this rank."""
-        made = Call(self, self.setting.branches[stand_in.path], stand_in, args, kwargs)
+        made = DeferredCall(self, self.setting.branches[stand_in.path], stand_in, args, kwargs)
         self.calls.append(made)
         self._waiting.append(made)
         return pending(made, made.template.resized(self.own_rows))
@@ -150,7 +150,7 @@ class _Tie(torch.autograd.Function):
     """The loss, made of what arrived as well, without gradients for it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, session: Session, *arrived: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, session: BranchSession, *arrived: Tensor) -> Tensor:
         ctx.session, ctx.arrived = session, len(arrived)
         return loss.view_as(loss)
 
@@ -161,14 +161,14 @@ class _Tie(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moved:
+class BranchInput:
     """A tensor that travels into a branch."""
 
     tensor: Tensor  # as the trunk has it
     own: Tensor  # this rank's part
     shape: tuple[int, ...]  # of the whole; what holds no samples is once a share of the trunk
-    source: Split  # how it lies in the trunk
-    target: Split  # how it lies in the branch
+    source: AxisSplit  # how it lies in the trunk
+    target: AxisSplit  # how it lies in the branch
     sampled: bool  # whether it holds samples
 
 
@@ -176,11 +176,11 @@ class Moved:
 class Entering:
     """What a call is given, by kind."""
 
-    moved: list[Moved] = field(default_factory=list)  # tensors that travel
+    moved: list[BranchInput] = field(default_factory=list)  # tensors that travel
     known: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # tensors of the batch, which every rank has whole
 
 
-class Call:
+class DeferredCall:
     """A call of a branch, put off.
 
     Args:
@@ -197,7 +197,9 @@ class Call:
         local: what it returned, as the branch has it; on the branch's ranks, once it ran.
     """
 
-    def __init__(self, run: Session, branch: Branch, stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, run: BranchSession, branch: RankBranch, stand_in: StandIn, args: Any, kwargs: dict[str, Any]
+    ) -> None:
         self.run, self.branch, self._stand_in = run, branch, stand_in
         self._around = Surroundings()
         self._args, self._kwargs = map_tensors((args, kwargs), self._admitted)
@@ -209,7 +211,7 @@ class Call:
         foreseen, given = branch.foreseen[stand_in.path], (self._args, self._kwargs)
         self.template: Template = foreseen(*given, run.rows, self._like, stand_in.training)
         for node in nodes_of(given):
-            if isinstance(node, Call):
+            if isinstance(node, DeferredCall):
                 node.consumed = True
         self._entering = self._sorted()
         self._enter()
@@ -220,7 +222,7 @@ class Call:
         """An argument: pending where the branch itself makes it, else here."""
         if not isinstance(tensor, PendingTensor):
             return tensor
-        sources: list[Call] = [node for node in nodes_of(tensor) if isinstance(node, Call)]
+        sources: list[DeferredCall] = [node for node in nodes_of(tensor) if isinstance(node, DeferredCall)]
         others = [call.branch.part.name for call in sources if call.branch is not self.branch]
         if others:
             remedy = f"It reads what branch {others[0]} returned: they are not independent. Make them one branch."
@@ -246,7 +248,7 @@ class Call:
         """An argument's stand-in for so many samples."""
         if isinstance(tensor, PendingTensor):
             node = tensor.node
-            if isinstance(node, Call):
+            if isinstance(node, DeferredCall):
                 return pick(node.template.resized(rows), tensor.place)
             assert isinstance(node, Applied)
             return pick(meta_of(node.func, node.args, node.kwargs, lambda one: self._like(one, rows)), tensor.place)
@@ -271,12 +273,12 @@ class Call:
                 found.known.append((tensor, run.origins[id(tensor)][1]))
             elif piece is not None:
                 source, target = piece.split, part.entering(piece.shape)
-                found.moved.append(Moved(tensor, piece.tensor, piece.shape, source, target, True))
+                found.moved.append(BranchInput(tensor, piece.tensor, piece.shape, source, target, True))
             elif tensor.requires_grad:
                 own = run.setting.runtime.traffic.loose(tensor, run.setting.trunk.layout).unsqueeze(0)
                 shape = (self._shares(), *tensor.shape)
                 source, target = run.setting.trunk.layout.samples(shape), part.layout.samples(shape)
-                found.moved.append(Moved(tensor, own, shape, source, target, False))
+                found.moved.append(BranchInput(tensor, own, shape, source, target, False))
         return found
 
     def _shares(self) -> int:
@@ -302,7 +304,9 @@ class Call:
             )
             for one in moved
         ]  # fmt: skip
-        self._entry = Transfer(setting.post, f"what branch {part.name} is given", Manifest.of(cargo, setting.post.rank))
+        self._entry = Transfer(
+            setting.post, f"what branch {part.name} is given", TransferManifest.of(cargo, setting.post.rank)
+        )
         self._token = [self.run.depart(self._entry, [one.own for one in moved])]
         if self.branch.runtime is not None:
             self._entry.there.expect()
@@ -317,10 +321,10 @@ class Call:
             shape = tuple(whole.shape)
             split = self.branch.part.entering(shape)
             own = cut_box(whole, split.box(place, shape)).to(self.run.device).contiguous()
-            found[id(tensor)] = traffic.hand(Piece(own, split, shape))
+            found[id(tensor)] = traffic.hand(RankPiece(own, split, shape))
         arrived = self._entry.arrive(self._token) if self._entry is not None else []
         for one, own in zip(self._entering.moved, arrived, strict=True):
-            found[id(one.tensor)] = traffic.hand(Piece(own, one.target, one.shape)) if one.sampled else own[0]
+            found[id(one.tensor)] = traffic.hand(RankPiece(own, one.target, one.shape)) if one.sampled else own[0]
         return found
 
     # what comes out
@@ -334,7 +338,7 @@ class Call:
         self.exit = Transfer(setting.post, what, setting.returned[id(self.template)])
         self.exit.there.expect()
 
-    def _manifest(self) -> Manifest:
+    def _manifest(self) -> TransferManifest:
         """What moves of what it returns."""
         setting, part, world = self.run.setting, self.branch.part, self.run.setting.post.world
         cargo = []
@@ -343,9 +347,9 @@ class Call:
             before = part.boxes(part.layout.samples(shape), shape, world)
             after = setting.trunk.boxes(self._arriving(place, shape), shape, world)
             cargo.append(Cargo(like.dtype, before, after, like.requires_grad))
-        return Manifest.of(cargo, setting.post.rank)
+        return TransferManifest.of(cargo, setting.post.rank)
 
-    def _arriving(self, place: str, shape: tuple[int, ...]) -> Split:
+    def _arriving(self, place: str, shape: tuple[int, ...]) -> AxisSplit:
         """How an output lies in the trunk."""
         setting = self.run.setting
         if place in self.template.sampled:
@@ -374,7 +378,7 @@ class Call:
         if not isinstance(tensor, PendingTensor):
             return entered.get(id(tensor), tensor)
         node = tensor.node
-        if isinstance(node, Call):
+        if isinstance(node, DeferredCall):
             return pick(node.local, tensor.place)
         assert isinstance(node, Applied)
         if id(node) not in made:
@@ -425,7 +429,7 @@ class Call:
                 own, shape = next(tensors), tuple(like.shape)
                 if place not in self.template.sampled:
                     return own[0]
-                return traffic.show(Piece(own, self._arriving(place, shape), shape))
+                return traffic.show(RankPiece(own, self._arriving(place, shape), shape))
 
             return map_places(self.template.nest, show)
 

@@ -18,15 +18,15 @@ from galvatron_lite.parallelism.pipeline.tied import check_shared, find_shared
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.alike import broadcast_values, of_rank_zero, share_random_state
 from galvatron_lite.runtime.branches.parts import PlacedPart, place_parts
-from galvatron_lite.runtime.branches.post import Post
+from galvatron_lite.runtime.branches.post import BranchChannel
 from galvatron_lite.runtime.branches.randomness import Stream
-from galvatron_lite.runtime.branches.session import Branch, Setting
+from galvatron_lite.runtime.branches.session import PassSetting, RankBranch
 from galvatron_lite.runtime.branches.stand_in import StandIn, entrances, replace_module, resolve_outside, skeleton
 from galvatron_lite.runtime.branches.templates import Foreseen
 from galvatron_lite.runtime.mesh import Meshes, build_part_meshes, join_world
 from galvatron_lite.runtime.setup import (
-    Known,
-    Options,
+    ModelFacts,
+    SetupOptions,
     StageRuntime,
     assemble,
     examine,
@@ -37,14 +37,14 @@ from galvatron_lite.runtime.setup import (
 class Branches:
     """A model with branches, on this rank."""
 
-    setting: Setting  # what its passes share
+    setting: PassSetting  # what its passes share
     parts: tuple[PlacedPart, ...]  # the trunk, then all branches
     trees: list[nn.Module]  # modules of this rank's branches, at their paths in the model
     runtimes: list[StageRuntime]  # of the trunk, then of this rank's branches
 
 
 def set_up_branches(
-    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, options: Options, timeout: float
+    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, options: SetupOptions, timeout: float
 ) -> Branches:
     """Split the model as the plan says, in place. All ranks call it together.
 
@@ -66,14 +66,14 @@ def set_up_branches(
     known = [examine(model, part.stage, part.stage, batch, options) for part in parts]
     paths = [entrances(model, part.roots, batch) for part in parts[1:]]
     meshes = build_part_meshes([part.mesh for part in parts], options.device.type)
-    post = Post(options.device, timeout)
+    post = BranchChannel(options.device, timeout)
     broadcast_values(model, options.device)
     seed = int(of_rank_zero(torch.randint(2**31, (1,)), options.device))
     if parts[0].layout.replicas > 1 or parts[0].layout.devices == 1:
         share_random_state(options.device)
     trees = [skeleton(model, own) for own in paths]
     foreseen = [{path: Foreseen(path, model.get_submodule(path)) for path in own} for own in paths]
-    setting: list[Setting] = []
+    setting: list[PassSetting] = []
     for tree, own in zip(trees, paths, strict=True):
         for path in own:
             module = tree.get_submodule(path)
@@ -88,24 +88,29 @@ def set_up_branches(
     branches = {
         path: branch
         for part, own, views, runtime in zip(parts[1:], paths, foreseen, runtimes[1:], strict=True)
-        for branch in [Branch(part, views, runtime, Stream(_seed(seed, part), options.device))]
+        for branch in [RankBranch(part, views, runtime, Stream(_seed(seed, part), options.device))]
         for path in own
     }
     for runtime in runtimes:
         if runtime is not None:
             runtime.updates.guarded = True  # other branches are elsewhere
-    setting.append(Setting(parts[0], trunk, branches, post))
+    setting.append(PassSetting(parts[0], trunk, branches, post))
     resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
     own_trees = [tree for tree, runtime in zip(trees, runtimes[1:], strict=True) if runtime is not None]
     return Branches(setting[0], parts, own_trees, [one for one in runtimes if one is not None])
 
 
-def _call(setting: Sequence[Setting], stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
+def _call(setting: Sequence[PassSetting], stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
     return setting[0].call(stand_in, args, kwargs)
 
 
 def _assembled(
-    tree: nn.Module, part: PlacedPart, meshes: Meshes | None, known: Known, options: Options, paths: Sequence[str]
+    tree: nn.Module,
+    part: PlacedPart,
+    meshes: Meshes | None,
+    known: ModelFacts,
+    options: SetupOptions,
+    paths: Sequence[str],
 ) -> StageRuntime | None:
     """A part that is split on its ranks; on others its modules have no parameters."""
     if meshes is None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_lite.runtime.branches.post import Post, Shipment
+from galvatron_lite.runtime.branches.post import BranchChannel, Shipment
 from galvatron_lite.runtime.layout import Box, Route, route_boxes
 
 
@@ -31,7 +31,7 @@ class Cargo:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class TransferManifest:
     """What a rank sends and receives of some tensors; the same in every pass."""
 
     cargo: tuple[Cargo, ...]  # the tensors
@@ -39,7 +39,7 @@ class Manifest:
     back: tuple[Route, ...]  # the same of the gradients of those that have some
 
     @classmethod
-    def of(cls, cargo: Sequence[Cargo], rank: int) -> Manifest:
+    def of(cls, cargo: Sequence[Cargo], rank: int) -> TransferManifest:
         """That of a rank."""
         there = tuple(route_boxes(one.before, one.after, rank) for one in cargo)
         back = tuple(route_boxes(one.after, one.before, rank) for one in cargo if one.differentiable)
@@ -55,7 +55,7 @@ class Transfer:
         manifest: of this rank.
     """
 
-    def __init__(self, post: Post, what: str, manifest: Manifest) -> None:
+    def __init__(self, post: BranchChannel, what: str, manifest: TransferManifest) -> None:
         self.post, self.cargo, tag = post, manifest.cargo, post.next_tag()
         back = [one for one in self.cargo if one.differentiable]
         self.there = Shipment(post, tag, what, manifest.there, [one.dtype for one in self.cargo])

@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ExtraState:
     """What is saved beside the model, and where it is put back."""
 
     optimizer: torch.optim.Optimizer | None = None  # over the model's parameters
@@ -35,7 +35,7 @@ class Resumed:
 class Saver(Protocol):
     """Writes and reads the checkpoints of a model; all ranks call its methods together."""
 
-    def save(self, place: Path, asked: Asked, step: int, keep: int | None, asynchronous: bool) -> None:
+    def save(self, place: Path, asked: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
         """Write a checkpoint; see ``Saving.save``."""
         ...
 
@@ -43,10 +43,10 @@ class Saver(Protocol):
         """Wait until what is being written is on the disk. Raises what ``save`` does."""
         ...
 
-    def load(self, folder: Path, asked: Asked) -> Resumed:
+    def load(self, folder: Path, asked: ExtraState) -> Resumed:
         """Take a checkpoint; see ``Saving.load``."""
         ...
 
-    def load_latest(self, folder: Path, asked: Asked, ignore_damaged: bool = False) -> Resumed | None:
+    def load_latest(self, folder: Path, asked: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
         """Take the newest whole checkpoint of a folder; None: there is none."""
         ...

@@ -23,7 +23,7 @@ from galvatron_lite.runtime.checkpoint.shards import TensorFile, write_tensors
 from galvatron_lite.runtime.checkpoint.storage import metadata_of, metadata_of_files
 from galvatron_lite.runtime.checkpoint.whole import alone, fill
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.pieces import Chunk, Held, all_of, held_buffers, held_parameters
+from galvatron_lite.runtime.pieces import Held, ItemRun, all_of, held_buffers, held_parameters
 from galvatron_lite.units import parse_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -123,7 +123,7 @@ def _read(source: Path, manifest: Manifest, names: Sequence[str]) -> dict[str, T
 
 def _all_of(name: str, tensor: Tensor) -> Held:
     box = all_of(tensor.shape)
-    return Held(name, tuple(tensor.shape), tensor, (Chunk(box, box),) if box.items else ())
+    return Held(name, tuple(tensor.shape), tensor, (ItemRun(box, box),) if box.items else ())
 
 
 def _files(folder: Path) -> Mapping[str, Path]:

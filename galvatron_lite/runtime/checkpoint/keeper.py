@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError, LaunchError
 from galvatron_lite.folders import remove_folder
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.checkpoint.asked import Asked, Resumed
+from galvatron_lite.runtime.checkpoint.asked import ExtraState, Resumed
 from galvatron_lite.runtime.checkpoint.content import (
     blank_states,
     check_optimizer,
@@ -72,7 +72,7 @@ ROOM = (
 _LOG = logging.getLogger(__name__)
 
 
-class Trained(Parallel, Protocol):
+class SavableModel(Parallel, Protocol):
     """A model that can be saved; see ``ParallelModel``."""
 
     plan: Plan
@@ -82,7 +82,7 @@ class Trained(Parallel, Protocol):
     steering: Steering | None
 
 
-class Keeper:
+class Checkpointer:
     """Writes and reads the checkpoints of a model; every rank makes one at the same time.
 
     Args:
@@ -90,12 +90,12 @@ class Keeper:
         timeout: seconds after which a rank that shows nothing is an error.
     """
 
-    def __init__(self, parallel: Trained, timeout: float = TIMEOUT) -> None:
+    def __init__(self, parallel: SavableModel, timeout: float = TIMEOUT) -> None:
         self._parallel, self._peers = parallel, ProcessPeers(timeout)
         self._pending: Future[None] | None = None
         self._lineage = Lineage()
 
-    def save(self, place: Path, asked: Asked, step: int, keep: int | None, asynchronous: bool) -> None:
+    def save(self, place: Path, asked: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
         """Write a checkpoint; all ranks call it.
 
         Raises:
@@ -119,7 +119,7 @@ class Keeper:
         if pending is not None:
             pending.result()
 
-    def load(self, folder: Path, asked: Asked) -> Resumed:
+    def load(self, folder: Path, asked: ExtraState) -> Resumed:
         """Take a checkpoint; all ranks call it.
 
         Raises:
@@ -129,7 +129,7 @@ class Keeper:
         self.finish()
         return self._take(folder, self._verified(folder), asked)
 
-    def load_latest(self, folder: Path, asked: Asked, ignore_damaged: bool = False) -> Resumed | None:
+    def load_latest(self, folder: Path, asked: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
         """Take the newest whole checkpoint of a folder; None: there is none. All ranks call it.
 
         Raises:
@@ -156,7 +156,7 @@ class Keeper:
         if errors and self._peers.rank == 0:
             warnings.warn(f"{' '.join(map(str, errors))} {instead}", stacklevel=5)
 
-    def _snapshot(self, asked: Asked, step: int, copied: bool) -> Snapshot:
+    def _snapshot(self, asked: ExtraState, step: int, copied: bool) -> Snapshot:
         parallel, peers = self._parallel, self._peers
         parts = together(peers, lambda: self._plain(asked), FIELD)
         own = parts[peers.rank]
@@ -182,7 +182,7 @@ class Keeper:
             config_text(parallel.module),
         )
 
-    def _plain(self, asked: Asked) -> dict[str, Any]:
+    def _plain(self, asked: ExtraState) -> dict[str, Any]:
         parallel = self._parallel
         options = None if asked.optimizer is None else options_of(parallel, asked.optimizer, asked.scheduler)
         scaler = parallel.scaler
@@ -226,7 +226,7 @@ class Keeper:
             raise InputError(FIELD, folder, "Processes see different ones under this name. Give all the same folder.")
         return manifest
 
-    def _take(self, folder: Path, manifest: Manifest, asked: Asked) -> Resumed:
+    def _take(self, folder: Path, manifest: Manifest, asked: ExtraState) -> Resumed:
         """Take a checkpoint whose files are whole. Ranks agree before anything is changed, and before tensors are."""
         parallel, optimizer = self._parallel, asked.optimizer
         exact = manifest.layout == layout_digest(parallel.plan)
@@ -305,7 +305,7 @@ class Keeper:
         return 0 if alike else self._peers.rank % manifest.processes
 
 
-def _backed_up(parallel: Trained, asked: Asked) -> Callable[[], None]:
+def _backed_up(parallel: SavableModel, asked: ExtraState) -> Callable[[], None]:
     """What puts everything back that is changed before tensors are; what ``extra`` names is not."""
     random = generators()
     streams = [(stream, stream.state()) for stream in getattr(parallel, "streams", ())]

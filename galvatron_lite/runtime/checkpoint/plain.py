@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.folders import Content, Sink, write_file
+from galvatron_lite.folders import Content, FileSink, write_file
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
@@ -45,7 +45,7 @@ def write_plain(path: Path, content: Any) -> Content:
         OSError: the disk is full, or broken.
     """
 
-    def fill(sink: Sink) -> None:
+    def fill(sink: FileSink) -> None:
         torch.save(content, cast("IO[bytes]", sink))
 
     return write_file(path, fill)

@@ -34,7 +34,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.checkpoint.storage import check_items
 from galvatron_lite.runtime.layout import Box
 from galvatron_lite.runtime.peers import Peers
-from galvatron_lite.runtime.pieces import Chunk, Held, part_of
+from galvatron_lite.runtime.pieces import Held, ItemRun, part_of
 
 Offer = tuple[MetadataIndex, int, bool]
 """A piece that a rank has, its bytes, and whether the first rank's counts."""
@@ -192,11 +192,11 @@ def check_loadable(held: Sequence[Held], metadata: Metadata) -> None:
     check_items(planner.create_local_plan(), metadata)
 
 
-def _index(name: str, chunk: Chunk) -> MetadataIndex:
+def _index(name: str, chunk: ItemRun) -> MetadataIndex:
     return MetadataIndex(name, torch.Size(start for start, _ in chunk.whole.ranges))
 
 
-def _write_item(index: MetadataIndex, held: Held, chunk: Chunk) -> WriteItem:
+def _write_item(index: MetadataIndex, held: Held, chunk: ItemRun) -> WriteItem:
     assert index.offset is not None
     box = ChunkStorageMetadata(index.offset, torch.Size(chunk.whole.shape))
     properties = TensorProperties(dtype=held.tensor.dtype)
@@ -205,7 +205,7 @@ def _write_item(index: MetadataIndex, held: Held, chunk: Chunk) -> WriteItem:
 
 
 def _read_items(
-    name: MetadataIndex, target: str, chunk: Chunk, pieces: Sequence[ChunkStorageMetadata]
+    name: MetadataIndex, target: str, chunk: ItemRun, pieces: Sequence[ChunkStorageMetadata]
 ) -> list[ReadItem]:
     items = []
     for piece in pieces:

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from galvatron_lite.runtime.checkpoint.asked import Asked, Resumed, Saver
-from galvatron_lite.runtime.checkpoint.keeper import Keeper, Trained
+from galvatron_lite.runtime.checkpoint.asked import ExtraState, Resumed, Saver
+from galvatron_lite.runtime.checkpoint.keeper import Checkpointer, SavableModel
 
 
 class Saving:
@@ -52,7 +52,7 @@ class Saving:
             InputError: it cannot be written (the disk is full); earlier ones are as they were, and training can go on.
             PeerError: another process is gone, failed or hangs.
         """
-        asked = Asked(optimizer, scheduler, data, extra)
+        asked = ExtraState(optimizer, scheduler, data, extra)
         with self._watched():
             self._saver().save(Path(folder), asked, self.step if step is None else step, keep, asynchronous)
 
@@ -80,7 +80,7 @@ class Saving:
             PeerError: another process is gone, failed or hangs.
         """
         with self._watched():
-            return self._saver().load(Path(folder), Asked(optimizer, scheduler, data, extra))
+            return self._saver().load(Path(folder), ExtraState(optimizer, scheduler, data, extra))
 
     def load_latest(
         self,
@@ -108,7 +108,7 @@ class Saving:
             InputError: see ``load``; or there are damaged checkpoints alone.
             PeerError: another process is gone, failed or hangs.
         """
-        asked = Asked(optimizer, scheduler, data, extra)
+        asked = ExtraState(optimizer, scheduler, data, extra)
         with self._watched():
             return self._saver().load_latest(Path(folder), asked, ignore_damaged)
 
@@ -123,4 +123,4 @@ class Saving:
         return nullcontext()
 
     def _new_saver(self) -> Saver:
-        return Keeper(cast("Trained", self))
+        return Checkpointer(cast("SavableModel", self))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import without_twins
-from galvatron_lite.folders import Content, Sink, write_file
+from galvatron_lite.folders import Content, FileSink, write_file
 
 CODES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -33,7 +33,7 @@ _META = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileRange:
     """Where a tensor is in a file: (start, stop) in bytes, ends excluded."""
 
     dtype: torch.dtype
@@ -60,7 +60,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
     said = json.dumps(header, separators=(",", ":")).encode()
     said += b" " * (-len(said) % _ALIGNMENT)
 
-    def fill(sink: Sink) -> None:
+    def fill(sink: FileSink) -> None:
         sink.write(_LENGTH.pack(len(said)) + said)
         for _, tensor in ordered:
             if tensor.numel():
@@ -122,7 +122,7 @@ class TensorFile:
             raise self._wrong("its header is no mapping")
         return start, header
 
-    def _place(self, name: str, said: Any) -> Place:
+    def _place(self, name: str, said: Any) -> FileRange:
         try:
             dtype, shape = CODES[said["dtype"]], tuple(said["shape"])
             start, stop = said["data_offsets"]
@@ -132,7 +132,7 @@ class TensorFile:
         good = all(type(number) is int and number >= 0 for number in numbers)
         if not good or stop - start != prod(shape) * dtype.itemsize or self._start + stop > len(self._bytes):
             raise self._wrong(f"{name!r} is not where its header says")
-        return Place(dtype, shape, start, stop)
+        return FileRange(dtype, shape, start, stop)
 
     def _wrong(self, reason: str) -> FileFormatError:
         return FileFormatError(

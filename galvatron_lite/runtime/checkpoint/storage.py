@@ -34,7 +34,7 @@ from galvatron_lite.runtime.pieces import part_of
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PieceSource:
     """Where a piece is: a file, and its key there."""
 
     file: Path
@@ -109,7 +109,7 @@ class PiecesReader(StorageReader):
     """Reads pieces of tensors from files of tensors.
 
     Args:
-        metadata: which pieces there are; its ``storage_data`` says where (``Source``), by their index.
+        metadata: which pieces there are; its ``storage_data`` says where (``PieceSource``), by their index.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -141,7 +141,7 @@ class PiecesReader(StorageReader):
         """
         files: dict[Path, TensorFile] = {}
         for item in plan.items:
-            source: Source = self._metadata.storage_data[item.storage_index]
+            source: PieceSource = self._metadata.storage_data[item.storage_index]
             if source.file not in files:
                 files[source.file] = TensorFile(source.file)
             ranges = zip(item.storage_offsets, item.lengths, strict=True)
@@ -171,7 +171,7 @@ def metadata_of(folder: Path, manifest: Manifest) -> Metadata:
             raise FileFormatError("tensor", name, remedy)
     wholes = {name: _described(one.dtype, one.shape, one.pieces) for name, one in manifest.tensors.items()}
     places = {
-        MetadataIndex(name, torch.Size(piece.at)): Source(folder / piece.file, key_of(name, piece.at))
+        MetadataIndex(name, torch.Size(piece.at)): PieceSource(folder / piece.file, key_of(name, piece.at))
         for name, one in manifest.tensors.items()
         for piece in one.pieces
     }
@@ -207,7 +207,7 @@ def check_items(plan: LoadPlan, metadata: Metadata) -> None:
     """
     files: dict[Path, TensorFile] = {}
     for index in {item.storage_index for item in plan.items}:
-        source: Source = metadata.storage_data[index]
+        source: PieceSource = metadata.storage_data[index]
         if source.file not in files:
             files[source.file] = TensorFile(source.file)
         tensor = metadata.state_dict_metadata[index.fqn]
@@ -232,7 +232,7 @@ def metadata_of_files(files: Mapping[str, Path], names: Mapping[str, str]) -> Me
     """
     opened = {path: TensorFile(path) for path in set(files.values())}
     wholes: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, Source] = {}
+    places: dict[MetadataIndex, PieceSource] = {}
     for name, path in files.items():
         if name not in opened[path].places:
             raise FileFormatError("file", path, f"It holds no {name!r}. Use another one.")
@@ -240,7 +240,7 @@ def metadata_of_files(files: Mapping[str, Path], names: Mapping[str, str]) -> Me
         at = (0,) * len(shape)
         dtype = _dtype_name(opened[path].places[name].dtype)
         wholes[first] = _described(dtype, shape, (Piece(at, shape, path.name),))
-        places[MetadataIndex(first, torch.Size(at))] = Source(path, name)
+        places[MetadataIndex(first, torch.Size(at))] = PieceSource(path, name)
     return Metadata(dict(wholes), storage_data=places)
 
 
@@ -249,7 +249,7 @@ def _described(dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) ->
     return TensorStorageMetadata(TensorProperties(dtype=_dtype(dtype)), torch.Size(shape), chunks)
 
 
-def _within(file: TensorFile, source: Source, box: Box) -> torch.Tensor:
+def _within(file: TensorFile, source: PieceSource, box: Box) -> torch.Tensor:
     whole = file.tensor(source.key)
     if any(stop > extent for (_, stop), extent in zip(box.ranges, whole.shape, strict=True)):
         raise FileFormatError("file", source.file, f"{source.key!r} is smaller than it should be. Use another one.")

@@ -16,7 +16,7 @@ from galvatron_lite.runtime.checkpoint.manifest import CONFIG, PLAN, Lineage, Ma
 from galvatron_lite.runtime.checkpoint.plain import write_plain
 from galvatron_lite.runtime.checkpoint.sealed import META, write_sealed
 from galvatron_lite.runtime.checkpoint.storage import FolderWriter
-from galvatron_lite.runtime.pieces import Chunk, Held, all_of
+from galvatron_lite.runtime.pieces import Held, ItemRun, all_of
 from galvatron_lite.runtime.pieces import part_of as items_of
 
 FIELD = "checkpoint"
@@ -87,7 +87,7 @@ def copied_held(held: Held) -> Held:
         return replace(held, tensor=held.tensor.detach().cpu().clone())
     (chunk,) = held.chunks
     part = items_of(held.tensor.detach(), chunk.local).cpu().clone()
-    return replace(held, tensor=part, chunks=(Chunk(all_of(part.shape), chunk.whole),))
+    return replace(held, tensor=part, chunks=(ItemRun(all_of(part.shape), chunk.whole),))
 
 
 def config_text(module: torch.nn.Module) -> str | None:

@@ -32,7 +32,7 @@ from galvatron_lite.runtime.cyclic.checkpoint_state import (
 )
 from galvatron_lite.runtime.cyclic.manifest import (
     FORMAT,
-    Manifest,
+    CyclicManifest,
     StageRecord,
     check_whole,
     next_sequence,
@@ -55,7 +55,7 @@ class _Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
+class CyclicCheckpointer:
     """Writes and reads checkpoints of a process between whose passes nothing is left."""
 
     runtime: CyclicRuntime  # of the process
@@ -113,7 +113,7 @@ class Keeper:
                 raise InputError(FIELD, place, f"{name} did not come here. Give a folder that all processes see.")
         stages = {stage: record for part in parts for stage, record in part.stages.items()}
         programme, draws = self.runtime.executor.programme, self.runtime.executor.draws
-        manifest = Manifest(
+        manifest = CyclicManifest(
             FORMAT, programme.rule, programme.setting, programme.workers, step, programme.base,
             draws.seed if isinstance(draws, SeededDraws) else None, programme.processes,
             tuple(record for _, record in sorted(stages.items())), self.whole.names, files, next_sequence(place.parent),
@@ -121,7 +121,7 @@ class Keeper:
         write_manifest(folder, manifest)
         put_in_place(folder, place)
 
-    def _fitting(self, folder: Path) -> Manifest:
+    def _fitting(self, folder: Path) -> CyclicManifest:
         """The manifest of a checkpoint that this process can take; the files that it needs are whole."""
         manifest = read_manifest(folder)
         executor = self.runtime.executor
@@ -133,13 +133,13 @@ class Keeper:
             checked(folder, manifest, name)
         return manifest
 
-    def _sources(self, manifest: Manifest) -> list[int]:
+    def _sources(self, manifest: CyclicManifest) -> list[int]:
         """Processes whose buffers this one takes: its own, or in another setting all that ran its stages."""
         if manifest.setting is self.runtime.executor.programme.setting:
             return [self.runtime.process]
         return list(range(manifest.processes))
 
-    def _take(self, folder: Path, manifest: Manifest) -> None:
+    def _take(self, folder: Path, manifest: CyclicManifest) -> None:
         executor, step = self.runtime.executor, manifest.step
         programme = replace(executor.programme, begin=step, base=manifest.base)
         older = dict[int, dict[str, Tensor]]()

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
-from galvatron_lite.runtime.cyclic.manifest import Manifest, StageRecord
+from galvatron_lite.runtime.cyclic.manifest import CyclicManifest, StageRecord
 
 FIELD = "checkpoint"
 """What errors name."""
 
 
-def check_rule(folder: Path, manifest: Manifest, rule: CyclicRule, workers: int) -> None:
+def check_rule(folder: Path, manifest: CyclicManifest, rule: CyclicRule, workers: int) -> None:
     """Refuse a checkpoint of another rule or number of workers.
 
     Raises:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import StageStates
 from galvatron_lite.runtime.checkpoint.plain import alone, check_plain, generators
@@ -23,7 +23,7 @@ from galvatron_lite.runtime.cyclic.setup import CyclicRuntime
 from galvatron_lite.runtime.cyclic.state import between
 
 
-def writer_of(programme: Programme, stage: int, step: int) -> int:
+def writer_of(programme: CyclicProgramme, stage: int, step: int) -> int:
     """The process that writes a stage before training step ``step``: one that still uses the older parameters, if any.
 
     It is that of the last worker who does, so that under ``data`` every process writes one stage.
@@ -34,7 +34,7 @@ def writer_of(programme: Programme, stage: int, step: int) -> int:
     return programme.process_of(stage, step * programme.workers + (last if stage == last else last - 1 - stage))
 
 
-def uses_older(programme: Programme, process: int, stage: int, step: int) -> bool:
+def uses_older(programme: CyclicProgramme, process: int, stage: int, step: int) -> bool:
     """Whether a process keeps a stage's parameters before their last update, for its passes from step ``step`` on."""
     if programme.setting is CyclicSetting.ZERO:
         own = [step * programme.workers] if programme.home(stage) == process else []

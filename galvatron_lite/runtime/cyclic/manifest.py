@@ -34,7 +34,7 @@ class StageRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CyclicManifest:
     """A checkpoint."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -63,7 +63,7 @@ def process_file(process: int) -> str:
     return f"process-{process}.pt"
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: CyclicManifest) -> None:
     """Write it, with its checksum.
 
     Raises:
@@ -72,21 +72,21 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_sealed(folder, manifest)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CyclicManifest:
     """The manifest of a checkpoint folder; see ``read_sealed``.
 
     Raises:
         FileFormatError: there is none, or it is damaged.
     """
-    return read_sealed(Manifest, folder, FORMAT)
+    return read_sealed(CyclicManifest, folder, FORMAT)
 
 
 def next_sequence(folder: Path) -> int:
     """Of a checkpoint that is written next among those of a folder."""
-    return 1 + max((one.sequence for _, one in survey(Manifest, folder, FORMAT)[0]), default=0)
+    return 1 + max((one.sequence for _, one in survey(CyclicManifest, folder, FORMAT)[0]), default=0)
 
 
-def check_whole(folder: Path) -> Manifest:
+def check_whole(folder: Path) -> CyclicManifest:
     """The manifest of a checkpoint all of whose files are as they were written.
 
     Raises:
@@ -100,7 +100,7 @@ def latest(folder: Path | str) -> Path | None:
 
     A folder that a lost process left under a temporary name counts if it is whole.
     """
-    found, _ = survey(Manifest, Path(folder), FORMAT)
+    found, _ = survey(CyclicManifest, Path(folder), FORMAT)
     return next((place for place, _ in found if _is_whole(place)), None)
 
 

@@ -15,17 +15,17 @@ from galvatron_lite.model.batch import LossFn, batch_size, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import prepare_for_training
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
-from galvatron_lite.parallelism.cyclic.messages import Kind
+from galvatron_lite.parallelism.cyclic.messages import MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory
 from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.alike import broadcast_values, first_seed
-from galvatron_lite.runtime.cyclic.checkpoint import Keeper
+from galvatron_lite.runtime.cyclic.checkpoint import CyclicCheckpointer
 from galvatron_lite.runtime.cyclic.checkpoint_fit import FIELD
 from galvatron_lite.runtime.cyclic.manifest import latest
 from galvatron_lite.runtime.cyclic.optimizer import CyclicOptimizer
-from galvatron_lite.runtime.cyclic.setup import Options, set_up
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
 from galvatron_lite.runtime.cyclic.state import WholeState
 from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_scales
@@ -33,11 +33,16 @@ from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.world import pick_device
 
-KINDS: Mapping[CyclicSetting, tuple[Kind, ...]] = {
+KINDS: Mapping[CyclicSetting, tuple[MessageContent, ...]] = {
     CyclicSetting.SINGLE: (),
-    CyclicSetting.DATA: (Kind.PARTIAL, Kind.UPDATE),
-    CyclicSetting.ZERO: (Kind.WEIGHTS, Kind.STATES),
-    CyclicSetting.STAGES: (Kind.ACTIVATION, Kind.GRADIENT, Kind.PARTIAL, Kind.UPDATE),
+    CyclicSetting.DATA: (MessageContent.PARTIAL, MessageContent.UPDATE),
+    CyclicSetting.ZERO: (MessageContent.WEIGHTS, MessageContent.STATES),
+    CyclicSetting.STAGES: (
+        MessageContent.ACTIVATION,
+        MessageContent.GRADIENT,
+        MessageContent.PARTIAL,
+        MessageContent.UPDATE,
+    ),
 }
 """Messages of each setting."""
 CLIPPING = (
@@ -117,12 +122,12 @@ class CyclicModel(Observable, nn.Module):
         self.plan, self.module, self.step = plan, model, 0
         broadcast_values(model, self.device)
         compute = _unscaled(precision or plan.precision)
-        options = Options(self.device, compute, loss_fn, init_fn, seed, early_release, first_seed(self.device))
+        options = CyclicOptions(self.device, compute, loss_fn, init_fn, seed, early_release, first_seed(self.device))
         assert plan.cyclic is not None
         mailbox = ProcessMailbox(KINDS[plan.cyclic.setting], self.device, timeout)
         self._whole = WholeState(model)
         self.runtime = set_up(model, plan, layers, batch, dist.get_rank(), mailbox, options)
-        self._keeper = Keeper(self.runtime, self._whole, ProcessPeers(timeout))
+        self._keeper = CyclicCheckpointer(self.runtime, self._whole, ProcessPeers(timeout))
         self._optimizer: CyclicOptimizer | None = None
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:

@@ -14,7 +14,7 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.cyclic.draws import SeededDraws, as_they_come
 from galvatron_lite.parallelism.cyclic.executor import Call, Executor
 from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.stages import StagePart, check_untied, cut_stages, stage_of
 from galvatron_lite.parallelism.cyclic.states import StageStates
@@ -24,12 +24,12 @@ from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.materialize import Materializer
-from galvatron_lite.runtime.placement import Placed, place_layers
+from galvatron_lite.runtime.placement import LayerAssignment, place_layers
 from galvatron_lite.runtime.setup import known_flow
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CyclicOptions:
     """How a model is set up; see ``CyclicModel``. ``draws``: seed of the passes' random numbers; None: as they come."""
 
     device: torch.device
@@ -51,10 +51,10 @@ class CyclicRuntime:
     device: torch.device  # where it runs them
 
 
-def programme_of(plan: Plan, early_release: bool = False) -> Programme:
+def programme_of(plan: Plan, early_release: bool = False) -> CyclicProgramme:
     """What the processes of a plan do."""
     assert plan.cyclic is not None, "the plan is of cyclic data parallelism"
-    return Programme(plan.cyclic.rule, plan.cyclic.setting, len(plan.stages), early_release=early_release)
+    return CyclicProgramme(plan.cyclic.rule, plan.cyclic.setting, len(plan.stages), early_release=early_release)
 
 
 def set_up(
@@ -64,7 +64,7 @@ def set_up(
     batch: Any,
     process: int,
     mailbox: Mailbox,
-    options: Options,
+    options: CyclicOptions,
 ) -> CyclicRuntime:
     """Cut the model and make what runs its stages. No communication.
 
@@ -100,7 +100,7 @@ def set_up(
 
 
 def _executor(
-    programme: Programme, process: int, parts: Mapping[int, StagePart], mailbox: Mailbox, options: Options
+    programme: CyclicProgramme, process: int, parts: Mapping[int, StagePart], mailbox: Mailbox, options: CyclicOptions
 ) -> Executor:
     draws = as_they_come if options.draws is None else SeededDraws(options.draws, options.device)
     if programme.setting is not CyclicSetting.ZERO:
@@ -112,14 +112,14 @@ def _executor(
     return ZeroExecutor(programme, process, parts, states, mailbox, _call(options), options.device, draws)
 
 
-def _make_real(materializer: Materializer, layers: Sequence[Layer], stage: Sequence[Placed]) -> None:
+def _make_real(materializer: Materializer, layers: Sequence[Layer], stage: Sequence[LayerAssignment]) -> None:
     """Values of layers that have none; of a stage's, beside that before the blocks, whose buffers it may read."""
     known = [*layers, *(one.layer for one in stage if one.layer not in layers)]
     for layer in known:
         materializer.place(layer)
 
 
-def _prepare(part: StagePart, stage: Sequence[Placed], compute: torch.dtype | None) -> None:
+def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.dtype | None) -> None:
     """Recomputation and precision of a stage's blocks."""
     for one in stage:
         for path in one.layer.modules if one.layer.role is Role.BLOCK else ():
@@ -142,7 +142,7 @@ class _Cast:
         return tensor.to(self.compute) if tensor.is_floating_point() else tensor
 
 
-def _call(options: Options) -> Call:
+def _call(options: CyclicOptions) -> Call:
     def call(part: StagePart, microbatch: Any) -> Any:
         with compute_context(options.compute, options.device):
             output = call_model(part.model, microbatch)

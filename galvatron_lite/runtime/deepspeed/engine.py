@@ -31,7 +31,7 @@ from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_weight import LossWeight, ShareScale, check_reduction, share_scales, weighted
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.placement import check_samples, place_layers
-from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.notes import StepPhase
 from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.world import pick_device
 
@@ -204,7 +204,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         with self.watch.explained(self.step, self.plan, 0):
             loss = self._mean(self._accumulate(batch))
             self._asked = max_grad_norm, loss
-            self.watch.at(Phase.OPTIMIZER)
+            self.watch.at(StepPhase.OPTIMIZER)
             # The optimizer's own step, where it is ours: schedulers look whether it was called.
             (optimizer.step if isinstance(optimizer, EngineOptimizer) else self.update)()
         self.step += 1
@@ -216,9 +216,9 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(self._parts(batch, count)):
             engine.set_gradient_accumulation_boundary(number == count - 1)
-            self.watch.at(Phase.FORWARD, number)
+            self.watch.at(StepPhase.FORWARD, number)
             loss = self._local_loss(part)
-            self.watch.at(Phase.BACKWARD, number)
+            self.watch.at(StepPhase.BACKWARD, number)
             engine.backward(loss)
             total += loss.detach().float() / count
         return total
@@ -270,7 +270,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         """
         load_full_state_dict(self.module, state)
 
-    def _watched(self, phase: Phase = Phase.SAVING) -> AbstractContextManager[None]:
+    def _watched(self, phase: StepPhase = StepPhase.SAVING) -> AbstractContextManager[None]:
         return self.watch.explained(self.step, self.plan, 0, phase)
 
     def _new_saver(self) -> Saver:

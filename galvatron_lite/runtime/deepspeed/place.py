@@ -10,13 +10,13 @@ from torch import nn
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.runtime.alike import broadcast_values
 from galvatron_lite.runtime.materialize import InitFn, Materializer
-from galvatron_lite.runtime.placement import Placed
+from galvatron_lite.runtime.placement import LayerAssignment
 from galvatron_lite.runtime.sharding import tied_layers
 
 
 def place_model(
     model: nn.Module,
-    stage: Sequence[Placed],
+    stage: Sequence[LayerAssignment],
     device: torch.device,
     init_fn: InitFn | None,
     seed: int,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.checkpoint.asked import Asked, Resumed
-from galvatron_lite.runtime.checkpoint.keeper import Keeper
+from galvatron_lite.runtime.checkpoint.asked import ExtraState, Resumed
+from galvatron_lite.runtime.checkpoint.keeper import Checkpointer
 from galvatron_lite.runtime.checkpoint.whole import alone
 from galvatron_lite.runtime.deepspeed.optimizer import EngineOptimizer
 from galvatron_lite.runtime.deepspeed.states import put_states, whole_states
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Mirror:
-    """A plain model as ``Keeper`` sees one that is split; its parts are those of the last save or load."""
+    """A plain model as ``Checkpointer`` sees one that is split; its parts are those of the last save or load."""
 
     plan: Plan
     module: nn.Module
@@ -79,9 +79,9 @@ class DeepSpeedSaver:
     def __init__(self, parallel: Engined, pristine: nn.Module) -> None:
         self._parallel, self._pristine = parallel, pristine
         self._mirror = Mirror(parallel.plan, pristine, alone(pristine).entries)
-        self._keeper = Keeper(self._mirror)
+        self._keeper = Checkpointer(self._mirror)
 
-    def save(self, place: Path, asked: Asked, step: int, keep: int | None, asynchronous: bool) -> None:
+    def save(self, place: Path, asked: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
         """Write a checkpoint; see ``Saving.save``.
 
         Raises:
@@ -99,14 +99,14 @@ class DeepSpeedSaver:
         """Wait until what is being written is on the disk."""
         self._keeper.finish()
 
-    def load(self, folder: Path, asked: Asked) -> Resumed:
+    def load(self, folder: Path, asked: ExtraState) -> Resumed:
         """Take a checkpoint."""
         inner = self._mirrored(asked.optimizer)
         resumed = self._keeper.load(folder, _with(asked, inner))
         self._take(inner, resumed)
         return resumed
 
-    def load_latest(self, folder: Path, asked: Asked, ignore_damaged: bool = False) -> Resumed | None:
+    def load_latest(self, folder: Path, asked: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
         """Take the newest whole checkpoint of a folder; None: there is none."""
         inner = self._mirrored(asked.optimizer)
         resumed = self._keeper.load_latest(folder, _with(asked, inner), ignore_damaged)
@@ -147,8 +147,8 @@ class DeepSpeedSaver:
             own |= {key: value for key, value in group.items() if key != "params"}
 
 
-def _with(asked: Asked, inner: torch.optim.Optimizer | None) -> Asked:
-    return Asked(inner, asked.scheduler, asked.data, asked.extra)
+def _with(asked: ExtraState, inner: torch.optim.Optimizer | None) -> ExtraState:
+    return ExtraState(inner, asked.scheduler, asked.data, asked.extra)
 
 
 def _replaced(pristine: nn.Module, values: Mapping[str, Tensor]) -> Iterator[tuple[int, Any]]:

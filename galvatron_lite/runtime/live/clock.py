@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_lite.runs.schema import Part
-from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runs.schema import StepPart
+from galvatron_lite.runtime.watch.notes import StepPhase
 
 PARTS = {
-    Phase.FORWARD: Part.FORWARD,
-    Phase.BACKWARD: Part.BACKWARD,
-    Phase.WEIGHT: Part.WEIGHT,
-    Phase.GRADIENTS: Part.GRADIENTS,
-    Phase.CHECK: Part.CHECK,
-    Phase.OPTIMIZER: Part.OPTIMIZER,
+    StepPhase.FORWARD: StepPart.FORWARD,
+    StepPhase.BACKWARD: StepPart.BACKWARD,
+    StepPhase.WEIGHT: StepPart.WEIGHT,
+    StepPhase.GRADIENTS: StepPart.GRADIENTS,
+    StepPhase.CHECK: StepPart.CHECK,
+    StepPhase.OPTIMIZER: StepPart.OPTIMIZER,
 }
 """What ``Watch`` notes, as parts of a step."""
 Enter = Callable[[str], None]
@@ -37,28 +37,28 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._mark: Callable[[], Any] = _event if device.type == "cuda" else perf_counter
-        self._marks: list[tuple[Part, Any]] = []
+        self._marks: list[tuple[StepPart, Any]] = []
         self.told: Enter | None = None
 
-    def at(self, part: Part) -> None:
+    def at(self, part: StepPart) -> None:
         """A part begins, and the one before it ends."""
         self._marks.append((part, self._mark()))
         if self.told is not None:
             self.told(part.value)
 
-    def phase(self, phase: Phase) -> None:
+    def phase(self, phase: StepPhase) -> None:
         """``Watch`` comes to a phase."""
         if self._marks:
-            self.at(PARTS.get(phase, Part.OTHER))
+            self.at(PARTS.get(phase, StepPart.OTHER))
 
     def begin(self) -> None:
         """A step begins."""
         self._marks = []
-        self.at(Part.OTHER)
+        self.at(StepPart.OTHER)
 
     def end(self) -> Taken:
         """The step is done."""
-        taken = Taken([*self._marks, (Part.OTHER, self._mark())])
+        taken = Taken([*self._marks, (StepPart.OTHER, self._mark())])
         self._marks = []
         if self.told is not None:
             self.told("")
@@ -74,7 +74,7 @@ class Taken:
 
     __slots__ = ("marks",)
 
-    def __init__(self, marks: list[tuple[Part, Any]]) -> None:
+    def __init__(self, marks: list[tuple[StepPart, Any]]) -> None:
         self.marks = marks
 
     @property
@@ -92,9 +92,9 @@ class Taken:
         """Seconds from the end of a step before it to its beginning."""
         return 0.0 if earlier is None else max(_between(earlier.marks[-1][1], self.marks[0][1]), 0.0)
 
-    def parts(self) -> dict[Part, float]:
+    def parts(self) -> dict[StepPart, float]:
         """Seconds by part; they add up to those of the step."""
-        found: dict[Part, float] = {}
+        found: dict[StepPart, float] = {}
         for (part, start), (_, end) in pairwise(self.marks):
             found[part] = found.get(part, 0.0) + _between(start, end)
         return found

@@ -34,8 +34,8 @@ from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.live.board import FOLDER, Scalars, writer
 from galvatron_lite.runtime.live.clock import StepClock
 from galvatron_lite.runtime.live.files import LineFiles
-from galvatron_lite.runtime.live.options import Seen
-from galvatron_lite.runtime.live.recorder import Recorder, Sink
+from galvatron_lite.runtime.live.options import ObserverOptions
+from galvatron_lite.runtime.live.recorder import RecordWriter, Sink
 from galvatron_lite.runtime.live.show import Display
 from galvatron_lite.runtime.live.traces import Tracer
 from galvatron_lite.runtime.live.watcher import Watcher, digest_of, resident
@@ -44,7 +44,7 @@ _LISTEN = 2.0
 """Seconds between two times that rank 0 hears how much memory the others took."""
 
 
-def open_run(made: Any, seen: Seen, profile: Profile | None = None) -> Recorder:
+def open_run(made: Any, seen: ObserverOptions, profile: Profile | None = None) -> RecordWriter:
     """Have a model's steps seen from now on; all ranks call it together.
 
     Args:
@@ -63,7 +63,7 @@ def open_run(made: Any, seen: Seen, profile: Profile | None = None) -> Recorder:
     devices = _devices(made)
     head = _head(made, devices)
     sinks = _sinks(made, seen, head, listening, profile)
-    recorder = Recorder(sinks)
+    recorder = RecordWriter(sinks)
     about = {"version": RUN_VERSION, "digest": head.digest, "stage": devices[rank].stage, "world": len(devices)}
     steps = seen.profile_steps
     tracer = Tracer(seen.log, steps, rank, lambda: _layers(made), clock, about) if seen.log and steps else None
@@ -127,7 +127,9 @@ class _Files:
                 files.close()
 
 
-def _sinks(made: Any, seen: Seen, head: RunHeader, listening: _Listening, profile: Profile | None) -> list[Sink]:
+def _sinks(
+    made: Any, seen: ObserverOptions, head: RunHeader, listening: _Listening, profile: Profile | None
+) -> list[Sink]:
     rank = dist.get_rank()
     found: list[Sink] = [listening] if rank == 0 else []
     if seen.log is not None:
@@ -194,5 +196,5 @@ def _layers(made: Any) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _timed(made: Any, seen: Seen) -> LayerClock | None:
+def _timed(made: Any, seen: ObserverOptions) -> LayerClock | None:
     return LayerClock(made) if isinstance(made, ParallelModel) and seen.log is not None else None

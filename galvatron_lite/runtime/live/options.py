@@ -9,7 +9,7 @@ from galvatron_lite.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObserverOptions:
     """What is wanted of a run."""
 
     log: Path | None = None  # folder that it is written to; None: none
@@ -17,7 +17,7 @@ class Seen:
     profile_steps: range = range(0)  # steps of which traces are made, from the first to before the last; empty: none
 
 
-def seen_of(log: Path | str | None, live: bool, profile_steps: range | None) -> Seen | None:
+def seen_of(log: Path | str | None, live: bool, profile_steps: range | None) -> ObserverOptions | None:
     """What is wanted; None: nothing.
 
     Raises:
@@ -30,4 +30,4 @@ def seen_of(log: Path | str | None, live: bool, profile_steps: range | None) -> 
         raise InputError("profile_steps", str(profile_steps), "Traces go into the folder of the run: give log=FOLDER.")
     if log is None and not live:
         return None
-    return Seen(None if log is None else Path(log), live, steps)
+    return ObserverOptions(None if log is None else Path(log), live, steps)

@@ -28,7 +28,7 @@ class Sink(Protocol):
         """There are no more."""
 
 
-class Recorder(Finishing):
+class RecordWriter(Finishing):
     """Hands records to sinks. One that fails is told once, and given no more: training goes on.
 
     Args:

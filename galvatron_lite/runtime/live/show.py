@@ -9,7 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runs.schema import RECENT, Figures, PlanRecord, Record, StepRecord, measured, predicted
+from galvatron_lite.runs.schema import RECENT, PlanRecord, Record, StepFigures, StepRecord, measured, predicted
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def table(steps: Sequence[StepRecord], plan: Plan) -> Table:
     return shown
 
 
-def cells(figures: Figures) -> list[str]:
+def cells(figures: StepFigures) -> list[str]:
     """Figures for people; empty where one is not known."""
     return [
         format_seconds(figures.seconds) if figures.seconds else "",
@@ -123,7 +123,7 @@ def cells(figures: Figures) -> list[str]:
     ]
 
 
-def _against(now: Figures, wanted: Figures) -> list[str]:
+def _against(now: StepFigures, wanted: StepFigures) -> list[str]:
     """How far each figure is from its prediction."""
     pairs = (
         (now.seconds, wanted.seconds), (now.samples, wanted.samples), (now.tokens, wanted.tokens),

@@ -23,16 +23,16 @@ from galvatron_lite.profiler.store import data_hash
 from galvatron_lite.runs.schema import (
     RUN_VERSION,
     EndRecord,
-    Part,
     PlanRecord,
     RankHeader,
     RankRecord,
     Record,
+    StepPart,
     StepRecord,
     tokens_of_sample,
 )
 from galvatron_lite.runtime.live.clock import Scalar, StepClock, Taken
-from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.notes import StepPhase
 
 _FIRST, _LONGEST = 0.5, 10.0
 """Seconds between two records of a rank: at first, and at last; they double."""
@@ -67,9 +67,9 @@ class _Window:
     steps: int = 0
     seconds: float = 0.0
     between: float = 0.0
-    parts: dict[Part, float] = field(default_factory=dict)
+    parts: dict[StepPart, float] = field(default_factory=dict)
 
-    def add(self, seconds: float, between: float, parts: dict[Part, float]) -> None:
+    def add(self, seconds: float, between: float, parts: dict[StepPart, float]) -> None:
         """A step more."""
         self.steps, self.seconds, self.between = self.steps + 1, self.seconds + seconds, self.between + between
         for part, own in parts.items():
@@ -254,18 +254,18 @@ class Watcher:
         if not self._open:
             self._start()
         self._samples += batch_size(batch_of_call(args, kwargs))
-        self._clock.at(Part.FORWARD)
+        self._clock.at(StepPart.FORWARD)
 
     def _returned(self, model: nn.Module, _args: Any, loss: Any) -> None:
         if self._within or not self._open or not (torch.is_grad_enabled() and model.training):
             return
         if isinstance(loss, Tensor):
             self._losses.append(Scalar(loss))
-        self._clock.at(Part.BACKWARD)
+        self._clock.at(StepPart.BACKWARD)
 
     def _updates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._open and not self._within and self._is_own(optimizer):
-            self._clock.at(Part.OPTIMIZER)
+            self._clock.at(StepPart.OPTIMIZER)
 
     def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._open and not self._within and self._is_own(optimizer):
@@ -278,12 +278,12 @@ class Watcher:
             self._own[optimizer] = any(id(one) in own for group in optimizer.param_groups for one in group["params"])
         return self._own[optimizer]
 
-    def phase(self, phase: Phase | None) -> None:
+    def phase(self, phase: StepPhase | None) -> None:
         """What ``Watch`` comes to."""
         if not self._open:
             return
         if phase is None:
-            self._clock.at(Part.WAITING)
+            self._clock.at(StepPart.WAITING)
         else:
             self._clock.phase(phase)
 

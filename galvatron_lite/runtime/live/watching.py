@@ -8,11 +8,11 @@ from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.runtime.live.options import Seen
-    from galvatron_lite.runtime.live.recorder import Recorder
+    from galvatron_lite.runtime.live.options import ObserverOptions
+    from galvatron_lite.runtime.live.recorder import RecordWriter
 
 
-def watch_training(made: Any, seen: Seen | None, profile: Profile | None = None) -> Recorder | None:
+def watch_training(made: Any, seen: ObserverOptions | None, profile: Profile | None = None) -> RecordWriter | None:
     """Have a model's steps seen from now on; all ranks call it together.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.runtime.pieces import Chunk, Held, Parallel, all_of, held_buffers
+from galvatron_lite.runtime.pieces import Held, ItemRun, Parallel, all_of, held_buffers
 
 
 def live_buffers(parallel: Parallel, layers: Sequence[Layer]) -> list[Held]:
@@ -37,7 +37,7 @@ def _home(name: str, layers: Sequence[Layer]) -> str:
 
 def _whole(name: str, buffer: Tensor) -> Held:
     box = all_of(buffer.shape)
-    return Held(name, tuple(buffer.shape), buffer, (Chunk(box, box),) if box.items else ())
+    return Held(name, tuple(buffer.shape), buffer, (ItemRun(box, box),) if box.items else ())
 
 
 def _renamed(parallel: Parallel, held: Held) -> Held:

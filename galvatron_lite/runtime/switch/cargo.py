@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.runtime.layout import Box
-from galvatron_lite.runtime.pieces import Chunk, Held, part_of
+from galvatron_lite.runtime.pieces import Held, ItemRun, part_of
 from galvatron_lite.runtime.switch.routes import Everyone, receives, sends
 
 MESSAGE_BYTES = 64 * 2**20
@@ -18,11 +18,11 @@ MESSAGE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HeldItems:
     """Items of a tensor that this rank holds."""
 
     tensor: Tensor
-    chunk: Chunk
+    chunk: ItemRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class Hold:
     """
 
     def __init__(self, held: Iterable[Held]) -> None:
-        self.parts: dict[str, list[Part]] = {}
+        self.parts: dict[str, list[HeldItems]] = {}
         self.told: dict[str, Told] = {}
         for one in held:
-            self.parts.setdefault(one.name, []).extend(Part(one.tensor, chunk) for chunk in one.chunks)
+            self.parts.setdefault(one.name, []).extend(HeldItems(one.tensor, chunk) for chunk in one.chunks)
             boxes = tuple(part.chunk.whole for part in self.parts[one.name])
             self.told[one.name] = Told(one.shape, one.tensor.dtype, boxes)
 
@@ -55,7 +55,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class MovedTensor:
     """A tensor that changes hands."""
 
     name: str  # of it
@@ -69,15 +69,15 @@ class Item:
         """Of the whole tensor."""
         return Box(tuple((0, extent) for extent in self.shape)).items * self.dtype.itemsize
 
-    def back(self) -> Item:
+    def back(self) -> MovedTensor:
         """The way back."""
-        return Item(self.name, self.shape, self.dtype, self.after, self.before)
+        return MovedTensor(self.name, self.shape, self.dtype, self.after, self.before)
 
 
-def turns(items: Sequence[Item], largest: int = MESSAGE_BYTES) -> Iterator[list[Item]]:
+def turns(items: Sequence[MovedTensor], largest: int = MESSAGE_BYTES) -> Iterator[list[MovedTensor]]:
     """Items of one dtype that travel together: of at most so many bytes, or one alone."""
     for dtype in dict.fromkeys(item.dtype for item in items):
-        chosen, size = list[Item](), 0
+        chosen, size = list[MovedTensor](), 0
         for item in (item for item in items if item.dtype == dtype):
             if chosen and size + item.nbytes > largest:
                 yield chosen
@@ -88,14 +88,14 @@ def turns(items: Sequence[Item], largest: int = MESSAGE_BYTES) -> Iterator[list[
             yield chosen
 
 
-def message_bytes(items: Sequence[Item]) -> int:
+def message_bytes(items: Sequence[MovedTensor]) -> int:
     """Bytes of what this rank sends to others and receives from them in one turn."""
     rank = dist.get_rank()
     legs = ((item, leg) for item in items for way in (sends, receives) for leg in way(item.before, item.after, rank))
     return sum(leg.box.items * item.dtype.itemsize for item, leg in legs if leg.peer != rank)
 
 
-def move(items: Sequence[Item], source: Hold, target: Hold, device: torch.device) -> int:
+def move(items: Sequence[MovedTensor], source: Hold, target: Hold, device: torch.device) -> int:
     """Carry items of one dtype from where they lie to where they are to lie; all ranks of the world call it.
 
     Args:
@@ -123,12 +123,12 @@ def move(items: Sequence[Item], source: Hold, target: Hold, device: torch.device
     return _exchange(outgoing, incoming, items[0].dtype, device)
 
 
-def _holding(parts: Sequence[Part], box: Box) -> Part:
+def _holding(parts: Sequence[HeldItems], box: Box) -> HeldItems:
     """The first part that has the items of a box; those that a rank holds may be more than are sent from."""
     return next(part for part in parts if part.chunk.whole.meet(box) == box)
 
 
-def _view(part: Part, box: Box) -> Tensor:
+def _view(part: HeldItems, box: Box) -> Tensor:
     """The items of a box of the whole tensor, in this rank's."""
     inside = box.within(part.chunk.whole)
     ranges = zip(inside.ranges, part.chunk.local.ranges, strict=True)
@@ -151,7 +151,7 @@ def _exchange(
     return sent.nbytes
 
 
-def items_of(before: Sequence[Mapping[str, Told]], after: Sequence[Mapping[str, Told]]) -> list[Item]:
+def items_of(before: Sequence[Mapping[str, Told]], after: Sequence[Mapping[str, Told]]) -> list[MovedTensor]:
     """Every tensor of two plans that a rank wants after, in the order in which ranks name them; alike on every rank.
 
     Args:
@@ -163,7 +163,7 @@ def items_of(before: Sequence[Mapping[str, Told]], after: Sequence[Mapping[str, 
         for name, one in told.items():
             first.setdefault(name, one)
     return [
-        Item(name, one.shape, one.dtype, *(_boxes(name, ranks) for ranks in (before, after)))
+        MovedTensor(name, one.shape, one.dtype, *(_boxes(name, ranks) for ranks in (before, after)))
         for name, one in first.items()
         if any(name in told for told in after)
     ]

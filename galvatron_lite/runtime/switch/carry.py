@@ -9,7 +9,7 @@ import torch
 
 from galvatron_lite.errors import SwitchError
 from galvatron_lite.runtime.switch.agree import gathered, together
-from galvatron_lite.runtime.switch.cargo import MESSAGE_BYTES, Hold, Item, message_bytes, move, turns
+from galvatron_lite.runtime.switch.cargo import MESSAGE_BYTES, Hold, MovedTensor, message_bytes, move, turns
 from galvatron_lite.runtime.switch.memory import check_fits
 from galvatron_lite.runtime.switch.routes import covers, first_only
 from galvatron_lite.runtime.switch.storages import Sized, allocate, nbytes, release
@@ -24,7 +24,7 @@ SHARE = 4
 class Carrying:
     """Tensors that change hands."""
 
-    items: Sequence[Item]  # all of them, alike on every rank
+    items: Sequence[MovedTensor]  # all of them, alike on every rank
     before: Hold  # this rank's tensors under the plan that is left
     after: Hold  # those under the other
     blank: dict[str, Sized]  # memory of the latter that is to be taken first, by name
@@ -34,7 +34,7 @@ class Carrying:
     moved: int = 0  # bytes this rank sent to others
     worst: int = 0  # bytes of tensors and messages at the worst moment (computed from their sizes)
     by_turns: bool = False  # whether old tensors are given up as new ones arrive, because both do not fit
-    given: list[tuple[list[Item], Sized]] = field(default_factory=list)  # what was given up so far, turn by turn
+    given: list[tuple[list[MovedTensor], Sized]] = field(default_factory=list)  # what was given up so far, turn by turn
 
     def run(self, free: int | None) -> None:
         """Carry everything; all ranks call it.
@@ -81,7 +81,7 @@ class Carrying:
             if not covers(item.before, item.shape):
                 raise SwitchError("carry", 0, f"the ranks do not hold all of {item.name}")
 
-    def _loads(self, items: Sequence[Item], free: int | None) -> list[list[Item]]:
+    def _loads(self, items: Sequence[MovedTensor], free: int | None) -> list[list[MovedTensor]]:
         """What travels together: all at once if every rank has the memory, else smaller loads by turns."""
         loads = list(turns(items))
         spare = gathered(MEMORY, self.device, lambda: None if free is None else (free, free - self._at_once(loads)))
@@ -92,11 +92,11 @@ class Carrying:
         together(MEMORY, self.device, lambda: check_fits(free, self._in_turns(loads)))
         return loads
 
-    def _at_once(self, loads: Sequence[Sequence[Item]]) -> int:
+    def _at_once(self, loads: Sequence[Sequence[MovedTensor]]) -> int:
         """Bytes that carrying takes more where nothing is given up before all has arrived."""
         return self._blank_bytes(self.blank) + max((message_bytes(load) for load in loads), default=0)
 
-    def _in_turns(self, loads: Sequence[Sequence[Item]]) -> int:
+    def _in_turns(self, loads: Sequence[Sequence[MovedTensor]]) -> int:
         """The same where each turn's old tensors are given up after it."""
         now = peak = 0
         for load in loads:
@@ -112,7 +112,7 @@ class Carrying:
     def _held(self) -> int:
         return nbytes([*self.before.tensors(self.before.parts), *self.after.tensors(self.after.parts)])
 
-    def _take(self, items: Sequence[Item]) -> None:
+    def _take(self, items: Sequence[MovedTensor]) -> None:
         def take() -> None:
             self.observe(ALLOCATE)
             for item in items:
@@ -120,10 +120,10 @@ class Carrying:
 
         together(ALLOCATE, self.device, take)
 
-    def _release(self, items: Sequence[Item]) -> Sized:
+    def _release(self, items: Sequence[MovedTensor]) -> Sized:
         return release(self.before.tensors(one.name for one in items if one.name not in self.lasting))
 
-    def _verify(self, items: Sequence[Item], sums: dict[str, tuple[int, int]]) -> None:
+    def _verify(self, items: Sequence[MovedTensor], sums: dict[str, tuple[int, int]]) -> None:
         def add() -> list[int]:
             self.observe(VERIFY)
             return sums_after(items, self.after)
@@ -134,6 +134,6 @@ class Carrying:
             raise SwitchError(VERIFY, 0, f"{', '.join(wrong[:5])} arrived other than sent ({len(wrong)} tensors)")
 
 
-def _settled(item: Item, sums: tuple[int, int]) -> Item:
+def _settled(item: MovedTensor, sums: tuple[int, int]) -> MovedTensor:
     """The item; the first rank's copies alone where copies are not equal."""
     return item if agree(item, sums) else replace(item, before=first_only(item.before))

@@ -25,7 +25,7 @@ from galvatron_lite.runtime.alike import shares_samples
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
 from galvatron_lite.runtime.pieces import Entries, Held, Parallel, held_parameters, held_states
-from galvatron_lite.runtime.setup import Options, Prepared, StageRuntime, build, make_pipeline_groups
+from galvatron_lite.runtime.setup import Prepared, SetupOptions, StageRuntime, build, make_pipeline_groups
 from galvatron_lite.runtime.switch.agree import gathered, together
 from galvatron_lite.runtime.switch.blanks import Blanks
 from galvatron_lite.runtime.switch.buffers import live_buffers, wanted_buffers
@@ -42,7 +42,7 @@ from galvatron_lite.runtime.switch.optimizer import (
     merged,
     regroup,
 )
-from galvatron_lite.runtime.switch.origin import Origin
+from galvatron_lite.runtime.switch.origin import OriginalModel
 from galvatron_lite.runtime.switch.randomness import RandomStates
 from galvatron_lite.runtime.switch.storages import Sized, allocate, release
 from galvatron_lite.runtime.switch.structure import Changes, Structure
@@ -52,21 +52,21 @@ Observe = Callable[[str], None]
 Result = TypeVar("Result")
 
 
-class Split(Parallel, Protocol):
+class SwitchableModel(Parallel, Protocol):
     """A model in training, which can be split by another plan: a ``ParallelModel``."""
 
     plan: Plan
     device: torch.device
-    origin: Origin
+    origin: OriginalModel
     plan_check: Callable[[Plan], None] | None
 
-    def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: Options) -> None:
+    def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: SetupOptions) -> None:
         """Be split by another plan from now on."""
         ...
 
 
 @dataclass(slots=True)
-class View:
+class PiecesView:
     """A split model, as ``runtime.pieces`` sees it."""
 
     entries: Entries
@@ -74,7 +74,7 @@ class View:
     structures: Sequence[nn.Module]
 
 
-class Clock:
+class PhaseClock:
     """When phases began."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Old:
 class New:
     """What there is of the plan that comes."""
 
-    options: Options  # how the model is set up
+    options: SetupOptions  # how the model is set up
     prepared: Prepared  # what is known of the plan
     meshes: Meshes | None = None  # process groups
     runtimes: list[StageRuntime] = field(default_factory=list)  # what trains this rank's parts
@@ -118,19 +118,19 @@ class New:
     gradients: Sized = field(default_factory=list)  # memory of gradient buffers
 
 
-class Change:
+class PlanChange:
     """A change of plan; its methods are called in their order, by all ranks. See ``live.switch`` for the arguments."""
 
     def __init__(
         self,
-        parallel: Split,
+        parallel: SwitchableModel,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
         scheduler: Any,
         batch: Any,
         observe: Observe,
     ) -> None:
-        self.clock = Clock()
+        self.clock = PhaseClock()
         self._parallel, self._optimizer, self._plan, self._scheduler = parallel, optimizer, plan, scheduler
         self._origin, self._batch, self._observe = parallel.origin, batch, observe
         self._groups = ProcessGroups(parallel.origin.options.groups)
@@ -275,7 +275,7 @@ class Change:
         blanks = Blanks(origin.layers, parallel.device, shapes)
         new.runtimes = build(origin.model, new.prepared, new.meshes, new.options, blanks.place)
         new.gradients = _release_gradients(new.runtimes)
-        view = View(parallel.entries, new.runtimes, [runtime.model for runtime in new.runtimes])
+        view = PiecesView(parallel.entries, new.runtimes, [runtime.model for runtime in new.runtimes])
         names = _names(parallel.entries, new.runtimes)
         new.regrouping = regroup(self._optimizer, self._told, names, self._scheduler)
         new.states = blank_states(self._told, names)
@@ -290,7 +290,7 @@ class Change:
         return self._parallel.entries.names.get(name, name)
 
 
-def check_plan(plan: Plan, parallel: Split) -> None:
+def check_plan(plan: Plan, parallel: SwitchableModel) -> None:
     """Refuse plans that a model in training cannot change to.
 
     Raises:
@@ -311,7 +311,7 @@ def check_plan(plan: Plan, parallel: Split) -> None:
     check_compile(parallel.origin.options.compile, plan)
 
 
-def check_idle(parallel: Split, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+def check_idle(parallel: SwitchableModel, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
     """Refuse to change the plan in the middle of a step.
 
     Raises:

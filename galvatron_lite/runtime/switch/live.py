@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.switch.change import Change, Observe, Split
+from galvatron_lite.runtime.switch.change import Observe, PlanChange, SwitchableModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Switched:
 
 
 def switch(
-    parallel: Split,
+    parallel: SwitchableModel,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
     scheduler: Any = None,
@@ -53,7 +53,7 @@ def switch(
         LaunchError: the plan is for another number of processes. The old plan stays.
         SwitchError: a rank failed. Every rank is on the plan it had.
     """
-    change = Change(parallel, optimizer, plan, scheduler, batch, observe or (lambda _: None))
+    change = PlanChange(parallel, optimizer, plan, scheduler, batch, observe or (lambda _: None))
     try:
         change.validate()
         change.prepare()

@@ -28,7 +28,7 @@ NESTED = "_schedulers"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StateEntry:
     """An entry of a parameter's state, as others are told of it."""
 
     dtype: torch.dtype | None = None  # of a tensor of the parameter's shape; None of any other entry
@@ -42,7 +42,7 @@ class Described:
 
     options: dict[int, Options] = field(default_factory=dict)  # of the user's groups, by number
     groups: dict[str, int] = field(default_factory=dict)  # of each parameter's name: the number of its group
-    states: dict[str, dict[str, Entry]] = field(default_factory=dict)  # of each parameter's name: its entries
+    states: dict[str, dict[str, StateEntry]] = field(default_factory=dict)  # of each parameter's name: its entries
     trained: dict[str, bool] = field(default_factory=dict)  # of each parameter's name: whether it asks for gradients
 
 
@@ -72,13 +72,13 @@ def describe(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
     return told
 
 
-def _entry(key: str, value: Any, parameter: Tensor) -> Entry:
+def _entry(key: str, value: Any, parameter: Tensor) -> StateEntry:
     if not isinstance(value, Tensor):
-        return Entry(value=value)
+        return StateEntry(value=value)
     if value.shape == parameter.shape:
-        return Entry(value.dtype)
+        return StateEntry(value.dtype)
     if value.numel() == 1:
-        return Entry(value=value.detach().cpu(), on_device=value.device == parameter.device)
+        return StateEntry(value=value.detach().cpu(), on_device=value.device == parameter.device)
     remedy = (
         "Entries of the parameter's shape, and of one item, can be cut anew; use an optimizer that has no others, such "
         "as AdamW or SGD, or save and load."
@@ -113,7 +113,7 @@ def blank_states(told: Described, names: Mapping[nn.Parameter, str]) -> States:
     })  # fmt: skip
 
 
-def _blank(entry: Entry, parameter: nn.Parameter) -> Any:
+def _blank(entry: StateEntry, parameter: nn.Parameter) -> Any:
     if entry.dtype is not None:
         return _empty_like(parameter.detach(), entry.dtype)
     if isinstance(entry.value, Tensor):

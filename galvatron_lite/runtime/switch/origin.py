@@ -14,7 +14,7 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.placement import place_layers
-from galvatron_lite.runtime.setup import Options, Prepared, prepare
+from galvatron_lite.runtime.setup import Prepared, SetupOptions, prepare
 from galvatron_lite.runtime.switch.structure import Structure
 
 EXAMINED = 8
@@ -22,13 +22,13 @@ EXAMINED = 8
 
 
 @dataclass(slots=True)
-class Origin:
+class OriginalModel:
     """A model before it was split."""
 
     model: nn.Module  # the user's, which is split in place
     layers: Sequence[Layer]  # of the model
     batch: Any  # an example
-    options: Options  # how it was set up
+    options: SetupOptions  # how it was set up
     precision: str | None  # of compute, whatever plans say; None: as each plan says
     whole: Structure  # its modules before, without values
     split: Structure | None = None  # its modules right after they were split last; None before
@@ -45,11 +45,11 @@ class Origin:
         modules = {id(one): one for one in (*self.whole.modules, *self.model.modules())}
         return Structure(modules.values())
 
-    def options_of(self, plan: Plan, groups: ProcessGroups) -> Options:
+    def options_of(self, plan: Plan, groups: ProcessGroups) -> SetupOptions:
         """How the model is set up under another plan."""
         return replace(self.options, compute=compute_dtype(self.precision or plan.precision), groups=groups)
 
-    def prepare(self, plan: Plan, options: Options, batch: Any, rank: int) -> Prepared:
+    def prepare(self, plan: Plan, options: SetupOptions, batch: Any, rank: int) -> Prepared:
         """What splitting the whole model by a plan needs to know; found out once for each of the last few splits.
 
         Args:
@@ -82,6 +82,8 @@ class Origin:
         return self.tensor_plans if wanted <= self.tensor_plans.keys() else None
 
 
-def origin_of(model: nn.Module, layers: Sequence[Layer], batch: Any, options: Options, precision: str | None) -> Origin:
+def origin_of(
+    model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions, precision: str | None
+) -> OriginalModel:
     """What a model is; call it before the model is split."""
-    return Origin(model, layers, batch, options, precision, Structure(model.modules(), hollow=True))
+    return OriginalModel(model, layers, batch, options, precision, Structure(model.modules(), hollow=True))

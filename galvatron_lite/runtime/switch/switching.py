@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.setup import Options, StageRuntime
+from galvatron_lite.runtime.setup import SetupOptions, StageRuntime
 from galvatron_lite.runtime.stage_calls import Calls
-from galvatron_lite.runtime.switch.change import Split
+from galvatron_lite.runtime.switch.change import SwitchableModel
 from galvatron_lite.runtime.switch.live import Switched, switch
-from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.notes import StepPhase
 
 
 class Switching:
@@ -40,10 +40,10 @@ class Switching:
         See ``runtime.switch.live.switch``.
         """
         wanted = plan if isinstance(plan, Plan) else read_plan(plan)
-        with self._watched(Phase.SWITCHING):
-            return switch(cast("Split", self), optimizer, wanted, scheduler, **options)
+        with self._watched(StepPhase.SWITCHING):
+            return switch(cast("SwitchableModel", self), optimizer, wanted, scheduler, **options)
 
-    def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: Options) -> None:
+    def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: SetupOptions) -> None:
         """Be split by another plan from now on; what that takes is ``switch``'s to do."""
         scaled = options.compute is torch.float16
         self.plan, self._compute, self._calls = plan, options.compute, replace(self._calls, compute=options.compute)
@@ -51,7 +51,7 @@ class Switching:
         self._runtimes, self.runtime = list(runtimes), runtimes[0]
         self.copies = nn.ModuleList(runtime.model for runtime in runtimes[1:])
 
-    def _watched(self, phase: Phase) -> AbstractContextManager[None]:
+    def _watched(self, phase: StepPhase) -> AbstractContextManager[None]:
         raise NotImplementedError
 
     def _norm(self) -> Tensor:

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from galvatron_lite.runtime.layout import Box
 from galvatron_lite.runtime.pieces import part_of
-from galvatron_lite.runtime.switch.cargo import Hold, Item, Part
+from galvatron_lite.runtime.switch.cargo import HeldItems, Hold, MovedTensor
 from galvatron_lite.runtime.switch.checksums import MODULUS, checksum
 from galvatron_lite.runtime.switch.routes import Everyone, first_only
 
 
-def sums_before(items: Sequence[Item], hold: Hold, device: torch.device) -> dict[str, tuple[int, int]]:
+def sums_before(items: Sequence[MovedTensor], hold: Hold, device: torch.device) -> dict[str, tuple[int, int]]:
     """Checksums of whole tensors; all ranks call it.
 
     Returns:
@@ -31,13 +31,13 @@ def sums_before(items: Sequence[Item], hold: Hold, device: torch.device) -> dict
     return {item.name: (totals[place], totals[place + len(items)]) for place, item in enumerate(items)}
 
 
-def sums_after(items: Sequence[Item], hold: Hold) -> list[int]:
+def sums_after(items: Sequence[MovedTensor], hold: Hold) -> list[int]:
     """Checksums of what this rank holds of each tensor."""
     return [checksum(_items(part) for part in hold.parts.get(item.name, ())) for item in items]
 
 
 def differing(
-    items: Sequence[Item], before: Mapping[str, tuple[int, int]], after: Sequence[int], device: torch.device
+    items: Sequence[MovedTensor], before: Mapping[str, tuple[int, int]], after: Sequence[int], device: torch.device
 ) -> list[str]:
     """Names of tensors of which some copy is not what it was; all ranks call it.
 
@@ -55,7 +55,7 @@ def differing(
     ]
 
 
-def agree(item: Item, sums: tuple[int, int]) -> bool:
+def agree(item: MovedTensor, sums: tuple[int, int]) -> bool:
     """Whether all copies of a tensor are equal before it moves."""
     return copies(item.before, item.shape) * sums[0] % MODULUS == sums[1]
 
@@ -66,7 +66,7 @@ def copies(everyone: Everyone, shape: tuple[int, ...]) -> int:
     return sum(box.items for boxes in everyone for box in boxes) // max(1, whole)
 
 
-def _items(part: Part) -> tuple[torch.Tensor, Box]:
+def _items(part: HeldItems) -> tuple[torch.Tensor, Box]:
     return part_of(part.tensor, part.chunk.local), part.chunk.whole
 
 

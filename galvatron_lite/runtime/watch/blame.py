@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from galvatron_lite.runtime.watch.notes import Note, Phase
+from galvatron_lite.runtime.watch.notes import Note, StepPhase
 
 Notes = Sequence[Note | None]
-_PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
-_ORDER = tuple(Phase)
-_MEETINGS = (Phase.SAVING, Phase.SWITCHING)
+_PASSES = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.WEIGHT)
+_ORDER = tuple(StepPhase)
+_MEETINGS = (StepPhase.SAVING, StepPhase.SWITCHING)
 REMEDY = (
     "This process cannot go on: start all processes again (galvatron launch --max-restarts 3 does) and resume from the "
     "last checkpoint with load_latest(folder), which fewer processes can do too."
@@ -28,7 +28,7 @@ class Suspect:
 
 def operation_of(note: Note) -> str:
     """Where a rank is, in words."""
-    if note.phase is Phase.BETWEEN:
+    if note.phase is StepPhase.BETWEEN:
         return f"between steps {note.step - 1} and {note.step}" if note.step else "before step 0"
     behind = f" of micro-batch {note.number}" if note.number >= 0 else ""
     return f"step {note.step}, {note.phase.value}{behind}"
@@ -74,7 +74,7 @@ def _failed(rank: int, before: Note | None, after: Note | None) -> Suspect | Non
 
 def _calls_another(note: Note, own: Note | None) -> bool:
     """Whether one of two ranks saves or changes the plan while the other trains, as when its data end early."""
-    if own is None or note.phase in (own.phase, Phase.BETWEEN):
+    if own is None or note.phase in (own.phase, StepPhase.BETWEEN):
         return False
     return note.phase in _MEETINGS or own.phase in _MEETINGS
 

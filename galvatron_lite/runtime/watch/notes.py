@@ -33,7 +33,7 @@ _PATIENCE = timedelta(seconds=5)
 _WAITS = ("wait(", "synchronize(", ".item()", "isfinite()")
 
 
-class Phase(StrEnum):
+class StepPhase(StrEnum):
     """What a rank does in its step, in the order of the step."""
 
     BETWEEN = "between steps"
@@ -53,7 +53,7 @@ class Note:
     """Where a rank is."""
 
     step: int  # which is under way, or comes next
-    phase: Phase  # of it
+    phase: StepPhase  # of it
     number: int = -1  # micro-batch; -1: none
     beat: int = 0  # counts the notes of a process that runs
     seconds: float = 0.0  # for which it has been there
@@ -140,7 +140,7 @@ def _note(store: Store, key: str) -> Note | None:
     if not store.check([key]):
         return None
     data = json.loads(store.get(key))
-    return Note(**{**data, "phase": Phase(data["phase"])})
+    return Note(**{**data, "phase": StepPhase(data["phase"])})
 
 
 def process_name() -> str:

@@ -26,7 +26,7 @@ from galvatron_lite.errors import ExhaustedError, GalvatronError, LaunchError, P
 from galvatron_lite.runtime.peers import ProcessPeers
 from galvatron_lite.runtime.watch.blame import message, operation_of, suspects
 from galvatron_lite.runtime.watch.memory import exhausted, ran_out
-from galvatron_lite.runtime.watch.notes import HEARTBEAT, Board, Note, Phase, line_of, process_name, publish
+from galvatron_lite.runtime.watch.notes import HEARTBEAT, Board, Note, StepPhase, line_of, process_name, publish
 
 if TYPE_CHECKING:
     from galvatron_lite.plans.schema import Plan
@@ -56,17 +56,17 @@ class Watch:
     def __init__(self, device: torch.device, timeout: float | None = None, reports: bool | None = None) -> None:
         self._device, self._timeout = device, timeout or DEFAULT_TIMEOUT.get(device.type, 600.0)
         self._reports = device.type == "cuda" if reports is None else reports
-        self._note, self._since = Note(0, Phase.BETWEEN, process=process_name()), monotonic()
+        self._note, self._since = Note(0, StepPhase.BETWEEN, process=process_name()), monotonic()
         self._board: Board | None = None
         self._arrivals: ProcessPeers | None = None
         self._limited = timeout is not None
         self.group: Any = None
-        self.clock: Callable[[Phase | None], None] | None = None
+        self.clock: Callable[[StepPhase | None], None] | None = None
         self.memory = 0
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread, self._reported = 0, False
 
-    def at(self, phase: Phase, number: int = -1, step: int | None = None) -> None:
+    def at(self, phase: StepPhase, number: int = -1, step: int | None = None) -> None:
         """This rank comes to a phase.
 
         Args:
@@ -101,7 +101,7 @@ class Watch:
         return operation_of(self._note)
 
     @contextmanager
-    def explained(self, step: int, plan: Plan, stage: int, phase: Phase = Phase.FORWARD) -> Iterator[None]:
+    def explained(self, step: int, plan: Plan, stage: int, phase: StepPhase = StepPhase.FORWARD) -> Iterator[None]:
         """Run a step, or another operation of all ranks, whose errors say which rank is why.
 
         Args:
@@ -116,7 +116,7 @@ class Watch:
         """
         self._begin(step, phase)
         try:
-            if self._arrivals is not None and phase not in (Phase.BATCH, Phase.FORWARD):
+            if self._arrivals is not None and phase not in (StepPhase.BATCH, StepPhase.FORWARD):
                 # others may be in a step, in groups of another time-out
                 self._arrivals.everyone(None)
             yield
@@ -138,9 +138,9 @@ class Watch:
         except BaseException as error:
             self._leave(error)
             raise
-        self.at(Phase.BETWEEN, step=step + (phase is Phase.FORWARD))
+        self.at(StepPhase.BETWEEN, step=step + (phase is StepPhase.FORWARD))
 
-    def _begin(self, step: int, phase: Phase) -> None:
+    def _begin(self, step: int, phase: StepPhase) -> None:
         if self._board is None and dist.get_world_size() > 1:
             self._thread = threading.get_ident()
             self._board = Board()
@@ -159,7 +159,7 @@ class Watch:
         """The note as others read it; also reports, where that is due."""
         note, seconds = self._note, monotonic() - self._since
         at, waits = line_of(self._thread) if seconds > HEARTBEAT else ("", False)
-        if self._reports and not self._reported and note.phase is not Phase.BETWEEN and not note.error:
+        if self._reports and not self._reported and note.phase is not StepPhase.BETWEEN and not note.error:
             self._report(seconds)
         return replace(note, beat=beat, seconds=seconds, at=at, waits=waits, memory=self.memory)
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from galvatron_lite.model.graph import Role
 from galvatron_lite.search.even import offered
 from galvatron_lite.search.problem import Problem
-from galvatron_lite.search.tables import Table
+from galvatron_lite.search.tables import StrategyTable
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -92,7 +92,7 @@ class Relaxed:
         return [0, *reversed(cuts)]
 
 
-def relaxed(problem: Problem, tables: Sequence[Sequence[Table]]) -> Relaxed | None:
+def relaxed(problem: Problem, tables: Sequence[Sequence[StrategyTable]]) -> Relaxed | None:
     """Bounds of a problem; None where they show that nothing fits.
 
     Args:
@@ -153,7 +153,7 @@ class _Sums:
         return self._known[found]
 
 
-def averaged(problem: Problem, tables: Sequence[Sequence[Table]]) -> float:
+def averaged(problem: Problem, tables: Sequence[Sequence[StrategyTable]]) -> float:
     """A time that no plan beats, quickly: the slowest stage has its share of the layers; memory is left out."""
     form, ramps, rounds = problem.form, [], []
     share = form.share
@@ -171,7 +171,7 @@ def averaged(problem: Problem, tables: Sequence[Sequence[Table]]) -> float:
     return float(ramp.sum() + max(more.sum() / problem.shape.stages, more.max())) * (1 - _TINY)
 
 
-def _distinct(tables: Sequence[Sequence[Table]]) -> list[Sequence[Table]]:
+def _distinct(tables: Sequence[Sequence[StrategyTable]]) -> list[Sequence[StrategyTable]]:
     return list({id(own): own for own in tables}.values())
 
 
@@ -194,7 +194,7 @@ class _Layers:
     move: float  # theta of the cheapest move away from the wire's layout or back
 
 
-def _layers_of(problem: Problem, stage: int, tables: Sequence[Table]) -> _Layers:
+def _layers_of(problem: Problem, stage: int, tables: Sequence[StrategyTable]) -> _Layers:
     numbers: dict[int, int] = {}
     which = np.array([numbers.setdefault(id(table), len(numbers)) for table in tables])
     first = {number: table for table in tables for number in (numbers[id(table)],)}

@@ -45,7 +45,7 @@ _SLACK = 1e-9
 """Share by which a bound in floating point is lowered, so that rounding never makes it too high."""
 
 
-class Kind:
+class LayerChoices:
     """The choices of all equal layers of a chain, and what their figures come to at the least and at the most."""
 
     def __init__(self, segment: Segment) -> None:
@@ -82,10 +82,10 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Line:
+class LinkedChain:
     """A chain with its equal layers told."""
 
-    kinds: tuple[Kind, ...]  # distinct layers
+    kinds: tuple[LayerChoices, ...]  # distinct layers
     kind: tuple[int, ...]  # (L,) place in ``kinds`` of each layer
     moves: tuple[IntArray, ...]  # per place, of one pass; see ``ChainLayer``
     by: IntArray  # (1 + criteria if several,) how many times a move counts in the weighted time and in each criterion
@@ -93,7 +93,7 @@ class Line:
     runs: int | None = None  # that a part of the model may have; None: any
     parts: tuple[int, ...] = ()  # of each layer
 
-    def at(self, place: int) -> Kind:
+    def at(self, place: int) -> LayerChoices:
         """The kind of the layer at a place."""
         return self.kinds[self.kind[place]]
 
@@ -103,19 +103,19 @@ class Line:
             return int(self.moves[place].shape[1])
         return int(self.moves[1].shape[0]) if len(self.kind) > 1 else int(self.at(0).group.max()) + 1
 
-    def only(self, rows: Sequence[IntArray]) -> Line:
+    def only(self, rows: Sequence[IntArray]) -> LinkedChain:
         """With some of the choices of each kind."""
         kinds = tuple(
-            kind if len(own) == len(kind.group) else Kind(kind.segment.take(own))
+            kind if len(own) == len(kind.group) else LayerChoices(kind.segment.take(own))
             for kind, own in zip(self.kinds, rows, strict=True)
         )
         return replace(self, kinds=kinds)
 
 
-def line_of(chain: Chain) -> Line:
+def line_of(chain: Chain) -> LinkedChain:
     """The chain with its equal layers told."""
     numbers: dict[object, int] = {}
-    kinds: list[Kind] = []
+    kinds: list[LayerChoices] = []
     kind: list[int] = []
     for place, layer in enumerate(chain.layers):
         groups = layer.move.shape[1] if place else -1
@@ -123,7 +123,7 @@ def line_of(chain: Chain) -> Line:
             own = (_key(layer, chain.runs is not None), groups)
             if own not in numbers:
                 numbers[own] = len(kinds)
-                kinds.append(Kind(single(layer, chain.weights)))
+                kinds.append(LayerChoices(single(layer, chain.weights)))
             numbers[id(layer), groups] = numbers[own]
         kind.append(numbers[id(layer), groups])
     several = chain.moves if len(chain.weights) > 1 else chain.moves[:0]
@@ -133,7 +133,7 @@ def line_of(chain: Chain) -> Line:
         same = bool(moves) and moves[-1].shape == layer.move.shape and bool((moves[-1] == layer.move).all())
         moves.append(moves[-1] if same else layer.move)
     parts = tuple(layer.part for layer in chain.layers)
-    return Line(tuple(kinds), tuple(kind), tuple(moves), by, chain.room, chain.runs, parts)
+    return LinkedChain(tuple(kinds), tuple(kind), tuple(moves), by, chain.room, chain.runs, parts)
 
 
 def _key(layer: ChainLayer, told: bool) -> bytes:
@@ -156,7 +156,7 @@ def _key(layer: ChainLayer, told: bool) -> bytes:
 class Bounds:
     """Lagrangian bounds of a line."""
 
-    line: Line  # the chain
+    line: LinkedChain  # the chain
     prices: FloatArray  # (K,) of memory, picoseconds a byte
     before: list[FloatArray]  # per place (K, groups): the least of the layers before it, with the move to it
     behind: list[FloatArray]  # per place (K, groups): that of the layers behind it, with the move from it
@@ -196,13 +196,13 @@ class Bounds:
         return [np.flatnonzero((best[number] <= ceiling).all(axis=0)) for number in range(len(line.kinds))]
 
 
-def priced(kind: Kind, prices: FloatArray) -> FloatArray:
+def priced(kind: LayerChoices, prices: FloatArray) -> FloatArray:
     """(K, S): weighted time + price * (rest + prefix)."""
     values: FloatArray = kind.segment.figures[TIME] + prices[:, None] * kind.segment.figures[BOTH]
     return values
 
 
-def bounds_at(line: Line, prices: FloatArray, whole: bool = True, moment: int | None = None) -> Bounds:
+def bounds_at(line: LinkedChain, prices: FloatArray, whole: bool = True, moment: int | None = None) -> Bounds:
     """The bounds at some prices.
 
     Args:
@@ -235,7 +235,7 @@ def bounds_at(line: Line, prices: FloatArray, whole: bool = True, moment: int | 
 
 
 def _inside(
-    line: Line, prices: FloatArray, scaled: list[FloatArray], before: list[FloatArray], moment: int
+    line: LinkedChain, prices: FloatArray, scaled: list[FloatArray], before: list[FloatArray], moment: int
 ) -> tuple[dict[int, FloatArray], FloatArray]:
     """What the layers before each place behind ``moment`` cost with that moment priced, and (K,) that of all layers.
 
@@ -263,7 +263,7 @@ def _inside(
     return inside, reached.min(axis=1)
 
 
-def _scaled(line: Line) -> list[FloatArray]:
+def _scaled(line: LinkedChain) -> list[FloatArray]:
     """The moves, as many times as they count in the weighted time."""
     known: dict[int, FloatArray] = {}
     for move in line.moves:
@@ -272,7 +272,9 @@ def _scaled(line: Line) -> list[FloatArray]:
     return [known[id(move)] for move in line.moves]
 
 
-def _last(line: Line, prices: FloatArray, scaled: list[FloatArray]) -> tuple[dict[int, FloatArray], list[FloatArray]]:
+def _last(
+    line: LinkedChain, prices: FloatArray, scaled: list[FloatArray]
+) -> tuple[dict[int, FloatArray], list[FloatArray]]:
     """V of the last layers, and what is behind them and behind the layer before them (last place first)."""
     count, price = len(line.kind), prices[:, None]
     nothing: FloatArray = np.zeros((len(prices), line.groups(count - 1)))
@@ -296,7 +298,7 @@ def _last(line: Line, prices: FloatArray, scaled: list[FloatArray]) -> tuple[dic
     return last, behind
 
 
-def best_bounds(line: Line) -> Bounds:
+def best_bounds(line: LinkedChain) -> Bounds:
     """Bounds at prices about the one with the highest bound on the whole, with the moment priced that seems the worst.
 
     The bound is concave in the price, so the best of a row of prices has the greatest one next to it.
@@ -313,7 +315,7 @@ def best_bounds(line: Line) -> Bounds:
     return bounds_at(line, best[0] * np.array(_FINE), moment=moment)
 
 
-def _best_price(line: Line, moment: int | None) -> tuple[float, float]:
+def _best_price(line: LinkedChain, moment: int | None) -> tuple[float, float]:
     """The price with the highest bound on the whole, more than nothing, and that bound."""
     times = sum(float(np.ptp(kind.segment.figures[TIME])) for kind in line.kinds) + 1.0
     sizes = sum(float(np.ptp(kind.segment.figures[BOTH])) for kind in line.kinds) + 1.0
@@ -328,7 +330,7 @@ def _best_price(line: Line, moment: int | None) -> tuple[float, float]:
     return float(max(prices[best], high * 2.0**-12)), float(root[best])
 
 
-def _worst_moment(line: Line, price: float) -> int:
+def _worst_moment(line: LinkedChain, price: float) -> int:
     """Place of the layer whose moment is the worst where each layer takes what is cheapest at a price, moves aside."""
     rows = []
     for kind in line.kinds:
@@ -357,7 +359,7 @@ class Ahead:
     covered: list[int]  # what a label may have pending without raising any moment of the layer just before
 
 
-def ahead_of(line: Line) -> Ahead:
+def ahead_of(line: LinkedChain) -> Ahead:
     """See ``Ahead``."""
     sums = [[0] for _ in range(5)]
     local, resting, gathered, waiting, covered = [-(2**60)], [-(2**60)], [0], [-(2**60)], [2**60]

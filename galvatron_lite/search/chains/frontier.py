@@ -36,9 +36,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from galvatron_lite.search.chains.bounds import Bounds, Kind, Line, ahead_of, best_bounds, bounds_at, line_of
+from galvatron_lite.search.chains.bounds import (
+    Bounds,
+    LayerChoices,
+    LinkedChain,
+    ahead_of,
+    best_bounds,
+    bounds_at,
+    line_of,
+)
 from galvatron_lite.search.chains.chain import Chain
-from galvatron_lite.search.chains.labels import OPTIMIZER, WAITING, WORST, Search, Step
+from galvatron_lite.search.chains.labels import OPTIMIZER, WAITING, WORST, ChainExtension, Search
 from galvatron_lite.search.chains.segments import FIRST, HEAD, PARTS, REST, SINGLE, TAIL, TIME, Segment
 
 _START, _GROWTH = 0.04, 1.7
@@ -61,7 +69,7 @@ class Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class ChainFront:
     """The answer to a chain."""
 
     paths: tuple[Path, ...]  # ascending in time
@@ -74,7 +82,7 @@ class Front:
         return self.dropped == np.inf
 
 
-def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) -> Front:
+def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) -> ChainFront:
     """The Pareto set of a chain within memory, ascending in time; empty where nothing fits.
 
     Args:
@@ -87,7 +95,7 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) 
     bounds = best_bounds(line)
     limit = np.inf if cap is None else float(cap)
     if bounds.least > bounds.ceiling(limit).max() or not _may_fit(line):
-        return Front(())
+        return ChainFront(())
     if len(chain.weights) > 1:
         return _front(line, bounds, limit, beam)
     front = _quickest(line, bounds, limit, beam)
@@ -95,14 +103,16 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) 
     return replace(front, paths=tuple(Path((path.time[0] // weight,), path.choices) for path in front.paths))
 
 
-def _may_fit(line: Line) -> bool:
+def _may_fit(line: LinkedChain) -> bool:
     """Whether the moment of the last layer may be within the room, at rest and from what is before it alone."""
     last = line.at(len(line.kind) - 1).segment.figures
     before = sum(line.at(place).extremes[0] for place in range(len(line.kind) - 1))
     return before + int((last[REST] + np.maximum(last[FIRST], last[SINGLE])).min()) <= line.room
 
 
-def _searched(line: Line, bounds: Bounds, limit: float, beam: int | None) -> tuple[Search, Step | None]:
+def _searched(
+    line: LinkedChain, bounds: Bounds, limit: float, beam: int | None
+) -> tuple[Search, ChainExtension | None]:
     useful = bounds.useful(limit)
     if not all(len(own) for own in useful):
         return Search(line, bounds, ahead_of(line), limit, line.room, beam), None
@@ -111,20 +121,20 @@ def _searched(line: Line, bounds: Bounds, limit: float, beam: int | None) -> tup
     return search, search.run()
 
 
-def _front(line: Line, bounds: Bounds, limit: float, beam: int | None) -> Front:
+def _front(line: LinkedChain, bounds: Bounds, limit: float, beam: int | None) -> ChainFront:
     search, last = _searched(line, bounds, limit, beam)
     if last is None:
-        return Front((), search.work, search.dropped)
+        return ChainFront((), search.work, search.dropped)
     paths = (Path(*search.path(row)) for row in range(len(last.choice)))
-    return Front(tuple(sorted(paths, key=lambda path: (path.time, path.choices))), search.work, search.dropped)
+    return ChainFront(tuple(sorted(paths, key=lambda path: (path.time, path.choices))), search.work, search.dropped)
 
 
-def _quickest(line: Line, bounds: Bounds, cap: float, beam: int | None) -> Front:
+def _quickest(line: LinkedChain, bounds: Bounds, cap: float, beam: int | None) -> ChainFront:
     """The path of least time: limits grow until a path is met, then close in on the bound from both sides."""
     low, most = max(bounds.least * (1 - 1e-9) - 1, 0.0), min(cap, _longest(line))
     share = _START * max(low, most * 1e-6) / len(line.kind)
     narrow = _QUICK if beam is None else min(beam, _QUICK)
-    doubt, work, missed, best, closer = _DOUBT * low + share, 0, np.inf, Front(()), False
+    doubt, work, missed, best, closer = _DOUBT * low + share, 0, np.inf, ChainFront(()), False
     while low <= most:
         limit = float(int(low + (most - low) * _CLOSER if closer else most if best.paths else min(most, low + share)))
         found = _passed(line, bounds, limit, beam if best.paths else narrow, beam)
@@ -145,9 +155,9 @@ def _quickest(line: Line, bounds: Bounds, cap: float, beam: int | None) -> Front
                 break
         if not best.paths and low > doubt:
             if _leanest(_timeless(line), line.room, None) is None:
-                return Front((), work)
+                return ChainFront((), work)
             doubt = np.inf
-    return Front(best.paths, work, missed if missed <= most else np.inf)
+    return ChainFront(best.paths, work, missed if missed <= most else np.inf)
 
 
 def _below(time: int) -> float:
@@ -155,13 +165,13 @@ def _below(time: int) -> float:
     return min(float(time - 1), float(np.nextafter(float(time), 0.0)))
 
 
-def _longest(line: Line) -> float:
+def _longest(line: LinkedChain) -> float:
     """No path takes more weighted time."""
     own = sum(float(line.at(place).segment.figures[TIME].max()) for place in range(len(line.kind)))
     return own + sum(float(move.max()) * float(line.by[0]) for move in line.moves[1:])
 
 
-def _passed(line: Line, bounds: Bounds, limit: float, narrow: int | None, beam: int | None) -> Front:
+def _passed(line: LinkedChain, bounds: Bounds, limit: float, narrow: int | None, beam: int | None) -> ChainFront:
     """A path within the limit; looked for with a narrow beam first."""
     found = _front(line, bounds, limit, narrow)
     if found.paths or found.dropped > limit or narrow == beam:
@@ -183,19 +193,19 @@ def least_room(chain: Chain, most: int | None = None) -> tuple[int, tuple[int, .
     return first if room is None else _leanest(line, room, None) or first
 
 
-def _timeless(line: Line) -> Line:
+def _timeless(line: LinkedChain) -> LinkedChain:
     """The chain with nothing but memory."""
     kinds = []
     for kind in line.kinds:
         figures = kind.segment.figures[:PARTS].copy()
         figures[[TIME, HEAD, TAIL]] = 0
-        kinds.append(Kind(Segment(1, figures, kind.segment.names, kind.segment.strategy)))
+        kinds.append(LayerChoices(Segment(1, figures, kind.segment.names, kind.segment.strategy)))
     still = np.zeros((1, 1), dtype=np.int64)
     by = np.zeros(1, dtype=np.int64)
     return replace(line, kinds=tuple(kinds), moves=(still,) * len(line.moves), by=by)
 
 
-def _leanest(line: Line, room: int, beam: int | None) -> tuple[int, tuple[int, ...]] | None:
+def _leanest(line: LinkedChain, room: int, beam: int | None) -> tuple[int, tuple[int, ...]] | None:
     """The path of least memory that needs at most ``room``, as far as the beam tells; None where none is met."""
     line = replace(line, room=room)
     search = Search(line, bounds_at(line, np.ones(1)), ahead_of(line), 0.0, room, beam, fitting=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.chains.bounds import Ahead, Bounds, Line, ahead_of
+from galvatron_lite.search.chains.bounds import Ahead, Bounds, LinkedChain, ahead_of
 from galvatron_lite.search.chains.pareto import pareto_rows
 from galvatron_lite.search.chains.runs import (
     Behind,
@@ -49,7 +49,7 @@ TIMES, WORST, WAITING, RESTING, OPTIMIZER, OWED, GROUP, CRITERIA = range(8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class ChainExtension:
     """The labels after a segment more."""
 
     figures: IntArray  # (rows, n), see ``TIMES`` and on
@@ -59,9 +59,9 @@ class Step:
     parent: IntArray  # (n,) label of the step before
     runs: IntArray  # (n,) of strategies so far in the part of the model that the first layer is in
 
-    def take(self, rows: IntArray) -> Step:
+    def take(self, rows: IntArray) -> ChainExtension:
         """Some of the labels."""
-        return Step(
+        return ChainExtension(
             self.figures[:, rows],
             self.promise[:, rows],
             self.segment,
@@ -75,7 +75,7 @@ class Step:
 class Search:
     """One pass from the last layer to the first, for paths of at most ``limit`` (weighted time) within ``room``."""
 
-    line: Line  # the chain
+    line: LinkedChain  # the chain
     bounds: Bounds  # of it
     ahead: Ahead  # of it
     limit: float  # on the weighted time
@@ -84,14 +84,14 @@ class Search:
     fitting: bool = True  # whether all that counts of memory is that it is within ``room``; else less is better
     work: int = 0  # pairs of labels and choices looked at
     dropped: float = np.inf  # the least promise of a label that the beam dropped
-    history: list[Step] = field(default_factory=list)  # labels after each segment
+    history: list[ChainExtension] = field(default_factory=list)  # labels after each segment
     origin: tuple[int, ...] = field(init=False)  # kinds of the layers before any choices were narrowed
 
     def __post_init__(self) -> None:
         """Keeps which layers are equal, for their choices may be narrowed apart."""
         self.origin = self.line.kind
 
-    def run(self) -> Step | None:
+    def run(self) -> ChainExtension | None:
         """The labels of whole paths, none of them beaten; None without any."""
         place = len(self.line.kind) - 1
         step = self._thinned(place, self._first(place))
@@ -105,7 +105,7 @@ class Search:
             step = self._thinned(place, self._extended(place, segment, step))
         return None
 
-    def _segments(self, place: int, step: Step) -> list[Segment]:
+    def _segments(self, place: int, step: ChainExtension) -> list[Segment]:
         """What to put before the labels at ``place``, one after the other."""
         one, count = self.line.at(place - 1).segment, run_before(self.line, place)
         alone = self._alone(place)
@@ -141,7 +141,7 @@ class Search:
             after += 1
         return after - place
 
-    def _first(self, place: int) -> Step:
+    def _first(self, place: int) -> ChainExtension:
         segment = self.line.at(place).segment
         x = segment.figures
         count = x.shape[1]
@@ -152,7 +152,7 @@ class Search:
             place, figures, segment, np.arange(count), np.full(count, -1), np.ones(count, dtype=np.int64)
         )
 
-    def _extended(self, place: int, segment: Segment, step: Step) -> Step:
+    def _extended(self, place: int, segment: Segment, step: ChainExtension) -> ChainExtension:
         """Every label with every choice of one segment more, as far as the limit lets them."""
         x, old, bounds = segment.figures, step.figures, self.bounds
         move = self.line.moves[place + segment.layers]
@@ -194,7 +194,9 @@ class Search:
             new[CRITERIA:] = old[CRITERIA:] + x[PARTS:] + moved * self.line.by[1:, None]
         return self._bounded(place, new, segment, choice, parent, runs)
 
-    def _pairs(self, place: int, segment: Segment, step: Step, most: int) -> tuple[IntArray, IntArray, IntArray]:
+    def _pairs(
+        self, place: int, segment: Segment, step: ChainExtension, most: int
+    ) -> tuple[IntArray, IntArray, IntArray]:
         """Choices of a segment to put before the labels, those labels, and the runs that there are then."""
         line, count, every = self.line, segment.figures.shape[1], len(step.choice)
         inside = line.parts[place] == line.parts[place + segment.layers]
@@ -231,7 +233,7 @@ class Search:
 
     def _bounded(
         self, place: int, figures: IntArray, segment: Segment, choice: IntArray, parent: IntArray, runs: IntArray
-    ) -> Step:
+    ) -> ChainExtension:
         """The labels that may be completed within room and limit."""
         bounds, ahead = self.bounds, self.ahead
         peak = np.maximum(figures[WORST], figures[WAITING])
@@ -248,16 +250,16 @@ class Search:
         alive &= figures[OPTIMIZER] <= self.room - ahead.updated_least[place]
         if place == 0:
             alive &= figures[TIMES] <= self.limit
-        return Step(figures, promise, segment, choice, parent, runs).take(np.flatnonzero(alive))
+        return ChainExtension(figures, promise, segment, choice, parent, runs).take(np.flatnonzero(alive))
 
-    def _thinned(self, place: int, step: Step) -> Step:
+    def _thinned(self, place: int, step: ChainExtension) -> ChainExtension:
         """Without labels that are no better than another one, and without those that the beam drops."""
         if len(step.choice) <= 1:
             return step
         step = step.take(self._undominated(place, step))
         return step if self.beam is None else self._narrowed(step, self.beam)
 
-    def _narrowed(self, step: Step, count: int) -> Step:
+    def _narrowed(self, step: ChainExtension, count: int) -> ChainExtension:
         """The most promising labels; what paths through any other cost at the least is noted."""
         if len(step.choice) <= count:
             return step
@@ -267,7 +269,7 @@ class Search:
         self._drop(float(promise[order[count]]))
         return step.take(np.sort(order[:count]))
 
-    def _undominated(self, place: int, step: Step) -> IntArray:
+    def _undominated(self, place: int, step: ChainExtension) -> IntArray:
         """Places of the labels that no other one equals or beats; at place 0 only their times count."""
         figures = step.figures
         several = len(figures) > CRITERIA

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.chains.bounds import Ahead, Bounds, Kind, Line, priced
+from galvatron_lite.search.chains.bounds import Ahead, Bounds, LayerChoices, LinkedChain, priced
 from galvatron_lite.search.chains.pareto import pareto_rows
 from galvatron_lite.search.chains.segments import (
     BOTH,
@@ -34,7 +34,7 @@ _CROWDED = 384
 _FAR = 2**45
 
 
-def run_before(line: Line, place: int) -> int:
+def run_before(line: LinkedChain, place: int) -> int:
     """How many equal layers lie before a place, with equal moves between them."""
     count = 1
     while (
@@ -57,7 +57,7 @@ class Behind:
 
 
 def is_plain(
-    line: Line,
+    line: LinkedChain,
     ahead: Ahead,
     place: int,
     count: int,
@@ -85,7 +85,9 @@ def is_plain(
     return bool(quiet.all())
 
 
-def narrowed(line: Line, place: int, count: int, around: tuple[FloatArray, FloatArray], behind: Behind) -> Line:
+def narrowed(
+    line: LinkedChain, place: int, count: int, around: tuple[FloatArray, FloatArray], behind: Behind
+) -> LinkedChain:
     """With only those choices in the run of ``count`` layers before ``place`` that a path within the limit may use."""
     kind = line.at(place - 1)
     ends = (around[0] + around[1]).min(axis=0)
@@ -93,13 +95,13 @@ def narrowed(line: Line, place: int, count: int, around: tuple[FloatArray, Float
     rows = np.flatnonzero(through <= behind.ceiling)
     if len(rows) == len(kind.group) or not len(rows):
         return line
-    kinds = (*line.kinds, Kind(kind.segment.take(rows)))
+    kinds = (*line.kinds, LayerChoices(kind.segment.take(rows)))
     numbers = [*line.kind[: place - count], *([len(line.kinds)] * count), *line.kind[place:]]
     return replace(line, kinds=kinds, kind=tuple(numbers))
 
 
 def segments_of(
-    line: Line, place: int, count: int, around: tuple[FloatArray, FloatArray], behind: Behind
+    line: LinkedChain, place: int, count: int, around: tuple[FloatArray, FloatArray], behind: Behind
 ) -> list[Segment]:
     """The run of ``count`` layers before ``place`` as segments, the last layers first."""
     before, after = around
@@ -118,7 +120,7 @@ def segments_of(
     return segments + [sizes[-1]] * (left // sizes[-1].layers)
 
 
-def equal_segments(line: Line, place: int, count: int) -> list[Segment]:
+def equal_segments(line: LinkedChain, place: int, count: int) -> list[Segment]:
     """The layers of one part in the run of ``count`` layers before ``place`` as segments whose layers all have one
     strategy, the last layers first."""
     parts = line.parts[place - count : place]
@@ -136,7 +138,9 @@ def equal_segments(line: Line, place: int, count: int) -> list[Segment]:
     return segments
 
 
-def around_run(line: Line, bounds: Bounds, place: int, count: int, behind: Behind) -> tuple[FloatArray, FloatArray]:
+def around_run(
+    line: LinkedChain, bounds: Bounds, place: int, count: int, behind: Behind
+) -> tuple[FloatArray, FloatArray]:
     """(count, groups): for each place of the run, bounds of what is before it and of what is behind it."""
     kind, move = line.at(place - 1), line.moves[place - 1] * float(line.by[0])
     least = kind.least(priced(kind, np.array([behind.price])), line.groups(place - 1))[0]
@@ -148,7 +152,7 @@ def around_run(line: Line, bounds: Bounds, place: int, count: int, behind: Behin
 
 
 def _doubled(
-    line: Line, place: int, half: Segment, before: FloatArray, after: FloatArray, behind: Behind
+    line: LinkedChain, place: int, half: Segment, before: FloatArray, after: FloatArray, behind: Behind
 ) -> Segment | None:
     """Twice the segment; None where too much is left of it."""
     x, move, size = half.figures, line.moves[place - 1], 2 * half.layers

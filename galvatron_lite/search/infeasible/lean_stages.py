@@ -29,7 +29,7 @@ from galvatron_lite.search.chains.frontier import least_room
 from galvatron_lite.search.chains.pareto import pareto_rows
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.shapes import tables_by_stage
-from galvatron_lite.search.tables import Layout, Table
+from galvatron_lite.search.tables import Layout, StrategyTable
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -52,7 +52,7 @@ class Lean:
 class _Light:
     """The strategies of a layer that are worth a look, and the least of their figures."""
 
-    table: Table  # where they are from
+    table: StrategyTable  # where they are from
     rows: IntArray  # which of its strategies
     layer: ChainLayer  # their figures, without time
     least: tuple[float, float, float]  # of r + q, of r + max(w, v), and of u
@@ -65,18 +65,18 @@ class Memory:
     # by table, micro-batches in flight, and whether those are there in the first backward alone
     lights: dict[tuple[int, int, bool], _Light] = field(default_factory=dict)
     # by table and layout, the table and its strategies of that layout
-    laid: dict[tuple[int, Layout], tuple[Table, Table]] = field(default_factory=dict)
+    laid: dict[tuple[int, Layout], tuple[StrategyTable, StrategyTable]] = field(default_factory=dict)
     # by the layers of a stage: bytes that it does not need, bytes that it needs, and its strategies
     stages: dict[tuple[int, ...], tuple[int, tuple[int, tuple[int, ...]] | None]] = field(default_factory=dict)
 
-    def light(self, table: Table, held: int, filled: bool = False) -> _Light:
+    def light(self, table: StrategyTable, held: int, filled: bool = False) -> _Light:
         """A layer with so many micro-batches in flight, see ``Table.held``."""
         key = (id(table), held, filled)
         if key not in self.lights:
             self.lights[key] = _light(table, held, filled)
         return self.lights[key]
 
-    def wired(self, table: Table, wire: Layout) -> Table:
+    def wired(self, table: StrategyTable, wire: Layout) -> StrategyTable:
         """The strategies of a table that have a layout."""
         key = (id(table), wire)
         if key not in self.laid:
@@ -108,7 +108,7 @@ def least_share(problem: Problem, memory: Memory) -> float:
     return float(np.min(totals, axis=0).sum()) / problem.shape.stages
 
 
-def _light(table: Table, held: int, filled: bool) -> _Light:
+def _light(table: StrategyTable, held: int, filled: bool) -> _Light:
     own = table.held(held, filled)
     _, first = np.unique(own, axis=0, return_index=True)
     distinct = np.sort(first)
@@ -183,7 +183,7 @@ class Stages:
         tables = (self.problem.layer_table(stage, place, inside) for place in inside)
         return [self._light(stage, table) for table in tables]
 
-    def _light(self, stage: int, table: Table) -> _Light:
+    def _light(self, stage: int, table: StrategyTable) -> _Light:
         return self.memory.light(table, self.problem.held(stage), self.problem.filled(stage))
 
     def _learn(self, stage: int, inside: range, always: int, exact: float) -> None:
@@ -199,7 +199,7 @@ class Stages:
         starts = starts[self.always[stage][starts, starts + length] == always]
         need[starts, starts + length] = np.maximum(need[starts, starts + length], exact)
 
-    def _layers(self, stage: int, tables: Sequence[Table]) -> FloatArray:
+    def _layers(self, stage: int, tables: Sequence[StrategyTable]) -> FloatArray:
         """(L + 1, L + 1): what layers i..j-1 need at the least."""
         wire, count = self.problem.choice.wire, len(tables)
         distinct = {id(table): table for table in tables}

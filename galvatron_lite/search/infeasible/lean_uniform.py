@@ -15,7 +15,7 @@ from galvatron_lite.parallelism.pipeline.schedule import Moments
 from galvatron_lite.search.figures import PREFIX, REST, UPDATED
 from galvatron_lite.search.infeasible.lean_stages import Lean
 from galvatron_lite.search.problem import Problem
-from galvatron_lite.search.tables import Table
+from galvatron_lite.search.tables import StrategyTable
 from galvatron_lite.search.uniform import Uniform, cuts_of
 
 
@@ -76,7 +76,7 @@ class LeanUniform:
         )
 
 
-def _moments(table: Table, counts: list[int], held: Moments) -> FloatArray:
+def _moments(table: StrategyTable, counts: list[int], held: Moments) -> FloatArray:
     """Bytes that blocks of one kind need at the least while the optimizer runs and while each chunk computes.
 
     Args:

@@ -22,7 +22,7 @@ from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable
 from galvatron_lite.search.programme.ilp_uniform import UniformModel, first_blocks
-from galvatron_lite.search.programme.pulp_adapter import Verdict, solve
+from galvatron_lite.search.programme.pulp_adapter import SolverVerdict, solve
 from galvatron_lite.search.tables import TICKS
 
 _TOLERANCE = 1e-6
@@ -34,7 +34,7 @@ SECONDS = 60.0
 class Certificate:
     """What the integer programme says."""
 
-    verdict: Verdict  # how sure the solver is
+    verdict: SolverVerdict  # how sure the solver is
     found: float  # seconds of a step by the search's plan, by the closed form of ``cost.schedule``
     seconds: float  # the same of the programme's own solution; infinite without one
     bound: float  # seconds that no plan of the shape beats, as far as the solver knows
@@ -51,7 +51,7 @@ class Certificate:
         """For people, in a line; without the time it took, so that it repeats."""
         own = "no solution" if self.seconds == inf else f"{self.seconds:.9g} s"
         what = "" if self.boundaries else ", stage boundaries as found"
-        sure = "" if self.verdict is Verdict.PROVEN else f", bound {self.bound:.9g} s"
+        sure = "" if self.verdict is SolverVerdict.PROVEN else f", bound {self.bound:.9g} s"
         return (
             f"search {self.found:.9g} s, integer programme {own} ({self.verdict.value}{sure}), gap {self.gap:.2g}; "
             f"{self.solver}{what}"
@@ -66,8 +66,8 @@ def certify(problem: Problem, partition: Partition, seconds: float = SECONDS) ->
     """
     certificate = solve_shape(problem, partition, seconds)
     better = certificate.seconds < certificate.found * (1 - _TOLERANCE)
-    unmet = certificate.verdict is Verdict.PROVEN and certificate.seconds > certificate.found * (1 + _TOLERANCE)
-    if better or unmet or certificate.verdict is Verdict.INFEASIBLE:
+    unmet = certificate.verdict is SolverVerdict.PROVEN and certificate.seconds > certificate.found * (1 + _TOLERANCE)
+    if better or unmet or certificate.verdict is SolverVerdict.INFEASIBLE:
         raise GalvatronError(
             f"The search and the integer programme of the same shape of plan disagree: {certificate}. "
             "Please report this with the profile."
@@ -94,7 +94,7 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
         own, fits = _priced(problem, *model.path(answer.values))
         # A solver's tolerance is about a ten-billionth of the memory: a solution that exceeds it by so much is a bound.
         answer, own = (answer, own) if fits else (answer.unsure(), inf)
-    bound = own if answer.verdict is Verdict.PROVEN else _whole(problem, model, answer.bound)
+    bound = own if answer.verdict is SolverVerdict.PROVEN else _whole(problem, model, answer.bound)
     return Certificate(answer.verdict, found, own, bound, answer.solver, perf_counter() - began, free)
 
 

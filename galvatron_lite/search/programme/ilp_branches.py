@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.parallelism.branch.assign import Assignment, Job, Option, Placed, places
-from galvatron_lite.search.programme.pulp_adapter import Answer, Programme, Verdict, solve
+from galvatron_lite.parallelism.branch.assign import Assignment, BranchGroup, Job, Option, places
+from galvatron_lite.search.programme.pulp_adapter import IntegerProgramme, Solution, SolverVerdict, solve
 
 _ROUNDING = 1e-6
 Chosen = Mapping[tuple[int, int, int], int]
@@ -33,7 +33,7 @@ def assign_by_programme(
         seconds: time limit.
     """
     groups = places(devices, {size for job in jobs for size in job}, node)
-    programme = Programme()
+    programme = IntegerProgramme()
     used = [programme.variable(binary=True) for _ in groups]
     offered = {
         (branch, number, place): option
@@ -64,7 +64,7 @@ def certify_assignment(found: Assignment, jobs: Sequence[Job], devices: int, roo
 
 
 def _place(
-    programme: Programme, branches: int, groups: Sequence[range], used: Sequence[int], chosen: Chosen, least: int
+    programme: IntegerProgramme, branches: int, groups: Sequence[range], used: Sequence[int], chosen: Chosen, least: int
 ) -> None:
     """Every branch has one option in a group that is used; groups are apart, and enough of them hold a branch."""
     for branch in range(branches):
@@ -81,7 +81,7 @@ def _place(
 
 
 def _time(
-    programme: Programme, groups: Sequence[range], offered: Mapping[tuple[int, int, int], Option], chosen: Chosen
+    programme: IntegerProgramme, groups: Sequence[range], offered: Mapping[tuple[int, int, int], Option], chosen: Chosen
 ) -> None:
     """Each phase lasts as long as its slowest group."""
     phases = max((len(option.seconds) for option in offered.values()), default=0)
@@ -94,7 +94,7 @@ def _time(
 
 
 def _memory(
-    programme: Programme,
+    programme: IntegerProgramme,
     groups: Sequence[range],
     offered: Mapping[tuple[int, int, int], Option],
     chosen: Chosen,
@@ -112,7 +112,7 @@ def _memory(
 
 
 def _assignment(
-    answer: Answer, groups: Sequence[range], offered: Mapping[tuple[int, int, int], Option], chosen: Chosen
+    answer: Solution, groups: Sequence[range], offered: Mapping[tuple[int, int, int], Option], chosen: Chosen
 ) -> Assignment | None:
     if not answer.values:
         return None
@@ -120,6 +120,6 @@ def _assignment(
     for key, option in offered.items():
         if answer.values[chosen[key]] > 0.5:
             taken.setdefault(key[1], []).append((key[0], option))
-    found = (Placed(groups[number].start, len(groups[number]), tuple(own)) for number, own in taken.items())
+    found = (BranchGroup(groups[number].start, len(groups[number]), tuple(own)) for number, own in taken.items())
     ordered = tuple(sorted(found, key=lambda group: group.first))
-    return Assignment(ordered, proven=answer.verdict is Verdict.PROVEN)
+    return Assignment(ordered, proven=answer.verdict is SolverVerdict.PROVEN)

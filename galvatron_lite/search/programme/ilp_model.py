@@ -39,8 +39,8 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.search.figures import PREFIX, REST
 from galvatron_lite.search.problem import Problem, is_glued
-from galvatron_lite.search.programme.pulp_adapter import Programme
-from galvatron_lite.search.tables import TICKS, Layout, Table, glue_of
+from galvatron_lite.search.programme.pulp_adapter import IntegerProgramme
+from galvatron_lite.search.tables import TICKS, Layout, StrategyTable, glue_of
 
 Terms = dict[int, float]
 SCALE = 1e4
@@ -70,9 +70,9 @@ class ShapeModel:
     problem: Problem  # its shape, tables and budget; what it has settled otherwise is not looked at
     unit: float  # seconds that stand for one of the objective
     cuts: Sequence[int] | None = None  # stage boundaries, where they are given; None: chosen
-    programme: Programme = field(default_factory=Programme)  # what a solver takes
+    programme: IntegerProgramme = field(default_factory=IntegerProgramme)  # what a solver takes
     # per (layer, stage) its table and the variable of each of its rows
-    layers: dict[tuple[int, int], tuple[Table, list[int]]] = field(default_factory=dict)
+    layers: dict[tuple[int, int], tuple[StrategyTable, list[int]]] = field(default_factory=dict)
     offset: float = 0.0  # seconds of a step that no variable stands for
     _edges: dict[tuple[int, int, Layout], int] = field(default_factory=dict)
     _flows: dict[tuple[int, int, Layout, Layout], int] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class ShapeModel:
             if within:
                 yield stage
 
-    def _table(self, place: int, stage: int) -> Table:
+    def _table(self, place: int, stage: int) -> StrategyTable:
         """The figures of a layer in a stage; they must not depend on the boundaries that are chosen (``choosable``)."""
         layer = self.problem.graph.layers[place]
         inside = range(place, place + 1) if self.problem.shape.stages > 1 else range(self.count)

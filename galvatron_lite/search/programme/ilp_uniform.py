@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.programme.ilp_model import ShapeModel, Terms, added, row_of
-from galvatron_lite.search.tables import Table
+from galvatron_lite.search.tables import StrategyTable
 
 
 def first_blocks(graph: ModelGraph, strategies: Sequence[Strategy]) -> frozenset[int]:
@@ -46,7 +46,7 @@ class UniformModel(ShapeModel):
         """(layer, its stage)."""
         return [(place, next(self._stages_of(place))) for place in range(self.count)]
 
-    def _table(self, place: int, stage: int) -> Table:
+    def _table(self, place: int, stage: int) -> StrategyTable:
         layer = self.problem.graph.layers[place]
         sharing = sharing_of(self.problem.graph, self._places(self._group(stage))).get(place, ALONE)
         return self.problem.tables[self._group(stage)].whole(layer.kind, layer.name, sharing)

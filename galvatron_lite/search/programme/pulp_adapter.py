@@ -12,7 +12,7 @@ Expression = Mapping[int, float]
 """Coefficients by variable number."""
 
 
-class Verdict(StrEnum):
+class SolverVerdict(StrEnum):
     """What a solver knows at its end."""
 
     PROVEN = "proven"
@@ -22,7 +22,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(slots=True)
-class Programme:
+class IntegerProgramme:
     """A mixed-integer programme: variables are numbers, constraints are ``expression <= bound`` or ``== bound``."""
 
     binary: list[bool] = field(default_factory=list)  # per variable, whether it is 0 or 1; else at least 0
@@ -37,24 +37,24 @@ class Programme:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Solution:
     """What the solver found."""
 
-    verdict: Verdict  # how sure it is
+    verdict: SolverVerdict  # how sure it is
     values: Sequence[float]  # of every variable; empty without a solution
     solver: str  # which
     bound: float = -inf  # no solution's objective is less, as far as the solver knows
 
-    def unsure(self) -> Answer:
+    def unsure(self) -> Solution:
         """The answer where its values turn out not to be a solution; its bound holds."""
-        return replace(self, verdict=Verdict.UNKNOWN, values=())
+        return replace(self, verdict=SolverVerdict.UNKNOWN, values=())
 
 
 HIGHS, CBC = "HiGHS", ("PULP_CBC_CMD", "COIN_CMD")
 """Solvers by PuLP's names; CBC as PuLP 3 brings it, and as PuLP 4 or the machine does."""
 
 
-def solve(programme: Programme, seconds: float = 60.0, solver: str | None = None) -> Answer:
+def solve(programme: IntegerProgramme, seconds: float = 60.0, solver: str | None = None) -> Solution:
     """Solve a programme within a time limit; by HiGHS where it is installed, if not said otherwise.
 
     ``LpStatus`` says "Optimal" when the limit was hit; only ``sol_status`` tells a proven optimum from a good solution.
@@ -71,11 +71,11 @@ def solve(programme: Programme, seconds: float = 60.0, solver: str | None = None
     name = solver or _offered(pulp)[0]
     outcome = problem.solve(pulp.getSolver(name, msg=False, timeLimit=seconds, gapRel=0.0))
     verdict = _verdict(pulp, problem, outcome)
-    known = verdict in (Verdict.PROVEN, Verdict.FEASIBLE)
+    known = verdict in (SolverVerdict.PROVEN, SolverVerdict.FEASIBLE)
     values = [float(variable.varValue or 0.0) for variable in variables] if known else []
-    found = pulp.value(problem.objective) if verdict is Verdict.PROVEN else None
+    found = pulp.value(problem.objective) if verdict is SolverVerdict.PROVEN else None
     bound = float(found) if found is not None else _bound(problem, outcome)
-    return Answer(verdict, values, name, bound)
+    return Solution(verdict, values, name, bound)
 
 
 def _bound(problem: Any, outcome: Any) -> float:
@@ -106,13 +106,13 @@ def _sum(pulp: Any, variables: Sequence[Any], expression: Expression) -> Any:
     return pulp.lpSum(factor * variables[number] for number, factor in expression.items())
 
 
-def _verdict(pulp: Any, problem: Any, outcome: Any) -> Verdict:
+def _verdict(pulp: Any, problem: Any, outcome: Any) -> SolverVerdict:
     """PuLP 3: ``sol_status``; PuLP 4: the statistics that ``solve`` returns."""
     status = getattr(problem, "sol_status", None)
     if status is None:
         status = getattr(outcome, "sol_status", None)
     if status == pulp.LpSolutionOptimal:
-        return Verdict.PROVEN
+        return SolverVerdict.PROVEN
     if status == pulp.LpSolutionIntegerFeasible:
-        return Verdict.FEASIBLE
-    return Verdict.INFEASIBLE if status == pulp.LpSolutionInfeasible else Verdict.UNKNOWN
+        return SolverVerdict.FEASIBLE
+    return SolverVerdict.INFEASIBLE if status == pulp.LpSolutionInfeasible else SolverVerdict.UNKNOWN

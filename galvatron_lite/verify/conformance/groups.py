@@ -11,9 +11,16 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.ranks import expert_group, expert_spread_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.conformance.layers import OTHERS, Planned, check_of, holders_of_experts, line_of, together
+from galvatron_lite.verify.conformance.layers import (
+    OTHERS,
+    PlannedLayers,
+    check_of,
+    holders_of_experts,
+    line_of,
+    together,
+)
 from galvatron_lite.verify.match.words import rank_list, where
-from galvatron_lite.verify.schema import Check, During, Kind, LayerSplit, Message, ParameterSplit, RoleRun
+from galvatron_lite.verify.schema import Check, During, LayerSplit, Message, MessageType, ParameterSplit, RoleRun
 
 GROUPS = "groups are the plan's"
 _SIDES = ("depth", "height", "width")
@@ -28,12 +35,12 @@ def groups_fit(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> Check:
         plan: that they are to have followed.
         graph: of the model.
     """
-    planned = Planned(plan, graph)
+    planned = PlannedLayers(plan, graph)
     wrong = [line for run in runs for line in _wrong(run, planned)]
     return check_of(GROUPS, wrong, "Messages go over the groups of ranks that the plan makes.")
 
 
-def _wrong(run: RoleRun, planned: Planned) -> Iterator[str]:
+def _wrong(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     names = [name for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
     strategies = {planned.strategies[name] for name in names}
     legal = {group for strategy in strategies for group in _groups(strategy, run.rank)}
@@ -103,13 +110,13 @@ def gradients_summed(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> 
         plan: that they are to have followed.
         graph: of the model.
     """
-    planned = Planned(plan, graph)
+    planned = PlannedLayers(plan, graph)
     wrong = [line for run in runs for line in (*_missing(run, planned), *_apart(run, planned))]
     said = "Every gradient is summed over all ranks that hold its parameter and see other samples, tokens or pixels."
     return check_of(GRADIENTS, wrong, said)
 
 
-def _missing(run: RoleRun, planned: Planned) -> Iterator[str]:
+def _missing(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     needed: dict[tuple[Ranks, bool | None], list[Needed]] = defaultdict(list)
     for split in run.splits:
         if split.layer in planned.strategies:
@@ -157,9 +164,11 @@ def _summed_items(run: RoleRun) -> dict[tuple[Ranks, bool], int]:
     """Items that the rank gave to sums behind and during backward, by group and whether they were scattered."""
     found: dict[tuple[Ranks, bool], int] = defaultdict(int)
     for one in run.messages:
-        reduces = one.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+        reduces = one.kind in (MessageType.ALL_REDUCE, MessageType.REDUCE_SCATTER)
         if reduces and one.phase in _AFTER and one.purpose in ("gradients", "states"):
-            found[tuple(sorted(one.ranks)), one.kind is Kind.REDUCE_SCATTER] += one.bytes // _SIZES.get(one.dtype, 4)
+            found[tuple(sorted(one.ranks)), one.kind is MessageType.REDUCE_SCATTER] += one.bytes // _SIZES.get(
+                one.dtype, 4
+            )
     return found
 
 
@@ -167,7 +176,7 @@ _SIZES = {"float64": 8, "bfloat16": 2, "float16": 2}
 """Bytes of an item, by dtype; 4 of others. Shapes do not tell items where a scatter's parts are a list."""
 
 
-def _needed(run: RoleRun, split: LayerSplit, planned: Planned) -> Iterator[Needed]:
+def _needed(run: RoleRun, split: LayerSplit, planned: PlannedLayers) -> Iterator[Needed]:
     strategy = planned.strategies[split.layer]
     for one in split.parameters:
         for ranks, scattered, items in _sums_of(run, one, strategy, planned):
@@ -178,7 +187,7 @@ def _needed(run: RoleRun, split: LayerSplit, planned: Planned) -> Iterator[Neede
 Sums = Iterator[tuple[Ranks, bool | None, int]]
 
 
-def _sums_of(run: RoleRun, one: ParameterSplit, strategy: Strategy, planned: Planned) -> Sums:
+def _sums_of(run: RoleRun, one: ParameterSplit, strategy: Strategy, planned: PlannedLayers) -> Sums:
     """Of one parameter: over which ranks, whether scattered, and how many items."""
     if strategy.expert > 1 and _is_expert(one, strategy):
         if strategy.state_shards == 1:
@@ -211,7 +220,7 @@ def _is_expert(one: ParameterSplit, strategy: Strategy) -> bool:
     return prod(one.held) * strategy.tensor * shards < prod(one.whole)
 
 
-def _apart(run: RoleRun, planned: Planned) -> Iterator[str]:
+def _apart(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     """Parameters that layers of several groups of devices share: their copies are summed too."""
     here = {split.layer for split in run.splits}
     homes = _homes(planned)
@@ -219,12 +228,12 @@ def _apart(run: RoleRun, planned: Planned) -> Iterator[str]:
         groups = {homes[tie.first], homes[tie.second]}
         if not tie.parameters or len(groups) == 1 or not here & {tie.first, tie.second}:
             continue
-        if not any(one.purpose == COPIES and one.kind is Kind.ALL_REDUCE for one in run.messages):
+        if not any(one.purpose == COPIES and one.kind is MessageType.ALL_REDUCE for one in run.messages):
             names = f"{tie.first} and {tie.second}"
             yield f"Rank {run.rank} (stage {run.stage}): {names} share parameters, whose gradients are not summed."
 
 
-def _homes(planned: Planned) -> Mapping[str, int]:
+def _homes(planned: PlannedLayers) -> Mapping[str, int]:
     """By layer: its group of devices."""
     groups = range(planned.plan.pipeline)
     return {name: group for group in groups for stage in planned.stages_of(group) for name in planned.stages[stage]}

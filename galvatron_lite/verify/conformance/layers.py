@@ -22,7 +22,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.conformance.memory import memory_checks
 from galvatron_lite.verify.match.words import folded
-from galvatron_lite.verify.schema import Check, Kind, LayerSplit, ParameterSplit, RoleRun, Verdict
+from galvatron_lite.verify.schema import Check, LayerSplit, MessageType, ParameterSplit, RoleRun, Verdict
 
 OTHERS = ("data", "zero", "context", "spatial")
 """Dimensions whose ranks see other samples, tokens or pixels."""
@@ -70,7 +70,7 @@ _MOST = 12
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedLayers:
     """What a plan says about every layer of a model."""
 
     plan: Plan
@@ -127,7 +127,7 @@ def layer_checks(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph, cluster
         graph: of the model.
         cluster: that the plan is for, where that is known.
     """
-    planned, count = Planned(plan, graph), len(plan.stages)
+    planned, count = PlannedLayers(plan, graph), len(plan.stages)
     held = f"All {count} stages hold the plan's layers." if count > 1 else "The one stage holds the plan's layers."
     return [
         check_of(STAGES, folded(_other_stages(runs, planned)), held),
@@ -145,7 +145,7 @@ def check_of(name: str, wrong: Sequence[str], right: str) -> Check:
     return Check(name, Verdict.FAILED, f"{wrong[0]}{more}", tuple(wrong[1:_MOST]))
 
 
-def _other_stages(runs: Sequence[RoleRun], planned: Planned) -> Iterator[str]:
+def _other_stages(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[str]:
     for run in runs:
         wanted = [name for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
         own = [split.layer for split in run.splits]
@@ -164,29 +164,31 @@ def _differing(own: Sequence[str], wanted: Sequence[str]) -> str:
     )
 
 
-def _not_run(run: RoleRun, planned: Planned) -> Iterator[str]:
+def _not_run(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     for split in run.splits:
         if not split.forwards and split.layer in planned.layers and planned.layers[split.layer].modules:
             yield f"Rank {run.rank} (stage {run.stage}) holds {split.layer} and never runs it."
 
 
-def _other_ends(run: RoleRun, planned: Planned) -> Iterator[str]:
+def _other_ends(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     """What is sent on comes from the last layer of a stage."""
     last = {name for stage in planned.stages_of(run.stage) for name in _ends(planned, stage)}
-    sent = [one for one in run.messages if one.kind is Kind.SEND and one.purpose == "pipeline forward" and one.layer]
+    sent = [
+        one for one in run.messages if one.kind is MessageType.SEND and one.purpose == "pipeline forward" and one.layer
+    ]
     for layer in dict.fromkeys(one.layer for one in sent if one.layer not in last):
         ends = " or ".join(sorted(last))
         yield f"Rank {run.rank} (stage {run.stage}) sends on behind {layer}; the plan's stage ends behind {ends}."
 
 
-def _ends(planned: Planned, stage: int) -> list[str]:
+def _ends(planned: PlannedLayers, stage: int) -> list[str]:
     """Behind which layers a stage may be seen to end: one without blocks ends where the next one's first begins."""
     names, last = list(planned.layers), planned.stages[stage][-1]
     following = names[names.index(last) + 1 :][:1] if planned.layers[last].role is not Role.BLOCK else []
     return [last, *following]
 
 
-def _other_splits(runs: Sequence[RoleRun], planned: Planned) -> Iterator[str]:
+def _other_splits(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[str]:
     homes = {rank: run for run in runs for rank in run.ranks}
     for run in runs:
         for split in run.splits:
@@ -196,7 +198,7 @@ def _other_splits(runs: Sequence[RoleRun], planned: Planned) -> Iterator[str]:
                 yield from _other_split(run, split, homes, planned)
 
 
-def _other_samples(run: RoleRun, split: LayerSplit, planned: Planned) -> Iterator[str]:
+def _other_samples(run: RoleRun, split: LayerSplit, planned: PlannedLayers) -> Iterator[str]:
     """A block that works on more or fewer samples than its strategy leaves to a rank."""
     strategy, plan = planned.strategies[split.layer], planned.plan
     if len({planned.strategies[one.layer].batch_degree for one in run.splits if one.layer in planned.strategies}) > 1:
@@ -207,7 +209,9 @@ def _other_samples(run: RoleRun, split: LayerSplit, planned: Planned) -> Iterato
         yield f"{where}: it is given a tensor {split.taken}, not {wanted} samples."
 
 
-def _other_split(run: RoleRun, split: LayerSplit, homes: Mapping[int, RoleRun], planned: Planned) -> Iterator[str]:
+def _other_split(
+    run: RoleRun, split: LayerSplit, homes: Mapping[int, RoleRun], planned: PlannedLayers
+) -> Iterator[str]:
     strategy = planned.strategies[split.layer]
     wanted = _items(split.layer, strategy, planned, run)
     if wanted is None or (strategy.expert > 1 and strategy.state_shards > 1):
@@ -227,7 +231,7 @@ def _other_split(run: RoleRun, split: LayerSplit, homes: Mapping[int, RoleRun], 
         yield f"{where}: of {round(wanted):,} items only {updated:,.0f} are updated."
 
 
-def _held_together(rank: int, layer: str, homes: Mapping[int, RoleRun], planned: Planned) -> tuple[int, int]:
+def _held_together(rank: int, layer: str, homes: Mapping[int, RoleRun], planned: PlannedLayers) -> tuple[int, int]:
     """Items of a layer that a rank and those that share its parameters out hold, and update."""
     strategy, run = planned.strategies[layer], homes[rank]
     shards = strategy.state_shards > 1
@@ -264,7 +268,7 @@ def _split_of(run: RoleRun, layer: str) -> LayerSplit | None:
     return next((one for one in run.splits if one.layer == layer), None)
 
 
-def _items(layer: str, strategy: Strategy, planned: Planned, run: RoleRun) -> float | None:
+def _items(layer: str, strategy: Strategy, planned: PlannedLayers, run: RoleRun) -> float | None:
     """Items of parameters that a rank computes with; None where channels are shared, of which the graph says nothing.
 
     A layer that shares parameters with one that is not on these devices has a copy of its own.
@@ -278,19 +282,19 @@ def _items(layer: str, strategy: Strategy, planned: Planned, run: RoleRun) -> fl
     return items
 
 
-def _kept_said(planned: Planned) -> str:
+def _kept_said(planned: PlannedLayers) -> str:
     if _same_precision(planned):
         return "Layers keep and recompute what the plan says."
     own, plans = planned.graph.precision, planned.plan.precision
     return f"Layers recompute what the plan says. Bytes are not compared: the model is in {own}, the plan in {plans}."
 
 
-def _same_precision(planned: Planned) -> bool:
+def _same_precision(planned: PlannedLayers) -> bool:
     """Whether what the graph says layers keep is in the precision that the plan computes in."""
     return planned.graph.precision == planned.plan.precision
 
 
-def _other_kept(runs: Sequence[RoleRun], planned: Planned) -> Iterator[str]:
+def _other_kept(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[str]:
     for run in runs:
         yield from _other_forwards(run, planned)
         for name, kept in run.kept.items() if _same_precision(planned) else ():
@@ -299,7 +303,7 @@ def _other_kept(runs: Sequence[RoleRun], planned: Planned) -> Iterator[str]:
                 yield from _other_layer_kept(run, name, kept, planned)
 
 
-def _other_forwards(run: RoleRun, planned: Planned) -> Iterator[str]:
+def _other_forwards(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     """Blocks that are computed again, or not, other than planned."""
     for split in run.splits:
         layer, times = planned.layers.get(split.layer), planned.plan.microbatches
@@ -312,7 +316,7 @@ def _other_forwards(run: RoleRun, planned: Planned) -> Iterator[str]:
             yield f"{where} runs forward {split.forwards} times in a step; with {_again(choice)}, as planned, {wanted}."
 
 
-def _other_layer_kept(run: RoleRun, name: str, kept: int, planned: Planned) -> Iterator[str]:
+def _other_layer_kept(run: RoleRun, name: str, kept: int, planned: PlannedLayers) -> Iterator[str]:
     strategy, kind = planned.strategies[name], planned.kind(name)
     exact = strategy.spatial * strategy.slices * strategy.expert == 1 and not kind.expert_parameters
     lent = any(tensor.borrowed for tensor in planned.graph.tensors)
@@ -348,7 +352,7 @@ def _in_steps(kind: LayerKind) -> int:
     return sum(4 * operator.shape[0] for operator in norms.values())
 
 
-def _ends_apart(name: str, planned: Planned) -> tuple[float, float]:
+def _ends_apart(name: str, planned: PlannedLayers) -> tuple[float, float]:
     """Bytes by which what a layer is seen to keep may be below and above what it keeps by itself.
 
     A layer is seen to keep what it makes: what it returns, and not what it is given. In a chain of equal tensors that

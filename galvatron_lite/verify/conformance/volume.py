@@ -26,10 +26,10 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import ITEM_BYTES, format_bytes
 from galvatron_lite.verify.conformance.groups import COPIES
-from galvatron_lite.verify.conformance.layers import Planned, together
+from galvatron_lite.verify.conformance.layers import PlannedLayers, together
 from galvatron_lite.verify.conformance.memory import EXPLAINED
 from galvatron_lite.verify.match.words import folded
-from galvatron_lite.verify.schema import Check, During, Kind, Message, RoleRun, Verdict
+from galvatron_lite.verify.schema import Check, During, Message, MessageType, RoleRun, Verdict
 
 VOLUME = "communication is as priced"
 CLASSES = (
@@ -52,7 +52,7 @@ def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
         plan: that they ran.
         profile: that it is priced with.
     """
-    planned, pricer = Planned(plan, profile.graph), LayerPricer(profile)
+    planned, pricer = PlannedLayers(plan, profile.graph), LayerPricer(profile)
     lines, wrong, far = list[str](), list[str](), list[str]()
     slack = SLACK * max(plan.microbatches, 2)
     for group in range(plan.pipeline):
@@ -82,14 +82,14 @@ def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
     return Check(VOLUME, Verdict.PASSED, said, tuple(folded(lines)))
 
 
-def _most(runs: Sequence[RoleRun], planned: Planned) -> dict[str, float]:
+def _most(runs: Sequence[RoleRun], planned: PlannedLayers) -> dict[str, float]:
     """By class: bytes of the rank that sends most."""
     each = [sent_bytes(run, planned) for run in runs]
     names = dict.fromkeys([*CLASSES, *(name for one in each for name in one)])
     return {name: max(one.get(name, 0.0) for one in each) for name in names}
 
 
-def sent_bytes(run: RoleRun, planned: Planned) -> dict[str, float]:
+def sent_bytes(run: RoleRun, planned: PlannedLayers) -> dict[str, float]:
     """Wire bytes of a rank in a step, by class."""
     names = [name for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
     strategies = {planned.strategies[name] for name in names}
@@ -101,35 +101,39 @@ def sent_bytes(run: RoleRun, planned: Planned) -> dict[str, float]:
     return found
 
 
-def _class_of(message: Message, tensor: set[tuple[int, ...]], planned: Planned) -> str:
+def _class_of(message: Message, tensor: set[tuple[int, ...]], planned: PlannedLayers) -> str:
     purpose, kind = message.purpose, message.kind
-    if purpose == "activations" and kind is not Kind.ALL_TO_ALL and message.layer in planned.strategies:
+    if purpose == "activations" and kind is not MessageType.ALL_TO_ALL and message.layer in planned.strategies:
         own = planned.strategies[message.layer]
         if (own.slices > 1) != (own.tensor > 1):
             return "channel" if own.slices > 1 else "tensor"
     if purpose.startswith("pipeline "):
         return "pipeline"
     if purpose in ("gradients", "states"):
-        return "data" if kind is Kind.ALL_REDUCE else "zero"
+        return "data" if kind is MessageType.ALL_REDUCE else "zero"
     if purpose == "activations":
         inside = "tensor" if tuple(sorted(message.ranks)) in tensor else "channel"
-        return "redistribution" if kind is Kind.ALL_TO_ALL else inside
+        return "redistribution" if kind is MessageType.ALL_TO_ALL else inside
     return _PURPOSES.get(purpose, f"{_NOT_PRICED} ({purpose})")
 
 
 def wire_bytes(message: Message, rank: int) -> float:
     """Bytes that a rank sends, or gets of an all-to-all, in one collective."""
     size, ways = message.bytes, len(message.ranks)
-    if message.kind is Kind.ALL_TO_ALL:
+    if message.kind is MessageType.ALL_TO_ALL:
         if not message.taken:
             return size * (ways - 1) / ways
         item = size / prod(message.shape) if prod(message.shape) else 1.0
         return (sum(message.taken) - message.taken[message.ranks.index(rank)]) * item
-    factor = {Kind.ALL_REDUCE: 2 * (ways - 1) / ways, Kind.ALL_GATHER: ways - 1, Kind.REDUCE_SCATTER: (ways - 1) / ways}
+    factor = {
+        MessageType.ALL_REDUCE: 2 * (ways - 1) / ways,
+        MessageType.ALL_GATHER: ways - 1,
+        MessageType.REDUCE_SCATTER: (ways - 1) / ways,
+    }
     return size * factor.get(message.kind, 1.0)
 
 
-def predicted_bytes(pricer: LayerPricer, planned: Planned, group: int) -> dict[str, float]:
+def predicted_bytes(pricer: LayerPricer, planned: PlannedLayers, group: int) -> dict[str, float]:
     """Wire bytes of the fullest device of a group in a step, as priced, by class."""
     plan, found = planned.plan, defaultdict[str, float](float)
     here = {name for stage in planned.stages_of(group) for name in planned.stages[stage]}
@@ -146,7 +150,7 @@ def predicted_bytes(pricer: LayerPricer, planned: Planned, group: int) -> dict[s
     return found
 
 
-def _summed_copies(profile: Profile, planned: Planned, here: Collection[str]) -> float:
+def _summed_copies(profile: Profile, planned: PlannedLayers, here: Collection[str]) -> float:
     """Bytes of gradients that devices sum with other stages' copies of the same parameters; see ``LayerPricer``."""
     layers, total = list(planned.layers), 0.0
     for place, sharing in sharing_of(planned.graph, {layers.index(name) for name in here}).items():
@@ -168,7 +172,7 @@ def _priced_bytes(one: Communication, microbatches: int) -> float:
     return float(one.size) * factors.get(one.collective, (ways - 1) / ways) * float(one.count) * times
 
 
-def _moved(planned: Planned, names: Sequence[str]) -> float:
+def _moved(planned: PlannedLayers, names: Sequence[str]) -> float:
     """Bytes of one micro-batch that go between layouts inside a stage and into it, both ways."""
     graph, places = planned.graph, {name: place for place, name in enumerate(planned.layers)}
     inside = range(places[names[0]], places[names[-1]] + 1)
@@ -184,7 +188,7 @@ def _layout(strategy: Strategy) -> NDArray[np.int64]:
     return np.array(layout(strategy))
 
 
-def _handed_on(planned: Planned, stage: int) -> float:
+def _handed_on(planned: PlannedLayers, stage: int) -> float:
     """Bytes of one micro-batch that a device sends over both ends of a stage."""
     plan, graph = planned.plan, planned.graph
     places = {name: place for place, name in enumerate(planned.layers)}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.plans.schema import MemoryBreakdown
-from galvatron_lite.verify.dry.world import Place
+from galvatron_lite.verify.dry.world import RankPlace
 from galvatron_lite.verify.schema import During, Sample
 
 MOST_SAMPLES = 2048
@@ -34,7 +34,7 @@ class Use(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class LiveStorage:
     """A storage that is alive."""
 
     size: int  # bytes
@@ -49,7 +49,7 @@ class Entry:
 class Ledger:
     """All storages of one rank."""
 
-    place: Place  # where the rank is
+    place: RankPlace  # where the rank is
     totals: list[int] = field(default_factory=lambda: [0] * len(Use))  # bytes by use, now
     total: int = 0  # bytes on the device, now
     peak: int = 0  # the greatest total since ``watch``; ``at_peak``: by use, then
@@ -57,8 +57,8 @@ class Ledger:
     peak_host: int = 0  # the most bytes on the host
     operations: int = 0  # that made a tensor, so far
     samples: list[Sample] = field(default_factory=list)  # since ``watch``
-    _entries: dict[int, Entry] = field(default_factory=dict)
-    _fresh: list[Entry] = field(default_factory=list)
+    _entries: dict[int, LiveStorage] = field(default_factory=dict)
+    _fresh: list[LiveStorage] = field(default_factory=list)
     _high: int = 0
     _at_high: tuple[int, ...] = (0,) * len(Use)
     _stride: int = 1
@@ -71,7 +71,7 @@ class Ledger:
         if key in self._entries:
             return
         place = self.place
-        entry = Entry(storage.nbytes(), Use.TEMPORARY, place.phase, place.microbatch, place.layer)
+        entry = LiveStorage(storage.nbytes(), Use.TEMPORARY, place.phase, place.microbatch, place.layer)
         # torch keeps one Python object for a storage as long as the storage lives
         entry.weak = weakref.ref(storage, partial(self._gone, key))
         self._entries[key] = entry
@@ -94,7 +94,7 @@ class Ledger:
         if self.total > self._high:
             self._high, self._at_high = self.total, tuple(self.totals)
 
-    def entry(self, tensor: Tensor) -> Entry | None:
+    def entry(self, tensor: Tensor) -> LiveStorage | None:
         """Of a tensor's storage, where it is known."""
         return self._entries.get(id(tensor.untyped_storage()))
 
@@ -125,7 +125,7 @@ class Ledger:
         if entry is not None and entry.use is Use.PARAMETERS:
             self.use([copy], Use.PARAMETERS)
 
-    def _move(self, entry: Entry, use: Use) -> None:
+    def _move(self, entry: LiveStorage, use: Use) -> None:
         high = self._high
         self._add(entry.use, -entry.size)
         entry.use = use

@@ -24,7 +24,7 @@ Each = Callable[[RoleRun, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class RankClass:
     """Ranks that do the same."""
 
     stage: int  # the group of devices
@@ -37,7 +37,7 @@ class Role:
         return self.ranks[0]
 
 
-def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool = False) -> tuple[Role, ...]:
+def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool = False) -> tuple[RankClass, ...]:
     """The roles of a plan, by stage.
 
     All ranks of a stage play one where they split every layer's samples alike, and nothing that depends on a rank's
@@ -52,7 +52,7 @@ def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool =
             earlier one has made, as that had it.
         apart: whether places never repeat, since ZeRO's shards of a parameter are not all alike.
     """
-    pipeline, width, found = pipeline_of(plan), plan.stage_devices, list[Role]()
+    pipeline, width, found = pipeline_of(plan), plan.stage_devices, list[RankClass]()
     for group in range(plan.pipeline):
         own = pipeline.stages_of(group)
         runs = [run for stage in own for run in plan.stages[stage].runs]
@@ -62,7 +62,7 @@ def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool =
         strategies = [run.strategy for run in runs], [run.strategy for run in given]
         places = _places(*strategies, width, even=even, apart=apart)
         for text, alike in places.items():
-            found.append(Role(group, text, tuple(group * width + place for place in alike)))
+            found.append(RankClass(group, text, tuple(group * width + place for place in alike)))
     return tuple(found)
 
 
@@ -142,7 +142,7 @@ def run_roles(
 def _run_roles(
     subject: Subject,
     plan: Plan,
-    roles: Sequence[Role],
+    roles: Sequence[RankClass],
     done: Mapping[int, RoleRun] | None,
     each: Each | None,
     *,
@@ -154,7 +154,7 @@ def _run_roles(
     homes = {rank: role.rank for role in roles for rank in role.ranks}
     waiting = [role for role in roles if role.rank not in found]
     while waiting:
-        before, late = _amount(said), list[Role]()
+        before, late = _amount(said), list[RankClass]()
         for role in waiting:
             own: Announced = {}
             try:
@@ -172,7 +172,7 @@ def _run_roles(
     return [found[role.rank] for role in roles]
 
 
-def _as(role: Role, run: RoleRun) -> RoleRun:
+def _as(role: RankClass, run: RoleRun) -> RoleRun:
     return replace(run, role=role.text, ranks=role.ranks)
 
 

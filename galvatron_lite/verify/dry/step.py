@@ -18,30 +18,30 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.discover_blocks import BlockNames
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.pipeline.tied import layer_of
-from galvatron_lite.plans.schema import Mode, Plan, Trainer
+from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.runtime.clip import local_tensor
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.laid import LaidTensor
 from galvatron_lite.runtime.placement import place_layers
 from galvatron_lite.runtime.tensor_plans import tensor_plans
-from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.notes import StepPhase
 from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.verify.dry.kernels import accelerated
 from galvatron_lite.verify.dry.ledger import Ledger, Use, breakdown
 from galvatron_lite.verify.dry.mode import DryMode, DryRunError
 from galvatron_lite.verify.dry.repeat import lengthened, shortened
-from galvatron_lite.verify.dry.world import Announced, Hear, Log, Place, dry_world
+from galvatron_lite.verify.dry.world import Announced, Hear, MessageLog, RankPlace, dry_world
 from galvatron_lite.verify.schema import During, LayerSplit, ParameterSplit, RoleRun
 
 DEVICE = torch.device("cpu")
 _DURING = {
-    Phase.BETWEEN: During.BETWEEN,
-    Phase.FORWARD: During.FORWARD,
-    Phase.BACKWARD: During.BACKWARD,
-    Phase.WEIGHT: During.WEIGHTS,
-    Phase.GRADIENTS: During.GRADIENTS,
-    Phase.CHECK: During.CHECK,
-    Phase.OPTIMIZER: During.OPTIMIZER,
+    StepPhase.BETWEEN: During.BETWEEN,
+    StepPhase.FORWARD: During.FORWARD,
+    StepPhase.BACKWARD: During.BACKWARD,
+    StepPhase.WEIGHT: During.WEIGHTS,
+    StepPhase.GRADIENTS: During.GRADIENTS,
+    StepPhase.CHECK: During.CHECK,
+    StepPhase.OPTIMIZER: During.OPTIMIZER,
 }
 
 
@@ -122,8 +122,8 @@ def dry_run(
         LaunchError: this process has joined a world.
         InputError: the plan does not fit the model.
     """
-    begun, place = process_time(), Place()
-    log, ledger = Log(place, said={} if said is None else said, hear=hear), Ledger(place)
+    begun, place = process_time(), RankPlace()
+    log, ledger = MessageLog(place, said={} if said is None else said, hear=hear), Ledger(place)
     mode = DryMode(ledger)
     with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _told(place), mode, accelerated():
         run = shortened(plan) if brief else plan
@@ -140,7 +140,7 @@ def dry_run(
 
 
 @contextmanager
-def _told(place: Place) -> Iterator[None]:
+def _told(place: RankPlace) -> Iterator[None]:
     """What torch refuses without data, in words."""
     try:
         yield
@@ -172,13 +172,13 @@ class DryWatch(Watch):
         ledger: to be told when forward passes end.
     """
 
-    def __init__(self, place: Place, log: Log, ledger: Ledger) -> None:
+    def __init__(self, place: RankPlace, log: MessageLog, ledger: Ledger) -> None:
         super().__init__(DEVICE)
         self._place, self._log, self._ledger = place, log, ledger
         self.forwards_over: Callable[[int], None] = lambda _: None
         self.starts: list[int] = []
 
-    def at(self, phase: Phase, number: int = -1, step: int | None = None) -> None:
+    def at(self, phase: StepPhase, number: int = -1, step: int | None = None) -> None:
         """This rank comes to a phase."""
         super().at(phase, number, step)
         ledger, place = self._ledger, self._place
@@ -187,11 +187,11 @@ class DryWatch(Watch):
         if place.phase is During.FORWARD:
             self.forwards_over(place.microbatch)
         place.phase, place.microbatch, place.layer = _DURING[phase], number, ""
-        if phase is Phase.FORWARD and number == len(self.starts):
+        if phase is StepPhase.FORWARD and number == len(self.starts):
             self.starts.append(len(self._log.messages))
 
     @contextmanager
-    def explained(self, step: int, plan: Plan, stage: int, phase: Phase = Phase.FORWARD) -> Iterator[None]:  # noqa: ARG002
+    def explained(self, step: int, plan: Plan, stage: int, phase: StepPhase = StepPhase.FORWARD) -> Iterator[None]:  # noqa: ARG002
         """Run a step; nobody else is asked why it fails."""
         yield
 
@@ -215,7 +215,7 @@ class _Seen:
 class _Run:
     """One rank, set up."""
 
-    def __init__(self, subject: Subject, plan: Plan, place: Place, log: Log, ledger: Ledger) -> None:
+    def __init__(self, subject: Subject, plan: Plan, place: RankPlace, log: MessageLog, ledger: Ledger) -> None:
         self.subject, self.plan, self.place, self.ledger = subject, plan, place, ledger
         self.kept: dict[str, int] = {}
         self._wholes = {name: tuple(one.shape) for name, one in subject.model.named_parameters(remove_duplicate=False)}
@@ -247,7 +247,7 @@ class _Run:
         self.place.phase = During.BETWEEN
         self.ledger.watch()
         self.parallel.train_step(self.batch, self.optimizer)
-        self.watch.at(Phase.BETWEEN)
+        self.watch.at(StepPhase.BETWEEN)
 
     def _owned(self) -> list[Any]:
         return [one for runtime in self.parallel.runtimes for one in runtime.owned]
@@ -401,7 +401,7 @@ def _model_of(plan: Plan) -> type[ParallelModel]:
         raise DryRunError("Plans of cyclic data parallelism have no dry run yet.")
     if plan.branches:
         raise DryRunError("Plans that give branches devices of their own have no dry run yet.")
-    if plan.backend is not Trainer.GALVATRON:
+    if plan.backend is not TrainedBy.GALVATRON:
         raise DryRunError(f"What {plan.backend.value} does with a plan has no dry run.")
     if plan.mode is not Mode.TRAINING:
         raise DryRunError("Plans of inference have no dry run: it is a training step.")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import debug
 from torch.futures import Future
 
 from galvatron_lite.errors import LaunchError
-from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
+from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType
 from galvatron_lite.world import DRY_BACKEND
 
 EVERYONE = "all ranks"
@@ -39,7 +39,7 @@ class UnheardError(LaunchError):
 
 
 @dataclass(slots=True)
-class Place:
+class RankPlace:
     """Where the rank is; changed by whoever runs it."""
 
     phase: During = During.SETUP  # of the step
@@ -48,10 +48,10 @@ class Place:
 
 
 @dataclass(slots=True)
-class Log:
+class MessageLog:
     """What one rank sends."""
 
-    place: Place = field(default_factory=Place)  # where the rank is
+    place: RankPlace = field(default_factory=RankPlace)  # where the rank is
     messages: list[Message] = field(default_factory=list)  # so far
     said: Announced = field(default_factory=dict)  # what it announced
     hear: Hear | None = None  # what other ranks announced to this one
@@ -81,7 +81,7 @@ class Log:
 class DoneWork(dist.Work):
     """A collective that is over."""
 
-    def __init__(self, log: Log, numbers: Sequence[int], result: object) -> None:
+    def __init__(self, log: MessageLog, numbers: Sequence[int], result: object) -> None:
         super().__init__()
         self._log, self._numbers, self._result = log, tuple(numbers), result
 
@@ -115,7 +115,7 @@ class DryGroup(dist.ProcessGroup):
         log: where its calls are written down.
     """
 
-    def __init__(self, options: Any, log: Log) -> None:
+    def __init__(self, options: Any, log: MessageLog) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._log, self._name, self._own = log, str(options.group_id), int(options.group_rank)
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -139,7 +139,7 @@ class DryGroup(dist.ProcessGroup):
 
     def _note(
         self,
-        kind: Kind,
+        kind: MessageType,
         tensor: Tensor | None,
         given: int | None = None,
         *,
@@ -168,7 +168,7 @@ class DryGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
         """Sums, in place."""
         one = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
-        return self._note(Kind.ALL_REDUCE, one, operator=_operator(opts), result=tensors)
+        return self._note(MessageType.ALL_REDUCE, one, operator=_operator(opts), result=tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> DoneWork:
         """Several at once."""
@@ -179,17 +179,17 @@ class DryGroup(dist.ProcessGroup):
         one = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
         root = 0 if opts is None else int(opts.rootRank)
         given = one.nbytes if root == self._own else 0
-        return self._note(Kind.BROADCAST, one, given, peer=self._world(root), result=tensors)
+        return self._note(MessageType.BROADCAST, one, given, peer=self._world(root), result=tensors)
 
     def reduce(self, tensors: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
         """A sum for one rank."""
         one = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
         root = 0 if opts is None else int(opts.rootRank)
-        return self._note(Kind.REDUCE, one, peer=self._world(root), operator=_operator(opts), result=tensors)
+        return self._note(MessageType.REDUCE, one, peer=self._world(root), operator=_operator(opts), result=tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # noqa: ARG002
         """Every rank's part for all: here this rank's, as often as there are ranks."""
-        works = [self._note(Kind.ALL_GATHER, one) for one in inputs]
+        works = [self._note(MessageType.ALL_GATHER, one) for one in inputs]
         for made, one in zip(outputs, inputs, strict=True):
             for part in made:
                 _fill(part, one)
@@ -200,7 +200,7 @@ class DryGroup(dist.ProcessGroup):
         return self.allgather(outputs, inputs, opts)
 
     def _allgather_base(self, output: Tensor, part: Tensor, opts: Any = None) -> DoneWork:  # noqa: ARG002
-        return self._note(Kind.ALL_GATHER, part, result=output)
+        return self._note(MessageType.ALL_GATHER, part, result=output)
 
     def all_gather_single(self, output: Tensor, part: Tensor, opts: Any = None) -> DoneWork:
         """Equal parts, into one tensor."""
@@ -218,11 +218,11 @@ class DryGroup(dist.ProcessGroup):
         works = []
         for parts in inputs:
             given, operator = sum(one.nbytes for one in parts), _operator(opts)
-            works.append(self._note(Kind.REDUCE_SCATTER, parts[0], given, operator=operator))
+            works.append(self._note(MessageType.REDUCE_SCATTER, parts[0], given, operator=operator))
         return self._notes(works, outputs)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> DoneWork:
-        return self._note(Kind.REDUCE_SCATTER, whole, operator=_operator(opts), result=output)
+        return self._note(MessageType.REDUCE_SCATTER, whole, operator=_operator(opts), result=output)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> DoneWork:
         """Equal parts, of one tensor."""
@@ -242,7 +242,7 @@ class DryGroup(dist.ProcessGroup):
         del opts
         if has_value(whole):
             _fill_from_each(output, whole, given, len(self._ranks), self._own)
-        return self._note(Kind.ALL_TO_ALL, whole, given=None, result=output, **_splits(given, taken))
+        return self._note(MessageType.ALL_TO_ALL, whole, given=None, result=output, **_splits(given, taken))
 
     def all_to_all_single(
         self, output: Tensor, whole: Tensor, taken: Sequence[int], given: Sequence[int], opts: Any = None
@@ -255,41 +255,41 @@ class DryGroup(dist.ProcessGroup):
         del opts
         given, taken = ([one.numel() for one in tensors] for tensors in (inputs, outputs))
         whole = sum(one.nbytes for one in inputs)
-        return self._note(Kind.ALL_TO_ALL, inputs[0], whole, result=outputs, **_splits(given, taken))
+        return self._note(MessageType.ALL_TO_ALL, inputs[0], whole, result=outputs, **_splits(given, taken))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
         """Every rank's part for one."""
         root = 0 if opts is None else int(opts.rootRank)
         for part in outputs[0] if outputs else ():
             _fill(part, inputs[0])
-        return self._note(Kind.GATHER, inputs[0], peer=self._world(root), result=outputs)
+        return self._note(MessageType.GATHER, inputs[0], peer=self._world(root), result=outputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
         """One rank's parts for all."""
         root = 0 if opts is None else int(opts.rootRank)
         given = sum(one.nbytes for one in inputs[0]) if inputs else 0
-        return self._note(Kind.SCATTER, outputs[0], given, peer=self._world(root), result=outputs)
+        return self._note(MessageType.SCATTER, outputs[0], given, peer=self._world(root), result=outputs)
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> DoneWork:
         """To one rank. What has a value is kept for whoever runs that rank."""
         if has_value(tensors[0]):
             self._log.said.setdefault((self._purpose, target), []).append(tensors[0].clone())
-        return self._note(Kind.SEND, tensors[0], peer=self._world(target), tag=tag, result=tensors)
+        return self._note(MessageType.SEND, tensors[0], peer=self._world(target), tag=tag, result=tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> DoneWork:
         """From one rank. What is to have a value has that which the rank sent when it was run."""
         if has_value(tensors[0]):
             tensors[0].copy_(self._log.listen(self._world(source), self._purpose, self._own))
-        return self._note(Kind.RECEIVE, tensors[0], 0, peer=self._world(source), tag=tag, result=tensors)
+        return self._note(MessageType.RECEIVE, tensors[0], 0, peer=self._world(source), tag=tag, result=tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> DoneWork:
         """From any rank."""
-        return self._note(Kind.RECEIVE, tensors[0], 0, tag=tag, result=tensors)
+        return self._note(MessageType.RECEIVE, tensors[0], 0, tag=tag, result=tensors)
 
     def barrier(self, opts: Any = None) -> DoneWork:
         """All ranks wait for one another."""
         del opts
-        return self._note(Kind.BARRIER, None)
+        return self._note(MessageType.BARRIER, None)
 
 
 def has_value(tensor: Tensor) -> bool:
@@ -322,7 +322,7 @@ def _fill_from_each(output: Tensor, whole: Tensor, given: Sequence[int], size: i
 
 
 @contextmanager
-def dry_world(rank: int, size: int, log: Log) -> Iterator[None]:
+def dry_world(rank: int, size: int, log: MessageLog) -> Iterator[None]:
     """Be one rank of a world of so many, of which no other is there.
 
     Raises:
@@ -351,7 +351,7 @@ def _forget_meshes() -> None:
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
-_LOG: ContextVar[Log] = ContextVar("galvatron_dry_log")
+_LOG: ContextVar[MessageLog] = ContextVar("galvatron_dry_log")
 """Of the world that this process plays in: torch's registry of backends hands on no arguments."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.match.places import Part, parts_of, script_of
+from galvatron_lite.verify.match.places import RankRole, parts_of, script_of
 from galvatron_lite.verify.match.replay import Replay, ReplayResult
 from galvatron_lite.verify.match.words import (
     deadlock_text,
@@ -50,7 +50,7 @@ def match(runs: Sequence[RoleRun], plan: Plan, *, in_order: bool = True) -> list
     return _verdicts(Replay(parts, in_order=in_order).run(), parts)
 
 
-def _passed(parts: Mapping[int, Part]) -> list[Check]:
+def _passed(parts: Mapping[int, RankRole]) -> list[Check]:
     count = sum(len(part.script.messages) for part in parts.values())
     groups = len({stream for part in parts.values() for stream in part.streams})
     return [
@@ -59,7 +59,7 @@ def _passed(parts: Mapping[int, Part]) -> list[Check]:
     ]
 
 
-def _verdicts(ended: ReplayResult, parts: Mapping[int, Part]) -> list[Check]:
+def _verdicts(ended: ReplayResult, parts: Mapping[int, RankRole]) -> list[Check]:
     if ended.clash is not None:
         return _ended(_failed(FIT, mismatch_text(ended)))
     if ended.strangers is not None:
@@ -81,7 +81,7 @@ def _ended(failed: Check) -> list[Check]:
     return [failed, Check(PROGRESS, Verdict.SKIPPED, "Not known: the messages do not fit.")]
 
 
-def _lost_text(part: Part) -> tuple[str, tuple[str, ...]]:
+def _lost_text(part: RankRole) -> tuple[str, tuple[str, ...]]:
     """A group that belongs to the place of the recorded rank alone."""
     place = part.streams.index(None)
     purpose, ranks = part.script.groups[place]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from galvatron_lite.verify.schema import NOBODY, Kind, Message, RoleRun
+from galvatron_lite.verify.schema import NOBODY, Message, MessageType, RoleRun
 
-PAIRED = (Kind.SEND, Kind.RECEIVE)
+PAIRED = (MessageType.SEND, MessageType.RECEIVE)
 PIPELINE = "pipeline"
 """What the purposes of groups between stages begin with."""
 
@@ -40,7 +40,7 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankRole:
     """What one rank of the world does."""
 
     rank: int  # which
@@ -82,7 +82,7 @@ def _batches(messages: Sequence[Message]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def parts_of(script: Script, width: int) -> list[Part]:
+def parts_of(script: Script, width: int) -> list[RankRole]:
     """What every rank of a role does.
 
     Args:
@@ -92,7 +92,7 @@ def parts_of(script: Script, width: int) -> list[Part]:
     return [_part(script, rank, width) for rank in script.run.ranks]
 
 
-def _part(script: Script, rank: int, width: int) -> Part:
+def _part(script: Script, rank: int, width: int) -> RankRole:
     source = script.run.rank
     moved = [(purpose, moved_group(ranks, source, rank, width)) for purpose, ranks in script.groups]
     streams = tuple(None if ranks is None else (purpose, ranks) for purpose, ranks in moved)
@@ -100,7 +100,7 @@ def _part(script: Script, rank: int, width: int) -> Part:
         0 if own is None or source not in ranks else own[1].index(rank) - ranks.index(source)
         for own, (_, ranks) in zip(streams, script.groups, strict=True)
     ]
-    return Part(rank, script, streams, tuple(shifts))
+    return RankRole(rank, script, streams, tuple(shifts))
 
 
 def moved_group(ranks: Ranks, source: int, target: int, width: int) -> Ranks | None:

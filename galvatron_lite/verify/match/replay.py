@@ -6,9 +6,9 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from galvatron_lite.verify.match.places import PAIRED, Part, Stream
-from galvatron_lite.verify.match.rules import Mismatch, RankMessage, collective_mismatch, pair_mismatch
-from galvatron_lite.verify.schema import NOBODY, Kind, Message
+from galvatron_lite.verify.match.places import PAIRED, RankRole, Stream
+from galvatron_lite.verify.match.rules import MessageMismatch, RankMessage, collective_mismatch, pair_mismatch
+from galvatron_lite.verify.schema import NOBODY, Message, MessageType
 
 Way = tuple[int, int, int]
 """Sender, receiver and tag of a message from rank to rank."""
@@ -31,7 +31,7 @@ class StartedMessage:
 class _Actor:
     """A rank on its way: its next message, and how many of those that it must wait for have not happened."""
 
-    part: Part
+    part: RankRole
     next: int = 0
     owed: int = 0
     later: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -57,7 +57,7 @@ class ReplayResult:
 
     actors: dict[int, _Actor]  # how far each rank came
     present: dict[Meeting, list[StartedMessage]]  # by meeting: what was given there
-    clash: Mismatch | None = None  # what met and does not fit; None: all that met fits
+    clash: MessageMismatch | None = None  # what met and does not fit; None: all that met fits
     meeting: Meeting | None = None  # where
     # ranks that a group's message is given without, and the message; they have no such group
     strangers: tuple[StartedMessage, tuple[int, ...]] | None = None
@@ -68,7 +68,7 @@ class ReplayResult:
         return [one for actor in self.actors.values() for one in actor.open.values()]
 
 
-def rank_message(part: Part, number: int) -> RankMessage:
+def rank_message(part: RankRole, number: int) -> RankMessage:
     """A message as a rank of the world gives it."""
     line, place, message = part.script.lines[number], part.script.places[number], part.script.messages[number]
     stream, peer = part.streams[line], NOBODY
@@ -85,7 +85,7 @@ class Replay:
         in_order: see ``match``.
     """
 
-    def __init__(self, parts: Mapping[int, Part], *, in_order: bool) -> None:
+    def __init__(self, parts: Mapping[int, RankRole], *, in_order: bool) -> None:
         self._in_order = in_order
         self._homes = {rank: set(part.streams) for rank, part in parts.items()}
         self._strangers: dict[Stream, tuple[int, ...]] = {}
@@ -122,7 +122,7 @@ class Replay:
         way: Way | None = None
         if message.kind in PAIRED:
             other = stream[1][part.partner(number)]
-            way = (*((part.rank, other) if message.kind is Kind.SEND else (other, part.rank)), message.tag)
+            way = (*((part.rank, other) if message.kind is MessageType.SEND else (other, part.rank)), message.tag)
         key = line, way, message.kind if way is not None else None
         actor.counts[key] += 1
         return StartedMessage(part.rank, number, (stream, way, actor.counts[key]), [])
@@ -176,7 +176,7 @@ class Replay:
         (_, ranks), way, _ = given.meeting
         if way is None:
             return ranks.index(given.rank)
-        return int(self._end.actors[given.rank].messages[given.number].kind is Kind.RECEIVE)
+        return int(self._end.actors[given.rank].messages[given.number].kind is MessageType.RECEIVE)
 
     def _happen(self, given: StartedMessage) -> None:
         given.done = True
@@ -202,7 +202,7 @@ class Replay:
                 self._meet(one)
 
 
-def lane_of(part: Part, number: int) -> Hashable:
+def lane_of(part: RankRole, number: int) -> Hashable:
     """Messages of a rank that go one after the other: those of a group, but for single ones from rank to rank, which go
     in order with those of the same partner only."""
     script, line = part.script, part.script.lines[number]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from galvatron_lite.verify.schema import NOBODY, Kind, Message
+from galvatron_lite.verify.schema import NOBODY, Message, MessageType
 
 OBJECT = "object"
 """dtype of what is pickled: its size may differ from rank to rank."""
-_ROOTED = (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER)
-_SUMMED = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE)
+_ROOTED = (MessageType.BROADCAST, MessageType.REDUCE, MessageType.GATHER, MessageType.SCATTER)
+_SUMMED = (MessageType.ALL_REDUCE, MessageType.REDUCE_SCATTER, MessageType.REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class RankMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class MessageMismatch:
     """Messages that meet and are not one."""
 
     what: str  # differs
@@ -35,30 +35,30 @@ class Mismatch:
     other: RankMessage  # one of those of the most
 
 
-def collective_mismatch(spoken: Sequence[RankMessage]) -> Mismatch | None:
+def collective_mismatch(spoken: Sequence[RankMessage]) -> MessageMismatch | None:
     """Why the messages of all ranks of a group, in the group's order, are not one collective; None: they are."""
     for what, look in _LOOKS:
         if found := _mismatch_in(what, look, spoken):
             return found
-    uneven = _parts_mismatch(spoken) if spoken[0].message.kind is Kind.ALL_TO_ALL else None
+    uneven = _parts_mismatch(spoken) if spoken[0].message.kind is MessageType.ALL_TO_ALL else None
     return uneven or _order_mismatch(spoken)
 
 
-def pair_mismatch(sent: RankMessage, taken: RankMessage) -> Mismatch | None:
+def pair_mismatch(sent: RankMessage, taken: RankMessage) -> MessageMismatch | None:
     """Why what one rank sends is not what another receives; None: it is."""
     for what in ("dtype", "shape"):
         if getattr(sent.message, what) != getattr(taken.message, what):
-            return Mismatch(what, (sent,), taken)
+            return MessageMismatch(what, (sent,), taken)
     known = NOBODY not in (sent.message.microbatch, taken.message.used)
     if known and sent.message.microbatch != taken.message.used:
-        return Mismatch("micro-batch", (sent,), taken)
+        return MessageMismatch("micro-batch", (sent,), taken)
     return None
 
 
 def _shape(one: RankMessage) -> Hashable:
     message = one.message
-    loose = message.dtype == OBJECT or message.kind is Kind.BARRIER
-    return () if loose or message.kind is Kind.ALL_TO_ALL else message.shape
+    loose = message.dtype == OBJECT or message.kind is MessageType.BARRIER
+    return () if loose or message.kind is MessageType.ALL_TO_ALL else message.shape
 
 
 _LOOKS: tuple[tuple[str, Callable[[RankMessage], Hashable]], ...] = (
@@ -70,7 +70,7 @@ _LOOKS: tuple[tuple[str, Callable[[RankMessage], Hashable]], ...] = (
 )
 
 
-def _order_mismatch(spoken: Sequence[RankMessage]) -> Mismatch | None:
+def _order_mismatch(spoken: Sequence[RankMessage]) -> MessageMismatch | None:
     """Why messages that look alike belong to other layers or micro-batches: their ranks come in other orders."""
     stages = {one.stage for one in spoken}
     unknown = any(not one.message.layer for one in spoken)
@@ -81,16 +81,18 @@ def _order_mismatch(spoken: Sequence[RankMessage]) -> Mismatch | None:
     )
 
 
-def _mismatch_in(what: str, look: Callable[[RankMessage], Hashable], spoken: Sequence[RankMessage]) -> Mismatch | None:
+def _mismatch_in(
+    what: str, look: Callable[[RankMessage], Hashable], spoken: Sequence[RankMessage]
+) -> MessageMismatch | None:
     seen = [look(one) for one in spoken]
     if len(set(seen)) == 1:
         return None
     usual = Counter(seen).most_common(1)[0][0]
     odd = tuple(one for one, value in zip(spoken, seen, strict=True) if value != usual)
-    return Mismatch(what, odd, spoken[seen.index(usual)])
+    return MessageMismatch(what, odd, spoken[seen.index(usual)])
 
 
-def _parts_mismatch(spoken: Sequence[RankMessage]) -> Mismatch | None:
+def _parts_mismatch(spoken: Sequence[RankMessage]) -> MessageMismatch | None:
     """Of an all-to-all: what one rank has for another is what that one waits for."""
     size = len(spoken)
     given = [_parts(one.message.sent, one.message, size) for one in spoken]
@@ -99,7 +101,7 @@ def _parts_mismatch(spoken: Sequence[RankMessage]) -> Mismatch | None:
         for j, receiver in enumerate(spoken):
             known = (sender.exact or _even(given[i])) and (receiver.exact or _even(taken[j]))
             if known and given[i][j] != taken[j][i]:
-                return Mismatch("parts", (sender,), receiver)
+                return MessageMismatch("parts", (sender,), receiver)
     return None
 
 

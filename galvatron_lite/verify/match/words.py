@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from galvatron_lite.verify.match.places import PAIRED, Part, Stream
+from galvatron_lite.verify.match.places import PAIRED, RankRole, Stream
 from galvatron_lite.verify.match.replay import ReplayResult, StartedMessage, rank_message
 from galvatron_lite.verify.match.rules import RankMessage
-from galvatron_lite.verify.schema import NOBODY, During, Kind, Message
+from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType
 
 _MOST = 8
 """Lines of one sort that are shown."""
@@ -36,9 +36,9 @@ def where(stage: int, message: Message) -> str:
 
 def what(message: Message, stream: Stream, partner: int = NOBODY) -> str:
     """A message: ``all-reduce of (64,) float32 over ranks 0, 2 (gradients)``."""
-    of = "" if message.kind is Kind.BARRIER else f" of {message.shape} {message.dtype}"
+    of = "" if message.kind is MessageType.BARRIER else f" of {message.shape} {message.dtype}"
     if message.kind in PAIRED:
-        return f"{message.kind}{of} {'to' if message.kind is Kind.SEND else 'from'} rank {partner} ({stream[0]})"
+        return f"{message.kind}{of} {'to' if message.kind is MessageType.SEND else 'from'} rank {partner} ({stream[0]})"
     return f"{message.kind}{of} over {rank_list(stream[1])}{f' ({stream[0]})' if stream[0] else ''}"
 
 
@@ -79,7 +79,7 @@ def _left_out(ended: ReplayResult, stream: Stream, odd: RankMessage, other: Rank
     return ""
 
 
-def _looks(part: Part, stream: Stream) -> list[tuple[object, ...]]:
+def _looks(part: RankRole, stream: Stream) -> list[tuple[object, ...]]:
     """What the collectives of a rank on a group look like, in order."""
     pairs = zip(part.script.lines, part.script.messages, strict=True)
     own = [message for line, message in pairs if part.streams[line] == stream and message.kind not in PAIRED]
@@ -177,7 +177,9 @@ def unmatched_text(ended: ReplayResult) -> tuple[str, list[str]]:
     given = held[0]
     message = ended.actors[given.rank].messages[given.number]
     missing = rank_list(_missing(ended, given)) if _missing(ended, given) else "its partners"
-    verb = {Kind.SEND: "never receives it", Kind.RECEIVE: "never sends it"}.get(message.kind, "never gives it")
+    verb = {MessageType.SEND: "never receives it", MessageType.RECEIVE: "never sends it"}.get(
+        message.kind, "never gives it"
+    )
     said = f"Rank {given.rank} has a {message.kind} left at the end of the step: {missing} {verb}"
     more = f" ({len(held)} messages in all)." if len(held) > 1 else "."
     return said + more, [_line(ended, one) for one in held[:_MOST]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from galvatron_lite.plans.schema import Mode, Plan, Trainer
+from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.verify.numbers.shrink import Recipe, TooLargeError, shrink
 from galvatron_lite.verify.numbers.world import HANGS, Nursery
 from galvatron_lite.verify.schema import Check, Verdict
@@ -53,7 +53,7 @@ def _not_run(plan: Plan) -> str:
         return "Gradients are delayed under the plan: it is not meant to train like one process."
     if plan.branches:
         return "Branches on devices of their own are not run by this check."
-    if plan.backend is not Trainer.GALVATRON:
+    if plan.backend is not TrainedBy.GALVATRON:
         return f"{plan.backend.value} trains under the plan, which this check does not run."
     if plan.mode is not Mode.TRAINING:
         return "The plan is for inference: there are no gradients or updates to compare."

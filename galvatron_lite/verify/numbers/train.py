@@ -25,7 +25,7 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceTraining:
     """What one process computes.
 
     Attributes:
@@ -47,7 +47,7 @@ class Reference:
 
 
 @dataclass(slots=True)
-class Finding:
+class RankFinding:
     """What one rank found."""
 
     wrong: list[str] = field(default_factory=list)  # what differs from one process, a line each
@@ -55,7 +55,7 @@ class Finding:
     held: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
 
-def train_alone(small: Small, plan: Plan) -> Reference:
+def train_alone(small: Small, plan: Plan) -> ReferenceTraining:
     """The small model, trained by plain PyTorch.
 
     The whole batch in one go; in the plan's micro-batches where statistics of the samples of a pass are taken.
@@ -78,7 +78,7 @@ def train_alone(small: Small, plan: Plan) -> Reference:
         gradients.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
         norm = norm if number else float(torch.stack([one.norm().double() for one in gradients[0].values()]).norm())
         optimizer.step()
-    return Reference(initial, losses, norm, gradients[0], gradients[-1], parameters, draws)
+    return ReferenceTraining(initial, losses, norm, gradients[0], gradients[-1], parameters, draws)
 
 
 def _draws(small: Small) -> bool:
@@ -102,14 +102,14 @@ def _backward(small: Small, batch: Any, count: int) -> float:
     return total
 
 
-def train_under_plan(small: Small, plan: Plan, reference: Reference) -> Finding:
+def train_under_plan(small: Small, plan: Plan, reference: ReferenceTraining) -> RankFinding:
     """The same under the plan, on every rank of its world, held against the reference."""
     small.model.load_state_dict(reference.initial)
     parallel = ParallelModel(
         small.model, plan, small.layers, small.batches[0], loss_fn=small.loss_fn, device="cpu", precision="fp32"
     )
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
-    finding, relative = Finding(), RELATIVE * small.relative
+    finding, relative = RankFinding(), RELATIVE * small.relative
     first, *others, final = small.batches
     losses = [_global(parallel.backward_step(first))]
     _compare(finding, "gradients of step 1", held_gradients(parallel), reference.first, relative)
@@ -141,7 +141,7 @@ def _losses(found: list[float], expected: list[float], relative: float) -> Itera
             yield f"loss of step {number} is {loss:.8g}, not {wanted:.8g}"
 
 
-def _compare(finding: Finding, what: str, held: list[Held], expected: Tensors, relative: float) -> None:
+def _compare(finding: RankFinding, what: str, held: list[Held], expected: Tensors, relative: float) -> None:
     """Hold this rank's parts of tensors against whole ones.
 
     The largest error is ``relative`` times the largest entry of the whole tensor. Some gradients are zero in exact

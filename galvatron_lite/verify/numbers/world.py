@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from galvatron_lite.verify.numbers.shrink import Recipe, make_small
-from galvatron_lite.verify.numbers.train import Reference, train_alone, train_under_plan
+from galvatron_lite.verify.numbers.train import ReferenceTraining, train_alone, train_under_plan
 from galvatron_lite.verify.source import ModelSource
 
 PATIENCE = 60.0
@@ -207,7 +207,7 @@ def _under_plan(rank: int, recipe: Recipe, folder: Path, source: ModelSource, pa
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=waits)
-    reference = Reference(**torch.load(folder / REFERENCE, weights_only=True))
+    reference = ReferenceTraining(**torch.load(folder / REFERENCE, weights_only=True))
     finding = train_under_plan(make_small(source, recipe), recipe.plan, reference)
     seconds = time.process_time() - begun
     _write(folder, rank, {"wrong": finding.wrong, "held": finding.held, "seconds": seconds})

@@ -31,7 +31,7 @@ from galvatron_lite.runtime.loss_weight import (
     weighted,
 )
 from galvatron_lite.verify.trial.double import SAMPLES, Double, SkippedError, make_double, masks_of
-from galvatron_lite.verify.trial.passes import Observer, Pass, counts_of, relative_error, run_pass, terms_of
+from galvatron_lite.verify.trial.passes import CallObserver, PassResult, counts_of, relative_error, run_pass, terms_of
 
 SHARES = 2
 ENOUGH = 5.0
@@ -180,7 +180,7 @@ def try_model(
     """
     try:
         double = make_double(model, batch, layers, init_fn)
-        observer = Observer(double, model)
+        observer = CallObserver(double, model)
         whole = run_pass(double, double.batch, loss_fn, observer=observer)
         again = run_pass(double, double.batch, loss_fn, seed=1)
     except (SkippedError, InputError) as error:
@@ -249,11 +249,13 @@ class Trial:
     """A batch, at once and in shares."""
 
     batch: Any
-    whole: Pass
-    shares: tuple[Pass, ...]
+    whole: PassResult
+    shares: tuple[PassResult, ...]
 
 
-def _trials(double: Double, counts: Sequence[TargetCount], whole: Pass, loss_fn: LossFn | None) -> Iterator[Trial]:
+def _trials(
+    double: Double, counts: Sequence[TargetCount], whole: PassResult, loss_fn: LossFn | None
+) -> Iterator[Trial]:
     """The example, and batches made uneven of it; those on which the model does not run are left out."""
     begun = monotonic()
     yield _tried(double, double.batch, whole, loss_fn)
@@ -268,7 +270,7 @@ def _trials(double: Double, counts: Sequence[TargetCount], whole: Pass, loss_fn:
             yield trial
 
 
-def _tried(double: Double, batch: Any, whole: Pass, loss_fn: LossFn | None) -> Trial:
+def _tried(double: Double, batch: Any, whole: PassResult, loss_fn: LossFn | None) -> Trial:
     rows = SAMPLES // SHARES
     parts = [slice_batch(batch, start, start + rows) for start in range(0, SAMPLES, rows)]
     return Trial(batch, whole, tuple(run_pass(double, part, loss_fn) for part in parts))
@@ -327,7 +329,9 @@ def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: s
     return True
 
 
-def _scaled(double: Double, trial: Trial, weight: TermCounts, reduction: str, loss_fn: LossFn | None) -> list[Pass]:
+def _scaled(
+    double: Double, trial: Trial, weight: TermCounts, reduction: str, loss_fn: LossFn | None
+) -> list[PassResult]:
     """Passes of the shares, their terms weighted."""
     rows = SAMPLES // SHARES
     scales = share_scales(weight, reduction, trial.batch, SHARES)
@@ -352,7 +356,7 @@ def _fitted(trial: Trial) -> list[float]:
     """The weights by which shares' gradients come nearest to the batch's (least squares)."""
     names = list(trial.whole.gradients)
 
-    def dot(one: Pass, other: Pass) -> float:
+    def dot(one: PassResult, other: PassResult) -> float:
         pairs = ((one.gradients.get(name), other.gradients.get(name)) for name in names)
         return sum(float((a.double() * b.double()).sum()) for a, b in pairs if a is not None and b is not None)
 

@@ -23,7 +23,7 @@ VALUELESS = ("type_as", _GRADIENT.__get__)
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassResult:
     """What a forward and backward pass gave."""
 
     loss: float  # the value
@@ -41,10 +41,10 @@ def run_pass(
     batch: Any,
     loss_fn: LossFn | None,
     scale: Callable[[Tensor], Tensor] | None = None,
-    observer: Observer | None = None,
+    observer: CallObserver | None = None,
     seed: int = 0,
     terms: ShareScale = ShareScale(),  # noqa: B008 - it is frozen
-) -> Pass:
+) -> PassResult:
     """Run the copy on some samples; buffers and random state are left as they were.
 
     Args:
@@ -77,11 +77,11 @@ def run_pass(
         for name, one in model.named_buffers():
             if name in before and not torch.equal(one, before[name]):
                 one.copy_(before[name])
-    return Pass(float(loss.detach()), gradients, buffers)
+    return PassResult(float(loss.detach()), gradients, buffers)
 
 
 @dataclass
-class Seen:
+class ObservedPass:
     """What was seen in a pass."""
 
     # arguments of each mean cross-entropy: its targets, the target that is ignored, weights of classes
@@ -89,7 +89,7 @@ class Seen:
     outside: list[str] = field(default_factory=list)  # names of parameters that code outside of their layers reads
 
 
-class Observer(TorchFunctionMode):
+class CallObserver(TorchFunctionMode):
     """Sees functions called while a copy runs.
 
     Args:
@@ -99,7 +99,7 @@ class Observer(TorchFunctionMode):
 
     def __init__(self, double: Double, original: nn.Module) -> None:
         super().__init__()
-        self.seen, self._model = Seen(), double.model
+        self.seen, self._model = ObservedPass(), double.model
         self._running: list[str] = []
         self._ran: set[str] = set()
         self._read: dict[str, tuple[tuple[str, ...], bool]] = {}
@@ -162,7 +162,7 @@ class Observer(TorchFunctionMode):
                     self._found.setdefault(held, direct)
 
 
-def terms_of(seen: Seen, batch: Any) -> tuple[TargetCount | None, ...]:
+def terms_of(seen: ObservedPass, batch: Any) -> tuple[TargetCount | None, ...]:
     """The targets of the means that were seen, in their order, as entries of the batch; None for one that is none."""
     entries = [(_entry(target, ignored, batch), ignored, classes) for target, ignored, classes in seen.means]
     return tuple(
@@ -210,7 +210,7 @@ def _same(one: TargetCount, other: TargetCount) -> bool:
     return torch.equal(one.classes, other.classes)
 
 
-def relative_error(whole: Pass, shares: Sequence[Pass], parts: Sequence[float]) -> float:
+def relative_error(whole: PassResult, shares: Sequence[PassResult], parts: Sequence[float]) -> float:
     """How far the weighted sum of shares' losses and gradients is from that of the batch.
 
     Args:

@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 from rich.table import Table
 
-from galvatron_lite.calibration.schema import Calibration, Origin
+from galvatron_lite.calibration.schema import Calibration, ConstantsOrigin
 from galvatron_lite.calibration.store import DEFAULT, load_calibration
 from galvatron_lite.files import read_data, write_data
 from galvatron_lite.stacks.catalog import GALVATRON
@@ -165,7 +165,7 @@ def with_origins(whole: Staged, setup: Setup, rows: Rows, source: Path, keep: Co
     return replace(shipped, **kinds, like=like, origins=origins, provenance=(text,), expected_error={})
 
 
-def _origin(owner: str, setup: Setup, rows: Rows, whole: Staged, source: Path, today: str) -> Origin:
+def _origin(owner: str, setup: Setup, rows: Rows, whole: Staged, source: Path, today: str) -> ConstantsOrigin:
     """Where an entry's constants come from: their priors, then the rows they were fitted to."""
     stack = owner.startswith("stacks/")
     default = owner == f"stacks/{DEFAULT}"
@@ -181,4 +181,4 @@ def _origin(owner: str, setup: Setup, rows: Rows, whole: Staged, source: Path, t
         else "around the default stack's values, devices and links held"
     )
     text = f"Prior: {prior}. Fitted to measured step times of {source} ({told}), {how}"
-    return Origin(text, today, len(used), residual)
+    return ConstantsOrigin(text, today, len(used), residual)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.parallelism.branch.assign import (
+    BranchGroup,
     Job,
     Option,
-    Placed,
     assign,
     exact,
     longest_first,
@@ -64,7 +64,7 @@ def by_brute_force(jobs: Sequence[Job], devices: int, room: int, node: int) -> f
             size_of = {number: len(place) for own, place in zip(sets, where, strict=True) for number in own}
             for options in product(*(jobs[number].get(size_of[number], ()) for number in range(len(jobs)))):
                 groups = [
-                    Placed(place.start, len(place), tuple((number, options[number]) for number in own))
+                    BranchGroup(place.start, len(place), tuple((number, options[number]) for number in own))
                     for own, place in zip(sets, where, strict=True)
                 ]
                 if all(group.memory <= room for group in groups):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.model.graph import Layer, ModelGraph, Passed, Role, Tie
-from galvatron_lite.parallelism.branch.find import Branch, Region, find_regions, roots_of
+from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions, roots_of
 from tests.factories import make_graph, make_kind
 from tests.processor_time import least, process_seconds
 
@@ -174,7 +174,7 @@ def _listed(region: set[frozenset[str]]) -> list[list[str]]:
     return [sorted(branch) for branch in region]
 
 
-def every_region(regions: Sequence[Region]) -> Iterator[Region]:
+def every_region(regions: Sequence[BranchRegion]) -> Iterator[BranchRegion]:
     for region in regions:
         yield region
         yield from every_region([inner for branch in region.branches for inner in branch.inside])

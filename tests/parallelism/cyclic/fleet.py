@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.cyclic.mailbox import Lane, lane_of
-from galvatron_lite.parallelism.cyclic.messages import Message
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage
 from galvatron_lite.parallelism.cyclic.packing import pack, unpack
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, Options, programme_of, set_up
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions, CyclicRuntime, programme_of, set_up
 from tests.parallelism.cyclic.models import split
 
 CPU = torch.device("cpu")
@@ -31,10 +31,10 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 class Post:
     """What is under way, by lane."""
 
-    lanes: dict[Lane, queue.SimpleQueue[tuple[Message, Any]]] = field(
+    lanes: dict[Lane, queue.SimpleQueue[tuple[CyclicMessage, Any]]] = field(
         default_factory=lambda: defaultdict(queue.SimpleQueue)
     )
-    sent: dict[Message, int] = field(default_factory=dict)
+    sent: dict[CyclicMessage, int] = field(default_factory=dict)
     """Bytes of every message."""
 
 
@@ -43,9 +43,9 @@ class MemoryMailbox:
     """A process's mailbox; checks that messages arrive in the order in which they are asked for."""
 
     post: Post
-    expected: list[Message] = field(default_factory=list)
+    expected: list[CyclicMessage] = field(default_factory=list)
 
-    def send(self, message: Message, tensors: Sequence[Tensor], due: int = 0) -> None:
+    def send(self, message: CyclicMessage, tensors: Sequence[Tensor], due: int = 0) -> None:
         packed = pack(tensors, CPU)
         self.post.sent[message] = packed.nbytes
         self.post.lanes[lane_of(message)].put((message, packed))
@@ -53,22 +53,22 @@ class MemoryMailbox:
     def clear(self, time: int) -> None:
         pass
 
-    def expect(self, message: Message, likes: Sequence[Tensor]) -> None:
+    def expect(self, message: CyclicMessage, likes: Sequence[Tensor]) -> None:
         self.expected.append(message)
 
-    def receive(self, message: Message, likes: Sequence[Tensor]) -> list[Tensor]:
+    def receive(self, message: CyclicMessage, likes: Sequence[Tensor]) -> list[Tensor]:
         return unpack(self._next(message), likes)
 
-    def tell(self, message: Message, value: object) -> None:
+    def tell(self, message: CyclicMessage, value: object) -> None:
         self.post.lanes[lane_of(message)].put((message, value))
 
-    def hear(self, message: Message) -> Any:
+    def hear(self, message: CyclicMessage) -> Any:
         return self._next(message)
 
     def finish(self) -> None:
         pass
 
-    def _next(self, message: Message) -> Any:
+    def _next(self, message: CyclicMessage) -> Any:
         try:
             found, value = self.post.lanes[lane_of(message)].get(timeout=60)
         except queue.Empty:
@@ -111,7 +111,7 @@ def train(
     post, count = Post(), programme_of(plan).processes
     # one after the other: initial values are drawn from a generator that threads share
     fleet = [
-        set_up(copy.deepcopy(model), plan, layers, example, process, MemoryMailbox(post), Options(CPU))
+        set_up(copy.deepcopy(model), plan, layers, example, process, MemoryMailbox(post), CyclicOptions(CPU))
         for process in range(count)
     ]
 

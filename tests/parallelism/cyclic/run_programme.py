@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message, Pass
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass, MessageContent
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 
 Sum = tuple[int, frozenset[int]]
@@ -19,7 +19,7 @@ class Process:
     """What a process knows."""
 
     number: int
-    mailbox: dict[tuple[int, Kind], deque[Message]]
+    mailbox: dict[tuple[int, MessageContent], deque[CyclicMessage]]
     held: dict[int, int] = field(default_factory=dict)
     """Version of each stage's parameters (data, stages)."""
     updates: set[tuple[int, int]] = field(default_factory=set)
@@ -38,13 +38,15 @@ class Run:
         done: every pass with the process that ran it, in the order of time steps.
     """
 
-    def __init__(self, programme: Programme, steps: int) -> None:
+    def __init__(self, programme: CyclicProgramme, steps: int) -> None:
         self.programme, self.steps = programme, steps
-        self.mail: dict[int, dict[tuple[int, Kind], deque[Message]]] = defaultdict(lambda: defaultdict(deque))
+        self.mail: dict[int, dict[tuple[int, MessageContent], deque[CyclicMessage]]] = defaultdict(
+            lambda: defaultdict(deque)
+        )
         self.processes = [Process(number, self.mail[number]) for number in range(programme.processes)]
-        self.done: list[tuple[int, Pass]] = []
-        self.sent: list[tuple[int, Message]] = []
-        self.waiting: dict[int, Message] = {}
+        self.done: list[tuple[int, CyclicPass]] = []
+        self.sent: list[tuple[int, CyclicMessage]] = []
+        self.waiting: dict[int, CyclicMessage] = {}
         self._start()
         self._finish({one.number: self._work(one) for one in self.processes})
 
@@ -98,7 +100,7 @@ class Run:
         for one in programme.left(process.number, programme.begin + self.steps):
             yield from self._run(process, one)
 
-    def _run(self, process: Process, one: Pass) -> Iterator[None]:
+    def _run(self, process: Process, one: CyclicPass) -> Iterator[None]:
         yield from self._receive(process, one)
         if self.programme.setting is CyclicSetting.ZERO:
             self._check_zero(process, one)
@@ -109,7 +111,7 @@ class Run:
         self.done.append((process.number, one))
         self._send(process, one)
 
-    def _receive(self, process: Process, one: Pass) -> Iterator[None]:
+    def _receive(self, process: Process, one: CyclicPass) -> Iterator[None]:
         for message in one.receives:
             assert message.target == process.number
             box = process.mailbox[message.source, message.kind]
@@ -120,17 +122,20 @@ class Run:
             assert arrived == message, f"{arrived} came before {message}"
             self._take(process, message)
 
-    def _take(self, process: Process, message: Message) -> None:
-        if message.kind is Kind.UPDATE:
+    def _take(self, process: Process, message: CyclicMessage) -> None:
+        if message.kind is MessageContent.UPDATE:
             process.updates.add((message.stage, message.step))
-        elif message.kind is Kind.WEIGHTS:
+        elif message.kind is MessageContent.WEIGHTS:
             process.ahead[message.stage] |= set(message.versions)
-        elif message.kind is Kind.STATES:
+        elif message.kind is MessageContent.STATES:
             process.behind[message.stage] = set(message.versions)
-        if message.kind in (Kind.PARTIAL, Kind.STATES) and message.worker < self.programme.workers - 1:
+        if (
+            message.kind in (MessageContent.PARTIAL, MessageContent.STATES)
+            and message.worker < self.programme.workers - 1
+        ):
             process.sums[message.stage] = (message.step, frozenset(range(message.worker + 1)))
 
-    def _check_replica(self, process: Process, one: Pass) -> None:
+    def _check_replica(self, process: Process, one: CyclicPass) -> None:
         stage = one.moment.stage
         for step in one.applies:
             assert (stage, step) in process.updates
@@ -138,11 +143,11 @@ class Run:
             process.held[stage] = step + 1
         assert process.held[stage] == one.version
 
-    def _check_zero(self, process: Process, one: Pass) -> None:
+    def _check_zero(self, process: Process, one: CyclicPass) -> None:
         track = process.behind if one.moment.backward else process.ahead
         assert one.version in track[one.moment.stage]
 
-    def _add(self, process: Process, one: Pass) -> None:
+    def _add(self, process: Process, one: CyclicPass) -> None:
         moment = one.moment
         step, workers = process.sums.pop(moment.stage, (moment.step, frozenset()))
         assert (step, workers) == (moment.step, frozenset(range(moment.worker)))
@@ -154,25 +159,25 @@ class Run:
         if self.programme.process_of(moment.stage, self.programme.joins(moment.stage, step)) == process.number:
             process.ahead[moment.stage].add(step + 1)
 
-    def _send(self, process: Process, one: Pass) -> None:
+    def _send(self, process: Process, one: CyclicPass) -> None:
         for message in one.sends:
             assert message.source == process.number
             self._check_known(process, message)
-            if message.kind is Kind.PARTIAL:
+            if message.kind is MessageContent.PARTIAL:
                 process.sums.pop(message.stage)
             self._post(one.moment.time, message)
         self._drop(process, one)
 
-    def _check_known(self, process: Process, message: Message) -> None:
+    def _check_known(self, process: Process, message: CyclicMessage) -> None:
         stage = message.stage
-        if message.kind is Kind.UPDATE:
+        if message.kind is MessageContent.UPDATE:
             assert (stage, message.step) in process.updates
-        elif message.kind is Kind.WEIGHTS:
+        elif message.kind is MessageContent.WEIGHTS:
             assert set(message.versions) <= process.ahead[stage] | process.behind[stage]
-        elif message.kind is Kind.STATES:
+        elif message.kind is MessageContent.STATES:
             assert set(message.versions) <= process.behind[stage]
 
-    def _drop(self, process: Process, one: Pass) -> None:
+    def _drop(self, process: Process, one: CyclicPass) -> None:
         if self.programme.setting is not CyclicSetting.ZERO or self.programme.workers == 1:
             return
         if one.moment.backward:
@@ -181,6 +186,6 @@ class Run:
         else:
             process.ahead.pop(one.moment.stage, None)
 
-    def _post(self, time: int, message: Message) -> None:
+    def _post(self, time: int, message: CyclicMessage) -> None:
         self.sent.append((time, message))
         self.mail[message.target][message.source, message.kind].append(message)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.parallelism.cyclic.draws import SeededDraws
-from galvatron_lite.runtime.cyclic.setup import Options, set_up
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
 from tests.parallelism.cyclic.fleet import CPU, SGD, MemoryMailbox, Post, result_of
 from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan, split
 
@@ -30,7 +30,7 @@ def dropping() -> tuple[nn.Module, Any, Any]:
 def alone(draws: int | None, drains: Collection[int], early_release: bool = False) -> tuple[dict[str, Tensor], Tensor]:
     """Parameters that training on one device gives, and what the process would draw next."""
     model, layers, stages = dropping()
-    plan, options = make_plan(stages, "cdp-v2", "single"), Options(CPU, draws=draws, early_release=early_release)
+    plan, options = make_plan(stages, "cdp-v2", "single"), CyclicOptions(CPU, draws=draws, early_release=early_release)
     runtime = set_up(copy.deepcopy(model), plan, layers, None, 0, MemoryMailbox(Post()), options)
     for states in runtime.executor.states.values():
         states.make_optimizer(SGD, None)

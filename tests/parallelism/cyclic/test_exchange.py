@@ -8,8 +8,8 @@ import pytest
 
 from galvatron_lite.parallelism.cyclic.exchange import due, reach
 from galvatron_lite.parallelism.cyclic.mailbox import Lane, lane_of
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 
 STEPS = 4
@@ -20,11 +20,11 @@ SETTINGS = [CyclicSetting.DATA, CyclicSetting.ZERO, CyclicSetting.STAGES]
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("rule", CyclicRule)
 def test_messages_are_awaited_soon_and_in_order(rule: CyclicRule, setting: CyclicSetting, workers: int) -> None:
-    programme = Programme(rule, setting, workers)
-    sent, received = dict[Message, int](), dict[Message, int]()
-    free, calls = dict[Message, int](), dict[Message, int]()
-    taken_in = dict[Message, int]()
-    leaving, arriving = defaultdict[Lane, list[Message]](list), defaultdict[Lane, list[Message]](list)
+    programme = CyclicProgramme(rule, setting, workers)
+    sent, received = dict[CyclicMessage, int](), dict[CyclicMessage, int]()
+    free, calls = dict[CyclicMessage, int](), dict[CyclicMessage, int]()
+    taken_in = dict[CyclicMessage, int]()
+    leaving, arriving = defaultdict[Lane, list[CyclicMessage]](list), defaultdict[Lane, list[CyclicMessage]](list)
     for process in range(programme.processes):
         for step in range(STEPS):
             for one in programme.passes(process, step):
@@ -42,7 +42,7 @@ def test_messages_are_awaited_soon_and_in_order(rule: CyclicRule, setting: Cycli
         assert leaving[lane][: len(known)] == known
     both = sent.keys() & received.keys()
     assert all(sent[one] < received[one] <= sent[one] + reach(one, programme) for one in both)
-    assert Kind.PARTIAL in {one.kind for one in both} or setting is CyclicSetting.ZERO
+    assert MessageContent.PARTIAL in {one.kind for one in both} or setting is CyclicSetting.ZERO
     for one in both:
         assert free[one] >= received[one]
         # nobody waits for what another process does with a batch that it may not have been given yet

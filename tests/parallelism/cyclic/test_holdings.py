@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
-from galvatron_lite.parallelism.cyclic.messages import Kind
+from galvatron_lite.parallelism.cyclic.messages import MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.timeline import backward_time, forward_time
 
@@ -76,8 +76,8 @@ def test_messages(count: int, rule: CyclicRule) -> None:
         assert len(holding.does.sends) <= 1
         assert len(holding.waiting) <= 2
         assert len(holding.coming) <= 1
-        assert all(message.kind is Kind.UPDATE for message in beside(holding.does))
+        assert all(message.kind is MessageContent.UPDATE for message in beside(holding.does))
     assert all(not one.waiting for one in holdings(rule, CyclicSetting.SINGLE, count))
     kinds = {message.kind for one in holdings(rule, CyclicSetting.ZERO, count) for message in one.does.receives}
-    assert kinds == {Kind.WEIGHTS, Kind.STATES}
+    assert kinds == {MessageContent.WEIGHTS, MessageContent.STATES}
     assert not any(beside(one.does) for one in holdings(rule, CyclicSetting.ZERO, count))

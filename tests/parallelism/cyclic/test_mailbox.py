@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
-from galvatron_lite.parallelism.cyclic.messages import Kind, Message
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
 from tests.pool import WorkerPool
 
 CPU = torch.device("cpu")
@@ -18,21 +18,32 @@ CPU = torch.device("cpu")
 
 def exchanged() -> dict[str, Any]:
     """Both ranks send before they receive, more than a socket buffers; kinds and directions do not mix."""
-    mailbox, rank = ProcessMailbox([Kind.PARTIAL, Kind.UPDATE, Kind.ACTIVATION], CPU, 30), dist.get_rank()
+    mailbox, rank = (
+        ProcessMailbox([MessageContent.PARTIAL, MessageContent.UPDATE, MessageContent.ACTIVATION], CPU, 30),
+        dist.get_rank(),
+    )
     many, other = torch.empty(1 << 16, dtype=torch.float64), 1 - rank
-    sent = [Message(kind, 0, step, 0, rank, other) for step in range(3) for kind in (Kind.PARTIAL, Kind.UPDATE)]
+    sent = [
+        CyclicMessage(kind, 0, step, 0, rank, other)
+        for step in range(3)
+        for kind in (MessageContent.PARTIAL, MessageContent.UPDATE)
+    ]
     for place, message in enumerate(sent):
         mailbox.send(message, [torch.full_like(many, place + 10 * rank), torch.tensor(True)], due=message.step)
-    expected = [Message(kind, 0, step, 0, other, rank) for kind in (Kind.UPDATE, Kind.PARTIAL) for step in range(3)]
+    expected = [
+        CyclicMessage(kind, 0, step, 0, other, rank)
+        for kind in (MessageContent.UPDATE, MessageContent.PARTIAL)
+        for step in range(3)
+    ]
     mailbox.expect(expected[0], [many, torch.tensor(False)])
     found = {}
     for message in expected:
         values, flag = mailbox.receive(message, [many, torch.tensor(False)])
         found[message.kind.value, message.step] = (float(values[-1]), bool(flag))
     if rank == 0:
-        mailbox.tell(Message(Kind.ACTIVATION, 0, 0, 0, 0, 1), {"told": 1})
+        mailbox.tell(CyclicMessage(MessageContent.ACTIVATION, 0, 0, 0, 0, 1), {"told": 1})
     else:
-        assert mailbox.hear(Message(Kind.ACTIVATION, 0, 0, 0, 0, 1)) == {"told": 1}
+        assert mailbox.hear(CyclicMessage(MessageContent.ACTIVATION, 0, 0, 0, 0, 1)) == {"told": 1}
     mailbox.clear(2)
     mailbox.finish()
     return found
@@ -40,21 +51,21 @@ def exchanged() -> dict[str, Any]:
 
 def silent() -> str:
     """Rank 1 never sends, but lives."""
-    mailbox = ProcessMailbox([Kind.GRADIENT], CPU, 1)
+    mailbox = ProcessMailbox([MessageContent.GRADIENT], CPU, 1)
     if dist.get_rank() == 1:
         dist.barrier()
         return ""
-    message = Message(Kind.GRADIENT, 2, 7, 1, 1, 0)
+    message = CyclicMessage(MessageContent.GRADIENT, 2, 7, 1, 1, 0)
     with pytest.raises(LaunchError) as raised:
         mailbox.receive(message, [torch.empty(2)])
     with pytest.raises(LaunchError, match="A process was lost before"):
-        mailbox.send(Message(Kind.GRADIENT, 2, 8, 1, 0, 1), [torch.empty(2)])
+        mailbox.send(CyclicMessage(MessageContent.GRADIENT, 2, 8, 1, 0, 1), [torch.empty(2)])
     dist.barrier()
     return str(raised.value)
 
 
 def test_messages_arrive_by_kind_and_in_order(pool: WorkerPool) -> None:
-    kinds = [Kind.PARTIAL.value, Kind.UPDATE.value]
+    kinds = [MessageContent.PARTIAL.value, MessageContent.UPDATE.value]
     for rank, found in enumerate(pool.run(2, exchanged)):
         expected = {(kind, step): 2 * step + place for step in range(3) for place, kind in enumerate(kinds)}
         assert found == {key: (value + 10 * (1 - rank), True) for key, value in expected.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, Options, set_up
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions, CyclicRuntime, set_up
 from tests.parallelism.cyclic.fleet import CPU, SGD, MemoryMailbox, Post
 from tests.parallelism.cyclic.models import Case, blocks_case, deep_case, make_batches, make_plan, split
 
@@ -64,7 +64,7 @@ def data_parallel_peak(model: nn.Module, microbatches: list[Any]) -> int:
 def runtime_of(case: Case, rule: str, early_release: bool = False) -> CyclicRuntime:
     model, layers, stages = case
     plan = make_plan(stages, rule, "single", ROWS)
-    options = Options(CPU, early_release=early_release)
+    options = CyclicOptions(CPU, early_release=early_release)
     runtime = set_up(copy.deepcopy(model), plan, layers, None, 0, MemoryMailbox(Post()), options)
     for states in runtime.executor.states.values():
         states.make_optimizer(SGD, None)

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from galvatron_lite.parallelism.cyclic.messages import Kind
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import MessageContent
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, is_fresh
 from tests.parallelism.cyclic.run_programme import Run
 
@@ -22,7 +22,7 @@ def test_runs_with_the_versions_of_the_rule(
     workers: int, rule: CyclicRule, setting: CyclicSetting, continued: bool
 ) -> None:
     begin = 3 if continued else 0
-    programme = Programme(rule, setting, workers, begin, begin - continued)
+    programme = CyclicProgramme(rule, setting, workers, begin, begin - continued)
     run = Run(programme, STEPS)
     assert len(run.done) == STEPS * 2 * workers * workers
     for _, one in run.done:
@@ -34,7 +34,7 @@ def test_runs_with_the_versions_of_the_rule(
 @pytest.mark.parametrize("workers", [2, 3, 6])
 def test_rule_v2_is_what_the_times_allow(workers: int) -> None:
     """A worker uses an update exactly if the last worker's backward pass comes before its own forward pass."""
-    run = Run(Programme(CyclicRule.V2, CyclicSetting.SINGLE, workers), 3)
+    run = Run(CyclicProgramme(CyclicRule.V2, CyclicSetting.SINGLE, workers), 3)
     ends = {(one.moment.stage, one.moment.step): one.moment.time for _, one in run.done if one.finishes}
     for _, one in run.done:
         moment = one.moment
@@ -44,7 +44,7 @@ def test_rule_v2_is_what_the_times_allow(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_every_stage_is_used_once_a_time_step(workers: int) -> None:
-    run = Run(Programme(CyclicRule.V2, CyclicSetting.SINGLE, workers), STEPS)
+    run = Run(CyclicProgramme(CyclicRule.V2, CyclicSetting.SINGLE, workers), STEPS)
     used = Counter((one.moment.time, one.moment.stage) for _, one in run.done)
     steady = range(2 * (workers - 1), 2 * workers * STEPS)
     assert all(used[time, stage] == 1 for time in steady for stage in range(workers))
@@ -54,7 +54,7 @@ def test_every_stage_is_used_once_a_time_step(workers: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize(("early", "most"), [(False, lambda n: n * (n + 1) // 2), (True, lambda n: n * n // 2 + 1)])
 def test_stages_kept_on_one_device(workers: int, early: bool, most: object) -> None:
-    programme = Programme(CyclicRule.V2, CyclicSetting.SINGLE, workers, early_release=early)
+    programme = CyclicProgramme(CyclicRule.V2, CyclicSetting.SINGLE, workers, early_release=early)
     live, peak = 0, 0
     for _, one in Run(programme, STEPS).done:
         live += 0 if one.moment.backward else 1
@@ -69,19 +69,19 @@ def test_stages_kept_on_one_device(workers: int, early: bool, most: object) -> N
 @pytest.mark.parametrize("workers", [2, 3, 6])
 @pytest.mark.parametrize("rule", CyclicRule)
 def test_data_sends_one_stage_a_time_step(workers: int, rule: CyclicRule) -> None:
-    run = Run(Programme(rule, CyclicSetting.DATA, workers), STEPS)
+    run = Run(CyclicProgramme(rule, CyclicSetting.DATA, workers), STEPS)
     sent = Counter((time, message.source) for time, message in run.sent)
     assert max(sent.values()) == 1
-    got = Counter((message.target, message.stage) for _, message in run.sent if message.kind is Kind.UPDATE)
+    got = Counter((message.target, message.stage) for _, message in run.sent if message.kind is MessageContent.UPDATE)
     assert all(count <= STEPS for count in got.values())
-    partial = sum(message.kind is Kind.PARTIAL for _, message in run.sent)
+    partial = sum(message.kind is MessageContent.PARTIAL for _, message in run.sent)
     assert partial == STEPS * workers * (workers - 1)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 6])
 @pytest.mark.parametrize("rule", CyclicRule)
 def test_stages_need_a_triangle_of_processes(workers: int, rule: CyclicRule) -> None:
-    programme = Programme(rule, CyclicSetting.STAGES, workers)
+    programme = CyclicProgramme(rule, CyclicSetting.STAGES, workers)
     assert programme.processes == workers * (workers + 1) // 2
     run = Run(programme, STEPS)
     holding: dict[int, tuple[int, int]] = {}
@@ -100,8 +100,8 @@ def test_stages_need_a_triangle_of_processes(workers: int, rule: CyclicRule) -> 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("rule", CyclicRule)
 def test_zero_sends_one_stage_along_each_track(workers: int, rule: CyclicRule) -> None:
-    run = Run(Programme(rule, CyclicSetting.ZERO, workers), STEPS)
-    states = [message for _, message in run.sent if message.kind is Kind.STATES]
+    run = Run(CyclicProgramme(rule, CyclicSetting.ZERO, workers), STEPS)
+    states = [message for _, message in run.sent if message.kind is MessageContent.STATES]
     assert all(1 <= len(message.versions) <= 2 for message in states)
     opening = sum(stage != 0 for stage in range(workers))
     assert len(states) == opening + STEPS * workers * workers * (workers > 1)
@@ -115,7 +115,7 @@ def test_zero_sends_one_stage_along_each_track(workers: int, rule: CyclicRule) -
 def test_settling_brings_every_update_everywhere(
     workers: int, rule: CyclicRule, setting: CyclicSetting, steps: int
 ) -> None:
-    programme = Programme(rule, setting, workers)
+    programme = CyclicProgramme(rule, setting, workers)
     run = Run(programme, steps)
     run.settle()
     for process in run.processes:
@@ -127,7 +127,7 @@ def test_settling_brings_every_update_everywhere(
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize(("rule", "setting"), EVERY)
 def test_closing_names_what_is_under_way(workers: int, rule: CyclicRule, setting: CyclicSetting) -> None:
-    programme = Programme(rule, setting, workers)
+    programme = CyclicProgramme(rule, setting, workers)
     run = Run(programme, STEPS)
     under_way = [message for boxes in run.mail.values() for box in boxes.values() for message in box]
     assert sorted(map(repr, programme.closing(STEPS))) == sorted(map(repr, under_way))

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.parallelism.cyclic.messages import Message, Pass
-from galvatron_lite.parallelism.cyclic.programme import Programme
+from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import loop_of, round_seconds
 
 COUNTS, RULES, SETTINGS = st.integers(1, 6), st.sampled_from(CyclicRule), st.sampled_from(CyclicSetting)
-Seconds = Callable[[Pass], float]
-Sent = Callable[[Message], float]
+Seconds = Callable[[CyclicPass], float]
+Sent = Callable[[CyclicMessage], float]
 
 
 def looped(rule: CyclicRule, setting: CyclicSetting, count: int, seconds: Seconds, sent: Sent) -> float:
@@ -26,8 +26,8 @@ def looped(rule: CyclicRule, setting: CyclicSetting, count: int, seconds: Second
 
 def walked(rule: CyclicRule, setting: CyclicSetting, count: int, seconds: Seconds, sent: Sent, steps: int) -> float:
     """Growth of the last end over the second half of ``steps`` training steps, process by process."""
-    programme = Programme(rule, setting, count)
-    clock, link, arrived = dict[int, float](), dict[int, float](), dict[Message, float]()
+    programme = CyclicProgramme(rule, setting, count)
+    clock, link, arrived = dict[int, float](), dict[int, float](), dict[CyclicMessage, float]()
     ends = []
     passes = [
         [(one.moment.time, one.moment.backward, process, one) for one in programme.passes(process, step)]
@@ -88,10 +88,10 @@ def test_equals_a_walk_through_many_steps(count: int, rule: CyclicRule, setting:
     passes = [(draw.uniform(0.1, 1.0), draw.uniform(0.1, 2.0)) for _ in range(count)]
     links = [draw.choice([0.0, draw.uniform(0.0, 1.0)]) for _ in range(count)]
 
-    def seconds(one: Pass) -> float:
+    def seconds(one: CyclicPass) -> float:
         return passes[one.moment.stage][one.moment.backward] + 0.01 * len(one.applies)
 
-    def sent(message: Message) -> float:
+    def sent(message: CyclicMessage) -> float:
         return links[message.stage]
 
     found = looped(rule, setting, count, seconds, sent)

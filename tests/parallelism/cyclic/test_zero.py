@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cyclic.messages import Pass
+from galvatron_lite.parallelism.cyclic.messages import CyclicPass
 from galvatron_lite.parallelism.cyclic.optimizer_states import give_states, layout_of, states_likes, take_states
 from galvatron_lite.parallelism.cyclic.travelling import TravellingStates
 from galvatron_lite.parallelism.cyclic.zero import ZeroExecutor
-from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, Options, set_up
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions, CyclicRuntime, set_up
 from tests.parallelism.cyclic.fleet import CPU, MemoryMailbox, Post
 from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan, split
 
@@ -51,7 +51,7 @@ def test_nothing_is_kept_between_passes(count: int, rule: str) -> None:
     (model, layers, stages), batches, post = blocks_case(count), make_batches(3, count), Post()
     plan = make_plan(stages, rule, "zero")
     fleet = [
-        set_up(copy.deepcopy(model), plan, layers, None, process, MemoryMailbox(post), Options(CPU))
+        set_up(copy.deepcopy(model), plan, layers, None, process, MemoryMailbox(post), CyclicOptions(CPU))
         for process in range(count)
     ]
     stage_bytes = sum(one.nbytes for one in model.parameters()) // count
@@ -62,7 +62,7 @@ def test_nothing_is_kept_between_passes(count: int, rule: str) -> None:
     for runtime in fleet:
         runtime.executor.begin()
     for step, batch in enumerate(batches):
-        passes: list[tuple[Pass, int]] = []
+        passes: list[tuple[CyclicPass, int]] = []
         for process, runtime in enumerate(fleet):
             runtime.executor.feed(step, split(batch, count))
             passes += [(one, process) for one in runtime.executor.programme.passes(process, step)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage, Trainer
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage, TrainedBy
 
 BLOCKS, BATCH, COUNT = 8, 64, 4
 
@@ -45,7 +45,7 @@ PLANS = {
     "zero3": plan(Strategy(zero=4, zero_stage=3, recompute=Recompute.FULL)),
     "hybrid": plan(Strategy(data=2, zero=2, zero_stage=3)),
     "offload": plan(Strategy(zero=4, zero_stage=2, offload=Offload.STATES)),
-    "deepspeed": replace(plan(Strategy(zero=4, zero_stage=3)), backend=Trainer.DEEPSPEED),
+    "deepspeed": replace(plan(Strategy(zero=4, zero_stage=3)), backend=TrainedBy.DEEPSPEED),
     "tensor": plan(Strategy(zero=2, zero_stage=1, tensor=2, sequence_parallel=True)),
     "context": plan(Strategy(zero=2, zero_stage=3, context=2, tensor=2, sequence_parallel=True)),
     "ulysses": plan(Strategy(zero=2, zero_stage=2, context=2, ulysses=True)),

@@ -20,7 +20,7 @@ from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.common import commented, cuts
 from galvatron_lite.plans.export.tools import TOOLS, export
 from galvatron_lite.plans.io import write_plan
-from galvatron_lite.plans.schema import Mode, Trainer
+from galvatron_lite.plans.schema import Mode, TrainedBy
 from tests.plans.export.made import BATCH, BLOCKS, COUNT, PLANS, plan
 
 EVERY = sorted(PLANS)
@@ -136,7 +136,7 @@ def test_accelerate_has_fsdp_recompute_and_tells_who_does_otherwise() -> None:
     left_out = {name: " ".join(export(one, "accelerate").left_out) for name, one in PLANS.items()}
     assert [name for name, lines in left_out.items() if "ZeRO-1: beside" in lines] == ["tensor"]
     assert "replicas" not in left_out["hybrid"]
-    replicas = replace(PLANS["hybrid"], backend=Trainer.DEEPSPEED)
+    replicas = replace(PLANS["hybrid"], backend=TrainedBy.DEEPSPEED)
     assert any("2 replicas of the shards" in line for line in export(replicas, "accelerate").left_out)
     assert not any("recomputation" in line for line in export(PLANS["zero3"], "accelerate").left_out)
     replicas = plan(Strategy(zero=4, zero_stage=2, recompute=Recompute.FULL, offload=Offload.STATES))

@@ -9,7 +9,15 @@ from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.runtime.adapt.correct import corrected, predicted_groups
 from galvatron_lite.runtime.adapt.links import points_of
 from galvatron_lite.runtime.adapt.planning import plain
-from galvatron_lite.runtime.adapt.schema import LOG_VERSION, Adapt, Corrections, LayerGroup, LinkPoint, Started, Window
+from galvatron_lite.runtime.adapt.schema import (
+    LOG_VERSION,
+    Adapt,
+    Corrections,
+    LayerGroup,
+    LinkPoint,
+    Started,
+    StepWindow,
+)
 from galvatron_lite.search.planner import find_plan
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 
@@ -47,7 +55,7 @@ def started(settings: Adapt, profile: Profile | None = None) -> Started:
 
 def window_on(
     profile: Profile, truth: Corrections, plan: Plan, step: int, noise: float = 0.0, links: bool = True
-) -> Window:
+) -> StepWindow:
     """What a machine that differs from the profile by ``truth`` shows under a plan."""
     real = corrected(profile, truth)
     prediction = evaluate(real, plain(plan)).prediction
@@ -60,7 +68,7 @@ def window_on(
         LinkPoint(name, size, real_points[name, size] * (1.0 + noise), said[name, size]) for name, size in sizes
     )
     groups = _groups(real, truth, profile, plan)
-    return Window(step, (0.98 * seconds, seconds, 1.02 * seconds), groups, (), found if links else ())
+    return StepWindow(step, (0.98 * seconds, seconds, 1.02 * seconds), groups, (), found if links else ())
 
 
 def _groups(real: Profile, truth: Corrections, profile: Profile, plan: Plan) -> tuple[LayerGroup, ...]:

@@ -21,20 +21,20 @@ from galvatron_lite.runtime.adapt.decide import (
     on_window,
     wants_links,
 )
-from galvatron_lite.runtime.adapt.log import Log, read_log, replay
-from galvatron_lite.runtime.adapt.planning import PlanningProcess, Question, answer, plan_name, step_seconds
+from galvatron_lite.runtime.adapt.log import AdaptLog, read_log, replay
+from galvatron_lite.runtime.adapt.planning import PlanningProcess, PlanQuery, answer, plan_name, step_seconds
 from galvatron_lite.runtime.adapt.schema import (
-    Action,
     Adapt,
+    AdaptAction,
     Corrections,
     Decided,
     Decision,
     Done,
     LinkFactor,
-    Planned,
+    PlannedRecord,
     Record,
-    Seen,
     Started,
+    WindowRecord,
 )
 from tests.runtime.adapt.cases import fastest, started, wide_profile, window_on
 
@@ -62,24 +62,24 @@ def train(
         plan_truth = replace(truth, residual=3.0) if plan_name(state.plan) in slower else truth
         window = window_on(first.profile, plan_truth, state.plan, step, draw.uniform(-noise, noise))
         window = window if wants_links(state, window) else replace(window, links=())
-        records.append(Seen(window))
+        records.append(WindowRecord(window))
         state, decision = decided(on_window(state, window))
-        if decision.action is Action.BACK:
+        if decision.action is AdaptAction.BACK:
             assert state.former is not None
             state = switched(state.former)
-        if decision.action is Action.PLAN:
-            found = answer(Question(state.profile, state.corrections, state.plan, state.settings))
-            records.append(Planned(step, found.plan, found.error))
+        if decision.action is AdaptAction.PLAN:
+            found = answer(PlanQuery(state.profile, state.corrections, state.plan, state.settings))
+            records.append(PlannedRecord(step, found.plan, found.error))
             state, decision = decided(on_planned(state, step, found.plan, found.error))
-            if decision.action is Action.SWITCH:
+            if decision.action is AdaptAction.SWITCH:
                 assert found.plan is not None
                 state = switched(found.plan)
     return state, records
 
 
-def actions(records: list[Record]) -> list[Action]:
+def actions(records: list[Record]) -> list[AdaptAction]:
     taken = [record.decision.action for record in records if isinstance(record, Decided)]
-    return [action for action in taken if action is not Action.KEEP]
+    return [action for action in taken if action is not AdaptAction.KEEP]
 
 
 def test_nothing_is_done_where_all_is_as_predicted() -> None:
@@ -91,8 +91,8 @@ def test_a_slow_link_is_found_and_gone_round_once() -> None:
     """Sixty times slower from the fourth window on: two windows are waited for, one switch is made, and no other."""
     first = started(SETTINGS)
     state, records = train(first, [Corrections()] * 3 + [SLOW] * 10, noise=0.05)
-    assert actions(records) == [Action.PLAN, Action.SWITCH]
-    planned = next(r.decision for r in records if isinstance(r, Decided) and r.decision.action is Action.PLAN)
+    assert actions(records) == [AdaptAction.PLAN, AdaptAction.SWITCH]
+    planned = next(r.decision for r in records if isinstance(r, Decided) and r.decision.action is AdaptAction.PLAN)
     assert planned.step == 50
     (link,) = planned.corrections.links
     assert link.per_byte == pytest.approx(60.0, rel=0.1)
@@ -104,8 +104,8 @@ def test_a_slow_link_is_found_and_gone_round_once() -> None:
 def test_once_the_link_is_well_again_it_is_gone_back_and_stays() -> None:
     well = [Corrections()] * 12
     state, records = train(started(replace(SETTINGS, least_gain=0.02)), [SLOW] * 10 + well, noise=0.01)
-    assert actions(records)[:2] == [Action.PLAN, Action.SWITCH]
-    assert actions(records).count(Action.SWITCH) <= 2
+    assert actions(records)[:2] == [AdaptAction.PLAN, AdaptAction.SWITCH]
+    assert actions(records).count(AdaptAction.SWITCH) <= 2
     assert plan_name(state.plan) == plan_name(fastest(wide_profile()))
 
 
@@ -117,8 +117,8 @@ def test_a_link_that_comes_and_goes_does_not_make_plans_flap() -> None:
 
 def test_new_plans_keep_what_is_pinned() -> None:
     first = started(SETTINGS)
-    free = answer(Question(first.profile, SLOW, first.plan, Adapt(mem="95%"))).plan
-    kept = answer(Question(first.profile, SLOW, first.plan, Adapt(mem="95%", fix=("pp=1", "zero=3")))).plan
+    free = answer(PlanQuery(first.profile, SLOW, first.plan, Adapt(mem="95%"))).plan
+    kept = answer(PlanQuery(first.profile, SLOW, first.plan, Adapt(mem="95%", fix=("pp=1", "zero=3")))).plan
     assert free is not None
     assert kept is not None
     assert {run.strategy.zero_stage for stage in free.stages for run in stage.runs} != {3}
@@ -127,18 +127,18 @@ def test_new_plans_keep_what_is_pinned() -> None:
 
 def test_a_plan_that_disappoints_is_left_for_good() -> None:
     first = started(SETTINGS)
-    found = answer(Question(first.profile, SLOW, first.plan, Adapt(mem="95%"))).plan
+    found = answer(PlanQuery(first.profile, SLOW, first.plan, Adapt(mem="95%"))).plan
     assert found is not None
     state, records = train(first, [SLOW] * 14, slower=frozenset({plan_name(found)}))
     taken = actions(records)
-    assert taken[:3] == [Action.PLAN, Action.SWITCH, Action.BACK]
-    assert Action.SWITCH not in taken[3:]
+    assert taken[:3] == [AdaptAction.PLAN, AdaptAction.SWITCH, AdaptAction.BACK]
+    assert AdaptAction.SWITCH not in taken[3:]
     assert plan_name(state.plan) == plan_name(first.plan)
 
 
 def test_few_steps_left_do_not_pay_for_a_switch() -> None:
     _, records = train(started(replace(SETTINGS, steps=21)), [SLOW] * 2)
-    assert actions(records) == [Action.PLAN]
+    assert actions(records) == [AdaptAction.PLAN]
     last = records[-1]
     assert isinstance(last, Decided)
     assert "does not pay" in last.decision.reason
@@ -147,8 +147,8 @@ def test_few_steps_left_do_not_pay_for_a_switch() -> None:
 def test_a_slow_device_gets_fewer_layers() -> None:
     truth = Corrections(devices=(1.0, 2.0))
     state, records = train(started(SETTINGS), [truth] * 6)
-    assert actions(records) == [Action.PLAN, Action.SWITCH]
-    planned = next(r.decision for r in records if isinstance(r, Decided) and r.decision.action is Action.PLAN)
+    assert actions(records) == [AdaptAction.PLAN, AdaptAction.SWITCH]
+    planned = next(r.decision for r in records if isinstance(r, Decided) and r.decision.action is AdaptAction.PLAN)
     assert planned.corrections.devices[1] / planned.corrections.devices[0] == pytest.approx(2.0, rel=0.01)
     sizes = [sum(run.count for run in stage.runs) for stage in state.plan.stages]
     assert sizes[0] > sizes[1]
@@ -160,9 +160,9 @@ def test_memory_that_ran_out_makes_a_plan_that_takes_less() -> None:
     assert first.plan.prediction is not None
     peak = first.plan.prediction.peak_memory
     state = on_exhausted(begin(first), factor=1.05 * 0.95 * 2**30 / peak)
-    found = answer(Question(profile, state.corrections, state.plan, state.settings))
+    found = answer(PlanQuery(profile, state.corrections, state.plan, state.settings))
     state, decision = on_planned(state, 10, found.plan, found.error)
-    assert decision.action is Action.SWITCH
+    assert decision.action is AdaptAction.SWITCH
     assert found.plan is not None
     assert found.plan.prediction is not None
     assert found.plan.prediction.peak_memory < peak
@@ -199,7 +199,7 @@ def test_predicted_groups_are_of_blocks() -> None:
 
 def test_a_log_is_replayed_to_the_same_decisions(tmp_path: Path) -> None:
     _, records = train(started(SETTINGS), [Corrections()] * 2 + [SLOW] * 8, noise=0.05)
-    log = Log(str(tmp_path / "log.jsonl"))
+    log = AdaptLog(str(tmp_path / "log.jsonl"))
     for record in records:
         log.write(record)
     again = read_log(tmp_path / "log.jsonl")
@@ -208,7 +208,9 @@ def test_a_log_is_replayed_to_the_same_decisions(tmp_path: Path) -> None:
     assert len(replayed) == sum(isinstance(record, Decided) for record in records)
     assert all(one.same for one in replayed)
     changed = [
-        replace(record, window=replace(record.window, seconds=(9.0, 9.0, 9.0))) if isinstance(record, Seen) else record
+        replace(record, window=replace(record.window, seconds=(9.0, 9.0, 9.0)))
+        if isinstance(record, WindowRecord)
+        else record
         for record in again
     ]
     assert not all(one.same for one in replay(changed))
@@ -224,5 +226,5 @@ def test_logs_that_are_none_are_refused(tmp_path: Path, line: str) -> None:
 
 def test_the_planning_process_says_what_this_one_does() -> None:
     profile = wide_profile()
-    question = Question(profile, SLOW, fastest(profile), Adapt(mem="95%"))
+    question = PlanQuery(profile, SLOW, fastest(profile), Adapt(mem="95%"))
     assert PlanningProcess(question).answer() == answer(question)

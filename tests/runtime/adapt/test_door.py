@@ -11,17 +11,17 @@ from galvatron_lite.cli import main
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.adapt.correct import corrected
 from galvatron_lite.runtime.adapt.door import learnt, planned_from, settings_of
-from galvatron_lite.runtime.adapt.log import Log
+from galvatron_lite.runtime.adapt.log import AdaptLog
 from galvatron_lite.runtime.adapt.schema import (
-    Action,
     Adapt,
+    AdaptAction,
     Corrections,
     Decided,
     Decision,
     Exhausted,
     LinkFactor,
     Planner,
-    Seen,
+    WindowRecord,
 )
 from tests.runtime.adapt.cases import started, wide_profile, window_on
 
@@ -47,9 +47,9 @@ def test_a_run_started_again_plans_with_what_it_learnt(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     settings = Adapt(log=str(path))
     assert learnt(settings, wide_profile()) == Corrections()
-    log = Log(str(path))
+    log = AdaptLog(str(path))
     log.write(started(settings))
-    log.write(Decided(Decision(20, Action.PLAN, "", FOUND)))
+    log.write(Decided(Decision(20, AdaptAction.PLAN, "", FOUND)))
     log.write(Exhausted(30, (1,), 1.25))
     two, four = wide_profile(2), wide_profile(4)
     assert learnt(settings, two) == Corrections(FOUND.links[:1], FOUND.devices, 1.25)
@@ -67,8 +67,8 @@ def test_replay_says_whether_decisions_come_out_as_logged(
     window = window_on(first.profile, Corrections(), first.plan, 20)
     reason = "as somebody wrote it"
     for name, status in (("other", 1), ("same", 0)):
-        log = Log(str(tmp_path / name))
-        for record in (first, Seen(window), Decided(Decision(20, Action.KEEP, reason))):
+        log = AdaptLog(str(tmp_path / name))
+        for record in (first, WindowRecord(window), Decided(Decision(20, AdaptAction.KEEP, reason))):
             log.write(record)
         monkeypatch.setattr(sys, "argv", ["galvatron", "adapt", "replay", str(tmp_path / name)])
         with pytest.raises(SystemExit) as ended:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from galvatron_lite.runtime.adapt.log import read_log, replay
-from galvatron_lite.runtime.adapt.schema import Action
+from galvatron_lite.runtime.adapt.schema import AdaptAction
 from tests.pool import WorkerPool
 from tests.runtime.adapt.jobs import FACTOR, LESS, SETTINGS, WINDOW, train_over_slow_link, work_alone
 
@@ -17,9 +17,9 @@ QUICK, SLOW = 2 + 3 * WINDOW, 8 * WINDOW
 def test_a_slow_link_is_found_and_the_new_plan_is_faster(pool: WorkerPool, tmp_path: Path) -> None:
     course = pool.run(2, train_over_slow_link, timeout=600.0, folder=str(tmp_path), quick=QUICK, slow=SLOW)[0]
     behind = [decision for decision in course.decisions if decision.step > QUICK]
-    taken = [decision.action for decision in behind if decision.action is not Action.KEEP]
-    assert taken == [Action.PLAN, Action.SWITCH]
-    planned = next(decision for decision in behind if decision.action is Action.PLAN)
+    taken = [decision.action for decision in behind if decision.action is not AdaptAction.KEEP]
+    assert taken == [AdaptAction.PLAN, AdaptAction.SWITCH]
+    planned = next(decision for decision in behind if decision.action is AdaptAction.PLAN)
     assert planned.step <= QUICK + (SETTINGS.patience + 1) * WINDOW
     for (link,), factor in ((planned.corrections.links, FACTOR), (course.links, LESS)):
         assert link.per_byte == pytest.approx(factor, rel=0.2)

@@ -27,15 +27,15 @@ def killed_while_saving(folder: str, asynchronous: bool) -> None:
     go_on(run, 1)
     save(run, Path(folder, "step-1"))
     go_on(run, 1)
-    write = folders.Sink.write
+    write = folders.FileSink.write
 
-    def half(sink: folders.Sink, data: Any) -> int:
+    def half(sink: folders.FileSink, data: Any) -> int:
         if dist.get_rank() == 1:
             write(sink, memoryview(data)[: memoryview(data).nbytes // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         return write(sink, data)
 
-    with patch.object(folders.Sink, "write", half):
+    with patch.object(folders.FileSink, "write", half):
         save(run, Path(folder, "step-2"), asynchronous=asynchronous)
         run[0].finish_saving()
 

@@ -108,15 +108,15 @@ def lost_while_saving(count: int, setting: str, folder: str, lost: int) -> None:
     go_on(model, 1)
     model.save(Path(folder, "step-1"))
     go_on(model, 2)
-    write = folders.Sink.write
+    write = folders.FileSink.write
 
-    def half(sink: folders.Sink, data: Any) -> int:
+    def half(sink: folders.FileSink, data: Any) -> int:
         if dist.get_rank() == lost:
             write(sink, memoryview(data)[: memoryview(data).nbytes // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         return write(sink, data)
 
-    with patch.object(folders.Sink, "write", half):
+    with patch.object(folders.FileSink, "write", half):
         model.save(Path(folder, "step-2"))
 
 

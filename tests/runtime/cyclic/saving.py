@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.cyclic.checkpoint import Keeper
-from galvatron_lite.runtime.cyclic.setup import Options, programme_of, set_up
+from galvatron_lite.runtime.cyclic.checkpoint import CyclicCheckpointer
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions, programme_of, set_up
 from galvatron_lite.runtime.cyclic.state import WholeState
 from tests.parallelism.cyclic.fleet import CPU, MemoryMailbox, Post
 from tests.parallelism.cyclic.models import Case, split
@@ -87,9 +87,9 @@ class Training:
     ) -> Run:
         model: nn.Module = copy.deepcopy(self.case[0])
         whole = WholeState(model)
-        runtime = set_up(model, self.plan, self.case[1], self.example, process, MemoryMailbox(post), Options(CPU))
+        runtime = set_up(model, self.plan, self.case[1], self.example, process, MemoryMailbox(post), CyclicOptions(CPU))
         executor, refusals = runtime.executor, list[InputError]()
-        keeper = Keeper(runtime, whole, ThreadPeers(process, meeting))
+        keeper = CyclicCheckpointer(runtime, whole, ThreadPeers(process, meeting))
         for states in executor.states.values():
             states.make_optimizer(self.factory, self.scheduler)
         begin = 0 if start is None else keeper.read(start)

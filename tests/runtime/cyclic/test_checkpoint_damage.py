@@ -80,7 +80,7 @@ class Full:
     def __init__(self, room: int) -> None:
         self.room = room
 
-    def write(self, sink: folders.Sink, data: Any) -> int:
+    def write(self, sink: folders.FileSink, data: Any) -> int:
         count = memoryview(data).nbytes
         self.room -= count
         if self.room < 0:
@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_run(
     before = {file.name: file.read_bytes() for file in place.iterdir()}
     disk = Full(room)
     with monkeypatch.context() as patched:
-        patched.setattr(folders.Sink, "write", lambda sink, data: disk.write(sink, data))
+        patched.setattr(folders.FileSink, "write", lambda sink, data: disk.write(sink, data))
         after = run.run(saves={2: place})
     assert disk.room < 0
     check_same(after, whole)
@@ -113,7 +113,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_run(
 def test_the_disk_itself_is_asked(tmp_path: Path) -> None:
     """A real full device: what torch writes to it ends in the system's error, not in torch's."""
     with open("/dev/full", "wb") as stream:
-        sink = folders.Sink(stream)
+        sink = folders.FileSink(stream)
         torch.save({"x": torch.zeros(100000)}, sink)  # type: ignore[arg-type]
         with pytest.raises(OSError, match="No space left"):
             sink.content()

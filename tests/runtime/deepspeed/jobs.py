@@ -20,7 +20,7 @@ from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.schema import Plan, Trainer
+from galvatron_lite.plans.schema import Plan, TrainedBy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
 from galvatron_lite.runtime.engine import ParallelModel
@@ -53,7 +53,7 @@ def plan_of(strategy: Strategy, microbatches: int = 2, precision: str = "fp32") 
     names = [layer.name for layer in discover_layers(make_model(MODEL))]
     assert len(names) == LAYERS + 2
     plan = make_plan([names], [[strategy] * len(names)], SAMPLES, microbatches, precision)
-    return replace(plan, backend=Trainer.DEEPSPEED)
+    return replace(plan, backend=TrainedBy.DEEPSPEED)
 
 
 def make(plan: Plan, *, meta: bool = False, **options: Any) -> DeepSpeedModel:
@@ -182,7 +182,7 @@ def _again(name: str, written: str, losses: list[float], state: dict[str, Tensor
 def from_galvatron(folder: str) -> bool:
     """Whether DeepSpeed goes on from a checkpoint of a plan of this package's own runtime, as that one does."""
     model = make_model(MODEL)
-    plan = replace(plan_of(STRATEGIES["zero3"]), backend=Trainer.GALVATRON)
+    plan = replace(plan_of(STRATEGIES["zero3"]), backend=TrainedBy.GALVATRON)
     ours = ParallelModel(model, plan, discover_layers(model), make_batch(), device="cpu", max_grad_norm=CLIP)
     optimizer = ours.optimizer(torch.optim.AdamW, **ADAMW)
     ours.train_step(make_batch(), optimizer)
@@ -211,7 +211,7 @@ def page(code: str) -> list[float]:
     names: dict[str, Any] = {"torch": torch, "model": model, "batch": batch, "batches": batches()}
     names["auto_parallelize"] = partial(auto_parallelize, profile=known, device="cpu")
     exec(code, names)
-    assert names["parallel"].plan.backend is Trainer.DEEPSPEED
+    assert names["parallel"].plan.backend is TrainedBy.DEEPSPEED
     return losses
 
 

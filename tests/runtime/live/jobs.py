@@ -16,10 +16,10 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.live.options import Seen
-from galvatron_lite.runtime.live.recorder import Recorder
+from galvatron_lite.runtime.live.options import ObserverOptions
+from galvatron_lite.runtime.live.recorder import RecordWriter
 from galvatron_lite.runtime.live.watching import watch_training
-from galvatron_lite.runtime.watch.notes import Phase
+from galvatron_lite.runtime.watch.notes import StepPhase
 from tests.parallelism.cyclic.models import make_plan
 from tests.processor_time import least
 from tests.runtime.branches.jobs import perception, perception_plan
@@ -54,7 +54,7 @@ def train_logged(folder: str) -> dict[str, list[float]]:
     ):  # fmt: skip
         parallel = make_parallel(case)
         optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
-        recorder = watch_training(parallel, Seen(Path(folder) / name))
+        recorder = watch_training(parallel, ObserverOptions(Path(folder) / name))
         assert recorder is not None
         losses = [step(parallel, optimizer) for _ in range(3)]
         parallel.eval()
@@ -63,7 +63,7 @@ def train_logged(folder: str) -> dict[str, list[float]]:
         recorder.finish()
         found[name] = losses
         parallel.step = 3  # as a checkpoint sets it; loops of the user's own do not count steps
-        recorder = watch_training(parallel, Seen(Path(folder) / name))  # it goes on in the same folder
+        recorder = watch_training(parallel, ObserverOptions(Path(folder) / name))  # it goes on in the same folder
         assert recorder is not None
         losses += [step(parallel, optimizer)]
         recorder.finish()
@@ -73,7 +73,7 @@ def train_logged(folder: str) -> dict[str, list[float]]:
 def alike(folder: str) -> bool:
     """Whether steps give the same bits, seen or not."""
     states = []
-    for seen in (None, Seen(Path(folder), profile_steps=range(1, 2))):
+    for seen in (None, ObserverOptions(Path(folder), profile_steps=range(1, 2))):
         parallel = make_parallel(REPLICAS)
         optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
         recorder = watch_training(parallel, seen)
@@ -88,7 +88,7 @@ def alike(folder: str) -> bool:
 def cost_of_seeing(folder: str) -> float:
     """Processor seconds that seeing a step of eight micro-batches costs the thread that trains."""
     parallel: Any = make_parallel(Case([Strategy()] * 5))
-    recorder = watch_training(parallel, Seen(Path(folder), live=True))
+    recorder = watch_training(parallel, ObserverOptions(Path(folder), live=True))
     assert recorder is not None
     observer, loss, batch = parallel.observer, torch.zeros(()), make_batch()
 
@@ -96,7 +96,11 @@ def cost_of_seeing(folder: str) -> float:
         before = time.thread_time()
         for _ in range(steps):
             observer.begin(batch)
-            for phase in (Phase.FORWARD, Phase.BACKWARD) * 8 + (Phase.GRADIENTS, Phase.CHECK, Phase.OPTIMIZER):
+            for phase in (StepPhase.FORWARD, StepPhase.BACKWARD) * 8 + (
+                StepPhase.GRADIENTS,
+                StepPhase.CHECK,
+                StepPhase.OPTIMIZER,
+            ):
                 parallel.watch.clock(phase)
             observer.end(loss)
         return (time.thread_time() - before) / steps
@@ -114,7 +118,7 @@ def refuse(folder: str) -> str:
     dist.barrier()
     parallel = make_parallel(NUMB)
     try:
-        watch_training(parallel, Seen(Path(folder) / "taken"))
+        watch_training(parallel, ObserverOptions(Path(folder) / "taken"))
     except InputError as error:
         return str(error)
     return ""
@@ -129,14 +133,14 @@ def other_models(folder: str) -> dict[str, list[float]]:
     (model, layers, stages), batches = case_of(2), batches_of(2)
     plan = make_plan(stages, "cdp-v2", "data", rows=4)
     cyclic = CyclicModel(model, plan, layers, batches[0], timeout=60)
-    recorder = watch_training(cyclic, Seen(place / "cyclic"))
+    recorder = watch_training(cyclic, ObserverOptions(place / "cyclic"))
     found["cyclic"] = _losses(cyclic, cyclic.optimizer(ADAM), batches[0])
     cyclic.flush()
     deep = deepspeed_jobs.make(deepspeed_jobs.plan_of(Strategy(zero=2, zero_stage=1)))
-    other = watch_training(deep, Seen(place / "deepspeed"))
+    other = watch_training(deep, ObserverOptions(place / "deepspeed"))
     found["deepspeed"] = _losses(deep, deep.optimizer(torch.optim.SGD, lr=0.1), make_batch())
     parallel = make_parallel(NUMB)
-    last = watch_training(parallel, Seen(place / "switch"))
+    last = watch_training(parallel, ObserverOptions(place / "switch"))
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
     found["switch"] = _losses(parallel, optimizer, make_batch())
     parallel.switch(replace(plan_of(STAGES), microbatches=2), optimizer)
@@ -147,9 +151,9 @@ def other_models(folder: str) -> dict[str, list[float]]:
     return found
 
 
-def _recorder() -> Recorder:
+def _recorder() -> RecordWriter:
     """The first that is running: that of ``auto_parallelize``."""
-    return next(thread for thread in threading.enumerate() if isinstance(thread, Recorder))
+    return next(thread for thread in threading.enumerate() if isinstance(thread, RecordWriter))
 
 
 def _losses(made: Any, optimizer: Any, batch: Any) -> list[float]:

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.runs.read import read_run
-from galvatron_lite.runs.schema import Part, PlanRecord, Record, StepRecord, measured, predicted
+from galvatron_lite.runs.schema import PlanRecord, Record, StepPart, StepRecord, measured, predicted
 from galvatron_lite.runtime.live import board
 from galvatron_lite.runtime.live.files import LineFiles
 from galvatron_lite.runtime.live.options import seen_of
-from galvatron_lite.runtime.live.recorder import Recorder
+from galvatron_lite.runtime.live.recorder import RecordWriter
 from galvatron_lite.runtime.live.show import Display
 from galvatron_lite.runtime.live.watching import watch_training
 from tests.pool import WorkerPool
@@ -41,10 +41,10 @@ def test_steps_of_every_kind_of_loop_are_logged(pool: WorkerPool, tmp_path: Path
         assert len(run.ranks) == 2
         for one in (record for records in run.ranks for record in records):
             assert sum(one.parts.values()) == pytest.approx(one.seconds, rel=1e-3), name
-            assert one.parts[Part.FORWARD] > 0.0
-            assert one.parts[Part.BACKWARD] > 0.0
+            assert one.parts[StepPart.FORWARD] > 0.0
+            assert one.parts[StepPart.BACKWARD] > 0.0
             assert one.resident > 2**20
-            assert (Part.WAITING in one.parts) == ("stage" in name)
+            assert (StepPart.WAITING in one.parts) == ("stage" in name)
         assert not run.torn
         assert [one.reason for one in run.ends] == ["", ""]
 
@@ -58,7 +58,7 @@ def test_other_models_and_changes_of_plan_are_logged(pool: WorkerPool, tmp_path:
         assert len(run.ranks) == 2, name
     changed = read_run(tmp_path / "switch")
     assert (changed.since, len(changed.plan.stages), len(changed.header.plan.stages)) == (2, 2, 1)
-    assert all(Part.WAITING in one.parts for records in changed.ranks for one in records)
+    assert all(StepPart.WAITING in one.parts for records in changed.ranks for one in records)
 
 
 def test_seeing_changes_no_bit(pool: WorkerPool, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ class _Kept(_Full):
 @pytest.mark.filterwarnings("ignore:.*takes no more")
 def test_a_full_disk_ends_the_log_and_not_the_training() -> None:
     full, kept = _Full(), _Kept()
-    recorder = Recorder([full, kept])  # type: ignore[list-item]
+    recorder = RecordWriter([full, kept])  # type: ignore[list-item]
     for number in range(5):
         recorder.put(_step(number))
     recorder.finish()

@@ -6,7 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from galvatron_lite.calibration.schema import Calibration, DeviceConstants, LinkConstants, Origin, StackConstants
+from galvatron_lite.calibration.schema import (
+    Calibration,
+    ConstantsOrigin,
+    DeviceConstants,
+    LinkConstants,
+    StackConstants,
+)
 from studies.calibration.fit import (
     Array,
     Fit,
@@ -166,7 +172,7 @@ def test_no_step_goes_further_than_it_may() -> None:
 
 def test_an_entry_says_how_sure_its_prior_is() -> None:
     matmul, memory = Parameter("devices", "A", "matmul", "bf16"), Parameter("devices", "A", "memory")
-    sure = replace(START, origins={"devices/A": Origin("a benchmark", deviations={"matmul": 0.05})})
+    sure = replace(START, origins={"devices/A": ConstantsOrigin("a benchmark", deviations={"matmul": 0.05})})
     assert deviation_of(sure, matmul) == 0.05
     assert deviation_of(sure, memory) == memory.scale.deviation == deviation_of(START, memory)
 

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 _WIDTHS = {
     "a0": (0.75, 2.5), "a1": (1.0, 2.5), "a2": (1.5, 2.75), "b0": (1.0, 2.5), "b1": (2.0, 4.0), "b2": (2.5, 5.0),
@@ -41,7 +41,7 @@ def branched_of(name: str) -> Branched | None:
 
 def branched_graph(name: str, spec: Branched, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
     """Stem, blocks stage by stage, the first of each halving the picture, head."""
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     net.stem(_block, width=min(64, spec.widths[0]), stride=2, groups=1)
     place = 0
     for depth, width in zip(spec.depths, spec.widths, strict=True):
@@ -51,7 +51,7 @@ def branched_graph(name: str, spec: Branched, side: int, classes: int, precision
     return net.finish(classes, precision)
 
 
-def _block(flow: Flow, width: int, stride: int, groups: int) -> None:
+def _block(flow: ImageFlow, width: int, stride: int, groups: int) -> None:
     x = flow.fork()
     narrow = flow.fork().convolve(width, 1, stride, groups).normalise()
     flow.convolve(width, 3, stride, groups).normalise().add(narrow)

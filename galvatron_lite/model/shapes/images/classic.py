@@ -6,8 +6,8 @@ Sources: Simonyan and Zisserman 2014 (arXiv:1409.1556, table 1), Huang et al. 20
 from __future__ import annotations
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 VGG = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Convolutions a stage by the number of layers with weights."""
@@ -19,7 +19,7 @@ def vgg_graph(
     name: str, depth: int, norm: bool, side: int, classes: int, precision: str, item_bytes: int
 ) -> ModelGraph:
     """3 x 3 convolutions and max pooling; the first fully connected layer is a 7 x 7 convolution."""
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     net.stem(_vgg_unit, width=64, norm=norm, pool=VGG[depth][0] == 1)
     for stage, count in enumerate(VGG[depth]):
         for index in range(1 if not stage else 0, count):
@@ -27,14 +27,14 @@ def vgg_graph(
     return net.finish(classes, precision, _vgg_head)
 
 
-def _vgg_unit(flow: Flow, width: int, norm: bool, pool: bool) -> None:
+def _vgg_unit(flow: ImageFlow, width: int, norm: bool, pool: bool) -> None:
     flow.convolve(width, 3, bias=True)
     (flow.normalise() if norm else flow).activate()
     if pool:
         flow.pool(2, 2, padding=0)
 
 
-def _vgg_head(flow: Flow) -> None:
+def _vgg_head(flow: ImageFlow) -> None:
     flow.convolve(4096, flow.extent[0], flow.extent[0], bias=True).activate()
     flow.linear(4096).activate()
 
@@ -42,7 +42,7 @@ def _vgg_head(flow: Flow) -> None:
 def dense_graph(name: str, depth: int, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
     """Blocks of layers that each add ``growth`` channels; transitions halve channels and picture."""
     growth = 48 if depth in (161, 264) else 32
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     net.stem(_dense_stem, width=2 * growth)
     for stage, layers in enumerate(DENSE[depth]):
         if stage:
@@ -52,11 +52,11 @@ def dense_graph(name: str, depth: int, side: int, classes: int, precision: str, 
     return net.finish(classes, precision, _dense_end)
 
 
-def _dense_stem(flow: Flow, width: int) -> None:
+def _dense_stem(flow: ImageFlow, width: int) -> None:
     flow.unit(width, 7, 2).pool(3, 2)
 
 
-def _dense_layer(flow: Flow, growth: int) -> None:
+def _dense_layer(flow: ImageFlow, growth: int) -> None:
     """All channels so far are copied together with the new ones."""
     x = flow.fork()
     flow.normalise().activate().unit(4 * growth).convolve(growth, 3)
@@ -64,9 +64,9 @@ def _dense_layer(flow: Flow, growth: int) -> None:
     flow.value, flow.channels = x.value, x.channels
 
 
-def _transition(flow: Flow) -> None:
+def _transition(flow: ImageFlow) -> None:
     flow.normalise().activate().convolve(flow.channels // 2).pool(2, 2, maximum=False, padding=0)
 
 
-def _dense_end(flow: Flow) -> None:
+def _dense_end(flow: ImageFlow) -> None:
     flow.normalise().activate()

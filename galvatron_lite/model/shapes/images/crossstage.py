@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Activation, Flow, rounded
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,28 +58,28 @@ def cross_of(name: str) -> CrossStage | None:
 
 def cross_graph(name: str, spec: CrossStage, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
     """Stem, stages that halve the picture, blocks, head."""
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     net.stem(_stem, spec=spec)
     for depth, width in zip(spec.depths, spec.widths, strict=True):
         net.block(_cross_stage if spec.cross else _dark_stage, spec=spec, width=width, depth=depth)
     return net.finish(classes, precision)
 
 
-def _stem(flow: Flow, spec: CrossStage) -> None:
+def _stem(flow: ImageFlow, spec: CrossStage) -> None:
     for index, width in enumerate(spec.stem):
         flow.unit(width, spec.stem_kernel, 1 if index else spec.stem_stride, 1, spec.function)
         if spec.stem_kernel % 2 == 0:
             flow.extent = (flow.extent[0] - 1, flow.extent[1] - 1)
 
 
-def _half(flow: Flow, spec: CrossStage, width: int) -> None:
+def _half(flow: ImageFlow, spec: CrossStage, width: int) -> None:
     if spec.average_down:
         flow.pool(2, 2, maximum=False, padding=0).unit(width, 1, 1, 1, spec.function)
     else:
         flow.unit(flow.channels if spec.cross else width, 3, 2, 1, spec.function)
 
 
-def _cross_stage(flow: Flow, spec: CrossStage, width: int, depth: int) -> None:
+def _cross_stage(flow: ImageFlow, spec: CrossStage, width: int, depth: int) -> None:
     _half(flow, spec, width)
     flow.unit(width, 1, 1, 1, spec.function)
     inside, beside = flow.split(), flow.split()
@@ -89,13 +89,13 @@ def _cross_stage(flow: Flow, spec: CrossStage, width: int, depth: int) -> None:
     flow.value, flow.channels = inside.value, inside.channels
 
 
-def _dark_stage(flow: Flow, spec: CrossStage, width: int, depth: int) -> None:
+def _dark_stage(flow: ImageFlow, spec: CrossStage, width: int, depth: int) -> None:
     _half(flow, spec, width)
     for _ in range(depth):
         _block(flow, spec, width)
 
 
-def _block(flow: Flow, spec: CrossStage, width: int) -> None:
+def _block(flow: ImageFlow, spec: CrossStage, width: int) -> None:
     x, inner = flow.fork(), round(width * spec.inner)
     flow.unit(inner, 3 if spec.edge else 1, 1, 1, spec.function)
     if spec.squeeze:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 from galvatron_lite.model.shapes.images.residual import Residual, bottleneck, residual_stem
 
 CLASSES = 81
@@ -18,7 +18,7 @@ _BOXES = (4, 6, 6, 6, 4, 4)
 def detector_graph(name: str, side: int, precision: str, item_bytes: int) -> ModelGraph:
     """ResNet-50 without its last stage, the third one not halving the picture; further maps; heads on every map."""
     spec = Residual(depths=(3, 4, 6))
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     net.stem(residual_stem, spec=spec)
     for stage, depth in enumerate(spec.depths):
         for index in range(depth):
@@ -27,14 +27,14 @@ def detector_graph(name: str, side: int, precision: str, item_bytes: int) -> Mod
     return net.finish(CLASSES, precision)
 
 
-def _maps(flow: Flow) -> None:
+def _maps(flow: ImageFlow) -> None:
     _heads(flow, _BOXES[0])
     for (inner, outer, stride, padding), boxes in zip(_EXTRA, _BOXES[1:], strict=True):
         flow.unit(inner).convolve(outer, 3, stride, padding=padding).normalise().activate()
         _heads(flow, boxes)
 
 
-def _heads(flow: Flow, boxes: int) -> None:
+def _heads(flow: ImageFlow, boxes: int) -> None:
     """Places and classes of the boxes of one map, with their losses in fp32."""
     for columns in (4 * boxes, CLASSES * boxes):
         head = flow.fork().convolve(columns, 3, bias=True)

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Passed, Role, SplitDims
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble
-from galvatron_lite.model.shapes.calls import Part
+from galvatron_lite.model.shapes.calls import Division
 from galvatron_lite.model.shapes.convolution import Extent
-from galvatron_lite.model.shapes.images.flow import Flow
+from galvatron_lite.model.shapes.images.flow import ImageFlow
 from galvatron_lite.model.shapes.tape import Tape
 
 _REASON = "A convolutional block has no pair of column-split and row-split matmuls."
 
 
-def _narrow(flow: Flow, stride: int, kernels: tuple[Extent, ...]) -> Flow:
+def _narrow(flow: ImageFlow, stride: int, kernels: tuple[Extent, ...]) -> ImageFlow:
     """Convolutions at a quarter of the channels between two 1 x 1 ones; the first of them strides."""
     channels = flow.channels
     _unit(flow, channels // 4, (1, 1))
@@ -30,15 +30,15 @@ def _narrow(flow: Flow, stride: int, kernels: tuple[Extent, ...]) -> Flow:
     return _unit(flow, channels, (1, 1))
 
 
-def _unit(flow: Flow, out: int, kernel: Extent, stride: int = 1) -> Flow:
+def _unit(flow: ImageFlow, out: int, kernel: Extent, stride: int = 1) -> ImageFlow:
     return flow.rectify().convolve(out, kernel, stride, padding=None if kernel != (1, 1) else 0).normalise()
 
 
-def _average(flow: Flow, stride: int) -> Flow:
+def _average(flow: ImageFlow, stride: int) -> ImageFlow:
     return flow.pool(3, stride, maximum=False)
 
 
-_OPERATIONS: dict[str, Callable[[Flow, int], Flow]] = {
+_OPERATIONS: dict[str, Callable[[ImageFlow, int], ImageFlow]] = {
     "none": lambda flow, _: flow,
     "conv": lambda flow, stride: _unit(flow, flow.channels, (1, 1), stride),
     "conv3": lambda flow, stride: _narrow(flow, stride, ((3, 3),)),
@@ -111,15 +111,15 @@ def _result(cell: Cell) -> tuple[int, Extent]:
 
 def _stem(side: int, channels: int, item_bytes: int) -> tuple[LayerKind, Extent]:
     tape = Tape(item_bytes)
-    flow = Flow(tape, tape.enter(3 * side * side, Part.WHOLE, grad=False), 3, (side, side))
+    flow = ImageFlow(tape, tape.enter(3 * side * side, Division.WHOLE, grad=False), 3, (side, side))
     flow.rectify().convolve(channels, 3, 2).normalise()
     dims = SplitDims(in_channels=3, out_channels=channels, height=side, width=side)
     return tape.kind("before", (flow.value,), dims, tensor_reason=_REASON, recomputed=False), flow.extent
 
 
-def _enter(tape: Tape, picture: tuple[int, Extent]) -> Flow:
+def _enter(tape: Tape, picture: tuple[int, Extent]) -> ImageFlow:
     channels, extent = picture
-    return Flow(tape, tape.enter(_items(picture), Part.WHOLE), channels, extent)
+    return ImageFlow(tape, tape.enter(_items(picture), Division.WHOLE), channels, extent)
 
 
 def _cell_kind(cell: Cell, name: str, item_bytes: int) -> LayerKind:
@@ -132,7 +132,7 @@ def _cell_kind(cell: Cell, name: str, item_bytes: int) -> LayerKind:
     return tape.kind(name, (out.value, skip), dims, tensor_reason=_REASON)
 
 
-def _cell(cell: Cell, last: Flow, before: Flow) -> Flow:
+def _cell(cell: Cell, last: ImageFlow, before: ImageFlow) -> ImageFlow:
     states = [_unit(last, cell.channels, (1, 1)), _fitted(before, cell)]
     for pair in _REDUCTION if cell.reduction else _NORMAL:
         first, second = (
@@ -143,7 +143,7 @@ def _cell(cell: Cell, last: Flow, before: Flow) -> Flow:
     return states[chosen[0]].fork().concatenate(*(states[index] for index in chosen[1:]))
 
 
-def _fitted(before: Flow, cell: Cell) -> Flow:
+def _fitted(before: ImageFlow, cell: Cell) -> ImageFlow:
     """The output two cells back at the cell's channels and extent; halved by two 1 x 1 convolutions side by side."""
     if before.extent != cell.last[1]:
         before.rectify()

@@ -12,8 +12,8 @@ from math import prod
 
 from galvatron_lite.model.graph import ModelGraph, Passed
 from galvatron_lite.model.shapes.assemble import with_skips
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.network import Network, compare
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ MEDICAL = {
 
 def medical_graph(name: str, spec: Medical, precision: str, item_bytes: int) -> ModelGraph:
     """Levels down and up again; each picture on the way down goes to its neighbour on the way up."""
-    net = Network(name, item_bytes, spec.inputs, spec.extent)
+    net = NetworkBuilder(name, item_bytes, spec.inputs, spec.extent)
     net.stem(_level, spec=spec, width=spec.widths[0], halves=False)
     kept = [("before", net.channels, net.extent)]
     for width in spec.widths[1:]:
@@ -53,24 +53,24 @@ def medical_graph(name: str, spec: Medical, precision: str, item_bytes: int) -> 
     return with_skips(net.end(precision, _classes, spec=spec), skips)
 
 
-def _level(flow: Flow, spec: Medical, width: int, halves: bool) -> None:
+def _level(flow: ImageFlow, spec: Medical, width: int, halves: bool) -> None:
     if halves and not spec.strided:
         flow.pool(2, 2, padding=0)
     for index in range(2):
         _unit(flow, spec, width, 2 if halves and spec.strided and not index else 1)
 
 
-def _unit(flow: Flow, spec: Medical, width: int, stride: int = 1) -> None:
+def _unit(flow: ImageFlow, spec: Medical, width: int, stride: int = 1) -> None:
     flow.convolve(width, 3, stride, bias=not spec.norm, padding=None if spec.padded else 0)
     (flow.normalise() if spec.norm else flow).activate()
 
 
-def _climb(flow: Flow, spec: Medical, width: int) -> None:
+def _climb(flow: ImageFlow, spec: Medical, width: int) -> None:
     """The picture at twice the size, that of the way down (its middle, where that is larger) before it."""
     flow.double(width).beside(width)
     for _ in range(2):
         _unit(flow, spec, width)
 
 
-def _classes(flow: Flow, spec: Medical) -> None:
+def _classes(flow: ImageFlow, spec: Medical) -> None:
     compare(flow.convolve(spec.classes, bias=True))

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from galvatron_lite.model.graph import ModelGraph, Passed
 from galvatron_lite.model.shapes.assemble import with_skips
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 LEVELS = 5
 """Halvings of the picture."""
@@ -24,7 +24,7 @@ def mirrored_graph(name: str, convolutions: int, base: int, side: int, precision
         precision: of activations.
         item_bytes: of an activation item.
     """
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     widths = [base * 2**level for level in range(LEVELS)]
     net.stem(_level, inner=base, out=base, count=convolutions, halve=True)
     kept = [("before", _pictured(net))]
@@ -40,12 +40,12 @@ def mirrored_graph(name: str, convolutions: int, base: int, side: int, precision
     return with_skips(net.finish(1, precision), skips)
 
 
-def _pictured(net: Network) -> int:
+def _pictured(net: NetworkBuilder) -> int:
     """Bytes of the picture before the pooling that the last level ended with."""
     return net.channels * 4 * net.extent[0] * net.extent[1] * (net.wide or net.item_bytes)
 
 
-def _level(flow: Flow, inner: int, out: int, count: int, halve: bool) -> None:
+def _level(flow: ImageFlow, inner: int, out: int, count: int, halve: bool) -> None:
     """So many convolutions, then maximum pooling; the picture before it is what the way back takes."""
     for index in range(count):
         _unit(flow, out if index == count - 1 else inner)
@@ -53,13 +53,13 @@ def _level(flow: Flow, inner: int, out: int, count: int, halve: bool) -> None:
         flow.pool(2, 2, padding=0)
 
 
-def _climb(flow: Flow, skip: int, out: int, count: int) -> None:
+def _climb(flow: ImageFlow, skip: int, out: int, count: int) -> None:
     """Every pixel four times, the picture of the same extent on the way down beside it, convolutions."""
     flow.extent = (2 * flow.extent[0], 2 * flow.extent[1])
     flow.enlarge(skip)
     _level(flow, out, out, count, halve=False)
 
 
-def _unit(flow: Flow, out: int) -> None:
+def _unit(flow: ImageFlow, out: int) -> None:
     """Convolution, dropout of whole channels, normalisation of each sample, leaky ReLU: each into a new tensor."""
     flow.convolve(out, 3).mix("dropout", (2, 2), keeps=False).mix("norm", (3, 5)).mix("relu", (2, 3))

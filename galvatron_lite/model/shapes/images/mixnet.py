@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Activation, Flow, rounded
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def mixnet_of(name: str) -> MixNet | None:
 
 def mixnet_graph(name: str, spec: MixNet, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
     """Stem, rows of blocks, last convolution, head."""
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     net.stem(_stem, width=rounded(spec.stem * spec.width))
     for place, (row, repeats) in enumerate(zip(spec.rows, _repeats(spec), strict=True)):
         function = "relu" if place < _PLAIN_ROWS else "silu"
@@ -87,15 +87,15 @@ def _repeats(spec: MixNet) -> list[int]:
     return counts
 
 
-def _stem(flow: Flow, width: int) -> None:
+def _stem(flow: ImageFlow, width: int) -> None:
     flow.unit(width, 3, 2)
 
 
-def _head(flow: Flow) -> None:
+def _head(flow: ImageFlow) -> None:
     flow.unit(1536)
 
 
-def _block(flow: Flow, row: MixRow, width: float, stride: int, function: Activation) -> None:
+def _block(flow: ImageFlow, row: MixRow, width: float, stride: int, function: Activation) -> None:
     x, enters, out = flow.fork(), flow.channels, rounded(row.channels * width)
     if row.expand > 1:
         flow.mixed(enters * row.expand, (1,) * row.halves[0]).normalise().activate(function)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from math import ceil
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Activation, Flow, rounded
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BlockSpec:
     """Equal blocks in a row: one line of a paper's table."""
 
     repeats: int  # blocks
@@ -36,7 +36,7 @@ class Row:
 class Mobile:
     """One network of inverted bottlenecks."""
 
-    rows: tuple[Row, ...]  # of its table
+    rows: tuple[BlockSpec, ...]  # of its table
     width: float = 1.0  # factor on channels
     depth: float = 1.0  # factor on repeats
     stem: int = 32  # channels of the first convolution
@@ -53,7 +53,7 @@ class Mobile:
         """Channels times width, rounded."""
         return channels if fixed else rounded(channels * self.width, 8, self.limit)
 
-    def repeats(self, row: Row) -> int:
+    def repeats(self, row: BlockSpec) -> int:
         """Blocks of a row times depth."""
         if row.fixed:
             return row.repeats
@@ -62,7 +62,7 @@ class Mobile:
 
 def mobile_graph(name: str, spec: Mobile, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
     """Stem, rows of blocks, last convolution, head."""
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     net.stem(_stem, spec=spec)
     for row in spec.rows:
         for index in range(spec.repeats(row)):
@@ -70,11 +70,11 @@ def mobile_graph(name: str, spec: Mobile, side: int, classes: int, precision: st
     return net.finish(classes, precision, _head if spec.head else None, spec=spec)
 
 
-def _stem(flow: Flow, spec: Mobile) -> None:
+def _stem(flow: ImageFlow, spec: Mobile) -> None:
     flow.unit(spec.scaled(spec.stem, spec.fixed_stem), 3, 2, 1, spec.function)
 
 
-def _head(flow: Flow, spec: Mobile) -> None:
+def _head(flow: ImageFlow, spec: Mobile) -> None:
     head = spec.head if spec.fixed_head else spec.scaled(spec.head)
     if spec.late_head:
         flow.pool(flow.extent[0], flow.extent[0], maximum=False, padding=0).linear(head).activate(spec.function)
@@ -82,7 +82,7 @@ def _head(flow: Flow, spec: Mobile) -> None:
         flow.unit(head, 1, 1, 1, spec.function)
 
 
-def _squeeze(flow: Flow, row: Row, spec: Mobile, enters: int) -> None:
+def _squeeze(flow: ImageFlow, row: BlockSpec, spec: Mobile, enters: int) -> None:
     if not row.squeeze:
         return
     if spec.squeeze_of_inner:
@@ -91,7 +91,7 @@ def _squeeze(flow: Flow, row: Row, spec: Mobile, enters: int) -> None:
         flow.squeeze(max(1, round(enters * row.squeeze)))
 
 
-def _inverted(flow: Flow, row: Row, spec: Mobile, stride: int) -> None:
+def _inverted(flow: ImageFlow, row: BlockSpec, spec: Mobile, stride: int) -> None:
     x, out, enters = flow.fork(), spec.scaled(row.channels), flow.channels
     inner = rounded(enters * row.expand) if row.expand != 1 else enters
     if row.expand != 1 or row.kind == "inverted":
@@ -102,7 +102,7 @@ def _inverted(flow: Flow, row: Row, spec: Mobile, stride: int) -> None:
     _close(flow, x, stride)
 
 
-def _fused(flow: Flow, row: Row, spec: Mobile, stride: int) -> None:
+def _fused(flow: ImageFlow, row: BlockSpec, spec: Mobile, stride: int) -> None:
     x, enters = flow.fork(), flow.channels
     inner = rounded((spec.scaled(row.channels) if row.of_output else enters) * row.expand)
     flow.unit(inner, row.kernel, stride, 1, spec.function)
@@ -111,13 +111,13 @@ def _fused(flow: Flow, row: Row, spec: Mobile, stride: int) -> None:
     _close(flow, x, stride)
 
 
-def _plain(flow: Flow, row: Row, spec: Mobile, stride: int) -> None:
+def _plain(flow: ImageFlow, row: BlockSpec, spec: Mobile, stride: int) -> None:
     x = flow.fork()
     flow.unit(spec.scaled(row.channels), row.kernel, stride, 1, spec.function)
     _close(flow, x, stride)
 
 
-def _close(flow: Flow, x: Flow, stride: int) -> None:
+def _close(flow: ImageFlow, x: ImageFlow, stride: int) -> None:
     if stride == 1 and x.channels == flow.channels:
         flow.add(x)
 

@@ -5,64 +5,130 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from galvatron_lite.model.shapes.images.mobile import Mobile, Row
+from galvatron_lite.model.shapes.images.mobile import BlockSpec, Mobile
 
 _MOBILENET_V2 = (
-    Row(1, 3, 1, 1, 16, kind="separable", fixed=True), Row(2, 3, 2, 6, 24), Row(3, 3, 2, 6, 32), Row(4, 3, 2, 6, 64),
-    Row(3, 3, 1, 6, 96), Row(3, 3, 2, 6, 160), Row(1, 3, 1, 6, 320, fixed=True),
-)  # fmt: skip
+    BlockSpec(1, 3, 1, 1, 16, kind="separable", fixed=True),
+    BlockSpec(2, 3, 2, 6, 24),
+    BlockSpec(3, 3, 2, 6, 32),
+    BlockSpec(4, 3, 2, 6, 64),
+    BlockSpec(3, 3, 1, 6, 96),
+    BlockSpec(3, 3, 2, 6, 160),
+    BlockSpec(1, 3, 1, 6, 320, fixed=True),
+)
 _V3_LARGE = (
-    Row(1, 3, 1, 1, 16, kind="separable"), Row(1, 3, 2, 4, 24), Row(1, 3, 1, 3, 24), Row(3, 5, 2, 3, 40, 0.25),
-    Row(1, 3, 2, 6, 80), Row(1, 3, 1, 2.5, 80), Row(2, 3, 1, 2.3, 80), Row(2, 3, 1, 6, 112, 0.25),
-    Row(3, 5, 2, 6, 160, 0.25), Row(1, 1, 1, 1, 960, kind="plain"),
-)  # fmt: skip
+    BlockSpec(1, 3, 1, 1, 16, kind="separable"),
+    BlockSpec(1, 3, 2, 4, 24),
+    BlockSpec(1, 3, 1, 3, 24),
+    BlockSpec(3, 5, 2, 3, 40, 0.25),
+    BlockSpec(1, 3, 2, 6, 80),
+    BlockSpec(1, 3, 1, 2.5, 80),
+    BlockSpec(2, 3, 1, 2.3, 80),
+    BlockSpec(2, 3, 1, 6, 112, 0.25),
+    BlockSpec(3, 5, 2, 6, 160, 0.25),
+    BlockSpec(1, 1, 1, 1, 960, kind="plain"),
+)
 _V3_SMALL = (
-    Row(1, 3, 2, 1, 16, 0.25, "separable"), Row(1, 3, 2, 4.5, 24), Row(1, 3, 1, 3.67, 24), Row(1, 5, 2, 4, 40, 0.25),
-    Row(2, 5, 1, 6, 40, 0.25), Row(2, 5, 1, 3, 48, 0.25), Row(3, 5, 2, 6, 96, 0.25), Row(1, 1, 1, 1, 576, kind="plain"),
-)  # fmt: skip
+    BlockSpec(1, 3, 2, 1, 16, 0.25, "separable"),
+    BlockSpec(1, 3, 2, 4.5, 24),
+    BlockSpec(1, 3, 1, 3.67, 24),
+    BlockSpec(1, 5, 2, 4, 40, 0.25),
+    BlockSpec(2, 5, 1, 6, 40, 0.25),
+    BlockSpec(2, 5, 1, 3, 48, 0.25),
+    BlockSpec(3, 5, 2, 6, 96, 0.25),
+    BlockSpec(1, 1, 1, 1, 576, kind="plain"),
+)
 _MNASNET_A1 = (
-    Row(1, 3, 1, 1, 16, kind="separable"), Row(2, 3, 2, 6, 24), Row(3, 5, 2, 3, 40, 0.25), Row(4, 3, 2, 6, 80),
-    Row(2, 3, 1, 6, 112, 0.25), Row(3, 5, 2, 6, 160, 0.25), Row(1, 3, 1, 6, 320),
-)  # fmt: skip
+    BlockSpec(1, 3, 1, 1, 16, kind="separable"),
+    BlockSpec(2, 3, 2, 6, 24),
+    BlockSpec(3, 5, 2, 3, 40, 0.25),
+    BlockSpec(4, 3, 2, 6, 80),
+    BlockSpec(2, 3, 1, 6, 112, 0.25),
+    BlockSpec(3, 5, 2, 6, 160, 0.25),
+    BlockSpec(1, 3, 1, 6, 320),
+)
 _MNASNET_B1 = (
-    Row(1, 3, 1, 1, 16, kind="separable"), Row(3, 3, 2, 3, 24), Row(3, 5, 2, 3, 40), Row(3, 5, 2, 6, 80),
-    Row(2, 3, 1, 6, 96), Row(4, 5, 2, 6, 192), Row(1, 3, 1, 6, 320),
-)  # fmt: skip
+    BlockSpec(1, 3, 1, 1, 16, kind="separable"),
+    BlockSpec(3, 3, 2, 3, 24),
+    BlockSpec(3, 5, 2, 3, 40),
+    BlockSpec(3, 5, 2, 6, 80),
+    BlockSpec(2, 3, 1, 6, 96),
+    BlockSpec(4, 5, 2, 6, 192),
+    BlockSpec(1, 3, 1, 6, 320),
+)
 _MNASNET_SMALL = (
-    Row(1, 3, 1, 1, 8, kind="separable"), Row(1, 3, 2, 3, 16), Row(2, 3, 2, 6, 16), Row(4, 5, 2, 6, 32, 0.25),
-    Row(3, 3, 1, 6, 32, 0.25), Row(3, 5, 2, 6, 88, 0.25), Row(1, 3, 1, 6, 144),
-)  # fmt: skip
+    BlockSpec(1, 3, 1, 1, 8, kind="separable"),
+    BlockSpec(1, 3, 2, 3, 16),
+    BlockSpec(2, 3, 2, 6, 16),
+    BlockSpec(4, 5, 2, 6, 32, 0.25),
+    BlockSpec(3, 3, 1, 6, 32, 0.25),
+    BlockSpec(3, 5, 2, 6, 88, 0.25),
+    BlockSpec(1, 3, 1, 6, 144),
+)
 _FBNET_C = (
-    Row(1, 3, 1, 1, 16), Row(1, 3, 2, 6, 24), Row(2, 3, 1, 1, 24), Row(1, 5, 2, 6, 32), Row(1, 5, 1, 3, 32),
-    Row(1, 5, 1, 6, 32), Row(1, 3, 1, 6, 32), Row(1, 5, 2, 6, 64), Row(1, 5, 1, 3, 64), Row(2, 5, 1, 6, 64),
-    Row(3, 5, 1, 6, 112), Row(1, 5, 1, 3, 112), Row(4, 5, 2, 6, 184), Row(1, 3, 1, 6, 352),
-)  # fmt: skip
+    BlockSpec(1, 3, 1, 1, 16),
+    BlockSpec(1, 3, 2, 6, 24),
+    BlockSpec(2, 3, 1, 1, 24),
+    BlockSpec(1, 5, 2, 6, 32),
+    BlockSpec(1, 5, 1, 3, 32),
+    BlockSpec(1, 5, 1, 6, 32),
+    BlockSpec(1, 3, 1, 6, 32),
+    BlockSpec(1, 5, 2, 6, 64),
+    BlockSpec(1, 5, 1, 3, 64),
+    BlockSpec(2, 5, 1, 6, 64),
+    BlockSpec(3, 5, 1, 6, 112),
+    BlockSpec(1, 5, 1, 3, 112),
+    BlockSpec(4, 5, 2, 6, 184),
+    BlockSpec(1, 3, 1, 6, 352),
+)
 _SINGLE_PATH = (
-    Row(1, 3, 1, 1, 16, kind="separable"), Row(3, 3, 2, 3, 24), Row(1, 5, 2, 6, 40), Row(3, 3, 1, 3, 40),
-    Row(1, 5, 2, 6, 80), Row(3, 3, 1, 3, 80), Row(1, 5, 1, 6, 96), Row(3, 5, 1, 3, 96), Row(4, 5, 2, 6, 192),
-    Row(1, 3, 1, 6, 320),
-)  # fmt: skip
+    BlockSpec(1, 3, 1, 1, 16, kind="separable"),
+    BlockSpec(3, 3, 2, 3, 24),
+    BlockSpec(1, 5, 2, 6, 40),
+    BlockSpec(3, 3, 1, 3, 40),
+    BlockSpec(1, 5, 2, 6, 80),
+    BlockSpec(3, 3, 1, 3, 80),
+    BlockSpec(1, 5, 1, 6, 96),
+    BlockSpec(3, 5, 1, 3, 96),
+    BlockSpec(4, 5, 2, 6, 192),
+    BlockSpec(1, 3, 1, 6, 320),
+)
 _EFFICIENTNET = (
-    Row(1, 3, 1, 1, 16, 0.25, "separable"), Row(2, 3, 2, 6, 24, 0.25), Row(2, 5, 2, 6, 40, 0.25),
-    Row(3, 3, 2, 6, 80, 0.25), Row(3, 5, 1, 6, 112, 0.25), Row(4, 5, 2, 6, 192, 0.25), Row(1, 3, 1, 6, 320, 0.25),
-)  # fmt: skip
+    BlockSpec(1, 3, 1, 1, 16, 0.25, "separable"),
+    BlockSpec(2, 3, 2, 6, 24, 0.25),
+    BlockSpec(2, 5, 2, 6, 40, 0.25),
+    BlockSpec(3, 3, 2, 6, 80, 0.25),
+    BlockSpec(3, 5, 1, 6, 112, 0.25),
+    BlockSpec(4, 5, 2, 6, 192, 0.25),
+    BlockSpec(1, 3, 1, 6, 320, 0.25),
+)
 _EDGE = (
-    Row(1, 3, 1, 4, 24, kind="fused", of_output=True), Row(2, 3, 2, 8, 32, kind="fused"),
-    Row(4, 3, 2, 8, 48, kind="fused"), Row(5, 5, 2, 8, 96), Row(4, 5, 1, 8, 144), Row(2, 5, 2, 8, 192),
-)  # fmt: skip
+    BlockSpec(1, 3, 1, 4, 24, kind="fused", of_output=True),
+    BlockSpec(2, 3, 2, 8, 32, kind="fused"),
+    BlockSpec(4, 3, 2, 8, 48, kind="fused"),
+    BlockSpec(5, 5, 2, 8, 96),
+    BlockSpec(4, 5, 1, 8, 144),
+    BlockSpec(2, 5, 2, 8, 192),
+)
 _V2_BASE = (
-    Row(1, 3, 1, 1, 16, kind="plain"), Row(2, 3, 2, 4, 32, kind="fused"), Row(2, 3, 2, 4, 48, kind="fused"),
-    Row(3, 3, 2, 4, 96, 0.25), Row(5, 3, 1, 6, 112, 0.25), Row(8, 3, 2, 6, 192, 0.25),
-)  # fmt: skip
+    BlockSpec(1, 3, 1, 1, 16, kind="plain"),
+    BlockSpec(2, 3, 2, 4, 32, kind="fused"),
+    BlockSpec(2, 3, 2, 4, 48, kind="fused"),
+    BlockSpec(3, 3, 2, 4, 96, 0.25),
+    BlockSpec(5, 3, 1, 6, 112, 0.25),
+    BlockSpec(8, 3, 2, 6, 192, 0.25),
+)
 
 
-def _second(plain: tuple[int, int], fused: tuple[int, ...], inverted: tuple[int, ...]) -> tuple[Row, ...]:
+def _second(plain: tuple[int, int], fused: tuple[int, ...], inverted: tuple[int, ...]) -> tuple[BlockSpec, ...]:
     """Rows of a larger EfficientNetV2: (repeats, channels) of the plain, the two fused and the inverted stages."""
-    rows = [Row(*plain[:1], 3, 1, 1, plain[1], kind="plain")]
-    rows += [Row(fused[2 * i], 3, 2, 4, fused[2 * i + 1], kind="fused") for i in range(2)]
+    rows = [BlockSpec(*plain[:1], 3, 1, 1, plain[1], kind="plain")]
+    rows += [BlockSpec(fused[2 * i], 3, 2, 4, fused[2 * i + 1], kind="fused") for i in range(2)]
     pairs = [(inverted[2 * i], inverted[2 * i + 1]) for i in range(len(inverted) // 2)]
     settings = ((2, 4), (1, 6), (2, 6), (1, 6))
-    rows += [Row(n, 3, stride, grow, out, 0.25) for (n, out), (stride, grow) in zip(pairs, settings, strict=False)]
+    rows += [
+        BlockSpec(n, 3, stride, grow, out, 0.25) for (n, out), (stride, grow) in zip(pairs, settings, strict=False)
+    ]
     return tuple(rows)
 
 
@@ -107,7 +173,7 @@ def _mobilenet_v2(width: str, deep: str | None) -> Mobile:
 
 def _mobilenet_v3(size: str, plain: str | None, width: str) -> Mobile:
     large, factor = size == "large", int(width) / 100
-    rows: tuple[Row, ...] = _V3_LARGE if large else _V3_SMALL
+    rows: tuple[BlockSpec, ...] = _V3_LARGE if large else _V3_SMALL
     if plain:
         rows = tuple(replace(row, squeeze=0.0, kernel=min(3, row.kernel)) for row in rows)
     return Mobile(
@@ -157,7 +223,7 @@ def _v2_other(size: str) -> Mobile:
     rows = _V2["s"][0]
     if size == "t":
         return Mobile(rows=rows, stem=24, width=0.8, depth=0.9, function="silu", fixed_head=False)
-    rows = (Row(2, 3, 1, 1, 24, kind="fused"), *rows[1:-1], replace(rows[-1], channels=272))
+    rows = (BlockSpec(2, 3, 1, 1, 24, kind="fused"), *rows[1:-1], replace(rows[-1], channels=272))
     return Mobile(rows=rows, stem=24, head=1792, function="silu")
 
 

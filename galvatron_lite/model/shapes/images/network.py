@@ -9,27 +9,27 @@ from math import prod
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, SplitDims
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.assemble import assemble
-from galvatron_lite.model.shapes.calls import Part
+from galvatron_lite.model.shapes.calls import Division
 from galvatron_lite.model.shapes.convolution import Extent, global_pool, handed_on
-from galvatron_lite.model.shapes.images.flow import Flow
+from galvatron_lite.model.shapes.images.flow import ImageFlow
 from galvatron_lite.model.shapes.tape import Tape
 from galvatron_lite.model.sides import SIDES
 
 _REASON = "A convolutional block has no pair of column-split and row-split matmuls."
 Step = Callable[..., object]
-"""Passes a ``Flow`` through a layer's operators: ``step(flow, **settings)``."""
+"""Passes a ``ImageFlow`` through a layer's operators: ``step(flow, **settings)``."""
 _Picture = tuple[int, Extent, int, bool]
 """Channels, extent, bytes of an item, and whether it is kept already."""
 Place = tuple[int, Extent, int, bool]
 """A picture on its way: channels, extent, bytes of an item, and whether it is the batch's."""
 
 
-def _nothing(_: Flow) -> None:
+def _nothing(_: ImageFlow) -> None:
     """No operator."""
 
 
 @dataclass(slots=True)
-class Network:
+class NetworkBuilder:
     """Layers of a network as they are added; a builder, used once."""
 
     name: str  # for people
@@ -90,24 +90,24 @@ class Network:
         kind, held = handed_on(self._kind(flow, name), flow.value, flow.tape)
         return kind, (flow.channels, flow.extent, flow.value.item_bytes, held)
 
-    def _enter(self, grad: bool) -> Flow:
+    def _enter(self, grad: bool) -> ImageFlow:
         """The picture at the beginning of a layer; under mixed precision the network's own is cast from fp32."""
         tape = Tape(self.item_bytes)
         items = self.channels * prod(self.extent)
-        x = tape.enter(items, Part.WHOLE, self.wide, grad=grad)
+        x = tape.enter(items, Division.WHOLE, self.wide, grad=grad)
         if self.held:
             tape.keep(x)
         if not grad and self.autocast and self.item_bytes < ops.FP32:
-            tape.keep(tape.value(items, Part.WHOLE, ops.FP32, grad=False))
-        return Flow(tape, x, self.channels, self.extent)
+            tape.keep(tape.value(items, Division.WHOLE, ops.FP32, grad=False))
+        return ImageFlow(tape, x, self.channels, self.extent)
 
-    def _kind(self, flow: Flow, name: str) -> LayerKind:
+    def _kind(self, flow: ImageFlow, name: str) -> LayerKind:
         named = dict(zip(SIDES[-len(self.extent) :], self.extent, strict=True))
         dims = SplitDims(in_channels=self.channels, out_channels=flow.channels, **named)
         block, tape = name not in ("before", "after"), flow.tape
         if self.autocast and self.item_bytes < ops.FP32:
             # mixed precision keeps the weights' half-precision copies from forward to backward, whatever the batch
-            tape.buffer_bytes += self.item_bytes * tape.weights[Part.WHOLE]
+            tape.buffer_bytes += self.item_bytes * tape.weights[Division.WHOLE]
         return tape.kind(name, (flow.value,), dims, tensor_reason=_REASON, recomputed=block)
 
     def finish(self, classes: int, precision: str, step: Step | None = None, **settings: object) -> ModelGraph:
@@ -120,7 +120,7 @@ class Network:
             settings: of the step.
         """
 
-        def head(flow: Flow) -> None:
+        def head(flow: ImageFlow) -> None:
             if step is not None:
                 step(flow, **settings)
             classify(flow, classes)
@@ -135,7 +135,7 @@ class Network:
         return assemble(self.name, [*kinds, self._kind(flow, "after")], self.layers, sequence=1, precision=precision)
 
 
-def classify(flow: Flow, classes: int) -> None:
+def classify(flow: ImageFlow, classes: int) -> None:
     """Mean of all pixels, linear classifier, cross-entropy."""
     if flow.pixels > 1:
         flow.value = global_pool(flow.tape, "pool", flow.value, flow.channels)
@@ -144,6 +144,6 @@ def classify(flow: Flow, classes: int) -> None:
     compare(flow)
 
 
-def compare(flow: Flow) -> None:
+def compare(flow: ImageFlow) -> None:
     """Cross-entropy of what stands at every pixel."""
     flow.value = ops.cross_entropy(flow.tape, "loss", flow.value, flow.tape.labels(flow.pixels))

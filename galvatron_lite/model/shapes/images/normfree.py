@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Activation, Flow, rounded
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def _regular(size: int) -> NormFree:
 
 def normfree_graph(name: str, spec: NormFree, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
     """Stem, blocks, last convolution, head."""
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     net.stem(_stem, spec=spec)
     for stage, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
         for index in range(depth):
@@ -78,7 +78,7 @@ def normfree_graph(name: str, spec: NormFree, side: int, classes: int, precision
     return net.finish(classes, precision, _end, spec=spec)
 
 
-def _stem(flow: Flow, spec: NormFree) -> None:
+def _stem(flow: ImageFlow, spec: NormFree) -> None:
     for index, (width, stride) in enumerate(zip(spec.stem, spec.strides, strict=True)):
         flow.convolve(width, 7 if spec.pool else 3, stride, bias=True)
         if index < len(spec.stem) - 1:
@@ -87,7 +87,7 @@ def _stem(flow: Flow, spec: NormFree) -> None:
         flow.pool(3, 2)
 
 
-def _end(flow: Flow, spec: NormFree) -> None:
+def _end(flow: ImageFlow, spec: NormFree) -> None:
     if spec.head:
         flow.convolve(spec.head, bias=True)
     flow.activate(spec.function)
@@ -100,7 +100,7 @@ def _inner(spec: NormFree, enters: int, width: int, wide: bool) -> tuple[int, in
     return (spec.group * groups if spec.group else inner), groups
 
 
-def _block(flow: Flow, spec: NormFree, width: int, stride: int, wide: bool) -> None:
+def _block(flow: ImageFlow, spec: NormFree, width: int, stride: int, wide: bool) -> None:
     x, enters = flow.fork(), flow.channels
     inner, groups = _inner(spec, enters, width, wide)
     flow.activate(spec.function).mix("beta", (2, 2), keeps=False)
@@ -121,7 +121,7 @@ def _block(flow: Flow, spec: NormFree, width: int, stride: int, wide: bool) -> N
     flow.mix("alpha", (2, 2), keeps=False).add(x)
 
 
-def _excite(flow: Flow, spec: NormFree) -> None:
+def _excite(flow: ImageFlow, spec: NormFree) -> None:
     if spec.squeeze:
         flow.squeeze(0 if spec.squeeze < 0 else rounded(flow.channels * spec.squeeze))
         flow.mix("gain", (2, 2), keeps=False)

@@ -13,7 +13,7 @@ from itertools import accumulate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Operator, Passed, Recompute, Role, TensorSplit
 from galvatron_lite.model.shapes.assemble import assemble
-from galvatron_lite.model.shapes.calls import Part
+from galvatron_lite.model.shapes.calls import Division
 from galvatron_lite.model.shapes.tape import Tape
 
 
@@ -39,7 +39,7 @@ def partitioned(graph: ModelGraph, balance: Sequence[int]) -> ModelGraph:
     ]
     blocks = [Layer(f"partitions.{place}", kind.name, Role.BLOCK) for place, kind in enumerate(joined)]
     tape = Tape(1)
-    before = tape.kind("before", (tape.enter(kinds[0].input_bytes, Part.WHOLE, grad=False),), kinds[0].dims)
+    before = tape.kind("before", (tape.enter(kinds[0].input_bytes, Division.WHOLE, grad=False),), kinds[0].dims)
     whole = [before, *joined, kinds[-1]]
     made = assemble(graph.name, whole, blocks, sequence=graph.sequence, precision=graph.precision)
     where = {

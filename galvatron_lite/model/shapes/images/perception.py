@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role
-from galvatron_lite.model.shapes.calls import Call, Part, Value
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.network import Network, Place, Step
+from galvatron_lite.model.shapes.calls import Division, ShapeCall, Value
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step
 from galvatron_lite.model.shapes.picture_fields import PerceptionShape
 from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
@@ -25,7 +25,7 @@ _VIEW = "before"
 class _Wired:
     """A network whose layers read what layers of any place before them gave; a builder, used once."""
 
-    net: Network  # the layers so far
+    net: NetworkBuilder  # the layers so far
     places: dict[str, Place] = field(default_factory=dict)  # what each layer gave
     readers: dict[str, list[str]] = field(default_factory=dict)  # of what each layer gave, in the order they run
 
@@ -48,7 +48,7 @@ class _Wired:
 def perception_graph(shape: PerceptionShape, precision: str, item_bytes: int) -> ModelGraph:
     """Both networks' levels, the segmentation network's first, and the loss, which reads what both give."""
     extent = (shape.image_size,) * 2
-    net = Network(shape.name, item_bytes, shape.channels, extent, autocast=False)
+    net = NetworkBuilder(shape.name, item_bytes, shape.channels, extent, autocast=False)
     net.begin()
     wired = _Wired(net, {_VIEW: net.place})
     for last in (_segmentation(wired, shape), _reconstruction(wired, shape)):
@@ -96,20 +96,20 @@ def _reconstruction(wired: _Wired, shape: PerceptionShape) -> str:
     return below
 
 
-def _unit(flow: Flow, width: int, kernel: int = 3) -> Flow:
+def _unit(flow: ImageFlow, width: int, kernel: int = 3) -> ImageFlow:
     """Convolution with bias, batch normalisation, leaky ReLU in place."""
     return flow.convolve(width, kernel, bias=True).normalise().activate()
 
 
-def _down(flow: Flow, width: int, kernel: int) -> None:
+def _down(flow: ImageFlow, width: int, kernel: int) -> None:
     _unit(_unit(flow, width, kernel), width).pool(2, 2, padding=0)
 
 
-def _side(flow: Flow) -> None:
+def _side(flow: ImageFlow) -> None:
     _unit(flow, flow.channels)
 
 
-def _up(flow: Flow, more: int, skip: int, widths: Sequence[int], kernel: int) -> None:
+def _up(flow: ImageFlow, more: int, skip: int, widths: Sequence[int], kernel: int) -> None:
     """Twice the size (and a pixel more) with half of the channels, another picture beside, convolutions."""
     flow.double(flow.channels // 2, more).normalise().activate()
     if skip:
@@ -118,12 +118,12 @@ def _up(flow: Flow, more: int, skip: int, widths: Sequence[int], kernel: int) ->
         _unit(flow, width, 3 if place else kernel)
 
 
-def _loss(flow: Flow) -> None:
+def _loss(flow: ImageFlow) -> None:
     """Differences of both networks' pictures from what they should be, and of their edges; what the first one gives is
     what the second one should."""
     tape, rebuilt = flow.tape, flow.value
-    segmented = tape.value(rebuilt.items, Part.WHOLE)
-    targets, aim = (replace(value, grad=False) for value in (tape.value(rebuilt.items, Part.WHOLE), segmented))
+    segmented = tape.value(rebuilt.items, Division.WHOLE)
+    targets, aim = (replace(value, grad=False) for value in (tape.value(rebuilt.items, Division.WHOLE), segmented))
     height, width = flow.extent
     inner = (height - 2) * (width - 2)
     for given, wanted in ((segmented, targets), (rebuilt, aim)):
@@ -136,16 +136,18 @@ def _edges(tape: Tape, picture: Value, inner: int) -> Value:
     """Sums of neighbours along both sides, slopes across them, the slopes' length at so many pixels; the latter two are
     kept where the picture is trained."""
     sizes = (2 * picture.items, 2 * inner, inner)
-    sums, slopes, steep = (tape.value(items, Part.WHOLE, grad=picture.grad) for items in sizes)
+    sums, slopes, steep = (tape.value(items, Division.WHOLE, grad=picture.grad) for items in sizes)
     back = 16 * picture.bytes * picture.grad
-    tape.record(Call((picture,), sums), memory_operator("sums", picture, 16 * picture.bytes, back, count=6))
-    tape.record(Call((sums,), slopes), memory_operator("slopes", slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3))
+    tape.record(ShapeCall((picture,), sums), memory_operator("sums", picture, 16 * picture.bytes, back, count=6))
+    tape.record(
+        ShapeCall((sums,), slopes), memory_operator("slopes", slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3)
+    )
     length = memory_operator("edges", steep, 3 * steep.bytes, 9 * steep.bytes * picture.grad)
-    return tape.record(Call((slopes,), steep, saved=(slopes, steep) if picture.grad else ()), length)
+    return tape.record(ShapeCall((slopes,), steep, saved=(slopes, steep) if picture.grad else ()), length)
 
 
 def _difference(tape: Tape, one: Value, other: Value) -> Value:
     """Mean squared and smooth absolute difference; both pictures are kept."""
-    loss = tape.value(1, Part.WHOLE)
+    loss = tape.value(1, Division.WHOLE)
     operator = memory_operator("loss", one, 4 * one.bytes, 8 * one.bytes, count=2)
-    return tape.record(Call((one, other), loss, saved=(one, other)), operator)
+    return tape.record(ShapeCall((one, other), loss, saved=(one, other)), operator)

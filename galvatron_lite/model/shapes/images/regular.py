@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import log
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 Line = tuple[int, float, float, int, int]
 """First width, slope, quantisation step, channels a group, blocks (table 8 and 9 of the paper's appendix)."""
@@ -49,7 +49,7 @@ def widths_of(line: Line) -> list[int]:
 
 def regular_graph(name: str, key: str, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
     """Stem of one 3 x 3 convolution, blocks that halve the picture where the width grows, head."""
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     net.stem(_stem)
     group, before = LINES[key][3], 0
     for width in widths_of(LINES[key]):
@@ -59,11 +59,11 @@ def regular_graph(name: str, key: str, side: int, classes: int, precision: str, 
     return net.finish(classes, precision)
 
 
-def _stem(flow: Flow) -> None:
+def _stem(flow: ImageFlow) -> None:
     flow.unit(32, 3, 2)
 
 
-def regular_block(flow: Flow, width: int, group: int, stride: int, squeeze: bool) -> None:
+def regular_block(flow: ImageFlow, width: int, group: int, stride: int, squeeze: bool) -> None:
     """1 x 1, grouped 3 x 3 (with the stride) and 1 x 1 convolutions added to the input."""
     x, enters = flow.fork(), flow.channels
     flow.unit(width).unit(width, 3, stride, width // group)

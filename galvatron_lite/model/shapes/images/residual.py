@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Activation, Flow, rounded
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Residual:
 
 def residual_graph(name: str, spec: Residual, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
     """Stem, blocks stage by stage, pooling with linear head and loss."""
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     net.stem(residual_stem, spec=spec)
     step = _basic if spec.basic else _preactive if spec.preactive else bottleneck
     for stage, depth in enumerate(spec.depths):
@@ -49,11 +49,11 @@ def residual_graph(name: str, spec: Residual, side: int, classes: int, precision
     return net.finish(classes, precision, _last if spec.preactive else None, spec=spec)
 
 
-def _last(flow: Flow, spec: Residual) -> None:
+def _last(flow: ImageFlow, spec: Residual) -> None:
     _normed(flow, spec)
 
 
-def residual_stem(flow: Flow, spec: Residual) -> None:
+def residual_stem(flow: ImageFlow, spec: Residual) -> None:
     """One or several convolutions and a pooling window, each of which may halve the picture."""
     kernel, last = (7, len(spec.stem) - 1) if len(spec.stem) == 1 else (3, len(spec.stem) - 1)
     for index, width in enumerate(spec.stem):
@@ -66,12 +66,12 @@ def residual_stem(flow: Flow, spec: Residual) -> None:
         flow.unit(flow.channels, 3, 2, 1, spec.function)
 
 
-def _excite(flow: Flow, spec: Residual) -> None:
+def _excite(flow: ImageFlow, spec: Residual) -> None:
     if spec.squeeze:
         flow.squeeze(0 if spec.squeeze < 0 else rounded(flow.channels * spec.squeeze, 8, 0.0))
 
 
-def _shortcut(x: Flow, spec: Residual, out: int, stride: int) -> Flow:
+def _shortcut(x: ImageFlow, spec: Residual, out: int, stride: int) -> ImageFlow:
     if stride == 1 and x.channels == out:
         return x
     if spec.average_down and stride > 1:
@@ -79,7 +79,7 @@ def _shortcut(x: Flow, spec: Residual, out: int, stride: int) -> Flow:
     return x.convolve(out, 1, stride).normalise()
 
 
-def _strided(flow: Flow, spec: Residual, width: int, stride: int, groups: int) -> None:
+def _strided(flow: ImageFlow, spec: Residual, width: int, stride: int, groups: int) -> None:
     """The 3 x 3 convolution; an anti-aliased one strides in a fixed depthwise blur after it."""
     if spec.blur and stride > 1:
         flow.unit(width, 3, 1, groups, spec.function).convolve(width, 3, stride, width)
@@ -87,7 +87,7 @@ def _strided(flow: Flow, spec: Residual, width: int, stride: int, groups: int) -
         flow.unit(width, 3, stride, groups, spec.function)
 
 
-def bottleneck(flow: Flow, spec: Residual, stage: int, first: bool, halves: bool = True) -> None:
+def bottleneck(flow: ImageFlow, spec: Residual, stage: int, first: bool, halves: bool = True) -> None:
     """1 x 1, 3 x 3 and 1 x 1 convolutions; the first of a later stage halves the picture unless told otherwise."""
     planes, stride = 64 * 2**stage, 2 if stage and first and halves else 1
     width = planes * spec.group_width // 64 * spec.groups
@@ -102,7 +102,7 @@ def bottleneck(flow: Flow, spec: Residual, stage: int, first: bool, halves: bool
     flow.add(_shortcut(x, spec, 4 * planes, stride)).activate(spec.function)
 
 
-def _chosen(flow: Flow, spec: Residual, width: int, stride: int) -> None:
+def _chosen(flow: ImageFlow, spec: Residual, width: int, stride: int) -> None:
     """Split attention: a grouped convolution makes several pictures, whose weighted sum goes on; pooling halves."""
     if stride > 1 and spec.pool_first:
         flow.pool(3, 2, maximum=False)
@@ -113,7 +113,7 @@ def _chosen(flow: Flow, spec: Residual, width: int, stride: int) -> None:
         flow.pool(3, 2, maximum=False)
 
 
-def _basic(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
+def _basic(flow: ImageFlow, spec: Residual, stage: int, first: bool) -> None:
     planes, stride = 64 * 2**stage, 2 if stage and first else 1
     x = flow.fork()
     _strided(flow, spec, planes, stride, 1)
@@ -122,7 +122,7 @@ def _basic(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
     flow.add(_shortcut(x, spec, planes, stride)).activate(spec.function)
 
 
-def _preactive(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
+def _preactive(flow: ImageFlow, spec: Residual, stage: int, first: bool) -> None:
     planes, stride = 64 * 2**stage * spec.wide, 2 if stage and first else 1
     x = flow.fork()
     _normed(flow, spec)
@@ -138,7 +138,7 @@ def _preactive(flow: Flow, spec: Residual, stage: int, first: bool) -> None:
     flow.convolve(4 * planes).add(x)
 
 
-def _normed(flow: Flow, spec: Residual) -> None:
+def _normed(flow: ImageFlow, spec: Residual) -> None:
     if spec.grouped_norm:
         flow.group_norm()
     else:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
-from galvatron_lite.model.shapes.calls import Call, Part
-from galvatron_lite.model.shapes.images.flow import Flow
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.calls import Division, ShapeCall
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 from galvatron_lite.model.shapes.tape import memory_operator
 
 if TYPE_CHECKING:
@@ -72,21 +72,21 @@ def summary_graph(totals: ImageTotals, precision: str, item_bytes: int) -> Model
             raise InputError(field, getattr(totals, field), "Give the network's total, above 0.")
     outputs = max(WIDTH, int(totals.activations / LAYERS))
     pixels = max(1, outputs // WIDTH)
-    net = Network(totals.name, item_bytes, WIDTH, (1, pixels))
+    net = NetworkBuilder(totals.name, item_bytes, WIDTH, (1, pixels))
     net.stem(_whole)
     for _ in range(LAYERS):
         net.block(_mean_layer, totals=totals)
     return net.finish(1000, precision)
 
 
-def _whole(flow: Flow) -> None:
+def _whole(flow: ImageFlow) -> None:
     """The picture enters as it is."""
 
 
-def _mean_layer(flow: Flow, totals: ImageTotals) -> None:
+def _mean_layer(flow: ImageFlow, totals: ImageTotals) -> None:
     tape, x = flow.tape, flow.value
     inner = max(1, round(totals.macs / totals.activations))
-    out = tape.value(x.items, Part.WHOLE)
+    out = tape.value(x.items, Division.WHOLE)
     weight = max(1, round(totals.parameters / LAYERS))
     tape.own(weight)
     flops = 2 * round(totals.macs / LAYERS)
@@ -95,7 +95,7 @@ def _mean_layer(flow: Flow, totals: ImageTotals) -> None:
         "conv", OperatorClass.CONVOLUTION, shape, 1, flops, 2 * flops, 2 * x.bytes, 4 * x.bytes,
         weight * tape.item_bytes, channels_last=totals.channels_last or totals.tokens,
     )  # fmt: skip
-    flow.value = tape.record(Call((x,), out, saved=(x,), anchor=(out,)), operator)
+    flow.value = tape.record(ShapeCall((x,), out, saved=(x,), anchor=(out,)), operator)
     norm = "inplace" if totals.inplace else "layer" if totals.tokens else "batch"
     _normalise(flow, KEPT_BY_NORMS[norm])
     flow.activate()
@@ -103,9 +103,9 @@ def _mean_layer(flow: Flow, totals: ImageTotals) -> None:
     flow.tape.extra(passes)
 
 
-def _normalise(flow: Flow, share: float) -> None:
+def _normalise(flow: ImageFlow, share: float) -> None:
     """Normalisation that keeps so much of its input."""
     items = round(flow.value.items * share)
     flow.normalise()
     call, operator = flow.tape.records[-1]
-    flow.tape.records[-1] = (replace(call, saved=(flow.tape.value(items, Part.WHOLE),)), operator)
+    flow.tape.records[-1] = (replace(call, saved=(flow.tape.value(items, Division.WHOLE),)), operator)

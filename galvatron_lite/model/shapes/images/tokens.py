@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.images.flow import Activation, Flow
-from galvatron_lite.model.shapes.images.network import Network
+from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow
+from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 _XCIT = {"nano": (128, 4), "tiny": (192, 4), "small": (384, 8), "medium": (512, 8), "large": (768, 16)}
 """Width and heads."""
@@ -55,7 +55,7 @@ def tokens_graph(
     name: str, spec: CrossCovariance | Mixed, side: int, classes: int, precision: str, item_bytes: int
 ) -> ModelGraph:
     """Stem, equal blocks, head."""
-    net = Network(name, item_bytes, 3, (side, side))
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
     if isinstance(spec, Mixed):
         net.stem(_patches, spec=spec)
         for _ in range(spec.depth):
@@ -69,18 +69,18 @@ def tokens_graph(
     return net.finish(classes, precision, _norm)
 
 
-def _patches(flow: Flow, spec: Mixed) -> None:
+def _patches(flow: ImageFlow, spec: Mixed) -> None:
     flow.convolve(spec.width, spec.patch, spec.patch, bias=True).activate(spec.function).normalise()
 
 
-def _mixed(flow: Flow, spec: Mixed) -> None:
+def _mixed(flow: ImageFlow, spec: Mixed) -> None:
     x = flow.fork()
     flow.convolve(spec.width, spec.kernel, 1, spec.width, bias=True, padding=spec.kernel // 2)
     flow.activate(spec.function).normalise().add(x)
     flow.convolve(spec.width, bias=True).activate(spec.function).normalise()
 
 
-def _halving(flow: Flow, spec: CrossCovariance) -> None:
+def _halving(flow: ImageFlow, spec: CrossCovariance) -> None:
     """3 x 3 convolutions that halve the picture down to one pixel a patch; 64 waves make positions."""
     halvings = {16: 4, 8: 3}[spec.patch]
     for left in reversed(range(halvings)):
@@ -91,7 +91,7 @@ def _halving(flow: Flow, spec: CrossCovariance) -> None:
     flow.mix("positions", (3, 1), keeps=False)
 
 
-def _covariance(flow: Flow, spec: CrossCovariance) -> None:
+def _covariance(flow: ImageFlow, spec: CrossCovariance) -> None:
     """Attention between channels, local 3 x 3 convolutions, MLP; each scaled and added."""
     width, x = spec.width, flow.fork()
     flow.layer_norm().linear(3 * width).covary(spec.heads).linear(width).scale().add(x)
@@ -102,7 +102,7 @@ def _covariance(flow: Flow, spec: CrossCovariance) -> None:
     flow.layer_norm().linear(4 * width).activate("gelu").linear(width).scale().add(x)
 
 
-def _class_layer(flow: Flow, spec: CrossCovariance) -> None:
+def _class_layer(flow: ImageFlow, spec: CrossCovariance) -> None:
     """Keys and values of all tokens; the query, projection and MLP of the class token cost next to nothing."""
     x, width = flow.fork(), spec.width
     flow.layer_norm()
@@ -111,5 +111,5 @@ def _class_layer(flow: Flow, spec: CrossCovariance) -> None:
     flow.add(x)
 
 
-def _norm(flow: Flow) -> None:
+def _norm(flow: ImageFlow) -> None:
     flow.layer_norm()
