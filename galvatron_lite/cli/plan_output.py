@@ -201,8 +201,8 @@ def _proof(provenance: Provenance) -> str:
         return f"interrupted; {provenance.proof.value}, at most {provenance.gap:.1%} from the best"
     if not provenance.gap:
         return provenance.proof.value
-    near = f"within {max(provenance.gap, 1e-4):.2%} of the best possible"
-    return f"simulated {near} closed form (proven)" if provenance.simulated else f"{near} (proven in the closed form)"
+    how = "simulated; bound proven in the closed form" if provenance.simulated else "proven in the closed form"
+    return f"within {max(provenance.gap, 1e-4):.2%} of the best possible ({how})"
 
 
 def _range(of: Alternative | Provenance) -> str:
