@@ -94,10 +94,12 @@ def test_what_differs_fails_or_is_refused_is_told(
     reference = trial.train_alone(own)
     assert trial.try_way(own, graph, way, reference).state is trial.State.WORKS
     shifted = replace(reference, losses=[reference.losses[0], 1.1 * reference.losses[1]])
+    monkeypatch.setattr(trial, "train_alone", lambda _family: shifted)  # in float64, too
     found = trial.try_way(own, graph, way, shifted)
     assert (found.state, found.why.startswith("step 2: the loss is")) == (trial.State.WRONG, True)
     turned = [dict(one) for one in reference.gradients]
     turned[0]["blocks.1.up.bias"] = -turned[0]["blocks.1.up.bias"]
+    monkeypatch.setattr(trial, "train_alone", lambda _family: replace(reference, gradients=turned))
     found = trial.try_way(own, graph, way, replace(reference, gradients=turned))
     assert "step 1: the gradient of blocks.1.up.bias is off" in found.why
 
