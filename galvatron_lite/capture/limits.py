@@ -113,6 +113,9 @@ def whole_reason(
                 return (
                     f"no pipeline stages: code between layers reads values of what {layer} gives, to decide what runs"
                 )
+    rewritten = next((path for path in seen.rewritten if path in places), "")
+    if rewritten:
+        return f"no pipeline stages: code behind {rewritten} changes in place what it gives"
     lent = _lent(model, layers, seen, ends)
     if lent:
         return f"no pipeline stages: {lent}, a parameter of a module that never runs, is handed to other layers"

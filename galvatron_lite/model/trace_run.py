@@ -44,6 +44,8 @@ class Observation:
     order: list[str] = field(default_factory=list)  # module paths in the order they were entered
     calls: list[BlockCall] = field(default_factory=list)  # calls of blocks in order
     output: Any = None  # what the model returned
+    # paths of blocks whose results code between blocks writes to
+    rewritten: list[str] = field(default_factory=list)
 
 
 def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow | None = None) -> Observation:
@@ -54,6 +56,7 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
     """
     seen, entered = Observation(), list[str]()
     chosen, inside = set(blocks), list[BlockCall]()
+    results = dict[int, tuple[str, Tensor, int]]()  # of blocks, by id, with their versions outside of blocks
 
     def enter(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entered.append(path)
@@ -61,6 +64,7 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
         if flow is not None:
             flow.enter(path)
         if path in chosen:
+            seen.rewritten += [path for path, tensor, version in results.values() if tensor._version != version]
             seen.calls.append(BlockCall(path, args, kwargs))
             inside.append(seen.calls[-1])
 
@@ -69,6 +73,8 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
         handed = output if flow is None else flow.leave((args, kwargs), output)
         if path in chosen:
             seen.calls[-1].output = handed
+            results.update((id(tensor), (path, tensor, 0)) for tensor in tensors_of(handed))
+            results.update((key, (home, one, one._version)) for key, (home, one, _) in list(results.items()))
             inside.pop()
         elif inside and _is_heard(module):
             inside[-1].heard.append(BlockCall(path, args, kwargs, handed))

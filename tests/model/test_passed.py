@@ -255,25 +255,34 @@ def test_what_code_between_layers_is_made_of_is_read() -> None:
 
 
 class Scaled(Glued):
-    """Its loss has a parameter of its own; or its first block runs again."""
+    """Its loss has a parameter of its own; its first block runs again; or code behind that changes what it gave."""
 
-    def __init__(self, again: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.again = again
+        self.again, self.kind = kind == "again", kind
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, value: Tensor) -> Tensor:
         hidden = value
         for block in (*self.blocks[:3], *self.blocks[:1]) if self.again else self.blocks[:3]:
             hidden = block(hidden)
+            if self.kind == "written to":
+                hidden += 1
         loss: Tensor = self.head(self.blocks[3](torch.cat([hidden, hidden], 1))).mean()
-        return loss if self.again else loss * self.scale
+        return loss * self.scale if self.kind == "scaled" else loss
 
 
-@pytest.mark.parametrize(("again", "said"), [(True, "blocks.0 runs again behind blocks.2"), (False, "reads scale")])
-def test_models_that_cannot_be_cut_are_offered_one_stage(again: bool, said: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("again", "blocks.0 runs again behind blocks.2"),
+        ("scaled", "reads scale"),
+        ("written to", "code behind blocks.0 changes in place what it gives"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_offered_one_stage(kind: str, said: str) -> None:
     blocks = [f"blocks.{number}" for number in range(4)]
-    whole, cut = (trace(model, (torch.randn(4, 6),), blocks=blocks) for model in (Scaled(again), Glued()))
+    whole, cut = (trace(model, (torch.randn(4, 6),), blocks=blocks) for model in (Scaled(kind), Glued()))
     assert said in whole.whole
     assert cut.whole == ""
     assert request_of(cut, Fixed()).pipelines == (1, 2, 4)
