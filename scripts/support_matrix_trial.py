@@ -24,6 +24,7 @@ from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.model.batch import call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.trace_meta import normalise_alone
+from galvatron_lite.plans.io import read_plan, write_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler import measure
 from galvatron_lite.profiler.store import last_profile, read_profile
@@ -32,6 +33,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_gradients
 
 RATE, STEPS, SECONDS = 1e-3, 3, 150.0
+PLAN = "chosen.yaml"
 RELATIVE, NOISE = 1e-4, 1e-6
 """Largest error of a gradient's entry: so much of the tensor's largest entry, and so much of the largest of all (some
 gradients are zero in exact arithmetic)."""
@@ -122,7 +124,7 @@ def rounding(family: Family, reference: Reference) -> list[float]:
 def try_way(family: Family, graph: ModelGraph, way: Way, reference: Reference) -> Outcome:
     """What comes of one way; what differs is tried again in float64, as rounding at a corner of ReLU shows."""
     outcome = _try(family, graph, way, reference)
-    if outcome.state is not State.WRONG or way.options.get("precision"):
+    if outcome.state is not State.WRONG or way.ranks or way.options.get("precision"):
         return outcome
     double = in_double(family)
     return _try(double, graph, way, train_alone(double))
@@ -140,7 +142,7 @@ def in_double(family: Family) -> Family:
 
 def _try(family: Family, graph: ModelGraph, way: Way, reference: Reference) -> Outcome:
     if way.ranks:
-        return _measured(family, way.ranks, reference)
+        return _measured(family, graph, way, reference)
     asked = ask(way, graph)
     if asked.plan is None:
         return Outcome(State.NO, asked.reason) if asked.reason else Outcome(State.NOTHING)
@@ -157,10 +159,15 @@ def _try(family: Family, graph: ModelGraph, way: Way, reference: Reference) -> O
     return Outcome(State.WRONG, wrong) if wrong else replace(_ran(asked), error=max(error for _, error in results))
 
 
-def _measured(family: Family, ranks: int, reference: Reference) -> Outcome:
-    """What comes of ``auto_parallelize(model, batch, mem=...)``, which measures, under a tight budget."""
+def _measured(family: Family, graph: ModelGraph, way: Way, reference: Reference) -> Outcome:
+    """What comes of ``auto_parallelize(model, batch, mem=...)``, which measures, under a tight budget; of its plan in
+    float64 where that differs."""
     with tempfile.TemporaryDirectory(prefix="galvatron-support-") as folder:
-        results = on_ranks(ranks, lambda: _train_measured(family, reference, Path(folder)), 2 * SECONDS)
+        results = on_ranks(way.ranks, lambda: _train_measured(family, reference, Path(folder)), 2 * SECONDS)
+        if not isinstance(results, Failure) and any(said for said, _ in results):
+            double, asked = in_double(family), Asked(read_plan(Path(folder) / PLAN))
+            exact = train_alone(double)
+            results = on_ranks(way.ranks, lambda: _train(double, graph, way, asked, exact, ()), SECONDS)
     if isinstance(results, Failure):
         ended = State.NO if results.ours else State.LATE if results.late else State.CRASHES
         return Outcome(ended, results.text)
@@ -179,6 +186,8 @@ def _train_measured(family: Family, reference: Reference, folder: Path) -> tuple
         box: list[Any] = [_tight(folder, SAMPLES) if torch.distributed.get_rank() == 0 else None]
         torch.distributed.broadcast_object_list(box)
         parallel: Any = auto_parallelize(copy.deepcopy(family.model), batches[0], mem=box[0], **asked)
+    if torch.distributed.get_rank() == 0:
+        write_plan(parallel.plan, folder / PLAN)
     return _steps(parallel, batches, reference_for(family, reference, parallel.plan), ())
 
 
