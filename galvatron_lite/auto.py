@@ -327,9 +327,9 @@ def _local_batch(plan: Plan) -> dict[str, Any]:
     return {"local_batch": True}
 
 
-def _check_unplanned(asked: Mapping[str, Any]) -> None:
+def _check_unplanned(arguments: Mapping[str, Any]) -> None:
     """Refuse what only a search can keep, where the plan is given."""
-    for name, value in asked.items():
+    for name, value in arguments.items():
         if value not in (None, (), {}, []):
             raise InputError(name, str(value), "The plan is given: leave one of the two out.")
 
@@ -352,14 +352,14 @@ def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:
     return {"compile": wanted}
 
 
-def _for_inference(made: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:
+def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:
     from galvatron_lite.runtime.engine import ParallelModel
     from galvatron_lite.runtime.inference import InferenceModel
 
-    if not isinstance(made, ParallelModel):
-        what = "of cyclic data parallelism" if made.plan.cyclic else f"for {made.plan.backend.value}"
+    if not isinstance(model, ParallelModel):
+        what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"
         raise InputError("mode", "inference", f"The plan is one {what}, which only trains.")
-    return InferenceModel(made)
+    return InferenceModel(model)
 
 
 def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepSpeedModel]:
@@ -419,10 +419,10 @@ def _check_delay(plan: Plan | None, delay: str | None) -> None:
         )
 
 
-def _found_plan(profile: Profile, asked: PlanArguments, delay: str | None) -> Plan:
+def _found_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -> Plan:
     """Rank 0's plan. Where the delay that is wanted is why there is none, the error speaks of it."""
     try:
-        return _agreed_plan(profile, asked)
+        return _agreed_plan(profile, arguments)
     except InputError as error:
         if delay is None or error.field != "--fix schedule":
             raise
@@ -436,10 +436,10 @@ def _found_plan(profile: Profile, asked: PlanArguments, delay: str | None) -> Pl
         raise InputError("delay", delay, remedy) from error
 
 
-def _agreed_plan(profile: Profile, asked: PlanArguments) -> Plan:
+def _agreed_plan(profile: Profile, arguments: PlanArguments) -> Plan:
     from galvatron_lite.api import plan as find
 
-    plan: Plan = _agreed(lambda: find(profile, **asked))
+    plan: Plan = _agreed(lambda: find(profile, **arguments))
     return plan
 
 

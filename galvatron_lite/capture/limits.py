@@ -187,20 +187,20 @@ def dead_parameters(model: nn.Module, flow: DataFlow, outputs: Any) -> tuple[Dea
     return tuple(_outermost(model, "", {key: name for key, name in names.items() if name in dead}, set()))
 
 
-def _outermost(module: nn.Module, path: str, dead: Mapping[int, str], told: set[int]) -> Iterator[DeadParameters]:
+def _outermost(module: nn.Module, path: str, dead: Mapping[int, str], counted: set[int]) -> Iterator[DeadParameters]:
     own = {id(parameter): parameter for parameter in module.parameters()}
     if path and own and own.keys() <= dead.keys():
-        items = sum(parameter.numel() for key, parameter in own.items() if key not in told)
-        told |= own.keys()
+        items = sum(parameter.numel() for key, parameter in own.items() if key not in counted)
+        counted |= own.keys()
         if items:
             yield DeadParameters(path, items)
         return
     for name, parameter in module.named_parameters(recurse=False):
-        if id(parameter) in dead and id(parameter) not in told:
-            told.add(id(parameter))
+        if id(parameter) in dead and id(parameter) not in counted:
+            counted.add(id(parameter))
             yield DeadParameters(_join(path, name), parameter.numel())
     for name, child in module.named_children():
-        yield from _outermost(child, _join(path, name), dead, told)
+        yield from _outermost(child, _join(path, name), dead, counted)
 
 
 def _join(path: str, name: str) -> str:

@@ -235,7 +235,7 @@ def linked(
     layers: Sequence[Layer],
     tensors: Sequence[Passed],
     needs: Mapping[str, Needs],
-    given: Mapping[str, int],
+    output_bytes: Mapping[str, int],
     forked: bool,
 ) -> tuple[Passed, ...]:
     """Tensors that go between layers, those without gradients among them where a layer needs another through no other;
@@ -247,7 +247,7 @@ def linked(
         layers: of the model.
         tensors: that take gradients, in the order in which they are made.
         needs: of each layer.
-        given: bytes per sample that each layer gives.
+        output_bytes: bytes per sample that each layer gives.
         forked: whether the model has branches.
     """
     place = {layer.name: number for number, layer in enumerate(layers)}
@@ -262,7 +262,7 @@ def linked(
     found = [
         *([Passed(first, tuple(reading), 0)] if reading else []),
         *tensors,
-        *(Passed(name, tuple(readers), given.get(name, 0)) for name, readers in more.items()),
+        *(Passed(name, tuple(readers), output_bytes.get(name, 0)) for name, readers in more.items()),
     ]
     return tuple(sorted(found, key=lambda tensor: place[tensor.producer]))
 

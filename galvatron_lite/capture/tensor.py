@@ -44,17 +44,17 @@ class TensorFigures:
         """The parts of a figure of ``RegionFigures`` by how they are divided."""
         return self.parts(*(getattr(region, figure) for region in (self.whole, self.share, self.tokens)))
 
-    def parts(self, whole: int, share: int, tokens: int) -> TensorSplit:
+    def parts(self, total: int, share: int, tokens: int) -> TensorSplit:
         """The parts of a figure that has these three values.
 
         From share = tensor / degree + sequence + rest and tokens = tensor / degree + sequence / degree + rest. The sum
         is always what one device holds that has the whole layer, so copies that only a split layer makes are left out.
         """
         if self.degree == 1:
-            return TensorSplit(whole=whole)
-        tensor = _part(whole - share, self.degree, whole)
-        sequence = _part(share - tokens, self.degree, whole - tensor)
-        return TensorSplit(tensor=tensor, sequence=sequence, whole=whole - tensor - sequence)
+            return TensorSplit(whole=total)
+        tensor = _part(total - share, self.degree, total)
+        sequence = _part(share - tokens, self.degree, total - tensor)
+        return TensorSplit(tensor=tensor, sequence=sequence, whole=total - tensor - sequence)
 
     def shardings(self) -> dict[tuple[str, OperatorClass], Sharding]:
         """How each module's calls of each class are divided."""
@@ -63,12 +63,12 @@ class TensorFigures:
         whole, share, tokens = (_work(region) for region in (self.whole, self.share, self.tokens))
         return {key: self._sharding(work, share.get(key, 0), tokens.get(key, 0)) for key, work in whole.items()}
 
-    def _sharding(self, whole: int, share: int, tokens: int) -> Sharding:
-        if whole == 0:
+    def _sharding(self, total: int, share: int, tokens: int) -> Sharding:
+        if total == 0:
             return Sharding.NONE
-        if abs(share * self.degree - whole) <= _CLOSE * whole:
+        if abs(share * self.degree - total) <= _CLOSE * total:
             return Sharding.TENSOR
-        return Sharding.SEQUENCE if abs(tokens * self.degree - whole) <= _CLOSE * whole else Sharding.NONE
+        return Sharding.SEQUENCE if abs(tokens * self.degree - total) <= _CLOSE * total else Sharding.NONE
 
 
 def _part(less: int, degree: int, most: int) -> int:
@@ -85,13 +85,13 @@ def _work(region: RegionFigures) -> dict[tuple[str, OperatorClass], int]:
     return work
 
 
-def unsplit(whole: RegionFigures, reason: str) -> TensorFigures:
+def unsplit(figures: RegionFigures, reason: str) -> TensorFigures:
     """Figures of a layer that tensor parallelism is not offered for."""
-    return TensorFigures(whole, TensorPlan(reason=reason), 1, whole, whole)
+    return TensorFigures(figures, TensorPlan(reason=reason), 1, figures, figures)
 
 
 def split_block(
-    block: nn.Module, calls: Sequence[BlockCall], chains: Sequence[Sequence[int]], whole: RegionFigures
+    block: nn.Module, calls: Sequence[BlockCall], chains: Sequence[Sequence[int]], figures: RegionFigures
 ) -> TensorFigures:
     """Figures of a block and of one device's share of it.
 
@@ -99,22 +99,24 @@ def split_block(
         block: on the meta device; it is not changed.
         calls: its call at both batch sizes.
         chains: places of the inputs that come from the layer before, at both batch sizes.
-        whole: its figures on one device.
+        figures: its figures on one device.
     """
-    matmuls = (call for call in whole.calls if call.kind is OperatorClass.MATMUL and not call.backward)
+    matmuls = (call for call in figures.calls if call.kind is OperatorClass.MATMUL and not call.backward)
     if sum(call.weight_bytes > 0 for call in matmuls) < _PAIR:
-        return unsplit(whole, _NO_PAIR)  # told without running the block for real, for which pictures may be too large
+        return unsplit(
+            figures, _NO_PAIR
+        )  # told without running the block for real, for which pictures may be too large
     plan = infer_block(block, calls[1].args, calls[1].kwargs)
     if plan.max_degree == 1:
-        return unsplit(whole, plan.reason)
+        return unsplit(figures, plan.reason)
     degree = smallest_factor(plan.max_degree)
     divisible = all(calls[1].inputs[place].shape[1] % degree == 0 for place in chains[1])
     choices = [False, True] if plan.sequence_parallel and divisible else [False]
     try:
         runs = [_run_share(block, calls, chains, plan, degree, choice) for choice in choices]
     except GalvatronError as error:
-        return unsplit(whole, f"One device's share of it does not run: {error}")
-    return TensorFigures(whole, plan, degree, runs[0][0], runs[-1][0], runs[0][1])
+        return unsplit(figures, f"One device's share of it does not run: {error}")
+    return TensorFigures(figures, plan, degree, runs[0][0], runs[-1][0], runs[0][1])
 
 
 def _run_share(

@@ -258,15 +258,15 @@ class _Capture:
         sizes = [{call.path: _bytes(tensors_of(call.output)) for call in calls} for calls in self.calls]
         return {path: _slope([size[path] for size in sizes]) for path in sizes[1]}
 
-    def _with_handed(self, made: dict[str, LayerKind], wholes: Mapping[str, RegionFigures]) -> dict[str, LayerKind]:
+    def _with_handed(self, kinds: dict[str, LayerKind], wholes: Mapping[str, RegionFigures]) -> dict[str, LayerKind]:
         """The kinds with what the layer before keeps of its own output, where they do not keep it themselves.
 
         An activation in place at a layer's end keeps its output: one tensor, counted with the layer that it enters.
         """
-        extra = dict.fromkeys(made, 0)
+        extra = dict.fromkeys(kinds, 0)
         for left, right in pairwise(self.layers):
             extra[right.kind] = max(extra[right.kind], wholes[left.kind].held - wholes[right.kind].handed)
-        return {name: _with_entering(kind, extra[name]) for name, kind in made.items()}
+        return {name: _with_entering(kind, extra[name]) for name, kind in kinds.items()}
 
     def _lending(
         self, blocks: dict[str, LayerKind], tensors: Sequence[Passed]

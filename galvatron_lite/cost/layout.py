@@ -38,9 +38,9 @@ def layout(strategy: Strategy) -> Layout:
     return batch, context * strategy.spatial, tensor * strategy.slices, cut, strategy.sequence_parallel or split
 
 
-def of_layout(own: Layout) -> Strategy:
+def of_layout(layout: Layout) -> Strategy:
     """A strategy of a layout."""
-    data, context, tensor, cut, shared = own
+    data, context, tensor, cut, shared = layout
     if cut > GRID:
         planes, rows = divmod(cut - GRID, PLANE)
         return Strategy(data=data, depth=planes, height=rows, width=context // planes // rows, filters=tensor)

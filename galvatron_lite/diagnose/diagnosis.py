@@ -293,9 +293,9 @@ def _with_layers(profile: Profile, plan: Plan, times: Sequence[RankTimes], corre
     return replace(profile, layers=scaled(profile.layers), types=types)
 
 
-def _factors(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _factors(ratios_by_kind: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each, where it is another one than 1."""
-    factors = {kind: round(median(ratios), 4) for kind, ratios in found.items()}
+    factors = {kind: round(median(ratios), 4) for kind, ratios in ratios_by_kind.items()}
     return {kind: factor for kind, factor in factors.items() if abs(factor - 1.0) > _NEAR}
 
 

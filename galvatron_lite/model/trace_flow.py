@@ -156,16 +156,16 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.given[path] = _union(self.given[path], made)
         return made
 
-    def _write(self, tensor: Tensor, made: int) -> None:
+    def _write(self, tensor: Tensor, sources: int) -> None:
         storage = tensor.untyped_storage()
         for one in self._same.get(storage, [storage]):  # type: ignore[no-untyped-call]
-            self._mark(one, made)
+            self._mark(one, sources)
 
-    def _add(self, tensor: Tensor, made: int) -> None:
-        self._mark(tensor.untyped_storage(), made)
+    def _add(self, tensor: Tensor, sources: int) -> None:
+        self._mark(tensor.untyped_storage(), sources)
 
-    def _mark(self, storage: UntypedStorage, made: int) -> None:
-        self._made[storage] = _union(int(self._made.get(storage, 0)), made)  # type: ignore[no-untyped-call]
+    def _mark(self, storage: UntypedStorage, sources: int) -> None:
+        self._made[storage] = _union(int(self._made.get(storage, 0)), sources)  # type: ignore[no-untyped-call]
 
 
 def _union(one: int, other: int) -> int:

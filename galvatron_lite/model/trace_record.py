@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, target: Recording, func: Any, inputs: list[Tensor], seen: list[int], flop: int, given: Any, args: Any
     ) -> None:
         outputs = list(tensors_of(given))
-        numbers = tuple(self.number(tensor, made=True) for tensor in outputs)
+        numbers = tuple(self.number(tensor, created=True) for tensor in outputs)
         in_place = any(output is taken for output in outputs for taken in inputs)
         if name_of(func) in _ALLOCATIONS or (set(numbers) <= set(seen) and not in_place):
             return
@@ -110,13 +110,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = OperatorCall(self.path, called, kind, sizes, flop, traffic, self.backward, numbers, causal, sums, many)
         target.calls.append(call)
 
-    def number(self, tensor: Tensor, made: bool = False) -> int:
-        """The number of a tensor's storage; one not seen before gets the next, and an event if it was ``made``."""
+    def number(self, tensor: Tensor, created: bool = False) -> int:
+        """The number of a tensor's storage; one not seen before gets the next, and an event if it was ``created``."""
         storage = tensor.untyped_storage()
         number = int(self._numbers.get(storage, 0))  # type: ignore[no-untyped-call]
         if not number:
             number = self._numbers[storage] = next(self._next)
-            if made and self.target is not None:
+            if created and self.target is not None:
                 self.target.events.append(number)
                 weakref.finalize(storage, self.target.events.append, -number).atexit = False
         if self.target is not None:

@@ -29,25 +29,25 @@ class Processes:
         return dist.get_rank(self.process_group)
 
 
-def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> object:
+def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> object:
     """Gather equal parts into one tensor, one after the other along its first dim."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(whole, part, group=group)
+    return gather(output, part, group=group)
 
 
-def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> object:
+def reduce_scatter(part: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> object:
     """Sum over the group, and scatter equal parts along the first dim."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(part, whole, group=group)
+    return scatter(part, tensor, group=group)
 
 
-def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+def start_all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """``all_gather``, in the background."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return cast("dist.Work", gather(whole, part, group=group, async_op=True))
+    return cast("dist.Work", gather(output, part, group=group, async_op=True))
 
 
-def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+def start_reduce_scatter(part: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """``reduce_scatter``, in the background."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return cast("dist.Work", scatter(part, whole, group=group, async_op=True))
+    return cast("dist.Work", scatter(part, tensor, group=group, async_op=True))

@@ -293,11 +293,11 @@ def _offered(graph: ModelGraph, wanted: Collection[Wanted], expert: int) -> Iter
 
 
 def _points(
-    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, asked: Sequence[_Asked]
+    graph: ModelGraph, machines: Sequence[Machine], stack: Stack, requests: Sequence[_Asked]
 ) -> Iterator[LayerPoint]:
     stop, known = stack.early_stop, dict[tuple[str, int, bool, float, int, str, int], LayerTimes]()
     kinds = dict[tuple[str, str, int], LayerKind]()
-    for key, degree, split, recompute, samples, expert, by, sliced in asked:
+    for key, degree, split, recompute, samples, expert, by, sliced in requests:
         if (key, by, sliced) not in kinds:
             kinds[key, by, sliced] = _sliced(graph.kinds[key], by, sliced, stack)
         kind, place = kinds[key, by, sliced], (key, degree, split, samples, expert, by, sliced)

@@ -99,12 +99,12 @@ def prepare(
     return lambda: _send_or_receive(whole, group)
 
 
-def _send_or_receive(whole: Tensor, group: dist.ProcessGroup | None) -> object:
+def _send_or_receive(tensor: Tensor, group: dist.ProcessGroup | None) -> object:
     """Rank 0 of the group sends to rank 1; the others have nothing to do."""
     rank = dist.get_rank(group)
     if rank == 0:
-        return dist.send(whole, group=group, group_dst=1)
-    return dist.recv(whole, group=group, group_src=0) if rank == 1 else None
+        return dist.send(tensor, group=group, group_dst=1)
+    return dist.recv(tensor, group=group, group_src=0) if rank == 1 else None
 
 
 def _divisors(number: int) -> list[int]:

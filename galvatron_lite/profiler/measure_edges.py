@@ -62,12 +62,12 @@ class EdgeInput:
 
 
 def measure_edges(
-    given: EdgeInput, settings: tuple[LayerSetting, LayerSetting], device: torch.device, rule: TimingRule = DEFAULT_RULE
+    edges: EdgeInput, settings: tuple[LayerSetting, LayerSetting], device: torch.device, rule: TimingRule = DEFAULT_RULE
 ) -> tuple[LayerPoint, LayerPoint]:
     """Measure what lies before and after the blocks.
 
     Args:
-        given: what to run.
+        edges: what to run.
         settings: keys of the two points, before and after.
         device: where.
         rule: how long to time.
@@ -75,13 +75,13 @@ def measure_edges(
     Raises:
         TraceError: the loss does not depend on what blocks return that train.
     """
-    give_gradients(given.skeleton.model)
-    compute = compute_dtype(given.precision)
+    give_gradients(edges.skeleton.model)
+    compute = compute_dtype(edges.precision)
     if compute is not None:
-        narrow_norms(given.skeleton.model)
+        narrow_norms(edges.skeleton.model)
     with holding_copies(compute, device):
-        memory = edge_memory(given, device)
-        timing = time_edges(given, device, rule)
+        memory = edge_memory(edges, device)
+        timing = time_edges(edges, device, rule)
     laps = timing.laps
     halves = (laps[0], laps[3]), (laps[1], laps[2])
     timings = [Timing(half, timing.repetitions, timing.spread) for half in halves]
@@ -89,33 +89,33 @@ def measure_edges(
     return before, after
 
 
-def time_edges(given: EdgeInput, device: torch.device, rule: TimingRule) -> Timing:
+def time_edges(edges: EdgeInput, device: torch.device, rule: TimingRule) -> Timing:
     """Seconds of before's forward, after's forward, after's backward, before's backward."""
 
     def once(lap: Lap) -> None:
-        _step(given, lap)
+        _step(edges, lap)
         lap()
 
     return time_laps(once, device, rule)
 
 
-def edge_memory(given: EdgeInput, device: torch.device) -> tuple[SegmentMemory, SegmentMemory]:
+def edge_memory(edges: EdgeInput, device: torch.device) -> tuple[SegmentMemory, SegmentMemory]:
     """Bytes of what lies before and of what lies after the blocks."""
-    _step(given, _nothing)
-    if not given.skeleton.stubs:
-        return _whole_memory(given, device), SegmentMemory(0, 0, 0)
-    alone, with_side = _kept_before(given, device)
+    _step(edges, _nothing)
+    if not edges.skeleton.stubs:
+        return _whole_memory(edges, device), SegmentMemory(0, 0, 0)
+    alone, with_side = _kept_before(edges, device)
     with track_peak(device) as tracked:
-        _step(given.copied(), tracked.mark)
+        _step(edges.copied(), tracked.mark)
     before, after, after_back, before_back = tracked.phases
     first = SegmentMemory(with_side, max(before_back.peak, alone), max(before.peak, with_side))
     return first, segment_memory(after, after_back, alone)
 
 
-def _whole_memory(given: EdgeInput, device: torch.device) -> SegmentMemory:
+def _whole_memory(edges: EdgeInput, device: torch.device) -> SegmentMemory:
     """Bytes of a model without blocks: all of it counts as before."""
     with track_peak(device) as tracked:
-        _step(given.copied(), tracked.mark)
+        _step(edges.copied(), tracked.mark)
     forward, *_, backward = tracked.phases
     return segment_memory(forward, backward, 0)
 
@@ -124,7 +124,7 @@ def _nothing() -> None:
     return None
 
 
-def _step(given: EdgeInput, lap: Callable[[], None]) -> None:
+def _step(edges: EdgeInput, lap: Callable[[], None]) -> None:
     """One forward and backward; ``lap`` is called at the ends of the first three of its four parts.
 
     In a model without blocks the middle two parts are empty, the last one where no gradient reaches them.
@@ -135,13 +135,13 @@ def _step(given: EdgeInput, lap: Callable[[], None]) -> None:
         laps.append(len(laps))
         lap()
 
-    given.skeleton.visit_with(_passing(given.calls, counted))
-    loss = given.run()
-    for _ in range(1 if given.skeleton.stubs else 3):
+    edges.skeleton.visit_with(_passing(edges.calls, counted))
+    loss = edges.run()
+    for _ in range(1 if edges.skeleton.stubs else 3):
         counted()
     loss.backward()  # type: ignore[no-untyped-call]
     if len(laps) == 2:  # no gradient reaches the blocks: where they are frozen, all of backward was behind them
-        if any(one.requires_grad for stub in given.skeleton.stubs.values() for one in stub.block.parameters()):
+        if any(one.requires_grad for stub in edges.skeleton.stubs.values() for one in stub.block.parameters()):
             raise TraceError("blocks", "the loss", "The loss must depend on what the blocks return; name other blocks.")
         lap()
 
@@ -177,7 +177,7 @@ def boundary(hidden: Tensor, reached: Callable[[], None]) -> Tensor:
     return Boundary.apply(start, reached)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _kept_before(given: EdgeInput, device: torch.device) -> tuple[int, int]:
+def _kept_before(inputs: EdgeInput, device: torch.device) -> tuple[int, int]:
     """Bytes that stay once what lies before the first block has run and its result was let go of.
 
     Returns:
@@ -194,10 +194,10 @@ def _kept_before(given: EdgeInput, device: torch.device) -> tuple[int, int]:
             edges.append(get_gradient_edge(hidden))
         raise StopRunError
 
-    given.skeleton.visit_with(stop)
+    inputs.skeleton.visit_with(stop)
     gc.collect(1)  # what is garbage already is not to be released inside
     with track_peak(device) as tracked:
-        held = given.copied()
+        held = inputs.copied()
         _run_until_stopped(held)
         gc.collect(1)
         tracked.mark()
@@ -205,8 +205,8 @@ def _kept_before(given: EdgeInput, device: torch.device) -> tuple[int, int]:
     return max(tracked.end, 0), max(tracked.phases[0].end, 0)
 
 
-def _run_until_stopped(given: EdgeInput) -> None:
+def _run_until_stopped(edges: EdgeInput) -> None:
     try:
-        given.run()
+        edges.run()
     except StopRunError:
         return

@@ -33,16 +33,16 @@ def measure_throughput(device: torch.device, precision: str = "fp32", rule: Timi
     return Throughput(matmul, _attention(device, dtype, rule), _stream(device, rule), _launch(device, rule))
 
 
-def with_throughput(cluster: Cluster, found: Throughput, precision: str) -> Cluster:
+def with_throughput(cluster: Cluster, throughput: Throughput, precision: str) -> Cluster:
     """The cluster with measured figures; peaks of a data sheet stay, since utilisation refers to them."""
-    groups = tuple(replace(group, device=_device(group.device, found, precision)) for group in cluster.groups)
+    groups = tuple(replace(group, device=_device(group.device, throughput, precision)) for group in cluster.groups)
     return replace(cluster, groups=groups)
 
 
-def _device(device: Device, found: Throughput, precision: str) -> Device:
+def _device(device: Device, throughput: Throughput, precision: str) -> Device:
     known = {} if device.source == "measured" else device.peak
-    peak = {**device.peak, precision: max(found.matmul, found.attention), **known}
-    return replace(device, peak=peak, memory_bandwidth=found.bandwidth, launch_overhead=found.launch)
+    peak = {**device.peak, precision: max(throughput.matmul, throughput.attention), **known}
+    return replace(device, peak=peak, memory_bandwidth=throughput.bandwidth, launch_overhead=throughput.launch)
 
 
 def _matmul(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, rule: TimingRule) -> float:

@@ -88,12 +88,12 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _track_cpu(found: PeakMemory) -> Iterator[PeakMemory]:
+def _track_cpu(peak: PeakMemory) -> Iterator[PeakMemory]:
     # In a launched world the tracer logs two lines a run to standard error, unless its log level is above all.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with _without_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        yield found
-    found.phases = _phases(_read_trace(trace))
+        yield peak
+    peak.phases = _phases(_read_trace(trace))
 
 
 @contextmanager
@@ -148,15 +148,13 @@ def _change(blocks: dict[int, int], address: int, size: int) -> int:
     return size - lost
 
 
-def _track_cuda(found: PeakMemory) -> Iterator[PeakMemory]:
-    torch.cuda.synchronize(found.device)
-    torch.cuda.reset_peak_memory_stats(found.device)
-    entry = torch.cuda.memory_allocated(found.device)
-    yield found
-    found.mark()
-    found.phases = tuple(
-        MemoryPhase(max(p.start, entry) - entry, p.peak - entry, p.end - entry) for p in found._measured
-    )
+def _track_cuda(peak: PeakMemory) -> Iterator[PeakMemory]:
+    torch.cuda.synchronize(peak.device)
+    torch.cuda.reset_peak_memory_stats(peak.device)
+    entry = torch.cuda.memory_allocated(peak.device)
+    yield peak
+    peak.mark()
+    peak.phases = tuple(MemoryPhase(max(p.start, entry) - entry, p.peak - entry, p.end - entry) for p in peak._measured)
 
 
 def _cuda_phase(device: torch.device, earlier: list[MemoryPhase]) -> MemoryPhase:

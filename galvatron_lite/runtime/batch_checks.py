@@ -47,9 +47,9 @@ class GlobalBatches:
         self._places = None if example is None else _shape_of(example)
         self._cpu_group: dist.ProcessGroup | None = None
 
-    def of_step(self, given: Any, group: dist.ProcessGroup | None = None) -> tuple[Any, int]:
+    def of_step(self, one_or_several: Any, group: dist.ProcessGroup | None = None) -> tuple[Any, int]:
         """The global batch of a step, and of how many batches it is made: ``train_step`` takes a list of them."""
-        batches = given if self._is_several(given) else [given]
+        batches = one_or_several if self._is_several(one_or_several) else [one_or_several]
         made = [self(batch, group) for batch in batches]
         return (made[0] if len(made) == 1 else _behind_one_another(made)), len(made)
 
@@ -108,13 +108,13 @@ class GlobalBatches:
 
         return map_places(batch, gather)
 
-    def _is_several(self, given: Any) -> bool:
+    def _is_several(self, batch: Any) -> bool:
         """Whether this is a list of batches: each is like the example; a list of tensors is one batch."""
-        if not isinstance(given, list) or not given:
+        if not isinstance(batch, list) or not batch:
             return False
         if self._places is not None:
-            return all(_shape_of(one) == self._places for one in given)
-        return all(isinstance(one, (Mapping, tuple, list)) for one in given)
+            return all(_shape_of(one) == self._places for one in batch)
+        return all(isinstance(one, (Mapping, tuple, list)) for one in batch)
 
 
 def _shape_of(batch: Any) -> tuple[str, ...]:
@@ -130,14 +130,14 @@ def _checksum(batch: Any) -> int:
     return total
 
 
-def _difference(own: Sequence[Any], other: Sequence[Any]) -> str:
+def _difference(batches: Sequence[Any], other: Sequence[Any]) -> str:
     """How one rank's batch differs from another's."""
-    if own == other:
+    if batches == other:
         return "Its values differ from"
-    names = [[place for place, _, _ in one] for one in (own, other)]
+    names = [[place for place, _, _ in one] for one in (batches, other)]
     if names[0] != names[1]:
         return f"It has the entries {', '.join(p[1:] for p in names[0])}, others than"
-    (place, shape, dtype), (_, wanted, kind) = next((a, b) for a, b in zip(own, other, strict=True) if a != b)
+    (place, shape, dtype), (_, wanted, kind) = next((a, b) for a, b in zip(batches, other, strict=True) if a != b)
     entry = f"Its {place[1:]}" if place else "It"
     return f"{entry} is {dtype} {shape}, not {kind} {wanted} like"
 

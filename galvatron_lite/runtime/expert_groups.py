@@ -59,7 +59,7 @@ def expert_groups(
     strategy: Strategy,
     start: int,
     rank: int,
-    made: Mapping[Key, dist.ProcessGroup],
+    groups: Mapping[Key, dist.ProcessGroup],
     purposes: tuple[str, str],
     mesh: Callable[[Sequence[Group], torch.Tensor], DeviceMesh | None],
 ) -> ExpertGroups | None:
@@ -69,7 +69,7 @@ def expert_groups(
         strategy: see ``expert_keys``.
         start: first rank of the stage.
         rank: this one.
-        made: all groups of more than one rank.
+        groups: all groups of more than one rank.
         purposes: of states and gradients, as given to ``expert_keys``.
         mesh: makes one of the groups of replicas and of shards, and the ranks (replicas, shards) of both.
     """
@@ -81,7 +81,7 @@ def expert_groups(
     holders = grid[:, :, place[2], place[3]]
 
     def own(purpose: str, ranks: torch.Tensor) -> Group:
-        return made.get((purpose, tuple(ranks.flatten().tolist())))
+        return groups.get((purpose, tuple(ranks.flatten().tolist())))
 
     pair = [own(states, holders[:, place[1]]), own(states, holders[place[0]])]
     return ExpertGroups(

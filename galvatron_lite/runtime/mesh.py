@@ -147,11 +147,11 @@ def _part_degrees(part: MeshPart) -> list[Strategy]:
     return sorted({_degrees(strategy) for strategy in part.strategies})
 
 
-def _part_view(part: MeshPart, rank: int, made: Mapping[Key, dist.ProcessGroup], device_type: str) -> Meshes | None:
+def _part_view(part: MeshPart, rank: int, groups: Mapping[Key, dist.ProcessGroup], device_type: str) -> Meshes | None:
     if not part.first <= rank < part.first + part.devices:
         return None
     views = {
-        degrees: _view(degrees, part.first if degrees.devices > 1 else rank, rank, made, device_type)
+        degrees: _view(degrees, part.first if degrees.devices > 1 else rank, rank, groups, device_type)
         for degrees in _part_degrees(part)
     }
     return Meshes(rank, 1, part.devices, None, views, part.first)
@@ -251,14 +251,14 @@ def _make_groups(keys: Sequence[Key], device_type: str, groups: ProcessGroups) -
     return made
 
 
-def _own(made: Mapping[Key, dist.ProcessGroup], keys: Sequence[Key], rank: int) -> Group:
-    return next((made[key] for key in keys if rank in key[1] and key in made), None)
+def _own(groups: Mapping[Key, dist.ProcessGroup], keys: Sequence[Key], rank: int) -> Group:
+    return next((groups[key] for key in keys if rank in key[1] and key in groups), None)
 
 
 def _view(
-    degrees: Strategy, start: int, rank: int, made: Mapping[Key, dist.ProcessGroup], device_type: str
+    degrees: Strategy, start: int, rank: int, groups: Mapping[Key, dist.ProcessGroup], device_type: str
 ) -> StrategyGroups:
-    own = {axis: _own(made, keys, rank) for axis, keys in _named_keys(degrees, start).items()}
+    own = {axis: _own(groups, keys, rank) for axis, keys in _named_keys(degrees, start).items()}
     mesh = partial(_state_mesh, device_type=device_type)
     place, inner = rank - start, degrees.spatial * degrees.slices
     shared = degrees.tensor * degrees.context
@@ -267,18 +267,18 @@ def _view(
         zero_mesh=_zero_mesh(degrees, start, rank, own, device_type),
         batch_index=place // (inner * shared),
         tensor_index=place // inner % degrees.tensor,
-        expert=expert_groups(degrees, start, rank, made, (STATES, GRADIENTS), mesh),
+        expert=expert_groups(degrees, start, rank, groups, (STATES, GRADIENTS), mesh),
     )
 
 
 def _zero_mesh(
-    degrees: Strategy, start: int, rank: int, own: Mapping[str, Group], device_type: str
+    degrees: Strategy, start: int, rank: int, groups: Mapping[str, Group], device_type: str
 ) -> DeviceMesh | None:
-    if own["zero"] is None:
+    if groups["zero"] is None:
         return None
     rows = _lines(degrees, start, ("data", "zero", *_SHARED))
     mine = next(row for row in rows if rank in row)
-    return _state_mesh((own["data"], own["zero"]), torch.tensor(mine).reshape(degrees.data, -1), device_type)
+    return _state_mesh((groups["data"], groups["zero"]), torch.tensor(mine).reshape(degrees.data, -1), device_type)
 
 
 def _state_mesh(groups: Sequence[Group], grid: torch.Tensor, device_type: str) -> DeviceMesh | None:

@@ -101,16 +101,16 @@ def _made(seed: int, dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return tuple((torch.randn(shape, generator=generator) * scales * seed).to(device) for _ in range(2))  # type: ignore[return-value]
 
 
-def _updates(build: Build, options: dict[str, Any], given: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    parameters = [nn.Parameter(value.clone()) for value, _ in given]
+def _updates(build: Build, options: dict[str, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    parameters = [nn.Parameter(value.clone()) for value, _ in pairs]
     optimizer = build([{**_moving(options), "params": parameters}])
     if callable(begin := getattr(optimizer, "train", None)):  # schedule-free ones have modes
         begin()
     for step in _STEPS:
-        for parameter, (_, gradient) in zip(parameters, given, strict=True):
+        for parameter, (_, gradient) in zip(parameters, pairs, strict=True):
             parameter.grad = gradient * step
         optimizer.step()
-    return [parameter.detach() - value for parameter, (value, _) in zip(parameters, given, strict=True)]
+    return [parameter.detach() - value for parameter, (value, _) in zip(parameters, pairs, strict=True)]
 
 
 def _moving(options: dict[str, Any]) -> dict[str, Any]:

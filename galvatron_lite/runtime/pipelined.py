@@ -114,9 +114,9 @@ def _runner_of(runtimes: Sequence[StageRuntime]) -> PipelineRunner:
     return runner
 
 
-def _joined(made: Sequence[Any], sampled: Sequence[bool]) -> Any:
+def _joined(outputs: Sequence[Any], sampled: Sequence[bool]) -> Any:
     """The outputs of micro-batches as that of one batch: samples behind one another, means of all else."""
-    rest = [tensors_of(value) for value in made[1:]]
+    rest = [tensors_of(value) for value in outputs[1:]]
     flags = iter(sampled)
 
     def join(first: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _joined(made: Sequence[Any], sampled: Sequence[bool]) -> Any:
             return torch.cat(every)
         return torch.stack(every).mean(0) if first.is_floating_point() else first
 
-    return map_tensors(made[0], join)
+    return map_tensors(outputs[0], join)
 
 
 def _told(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:

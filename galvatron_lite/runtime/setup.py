@@ -243,7 +243,7 @@ def _build_stage(
     models: Mapping[int, nn.Module],
     number: int,
     cut: StageModel | None,
-    known: ModelFacts,
+    facts: ModelFacts,
     meshes: Meshes,
     options: SetupOptions,
     place: Place | None,
@@ -257,7 +257,7 @@ def _build_stage(
     if deferral is not None:
         _defer(model, stages[number], deferral)
     own = None if place is None else functools.partial(place, model)
-    runtime = assemble(model, layers, stages[number], meshes, known, options, incoming, place=own, tied=tied)
+    runtime = assemble(model, layers, stages[number], meshes, facts, options, incoming, place=own, tied=tied)
     runtime.is_last = number == len(stages) - 1
     if cut is None:
         return runtime, None
@@ -325,7 +325,7 @@ def assemble(
     layers: Sequence[Layer],
     stage: tuple[LayerAssignment, ...],
     meshes: Meshes,
-    known: ModelFacts,
+    facts: ModelFacts,
     options: SetupOptions,
     incoming: Collection[Layout] = (),
     roots: Sequence[nn.Module] = (),
@@ -339,7 +339,7 @@ def assemble(
         layers: those of the model.
         stage: those of the stage.
         meshes: process groups.
-        known: from ``examine``.
+        facts: from ``examine``.
         options: of the model.
         incoming: layouts in which what stages before this one send may lie.
         roots: the modules of the model that are called; the model itself if not given.
@@ -352,14 +352,14 @@ def assemble(
     place = place or Materializer(model, layers, options.device, options.seed, options.init_fn).place
     if options.compute is not None:
         narrow_experts(model)
-    sharded = _split(model, layers, stage, meshes, known.plans, options, roots or [model], place)
+    sharded = _split(model, layers, stage, meshes, facts.plans, options, roots or [model], place)
     if options.compute is not None:
         narrow_norms(model)
     glue = glue_of(stage)
     groups = meshes.groups(glue.strategy)
     border = border_of(glue_layout(stage), glue.strategy, groups)
     mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
-    traffic = Traffic(mover, border, rules_under(glue.strategy), options.compute, known.sampled)
+    traffic = Traffic(mover, border, rules_under(glue.strategy), options.compute, facts.sampled)
     install_hooks(model, sharded.borders, traffic, incoming, users)
     install_router_losses(model, stage, meshes, sharded.experts)
     tie(model, tied or {})

@@ -109,9 +109,9 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _named(parallel: Parallel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _named(parallel: Parallel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each tensor under all its names, in the model's order."""
-    return {name: found[first] for name, first in parallel.entries.names.items() if first in found}
+    return {name: tensors[first] for name, first in parallel.entries.names.items() if first in tensors}
 
 
 def _entry(state: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:

@@ -28,13 +28,13 @@ def stepped_loss(loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:
     return made
 
 
-def check_no_gradients(found: bool) -> None:
+def check_no_gradients(present: bool) -> None:
     """Refuse gradients of an earlier batch: those of a new one would be summed over the ranks together with them.
 
     Raises:
         InputError: there are some.
     """
-    if found:
+    if present:
         remedy = (
             "Those of the last batch are still there. Under this plan the model works a batch through in micro-batches "
             "by itself: call optimizer.zero_grad() before it, and plan with a larger --batch to accumulate more."
@@ -42,13 +42,13 @@ def check_no_gradients(found: bool) -> None:
         raise InputError("gradients", "of two batches", remedy)
 
 
-def check_gradients(found: bool) -> None:
+def check_gradients(present: bool) -> None:
     """Refuse a backward pass whose gradients were thrown away.
 
     Raises:
         InputError: there are none.
     """
-    if not found:
+    if not present:
         remedy = "Under this plan they are made when the model is called: call optimizer.zero_grad() before that."
         raise InputError("gradients", "none", remedy)
 

@@ -120,9 +120,9 @@ class Traffic:
 
         return map_places(value, plain), (lying, self.glue)
 
-    def unpack(self, value: Any, known: Arrived) -> Any:
+    def unpack(self, value: Any, arrived: Arrived) -> Any:
         """What came from the stage before, as glue code is given it."""
-        lying, source = known
+        lying, source = arrived
 
         def given(place: str, tensor: Tensor) -> Tensor:
             return self.hand(RankPiece(tensor, *lying[place])) if place in lying else self.see(tensor, source)

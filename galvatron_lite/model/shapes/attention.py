@@ -137,6 +137,6 @@ def _drop(tape: Tape, name: str, weights: Value, probability: float) -> Value:
     return tape.record(call, memory_operator(name, weights, moved, moved))
 
 
-def view(whole: Value, items: int) -> Value:
+def view(tensor: Value, items: int) -> Value:
     """Part of a tensor, in the tensor's storage."""
-    return replace(whole, items=items, storage=whole.held)
+    return replace(tensor, items=items, storage=tensor.held)

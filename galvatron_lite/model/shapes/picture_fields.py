@@ -167,6 +167,6 @@ def _check_levels(shape: PerceptionShape) -> None:
         raise InputError("classes", shape.classes, "Leave it at 1: each network gives one picture.")
 
 
-def _same_number(field: str, given: tuple[int, ...], like: Sequence[int]) -> None:
-    if len(given) != len(like):
-        raise InputError(field, given, f"Give {len(like)} numbers.")
+def _same_number(field: str, values: tuple[int, ...], like: Sequence[int]) -> None:
+    if len(values) != len(like):
+        raise InputError(field, values, f"Give {len(like)} numbers.")

@@ -147,12 +147,12 @@ def _with(group: BranchGroup, tail: tuple[Phases, tuple[BranchGroup, ...]]) -> t
     return _longest([group.seconds, *([tail[0]] if tail[0] else [])]), (group, *tail[1])
 
 
-def _subsets(whole: int) -> Iterator[int]:
+def _subsets(bits: int) -> Iterator[int]:
     """Every subset of a set of bits but the empty one."""
-    part = whole
+    part = bits
     while part:
         yield part
-        part = (part - 1) & whole
+        part = (part - 1) & bits
 
 
 def _teams(jobs: Sequence[Job], subset: int, size: int, room: int) -> list[tuple[tuple[int, Option], ...]]:
@@ -171,10 +171,10 @@ def _figures(team: Sequence[tuple[int, Option]]) -> Phases:
     return (*_summed([option.seconds for option in options]), *map(float, sizes))
 
 
-def _pareto(found: Sequence[tuple[Phases, Value]]) -> tuple[tuple[Phases, Value], ...]:
+def _pareto(candidates: Sequence[tuple[Phases, Value]]) -> tuple[tuple[Phases, Value], ...]:
     """Those that no other equals or beats in everything; of equal ones the first."""
     kept: list[tuple[Phases, Value]] = []
-    for one in sorted(found, key=lambda pair: pair[0]):
+    for one in sorted(candidates, key=lambda pair: pair[0]):
         if not any(all(a <= b for a, b in zip(other[0], one[0], strict=True)) for other in kept):
             kept.append(one)
     return tuple(kept)

@@ -90,17 +90,21 @@ class _Finder:
         return Branch((*roots, *layers)[0], layers, roots, *_traffic(self.graph, own), inside)
 
 
-def _traffic(graph: ModelGraph, own: Collection[str]) -> tuple[int, int]:
+def _traffic(graph: ModelGraph, members: Collection[str]) -> tuple[int, int]:
     """Bytes per sample that enter and leave a set of layers.
 
     A layer that reads nothing others made reads the model's inputs, which several such may share: the largest counts.
     """
     heard = {reader for tensor in graph.tensors if tensor.size for reader in tensor.readers}
     given = [
-        graph.kind_of(layer).input_bytes for layer in graph.layers if layer.name in own and layer.name not in heard
+        graph.kind_of(layer).input_bytes for layer in graph.layers if layer.name in members and layer.name not in heard
     ]
-    read = (t.size for t in graph.tensors if t.producer not in own and any(reader in own for reader in t.readers))
-    sent = (t.size for t in graph.tensors if t.producer in own and any(reader not in own for reader in t.readers))
+    read = (
+        t.size for t in graph.tensors if t.producer not in members and any(reader in members for reader in t.readers)
+    )
+    sent = (
+        t.size for t in graph.tensors if t.producer in members and any(reader not in members for reader in t.readers)
+    )
     return max(given, default=0) + sum(read), sum(sent)
 
 

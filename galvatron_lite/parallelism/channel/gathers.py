@@ -35,9 +35,9 @@ def lone_pictures(kind: LayerKind) -> list[tuple[int, int]]:
     return found
 
 
-def is_added(made: Sequence[tuple[int, int]], place: int, leaving: int) -> bool:
+def is_added(pictures: Sequence[tuple[int, int]], place: int, leaving: int) -> bool:
     """Whether a picture is added to a later one while both are shares."""
-    return made[place][1] == leaving and made[place] in made[place + 1 :]
+    return pictures[place][1] == leaving and pictures[place] in pictures[place + 1 :]
 
 
 def _left_of(one: Operator, behind: Parts) -> int:

@@ -139,8 +139,8 @@ def _groups(module: Weighted, channels: Channels, sharing: ChannelSharing, tenso
     return cut_tensor(run_with(module, local, _own_bias(module, made), groups), (made,), sharing.rules)
 
 
-def _own_bias(module: Weighted, made: Cut) -> Tensor | None:
-    return None if module.bias is None else module.bias.narrow(0, made.start, made.length)
+def _own_bias(module: Weighted, cut: Cut) -> Tensor | None:
+    return None if module.bias is None else module.bias.narrow(0, cut.start, cut.length)
 
 
 _FORWARDS: dict[OperatorPart, Callable[[Weighted, Channels, ChannelSharing, Tensor], Tensor]] = {

@@ -71,48 +71,48 @@ def attention(way: Way) -> Handler:
     return handler
 
 
-def by_ring(given: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
+def by_ring(arguments: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
     """Keys and values go round."""
-    drop, scale = given["dropout_p"], _scale(given)
+    drop, scale = arguments["dropout_p"], _scale(arguments)
     ring = Ring(
-        queries.line, _by_rank(queries), _by_rank(keys), scale, given["is_causal"], given["attn_mask"], drop,
+        queries.line, _by_rank(queries), _by_rank(keys), scale, arguments["is_causal"], arguments["attn_mask"], drop,
         _seed() if drop else 0,
     )  # fmt: skip
-    return ring_attention(given["query"], given["key"], given["value"], ring)
+    return ring_attention(arguments["query"], arguments["key"], arguments["value"], ring)
 
 
-def by_ulysses(given: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
+def by_ulysses(arguments: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
     """Tokens are swapped for heads, and back.
 
     Raises:
         InputError: the heads cannot be spread evenly.
     """
     line, size = queries.line, queries.line.size
-    query, key, value = (given[name] for name in _NAMES[:3])
+    query, key, value = (arguments[name] for name in _NAMES[:3])
     asking, asked = (heads_by_rank(one.shape[HEADS], size) for one in (query, key))
     swap, other = Swap(line, _by_rank(queries), asking), Swap(line, _by_rank(keys), asked)
     first, last = asking[line.rank]
-    mask = given["attn_mask"]
+    mask = arguments["attn_mask"]
     if mask is not None and mask.dim() > TOKENS and mask.shape[-3] > 1:
         mask = mask[..., first:last, :, :]
     heads = heads_of_all_tokens(query, swap), heads_of_all_tokens(key, other), heads_of_all_tokens(value, other)
-    options = {name: given[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
-    with own_chances(line.rank, query.device, bool(given["dropout_p"])):
+    options = {name: arguments[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
+    with own_chances(line.rank, query.device, bool(arguments["dropout_p"])):
         mixed = scaled_dot_product_attention(*heads, attn_mask=mask, **options)
     return tokens_of_all_heads(mixed, swap)
 
 
-def _with_all_keys(given: dict[str, Any], cut: Cut) -> Tensor:
+def _with_all_keys(arguments: dict[str, Any], cut: Cut) -> Tensor:
     """This rank's queries with the keys and values of all."""
-    query, key, value = local_of(given["query"]), whole(given["key"]), whole(given["value"])
-    mask = given["attn_mask"]
+    query, key, value = local_of(arguments["query"]), whole(arguments["key"]), whole(arguments["value"])
+    mask = arguments["attn_mask"]
     if mask is not None and mask.shape[-2] > 1:
         mask = own_part(mask, cut, mask.dim() - 2)
-    if given["is_causal"]:
+    if arguments["is_causal"]:
         places = torch.cat([torch.arange(start, stop, device=query.device) for start, stop in cut.pieces])
         mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
-    options = {name: given[name] for name in ("dropout_p", "scale", "enable_gqa")}
-    with own_chances(cut.line.rank, query.device, bool(given["dropout_p"])):
+    options = {name: arguments[name] for name in ("dropout_p", "scale", "enable_gqa")}
+    with own_chances(cut.line.rank, query.device, bool(arguments["dropout_p"])):
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
@@ -140,8 +140,8 @@ def _cast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if tensor.is_floating_point() else tensor
 
 
-def _scale(given: dict[str, Any]) -> float:
-    return float(given["query"].shape[-1] ** -0.5 if given["scale"] is None else given["scale"])
+def _scale(arguments: dict[str, Any]) -> float:
+    return float(arguments["query"].shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"])
 
 
 def _by_rank(cut: Cut) -> tuple[Pieces, ...]:
@@ -153,9 +153,9 @@ def _tokens_only(tensor: Tensor, dims: int) -> bool:
     return all(cut.dim == dims - 2 for cut in cuts_of(tensor))
 
 
-def _key_cut(given: dict[str, Any]) -> Cut | None:
+def _key_cut(arguments: dict[str, Any]) -> Cut | None:
     """How keys and values are both cut, along the line of the queries; None where they are not."""
-    query, key, value = (cuts_of(given[name]) for name in _NAMES[:3])
+    query, key, value = (cuts_of(arguments[name]) for name in _NAMES[:3])
     if len(key) != 1 or key != value or not same_line(query[0].line, key[0].line):
         return None
     return key[0]
@@ -165,8 +165,8 @@ def _takes_gradient(mask: Tensor | None) -> bool:
     return mask is not None and mask.requires_grad
 
 
-def _plain_heads(given: dict[str, Any]) -> bool:
+def _plain_heads(arguments: dict[str, Any]) -> bool:
     """Whether samples are as many everywhere, and each head of keys serves equally many of queries."""
-    query, key, value = (given[name].shape for name in _NAMES[:3])
-    heads = query[HEADS] == key[HEADS] or (given["enable_gqa"] and query[HEADS] % key[HEADS] == 0)
+    query, key, value = (arguments[name].shape for name in _NAMES[:3])
+    heads = query[HEADS] == key[HEADS] or (arguments["enable_gqa"] and query[HEADS] % key[HEADS] == 0)
     return bool(heads and key[HEADS] == value[HEADS] and query[0] == key[0] == value[0])

@@ -214,17 +214,17 @@ class _Travelling:
         self._ring, self._load = ring, load
         self._coming: tuple[Arrival, Tensor] | None = None
 
-    def add(self, step: int, found: list[Tensor], like: Tensor) -> None:
+    def add(self, step: int, gradients: list[Tensor], like: Tensor) -> None:
         """What this rank found for the keys that are here at a step."""
-        ring, packed = self._ring, self._load.pack(*found)
+        ring, packed = self._ring, self._load.pack(*gradients)
         packed = self._added(packed).to(like.dtype)
         after = self._load.empty(packed, ring, ring.source(step + 1))
         self._coming = ring.line.exchange([(ring.next, packed)], [(ring.previous, after)]), after
 
-    def home(self, own: list[Tensor] | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    def home(self, gradients: list[Tensor] | None, like: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's keys and values."""
-        assert own is not None
-        packed = self._added(self._load.pack(*own)).to(like.dtype)
+        assert gradients is not None
+        packed = self._added(self._load.pack(*gradients)).to(like.dtype)
         return self._load.unpack(packed, self._ring, self._ring.line.rank)
 
     def _added(self, packed: Tensor) -> Tensor:
@@ -235,12 +235,12 @@ class _Travelling:
         return packed + coming
 
 
-def _join(output: Tensor, sums: Tensor, found: Tensor, more: Tensor) -> None:
+def _join(output: Tensor, sums: Tensor, block_output: Tensor, more: Tensor) -> None:
     """Add a block's output to that of the blocks before, in place."""
     total = torch.logaddexp(sums, more)
     base = total.masked_fill(total == -torch.inf, 0.0)
     before, after = (sums - base).exp(), (more - base).exp()
-    output.mul_(before.unsqueeze(-1)).add_(found * after.unsqueeze(-1))
+    output.mul_(before.unsqueeze(-1)).add_(block_output * after.unsqueeze(-1))
     sums.copy_(total)
 
 

@@ -60,10 +60,10 @@ def _each(queries: Pieces, keys: Pieces) -> Iterator[AttentionTask]:
             yield AttentionTask(rows, (0, whole), VisibleKeys.ALL)
 
 
-def _together(found: list[AttentionTask]) -> Iterator[AttentionTask]:
+def _together(tasks: list[AttentionTask]) -> Iterator[AttentionTask]:
     """Blocks of neighbouring queries with the same keys as one."""
-    yield from (task for task in found if task.seen is VisibleKeys.PLACES)
-    plain = [task for task in found if task.seen is VisibleKeys.ALL]
+    yield from (task for task in tasks if task.seen is VisibleKeys.PLACES)
+    plain = [task for task in tasks if task.seen is VisibleKeys.ALL]
     for columns, several in groupby(plain, key=lambda task: task.columns):
         same = list(several)
         yield AttentionTask((same[0].rows[0], same[-1].rows[1]), columns, VisibleKeys.ALL)

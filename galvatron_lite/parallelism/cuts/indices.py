@@ -66,10 +66,10 @@ def _is_list(one: Any) -> bool:
     return isinstance(one, list) and all(type(item) is int for item in one)
 
 
-def _placed(given: Index) -> Iterator[tuple[Any, int, int]]:
+def _placed(index: Index) -> Iterator[tuple[Any, int, int]]:
     """What is said of each dim, the dim, and the dim of the result that it becomes."""
     dim = home = 0
-    for one in given:
+    for one in index:
         yield one, dim, home
         dim += one is not None
         home += _left(one)

@@ -67,14 +67,14 @@ def _channel_dropout(call: Call) -> Any:
     return cut_like(result, tensor.cuts, call.rules)
 
 
-def _channels_of_shares(call: Call, own: Cuts) -> Any:
+def _channels_of_shares(call: Call, cuts: Cuts) -> Any:
     """Where each rank holds channels of its own, it draws for them alone."""
     tensor, rate = call.args[0], argument(call, 1, "p", 0.5)
     training, writes = argument(call, 2, "training", True), argument(call, 3, "inplace", False)
     with shares_only():
         result = tensor if writes else tensor.view_as(tensor)
         if training and rate:
-            kept = _mask(tensor, (*tensor.shape[:2], *[1] * (tensor.dim() - 2)), 1 - rate, own)
+            kept = _mask(tensor, (*tensor.shape[:2], *[1] * (tensor.dim() - 2)), 1 - rate, cuts)
             scale = kept * (1 / (1 - rate) if rate < 1 else 0.0)
             result = tensor.mul_(scale) if writes else tensor * scale.to(tensor.dtype)
     return cut_like(result, tensor.cuts, call.rules)

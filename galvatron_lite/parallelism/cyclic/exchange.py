@@ -203,8 +203,8 @@ class MessageExchange:
             return states.sent(states.sums.pop(message.step))
         return states.sent(states.updates[message.step])
 
-    def _activation(self, message: CyclicMessage, made: Handed) -> list[Tensor]:
+    def _activation(self, message: CyclicMessage, handed: Handed) -> list[Tensor]:
         if self._key(message) not in self._templates:
-            self._templates[self._key(message)] = made.template
-            self._mailbox.tell(message, made.template)
-        return made.tensors
+            self._templates[self._key(message)] = handed.template
+            self._mailbox.tell(message, handed.template)
+        return handed.tensors

@@ -63,10 +63,10 @@ def _dropped(tensor: Tensor, shape: torch.Size, cuts: Cuts, rate: float, call: C
     return _like(tensor, local_of(tensor) * kept * scale)
 
 
-def _like(tensor: Tensor, made: Tensor) -> Tensor:
+def _like(tensor: Tensor, result: Tensor) -> Tensor:
     if not isinstance(tensor, CutTensor):
-        return made
-    cut: Tensor = cut_like(made, tensor.cuts, tensor.rules)
+        return result
+    cut: Tensor = cut_like(result, tensor.cuts, tensor.rules)
     return cut
 
 
@@ -102,23 +102,23 @@ def _weighed(
     value: Tensor,
     mask: Tensor | None,
     cuts: Cuts,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     source: NumberSource,
 ) -> Tensor:
     rows = next((cut for cut in cuts if cut.dim == query.dim() - 2), None)
     if any(cut is not rows for cut in cuts):
         raise InputError("randomness", "same", "Attention drops weights of shared heads. Take randomness='own'.")
-    if given["enable_gqa"]:
+    if arguments["enable_gqa"]:
         key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
-    scale = query.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    scale = query.shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
     scores = (query * scale) @ key.transpose(-2, -1)
-    if given["is_causal"]:
+    if arguments["is_causal"]:
         places = _row_places(rows, query)
         scores = scores.masked_fill(places[:, None] < torch.arange(key.shape[-2], device=query.device), -torch.inf)
     if mask is not None:
         mask = own_part(mask, rows, mask.dim() - 2) if rows is not None and mask.shape[-2] > 1 else mask
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    rate, weights = given["dropout_p"], scores.softmax(-1)
+    rate, weights = arguments["dropout_p"], scores.softmax(-1)
     kept = source.uniform("scaled_dot_product_attention", weights.shape, cuts, weights.device) >= rate
     dropped: Tensor = (weights * kept * (1 / (1 - rate) if rate < 1 else 0.0)).to(value.dtype) @ value
     return dropped

@@ -158,12 +158,12 @@ def _noted(twin: nn.Module, paths: Sequence[str], batch: Any) -> dict[DrawSite, 
     return found
 
 
-def _noting(forward: Callable[..., Any], path: str, found: dict[DrawSite, tuple[str, tuple[int, ...]]]) -> Any:
+def _noting(forward: Callable[..., Any], path: str, draws: dict[DrawSite, tuple[str, tuple[int, ...]]]) -> Any:
     calls = iter(range(1 << 30))
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with Drawing(Noted(path, next(calls), found)):
+        with Drawing(Noted(path, next(calls), draws)):
             return forward(*args, **kwargs)
 
     return run

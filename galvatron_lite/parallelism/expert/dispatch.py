@@ -99,9 +99,9 @@ def _run_here(rows: Tensor, numbers: Tensor, spread: ExpertSpread, run: Run) -> 
     return exchanged(parts, line, counts, sent).view(line.size, own, parts.shape[-1]).sum(0)
 
 
-def _linked(made: Tensor, rows: Tensor) -> Tensor:
+def _linked(tensor: Tensor, rows: Tensor) -> Tensor:
     """The same with a way back for gradients: where no row came, nothing may have been computed, but every rank must
     take part in the exchange of gradients."""
-    if made.requires_grad or not rows.requires_grad:
-        return made
-    return made + 0 * rows
+    if tensor.requires_grad or not rows.requires_grad:
+        return tensor
+    return tensor + 0 * rows

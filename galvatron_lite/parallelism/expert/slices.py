@@ -93,12 +93,12 @@ def _try_all(
     return f"{mixture.path}: no way to slice its experts gives outputs that add up"
 
 
-def _adds_up(double: _Double, parts: Sequence[Mapping[str, Tensor]], whole: Tensor) -> bool:
+def _adds_up(double: _Double, parts: Sequence[Mapping[str, Tensor]], tensor: Tensor) -> bool:
     try:
         made = sum(double.run(part) for part in parts)
     except Exception:  # extents that do not fit together
         return False
-    return isinstance(made, Tensor) and made.shape == whole.shape and bool((made - whole).abs().max() <= CLOSE)
+    return isinstance(made, Tensor) and made.shape == tensor.shape and bool((made - tensor).abs().max() <= CLOSE)
 
 
 def _ways(name: str, shape: tuple[int, ...]) -> Iterator[SlicedParameter]:

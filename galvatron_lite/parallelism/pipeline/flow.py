@@ -86,9 +86,9 @@ class LayerFlow:
         order = {call: number for number, call in enumerate(self.calls)}
         return tuple(sorted(self._crossing(cut), key=lambda one: (order[one.path, one.call], one.place)))
 
-    def last_call(self, own: range) -> tuple[str, int] | None:
+    def last_call(self, places: range) -> tuple[str, int] | None:
         """Behind which call the stage of these layers has done all its work; None: it calls no module."""
-        return next((call for call in reversed(self.calls) if self.places[call[0]] in own), None)
+        return next((call for call in reversed(self.calls) if self.places[call[0]] in places), None)
 
     def check(self, cut: int, layers: Sequence[Layer]) -> None:
         """Refuse a stage that begins at layer ``cut`` where the model cannot be cut there.

@@ -56,19 +56,19 @@ class StageModel:
         last: whether this is the last stage.
 
     Raises:
-        InputError: ``own`` is empty, not consecutive, or names an unknown layer; or the model cannot be cut there.
+        InputError: ``names`` is empty, not consecutive, or names an unknown layer; or the model cannot be cut there.
     """
 
     def __init__(
         self,
         model: nn.Module,
         layers: Sequence[Layer],
-        own: Sequence[str],
+        names: Sequence[str],
         device: torch.device | None = None,
         flow: LayerFlow | None = None,
     ) -> None:
-        start = _position(layers, own)
-        stop = start + len(own)
+        start = _position(layers, names)
+        stop = start + len(names)
         self.model = model
         self.layers = tuple(layers[start:stop])
         self.first, self.last = start == 0, stop == len(layers)
@@ -253,11 +253,13 @@ def _carrier(flow: LayerFlow | None, start: int, stop: int) -> Carrier | None:
     return Carrier(flow.crossing(start), flow.crossing(stop), flow.enters(stop))
 
 
-def _position(layers: Sequence[Layer], own: Sequence[str]) -> int:
+def _position(layers: Sequence[Layer], stage_names: Sequence[str]) -> int:
     names = [layer.name for layer in layers]
-    start = names.index(own[0]) if own and own[0] in names else -1
-    if start < 0 or names[start : start + len(own)] != list(own):
-        raise InputError("stages", list(own), f"A stage holds consecutive layers of the model: {', '.join(names)}.")
+    start = names.index(stage_names[0]) if stage_names and stage_names[0] in names else -1
+    if start < 0 or names[start : start + len(stage_names)] != list(stage_names):
+        raise InputError(
+            "stages", list(stage_names), f"A stage holds consecutive layers of the model: {', '.join(names)}."
+        )
     return start
 
 

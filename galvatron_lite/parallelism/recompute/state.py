@@ -81,7 +81,7 @@ class LayerState:
             if one not in tracking
         ]
 
-    def call(self, run: Callable[[list[_Container]], Any], given: Any) -> Any:
+    def call(self, run: Callable[[list[_Container]], Any], arguments: Any) -> Any:
         """Run the layer, which is given its state before the call.
 
         Raises:
@@ -89,11 +89,11 @@ class LayerState:
         """
         if not self._changes:
             return run([])
-        before = list(self._containers(given))
+        before = list(self._containers(arguments))
         for one in before:
             one.content = one.read()
             one.copies = {key: (value._version, value.detach().clone()) for key, value in self._to_copy(one)}
-        versions = [(tensor, tensor._version) for tensor in tensors_of(given)]
+        versions = [(tensor, tensor._version) for tensor in tensors_of(arguments)]
         output = run(before)
         if not self._repeatable and any(tensor._version != version for tensor, version in versions):
             remedy = "It overwrites a tensor that it is given, and cannot run again on it: plan it without recompute."
@@ -117,14 +117,14 @@ class LayerState:
         if not self._changes:
             before.clear()
 
-    def _containers(self, given: Any) -> Iterator[_Container]:
+    def _containers(self, value: Any) -> Iterator[_Container]:
         seen: set[int] = set()
         for path, module, names in self._modules:
             yield _Container(f"{path}.", vars(module), names)
             yield _Container(f"{path}._buffers", module._buffers, None)
             for name in names:
                 yield from _inside(f"{path}.{name}", vars(module).get(name), seen)
-        yield from _inside("arguments", given, seen)
+        yield from _inside("arguments", value, seen)
 
 
 @contextmanager

@@ -88,32 +88,34 @@ def _as_autocast(local: Tensor, mode: str) -> Tensor:
     return local if mode == "area" else as_autocast(local)
 
 
-def _factors(given: Mapping[str, Any], sides: int) -> tuple[float, ...] | None:
+def _factors(arguments: Mapping[str, Any], sides: int) -> tuple[float, ...] | None:
     """The scale of each side, where scales were given."""
-    factor = given["scale_factor"]
+    factor = arguments["scale_factor"]
     if factor is None or isinstance(factor, (tuple, list)):
         return factor if factor is None else tuple(factor)
     return (factor,) * sides
 
 
-def _sides(given: Mapping[str, Any], shape: Sequence[int], result: Sequence[int]) -> list[ResampledSide]:
-    mode = "linear" if given["mode"].endswith("linear") else given["mode"]
+def _sides(arguments: Mapping[str, Any], shape: Sequence[int], result: Sequence[int]) -> list[ResampledSide]:
+    mode = "linear" if arguments["mode"].endswith("linear") else arguments["mode"]
     count = len(shape) - PIXELS
-    factors = None if given["recompute_scale_factor"] else _factors(given, count)
+    factors = None if arguments["recompute_scale_factor"] else _factors(arguments, count)
     return [
-        ResampledSide(mode, shape[dim], result[dim], factors[dim - PIXELS] if factors else None, given["align_corners"])
+        ResampledSide(
+            mode, shape[dim], result[dim], factors[dim - PIXELS] if factors else None, arguments["align_corners"]
+        )
         for dim in range(PIXELS, len(shape))
     ]
 
 
-def _but(given: Mapping[str, Any], done: set[int], shape: Sequence[int], result: Sequence[int]) -> dict[str, Any]:
+def _but(arguments: Mapping[str, Any], done: set[int], shape: Sequence[int], result: Sequence[int]) -> dict[str, Any]:
     """The arguments with which torch leaves the sides alone that are done."""
     dims = range(PIXELS, len(shape))
-    factors = _factors(given, len(dims))
-    if factors is None or given["recompute_scale_factor"]:
+    factors = _factors(arguments, len(dims))
+    if factors is None or arguments["recompute_scale_factor"]:
         size = [shape[dim] if dim in done else result[dim] for dim in dims]
-        return {**given, "size": size, "scale_factor": None, "recompute_scale_factor": None}
-    return {**given, "scale_factor": [1.0 if dim in done else factors[dim - PIXELS] for dim in dims]}
+        return {**arguments, "size": size, "scale_factor": None, "recompute_scale_factor": None}
+    return {**arguments, "scale_factor": [1.0 if dim in done else factors[dim - PIXELS] for dim in dims]}
 
 
 def _resampled(local: Tensor, dim: int, side: ResampledSide, line: Line | None) -> Tensor:

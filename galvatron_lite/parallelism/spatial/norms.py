@@ -163,40 +163,42 @@ def _momentum(module: nn.SyncBatchNorm) -> float:
     return 1.0 / module.num_batches_tracked.item() if module.momentum is None else module.momentum
 
 
-def _batch_norm(given: Mapping[str, Any], others: tuple[Line, ...]) -> Tensor:
+def _batch_norm(arguments: Mapping[str, Any], others: tuple[Line, ...]) -> Tensor:
     """Batch normalisation over the ranks that share pixels, and over ``others``, which work on other samples."""
-    tensor: Tensor = given["input"]
+    tensor: Tensor = arguments["input"]
     channel, pixels = _split(cuts_of(tensor))
-    own = {name: _own(given[name], channel) for name in _STATE}
+    own = {name: _own(arguments[name], channel) for name in _STATE}
     local = local_of(tensor)
-    if not given["training"] or not (pixels or others):
+    if not arguments["training"] or not (pixels or others):
         kernel: Callable[..., Tensor] = functional.batch_norm
-        rest = {name: given[name] for name in ("training", "momentum", "eps")}
+        rest = {name: arguments[name] for name in ("training", "momentum", "eps")}
         return _like(kernel(local, **own, **rest), tensor)
     shape = whole_shape(tensor)
     found = _over(moments(local, [0, *range(2, local.dim())]), pixels, shape[0] * prod(shape[2:]))
     for line in others:
         found = over_line(found, line)
     _refuse_single(found.count, tensor)
-    _update(own, found, given["momentum"], 1)
-    how = Normal(tuple(local.shape), 1, found.count, (*_lines(pixels), *others), given["eps"])
+    _update(own, found, arguments["momentum"], 1)
+    how = Normal(tuple(local.shape), 1, found.count, (*_lines(pixels), *others), arguments["eps"])
     return _like(normalise(local, (own["weight"], own["bias"]), found, how), tensor)
 
 
-def _normalised_rows(call: Call, given: Mapping[str, Any], *, centred: bool) -> Any:
-    tensor, normalised = given["input"], tuple(given["normalized_shape"])
+def _normalised_rows(call: Call, arguments: Mapping[str, Any], *, centred: bool) -> Any:
+    tensor, normalised = arguments["input"], tuple(arguments["normalized_shape"])
     shape = whole_shape(tensor) if isinstance(tensor, Tensor) else ()
     first = len(shape) - len(normalised)
     if not cuts_of(tensor) or shape[first:] != normalised:
         return call.rules.otherwise(call)
     local, cuts = as_autocast(local_of(tensor)), [cut for cut in cuts_of(tensor) if cut.dim >= first]
-    weight, bias = (_own_items(given.get(name), cuts, first) for name in ("weight", "bias"))
+    weight, bias = (_own_items(arguments.get(name), cuts, first) for name in ("weight", "bias"))
     affine = {"weight": weight, "bias": bias} if centred else {"weight": weight}
     if not cuts:
-        return _like(call.function(local, normalised, **affine, eps=given["eps"]), tensor)
+        return _like(call.function(local, normalised, **affine, eps=arguments["eps"]), tensor)
     rows = NormRows(len(normalised), prod(normalised), _lines(cuts))
     with torch.no_grad():
-        mean, inverse = _centre(local, rows, cuts, given["eps"]) if centred else _root(local, rows, given["eps"])
+        mean, inverse = (
+            _centre(local, rows, cuts, arguments["eps"]) if centred else _root(local, rows, arguments["eps"])
+        )
     return _like(normalise_rows(local, (weight, bias), mean, inverse, rows), tensor)
 
 
@@ -216,21 +218,21 @@ def _root(local: Tensor, rows: NormRows, eps: float | None) -> tuple[None, Tenso
     return None, (squares / rows.count + (torch.finfo(local.dtype).eps if eps is None else eps)).rsqrt()
 
 
-def _over(found: Moments, cuts: Sequence[Cut], count: int) -> Moments:
+def _over(moments: Moments, cuts: Sequence[Cut], count: int) -> Moments:
     """Statistics of all ranks of these lines; ``count``: items of each, of them all."""
     for cut in cuts:
-        found = over_cut(found, cut, count)
-    return found
+        moments = over_cut(moments, cut, count)
+    return moments
 
 
-def _update(own: Mapping[str, Tensor | None], found: Moments, momentum: float, samples: int) -> None:
+def _update(buffers: Mapping[str, Tensor | None], moments: Moments, momentum: float, samples: int) -> None:
     """Running statistics, of unbiased variances, the mean over samples that have their own."""
-    mean, variance = own["running_mean"], own["running_var"]
+    mean, variance = buffers["running_mean"], buffers["running_var"]
     with torch.no_grad():
         if mean is not None:
-            _keep(mean, found.mean, momentum, samples)
+            _keep(mean, moments.mean, momentum, samples)
         if variance is not None:
-            _keep(variance, found.variance * (found.count / (found.count - 1)), momentum, samples)
+            _keep(variance, moments.variance * (moments.count / (moments.count - 1)), momentum, samples)
 
 
 def _keep(running: Tensor, batch: Tensor, momentum: float, samples: int) -> None:
@@ -272,9 +274,9 @@ def _own_items(parameter: Tensor | None, cuts: Sequence[Cut], first: int) -> Ten
     return parameter
 
 
-def _for_each(own: Mapping[str, Tensor | None], samples: int) -> tuple[Tensor | None, Tensor | None]:
+def _for_each(buffers: Mapping[str, Tensor | None], samples: int) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias of every sample's channels."""
-    weight, bias = (None if one is None else one.repeat(samples) for one in (own["weight"], own["bias"]))
+    weight, bias = (None if one is None else one.repeat(samples) for one in (buffers["weight"], buffers["bias"]))
     return weight, bias
 
 

@@ -243,13 +243,13 @@ class _MeanPool(Function):
         return give_back(back, halo).wait(), None, None, None
 
 
-def _factors(made: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Iterator[Tensor]:
+def _factors(output: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Iterator[Tensor]:
     """By output along a side: places of the kernel for one that counts; sides whose windows are complete left out."""
     for dim, window in enumerate(pool.windows, PIXELS):
-        places = None if divisor else _places(pool, dim, window, counted, made.device)
+        places = None if divisor else _places(pool, dim, window, counted, output.device)
         if places is not None:
-            exact = places.to(torch.promote_types(made.dtype, torch.float32))
-            yield (window.kernel / exact).to(made.dtype).view(-1, *[1] * (made.dim() - 1 - dim))
+            exact = places.to(torch.promote_types(output.dtype, torch.float32))
+            yield (window.kernel / exact).to(output.dtype).view(-1, *[1] * (output.dim() - 1 - dim))
 
 
 def _places(pool: Pool, dim: int, window: SideWindow, counted: bool, device: torch.device) -> Tensor | None:
@@ -274,9 +274,9 @@ def _means(picture: Tensor, pool: Pool, divisor: int | None) -> Tensor:
     return made
 
 
-def _no_view(made: Tensor) -> Tensor:
+def _no_view(output: Tensor) -> Tensor:
     """The same memory, to autograd no view: pools of one side return views, which in-place functions cannot follow."""
-    return made.new_empty(0).set_(made.untyped_storage(), made.storage_offset(), made.shape, made.stride())
+    return output.new_empty(0).set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())
 
 
 _POOLS: Mapping[str, Handler] = {"max_pool": max_pool, "avg_pool": avg_pool, "lp_pool": lp_pool}

@@ -76,21 +76,21 @@ _HALVES = ("cpu", "cuda")
 """Devices with ``batch_norm_update_stats``."""
 
 
-def over_cut(found: Moments, cut: Cut, count: int) -> Moments:
+def over_cut(moments: Moments, cut: Cut, count: int) -> Moments:
     """Of the items of all ranks that share a dim, from each one's own; ``count``: items of them all."""
     line = cut.line
-    gathered = line.all_gather(torch.stack((found.mean, found.variance))[None], 0)
+    gathered = line.all_gather(torch.stack((moments.mean, moments.variance))[None], 0)
     means, variances = gathered.unbind(1)
     if cut.extent % line.size == 0:
         between, mean = torch.var_mean(means, 0, correction=0)
         return Moments(mean, variances.mean(0) + between, count)
-    return Moments(*_merged(means, variances, _weights(cut, found.mean)), count)
+    return Moments(*_merged(means, variances, _weights(cut, moments.mean)), count)
 
 
-def over_line(found: Moments, line: Line) -> Moments:
+def over_line(moments: Moments, line: Line) -> Moments:
     """Of the items of all ranks of a line, each of which has any number of them (none of whose counts others know)."""
-    own = torch.stack((found.mean, found.variance)).flatten()
-    count = torch.as_tensor(found.count, dtype=own.dtype, device=own.device).reshape(1)
+    own = torch.stack((moments.mean, moments.variance)).flatten()
+    count = torch.as_tensor(moments.count, dtype=own.dtype, device=own.device).reshape(1)
     gathered = line.all_gather(torch.cat((own, count))[None], 0)
     counts = gathered[:, -1:]
     means, variances = gathered[:, :-1].reshape(line.size, 2, -1).unbind(1)
@@ -124,20 +124,20 @@ class Normal:
     eps: float  # added to the variance
 
 
-def normalise(tensor: Tensor, affine: tuple[Tensor | None, Tensor | None], found: Moments, how: Normal) -> Tensor:
+def normalise(tensor: Tensor, affine: tuple[Tensor | None, Tensor | None], moments: Moments, how: Normal) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias of this rank's share, by torch's kernels.
 
     Args:
         tensor: the share.
         affine: weight and bias, one number a feature; their gradients are this rank's part.
-        found: statistics of all ranks.
+        moments: statistics of all ranks.
         how: which feature has which statistic.
 
     Returns:
         The share of the result, in the type of the tensor.
     """
-    weight, bias = (None if one is None else one.to(found.mean.dtype) for one in affine)
-    result: Tensor = _Normalise.apply(tensor, weight, bias, found.mean, found.variance, how)  # type: ignore[no-untyped-call]
+    weight, bias = (None if one is None else one.to(moments.mean.dtype) for one in affine)
+    result: Tensor = _Normalise.apply(tensor, weight, bias, moments.mean, moments.variance, how)  # type: ignore[no-untyped-call]
     return result
 
 

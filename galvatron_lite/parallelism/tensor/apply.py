@@ -273,10 +273,10 @@ def _embedding_forward(embedding: nn.Embedding, group: TensorGroup, start: int, 
     return reduce_from_group(_in_compute_precision(own), group)
 
 
-def _in_compute_precision(found: Tensor) -> Tensor:
+def _in_compute_precision(tensor: Tensor) -> Tensor:
     """As narrow as layers take what autocast leaves in fp32: a sum of one value and zeros loses nothing by it."""
-    dtype = autocast_dtype(found)
-    return found if dtype is None else found.to(dtype)
+    dtype = autocast_dtype(tensor)
+    return tensor if dtype is None else tensor.to(dtype)
 
 
 def _shard_head(head: nn.Module, group: TensorGroup, shards: Shards, shares_logits: bool) -> None:

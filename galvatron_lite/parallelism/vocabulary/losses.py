@@ -45,14 +45,14 @@ def _nll_loss(call: Call) -> Any:
         return _reduced(losses.masked_fill(targets == ignored, 0), targets, ignored, given["reduction"])
 
 
-def _is_plain(given: Mapping[str, Any]) -> bool:
+def _is_plain(arguments: Mapping[str, Any]) -> bool:
     """Whether classes are numbers, all weigh the same, and the logits' columns are the classes."""
-    logits, targets = given["input"], given["target"]
+    logits, targets = arguments["input"], arguments["target"]
     if not isinstance(logits, CutTensor) or isinstance(targets, CutTensor) or targets.is_floating_point():
         return False
     with shares_only():
         classes = CLASSES if logits.dim() > 1 else 0
-    old = given["weight"] is not None or given["size_average"] is not None or given["reduce"] is not None
+    old = arguments["weight"] is not None or arguments["size_average"] is not None or arguments["reduce"] is not None
     return not old and logits.cuts[0].dim == classes
 
 

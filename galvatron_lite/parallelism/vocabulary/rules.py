@@ -38,10 +38,10 @@ def otherwise(call: Call) -> Any:
     return everything_whole(call)
 
 
-def with_columns_at(made: Tensor, logits: CutTensor, dim: int) -> Any:
+def with_columns_at(output: Tensor, logits: CutTensor, dim: int) -> Any:
     """What a function made of the share, with the columns at a dim."""
     with shares_only():
-        alias = made.as_subclass(Tensor) if made is logits else made
+        alias = output.as_subclass(Tensor) if output is logits else output
     return cut_like(alias, (replace(logits.cuts[0], dim=dim),), logits.rules)
 
 

@@ -39,9 +39,9 @@ class RowShare:
         """Items of one row."""
         return self.whole.numel() // self.whole.shape[self.dim]
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, tensor: Tensor) -> Tensor:
         """These rows of a tensor like the parameter: a view, consecutive in memory where that is."""
-        return whole.narrow(self.dim, self.first, self.stop - self.first)
+        return tensor.narrow(self.dim, self.first, self.stop - self.first)
 
     def shown(self, rows: Tensor) -> DTensor:
         """These rows of a tensor that is cut like the parameter."""
@@ -125,14 +125,14 @@ class GradientSharing:
         else:
             self.flight = self._chained(own, sent, ranks, replicas)
 
-    def _chained(self, own: Tensor, sent: Tensor, ranks: dist.ProcessGroup, replicas: dist.ProcessGroup) -> Flight:
+    def _chained(self, tensor: Tensor, sent: Tensor, ranks: dist.ProcessGroup, replicas: dist.ProcessGroup) -> Flight:
         """Both messages in the background: a stream of its own waits for the first."""
-        self.side = self.side or torch.cuda.Stream(own.device)  # type: ignore[no-untyped-call]
-        self.side.wait_stream(torch.cuda.current_stream(own.device))
+        self.side = self.side or torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        self.side.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self.side):
-            first = start_reduce_scatter(own, sent.view(-1), ranks)
+            first = start_reduce_scatter(tensor, sent.view(-1), ranks)
             first.wait()
-            return Flight(own, sent, first, dist.all_reduce(own, group=replicas, async_op=True))
+            return Flight(tensor, sent, first, dist.all_reduce(tensor, group=replicas, async_op=True))
 
     def complete(self, views: Sequence[Tensor], present: Sequence[bool]) -> None:
         """Wait for the sums, and add this rank's rows to what the optimizer sees; whole gradients are gone then.

@@ -189,7 +189,7 @@ def _edges(model: HetuModel, single: bool) -> tuple[EdgeMemory, EdgeMemory]:
     return _share(model.whole, *pairs), _share(model.whole, *reversed(pairs))
 
 
-def _share(whole: EdgeMemory, part: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
+def _share(memory: EdgeMemory, part: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
     """The part of the whole that belongs to one of two."""
     states, activation = (
         {
@@ -198,8 +198,8 @@ def _share(whole: EdgeMemory, part: EdgeMemory, other: EdgeMemory) -> EdgeMemory
             if degree in mine and degree in rest
         }
         for total, mine, rest in (
-            (whole.states, part.states, other.states),
-            (whole.activation, part.activation, other.activation),
+            (memory.states, part.states, other.states),
+            (memory.activation, part.activation, other.activation),
         )
     )
     return EdgeMemory(states, activation)

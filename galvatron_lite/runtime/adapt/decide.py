@@ -152,15 +152,15 @@ def _keep(state: State, step: int, reason: str) -> tuple[State, Decision]:
     return state, Decision(step, AdaptAction.KEEP, reason, state.corrections)
 
 
-def _after_switch(state: State, window: StepWindow, said: str) -> tuple[State, Decision]:
+def _after_switch(state: State, window: StepWindow, observation: str) -> tuple[State, Decision]:
     """Whether a switch has proved itself, by the first window behind it."""
     former, before = state.former, state.former_seconds
     assert former is not None
     if window.seconds[0] > before * (1.0 + state.settings.least_gain):
-        reason = f"{said}; {format_seconds(before)} before the switch: it is undone"
+        reason = f"{observation}; {format_seconds(before)} before the switch: it is undone"
         return state, Decision(window.step, AdaptAction.BACK, reason, state.corrections, plan_name(former))
     settled = replace(state, former=None, corrections=_with_residual(state, window))
-    return _keep(settled, window.step, f"{said}, {format_seconds(before)} before the switch")
+    return _keep(settled, window.step, f"{observation}, {format_seconds(before)} before the switch")
 
 
 def _with_residual(state: State, window: StepWindow) -> Corrections:
@@ -176,7 +176,7 @@ def _memory(state: State, window: StepWindow) -> float:
     return memory_factor(window, [one.total for one in by_stage for _ in range(state.plan.stage_devices)])
 
 
-def _corrected(state: State, window: StepWindow, said: str) -> tuple[State, Decision]:
+def _corrected(state: State, window: StepWindow, observation: str) -> tuple[State, Decision]:
     """The profile is corrected by a window; a plan is made where that says more than a factor for all."""
     threshold, before = state.settings.threshold, state.corrections
     links = link_factors(window.links, threshold)
@@ -187,24 +187,24 @@ def _corrected(state: State, window: StepWindow, said: str) -> tuple[State, Deci
     known = replace(known, corrections=_with_residual(known, window))
     found = _differences(known.corrections)
     if _alike(before, known.corrections, threshold):
-        return _keep(known, window.step, f"{said}; corrected before ({found})")
-    reason = f"{said}; {found}: a plan is made for that"
+        return _keep(known, window.step, f"{observation}; corrected before ({found})")
+    reason = f"{observation}; {found}: a plan is made for that"
     return replace(known, planning=True), Decision(window.step, AdaptAction.PLAN, reason, known.corrections)
 
 
-def _differences(found: Corrections) -> str:
+def _differences(corrections: Corrections) -> str:
     """Corrections in words."""
     links = [
         f"{link.level} takes {link.per_byte:g} times as long a byte"
         + (f" and {format_seconds(link.latency)} more a message" if link.latency else "")
-        for link in found.links
+        for link in corrections.links
     ]
-    slow = [f"rank {rank} computes {factor:g} times as long" for rank, factor in enumerate(found.devices)]
-    if len(set(found.devices)) == 1:
-        slow = [f"layers take {found.devices[0]:g} times as long"]
-    memory = [f"memory is {found.memory:g} times what was predicted"] if found.memory > 1.0 else []
+    slow = [f"rank {rank} computes {factor:g} times as long" for rank, factor in enumerate(corrections.devices)]
+    if len(set(corrections.devices)) == 1:
+        slow = [f"layers take {corrections.devices[0]:g} times as long"]
+    memory = [f"memory is {corrections.memory:g} times what was predicted"] if corrections.memory > 1.0 else []
     known = [*links, *slow, *memory] or ["links, devices and memory are as profiled"]
-    return ", ".join([*known, f"a factor of {found.residual:g} is left unexplained"])
+    return ", ".join([*known, f"a factor of {corrections.residual:g} is left unexplained"])
 
 
 def _alike_links(state: State, window: StepWindow) -> bool:

@@ -81,11 +81,11 @@ def planned_from(profile: Profile, corrections: Corrections, mem: str | int) -> 
     return corrected(profile, corrections), mem if corrections.memory == 1.0 else bytes_on(budget, "")
 
 
-def steer(made: object, phased: PhasedPlan | None, settings: Adapt | None, profile: Profile | None) -> None:
+def steer(model: object, phased: PhasedPlan | None, settings: Adapt | None, profile: Profile | None) -> None:
     """Have a model train in phases, or adapt.
 
     Args:
-        made: the model.
+        model: the model.
         phased: its plans.
         settings: of adapting.
         profile: of the model; needed for adapting.
@@ -101,10 +101,10 @@ def steer(made: object, phased: PhasedPlan | None, settings: Adapt | None, profi
     if phased is not None and settings is not None:
         remedy = "A run in phases has the plans of its file: give adapt or a plan in phases."
         raise InputError("adapt", "with phases", remedy)
-    if type(made) is not ParallelModel:
+    if type(model) is not ParallelModel:
         remedy = "Plans change between steps that train in stages; not cyclic, with branches apart, or under DeepSpeed."
-        raise InputError("adapt" if phased is None else "plan", type(made).__name__, remedy)
-    parallel: ParallelModel = made
+        raise InputError("adapt" if phased is None else "plan", type(model).__name__, remedy)
+    parallel: ParallelModel = model
     if phased is not None:
         parallel.steering = Phases(parallel, phased)
     elif settings is not None and profile is not None:

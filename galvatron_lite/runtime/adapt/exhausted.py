@@ -66,16 +66,16 @@ def let_go(error: BaseException, optimizer: torch.optim.Optimizer) -> None:
         torch.cuda.empty_cache()
 
 
-def factor_of(profile: Profile, plan: Plan, mem: str | int, known: float) -> float:
+def factor_of(profile: Profile, plan: Plan, mem: str | int, factor: float) -> float:
     """Factor on predicted bytes by which the plan under way does not fit the budget any more.
 
     Args:
         profile: as it was made.
         plan: under which memory ran out.
         mem: budget a device.
-        known: the factor so far.
+        factor: the factor so far.
     """
     budget = budget_on(profile.cluster, mem or DEFAULT_BUDGET).least
     prediction = evaluate(profile, plain(plan)).prediction
     peak = budget if prediction is None else prediction.peak_memory
-    return round(max(_LEAST, known * _OVER, _OVER * budget / peak), 3)
+    return round(max(_LEAST, factor * _OVER, _OVER * budget / peak), 3)

@@ -85,8 +85,8 @@ class BranchedModel(ParallelModel):
             setting.session = None
 
 
-def _origins(part: Any, whole: Any, rows: int) -> Origins:
+def _origins(part: Any, batch: Any, rows: int) -> Origins:
     """Which tensors of this rank's share of a micro-batch are of which whole ones."""
-    theirs = dict(places(whole))
+    theirs = dict(places(batch))
     pairs = ((tensor, theirs[place]) for place, tensor in places(part))
     return {id(tensor): (tensor, full) for tensor, full in pairs if full.dim() and full.shape[0] == rows}

@@ -373,7 +373,7 @@ class DeferredCall:
         if self.exit is not None:
             self._send()
 
-    def _inside(self, tensor: Tensor, entered: Mapping[int, Tensor], made: dict[int, Any]) -> Tensor:
+    def _inside(self, tensor: Tensor, entered: Mapping[int, Tensor], outputs: dict[int, Any]) -> Tensor:
         """An argument as the branch has it."""
         if not isinstance(tensor, PendingTensor):
             return entered.get(id(tensor), tensor)
@@ -381,9 +381,9 @@ class DeferredCall:
         if isinstance(node, DeferredCall):
             return pick(node.local, tensor.place)
         assert isinstance(node, Applied)
-        if id(node) not in made:
-            made[id(node)] = node.of(lambda one: self._inside(one, entered, made))
-        return pick(made[id(node)], tensor.place)
+        if id(node) not in outputs:
+            outputs[id(node)] = node.of(lambda one: self._inside(one, entered, outputs))
+        return pick(outputs[id(node)], tensor.place)
 
     def _send(self) -> None:
         assert self.exit is not None
@@ -392,11 +392,11 @@ class DeferredCall:
             tensors = [self._leaving(place, like, found) for place, like in places(self.template.nest)]
             self._token = [*self._token, self.run.depart(self.exit, tensors)]
 
-    def _leaving(self, place: str, like: Tensor, found: Mapping[str, Tensor]) -> Tensor:
+    def _leaving(self, place: str, like: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """A tensor that it returned, whole but for the samples."""
         part, runtime = self.branch.part, self.branch.runtime
         assert runtime is not None
-        tensor = found.get(place)
+        tensor = tensors.get(place)
         if tensor is None:
             raise InputError(f"output {place} of branch", part.name, "It is there for some values only.")
         if place not in self.template.sampled:

@@ -108,7 +108,7 @@ def _assembled(
     tree: nn.Module,
     part: PlacedPart,
     meshes: Meshes | None,
-    known: ModelFacts,
+    facts: ModelFacts,
     options: SetupOptions,
     paths: Sequence[str],
 ) -> StageRuntime | None:
@@ -117,7 +117,7 @@ def _assembled(
         drop_parameters(tree)
         return None
     roots = [tree.get_submodule(path) for path in paths] or [tree]
-    return assemble(tree, part.layers, part.stage, meshes, known, options, roots=roots)
+    return assemble(tree, part.layers, part.stage, meshes, facts, options, roots=roots)
 
 
 def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[Layer]) -> None:

@@ -83,8 +83,8 @@ class Foreseen:
             return among
         return {place for place in among if place in found and found[place].shape[0] == rows}
 
-    def _run(self, given: Any) -> Any:
-        args, kwargs = given
+    def _run(self, inputs: Any) -> Any:
+        args, kwargs = inputs
         try:
             # an autocast of the caller would not reach the meta device
             with torch.device("meta"):

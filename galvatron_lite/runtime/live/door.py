@@ -44,11 +44,11 @@ _LISTEN = 2.0
 """Seconds between two times that rank 0 hears how much memory the others took."""
 
 
-def open_run(made: Any, seen: ObserverOptions, profile: Profile | None = None) -> RecordWriter:
+def open_run(model: Any, seen: ObserverOptions, profile: Profile | None = None) -> RecordWriter:
     """Have a model's steps seen from now on; all ranks call it together.
 
     Args:
-        made: the model.
+        model: the model.
         seen: what is wanted.
         profile: what the plan was made from, where it is known.
 
@@ -58,19 +58,19 @@ def open_run(made: Any, seen: ObserverOptions, profile: Profile | None = None) -
     Raises:
         InputError: the folder cannot be written.
     """
-    rank, clock = dist.get_rank(), StepClock(made.device)
-    listening = _Listening(made)
-    devices = _devices(made)
-    head = _head(made, devices)
-    sinks = _sinks(made, seen, head, listening, profile)
+    rank, clock = dist.get_rank(), StepClock(model.device)
+    listening = _Listening(model)
+    devices = _devices(model)
+    head = _head(model, devices)
+    sinks = _sinks(model, seen, head, listening, profile)
     recorder = RecordWriter(sinks)
     about = {"version": RUN_VERSION, "digest": head.digest, "stage": devices[rank].stage, "world": len(devices)}
     steps = seen.profile_steps
-    tracer = Tracer(seen.log, steps, rank, lambda: _layers(made), clock, about) if seen.log and steps else None
-    made.observer = Watcher(made, rank, recorder.put, clock, lambda: _timed(made, seen), tracer, listening)
-    recorder.closing = made.observer.close
-    if isinstance(made, ParallelModel):
-        made.watch.clock = made.observer.phase
+    tracer = Tracer(seen.log, steps, rank, lambda: _layers(model), clock, about) if seen.log and steps else None
+    model.observer = Watcher(model, rank, recorder.put, clock, lambda: _timed(model, seen), tracer, listening)
+    recorder.closing = model.observer.close
+    if isinstance(model, ParallelModel):
+        model.watch.clock = model.observer.phase
     if rank == 0:
         recorder.put(head)
     return recorder
@@ -79,8 +79,8 @@ def open_run(made: Any, seen: ObserverOptions, profile: Profile | None = None) -
 class _Listening:
     """Hears how much memory all ranks took; a sink of rank 0's, as its thread has the time."""
 
-    def __init__(self, made: Any) -> None:
-        self._watch, self._since, self.memory = getattr(made, "watch", None), -_LISTEN, 0
+    def __init__(self, model: Any) -> None:
+        self._watch, self._since, self.memory = getattr(model, "watch", None), -_LISTEN, 0
 
     def take(self, records: Sequence[Record]) -> None:
         """Whatever comes, it is time to listen now and then."""
@@ -128,7 +128,7 @@ class _Files:
 
 
 def _sinks(
-    made: Any, seen: ObserverOptions, head: RunHeader, listening: _Listening, profile: Profile | None
+    model: Any, seen: ObserverOptions, head: RunHeader, listening: _Listening, profile: Profile | None
 ) -> list[Sink]:
     rank = dist.get_rank()
     found: list[Sink] = [listening] if rank == 0 else []
@@ -138,9 +138,9 @@ def _sinks(
         if profile is not None:
             write_profile(profile, seen.log / PROFILE)
         board = writer(seen.log / FOLDER)
-        found += [] if board is None else [Scalars(board, made.plan)]
+        found += [] if board is None else [Scalars(board, model.plan)]
     if rank == 0 and seen.live:
-        found.append(Display(made.plan))
+        found.append(Display(model.plan))
     return found
 
 
@@ -159,21 +159,21 @@ def _files(folder: Path, head: RunHeader) -> _Files:
     return made
 
 
-def _head(made: Any, devices: tuple[RunDevice, ...]) -> RunHeader:
+def _head(model: Any, devices: tuple[RunDevice, ...]) -> RunHeader:
     versions = {"galvatron_lite": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-    name = type(made).__name__
+    name = type(model).__name__
     return RunHeader(
-        RUN_VERSION, made.plan, digest_of(made.plan), round(time(), 3), devices, versions, int(made.step), name
+        RUN_VERSION, model.plan, digest_of(model.plan), round(time(), 3), devices, versions, int(model.step), name
     )
 
 
-def _devices(made: Any) -> tuple[RunDevice, ...]:
+def _devices(model: Any) -> tuple[RunDevice, ...]:
     """What all ranks run on; they speak to one another."""
-    device, stage = made.device, 0
-    if isinstance(made, ParallelModel):
-        stage = made.runtime.meshes.stage_index
+    device, stage = model.device, 0
+    if isinstance(model, ParallelModel):
+        stage = model.runtime.meshes.stage_index
     name, memory = "cpu", 0
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -184,17 +184,17 @@ def _devices(made: Any) -> tuple[RunDevice, ...]:
     return tuple(every)
 
 
-def _layers(made: Any) -> list[tuple[str, nn.Module]]:
+def _layers(model: Any) -> list[tuple[str, nn.Module]]:
     """The modules of this rank's layers, each with the layer's name."""
-    if not isinstance(made, ParallelModel):
+    if not isinstance(model, ParallelModel):
         return []
     return [
         (placed.layer.name, structure.get_submodule(path))
-        for runtime, structure in zip(made.runtimes, made.structures, strict=True)
+        for runtime, structure in zip(model.runtimes, model.structures, strict=True)
         for placed in runtime.stage
         for path in placed.layer.modules
     ]
 
 
-def _timed(made: Any, seen: ObserverOptions) -> LayerClock | None:
-    return LayerClock(made) if isinstance(made, ParallelModel) and seen.log is not None else None
+def _timed(model: Any, seen: ObserverOptions) -> LayerClock | None:
+    return LayerClock(model) if isinstance(model, ParallelModel) and seen.log is not None else None

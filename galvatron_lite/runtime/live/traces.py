@@ -145,12 +145,12 @@ def started() -> profile:
     return found
 
 
-def finished(found: profile, path: Path, about: dict[str, Any]) -> None:
+def finished(profiler: profile, path: Path, about: dict[str, Any]) -> None:
     """Stop a profiler and write its trace, whole or not at all."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    found.add_metadata_json(METADATA, json.dumps(about))
-    found.stop()
+    profiler.add_metadata_json(METADATA, json.dumps(about))
+    profiler.stop()
     part = path.with_name(f".{path.name}.part.json.gz")
-    found.export_chrome_trace(str(part))
+    profiler.export_chrome_trace(str(part))
     part.replace(path)

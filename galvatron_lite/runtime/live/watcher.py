@@ -95,7 +95,7 @@ class Watcher:
 
     def __init__(
         self,
-        made: Any,
+        model: Any,
         rank: int,
         put: Callable[[Record], None],
         clock: StepClock,
@@ -103,10 +103,10 @@ class Watcher:
         tracer: Any,
         fullest: Callable[[], int],
     ) -> None:
-        self._made, self._rank, self._put, self._clock, self._tracer = made, rank, put, clock, tracer
+        self._made, self._rank, self._put, self._clock, self._tracer = model, rank, put, clock, tracer
         self._timed, self._layers, self._fullest = timed, timed(), fullest
-        self._plan: Plan = made.plan
-        self._next = self._seen = int(made.step)
+        self._plan: Plan = model.plan
+        self._next = self._seen = int(model.step)
         self._samples, self._losses = 0, list[Scalar]()
         self._open = self._within = False
         self._pending: deque[_Done] = deque()

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.live.recorder import RecordWriter
 
 
-def watch_training(made: Any, seen: ObserverOptions | None, profile: Profile | None = None) -> RecordWriter | None:
+def watch_training(model: Any, seen: ObserverOptions | None, profile: Profile | None = None) -> RecordWriter | None:
     """Have a model's steps seen from now on; all ranks call it together.
 
     Args:
-        made: the model; None: one that is not trained on the launched world.
+        model: the model; None: one that is not trained on the launched world.
         seen: what is wanted; None: nothing.
         profile: what the plan was made from, where it is known.
 
@@ -28,9 +28,9 @@ def watch_training(made: Any, seen: ObserverOptions | None, profile: Profile | N
     """
     if seen is None:
         return None
-    if made is None:
+    if model is None:
         option = "live" if seen.log is None else "log"
         raise InputError(option, seen.log or True, "There are no training steps to see: it is for training alone.")
     from galvatron_lite.runtime.live.door import open_run
 
-    return open_run(made, seen, profile)
+    return open_run(model, seen, profile)

@@ -34,23 +34,25 @@ def operation_of(note: Note) -> str:
     return f"step {note.step}, {note.phase.value}{behind}"
 
 
-def suspects(before: Notes, after: Notes, own: int) -> list[Suspect]:
+def suspects(before: Notes, after: Notes, asking_rank: int) -> list[Suspect]:
     """Ranks that are gone or failed by themselves; where there are none, those that are behind all others.
 
     Args:
         before: notes of all ranks.
         after: the same, once all processes that run had the time to write a new one.
-        own: rank that asks.
+        asking_rank: rank that asks.
     """
-    others = [rank for rank in range(len(after)) if rank != own]
+    others = [rank for rank in range(len(after)) if rank != asking_rank]
     first = [one for rank in others if (one := _failed(rank, before[rank], after[rank])) is not None]
     if first:
         return first
-    apart = {rank: note for rank in others if (note := after[rank]) is not None and _calls_another(note, after[own])}
+    apart = {
+        rank: note for rank in others if (note := after[rank]) is not None and _calls_another(note, after[asking_rank])
+    }
     if apart:
         return [Suspect(rank, operation_of(note), _elsewhere(rank, note)) for rank, note in apart.items()]
     held = {rank: note for rank in others if (note := after[rank]) is not None and not note.victim}
-    me = after[own]
+    me = after[asking_rank]
     least = min((_progress(note) for note in (*held.values(), me) if note is not None), default=None)
     behind = {rank: note for rank, note in held.items() if _progress(note) == least}
     busy = {rank: note for rank, note in behind.items() if not note.waits}
@@ -72,11 +74,11 @@ def _failed(rank: int, before: Note | None, after: Note | None) -> Suspect | Non
     return None
 
 
-def _calls_another(note: Note, own: Note | None) -> bool:
+def _calls_another(note: Note, other: Note | None) -> bool:
     """Whether one of two ranks saves or changes the plan while the other trains, as when its data end early."""
-    if own is None or note.phase in (own.phase, StepPhase.BETWEEN):
+    if other is None or note.phase in (other.phase, StepPhase.BETWEEN):
         return False
-    return note.phase in _MEETINGS or own.phase in _MEETINGS
+    return note.phase in _MEETINGS or other.phase in _MEETINGS
 
 
 def _elsewhere(rank: int, note: Note) -> str:
@@ -100,24 +102,24 @@ def _line(note: Note) -> str:
     return f", at {note.at}" if note.at else ""
 
 
-def message(own: Note, reason: str, found: Sequence[Suspect], kept: bool, rank: int) -> str:
+def message(note: Note, reason: str, suspects: Sequence[Suspect], kept: bool, rank: int) -> str:
     """What a rank says that waited in vain.
 
     Args:
-        own: where it waited.
+        note: where it waited.
         reason: what torch said.
-        found: who is why.
+        suspects: who is why.
         kept: whether the notes could be read.
         rank: which waited.
     """
-    head = f"Rank {rank} waited in vain for other ranks in {operation_of(own)} ({reason})."
+    head = f"Rank {rank} waited in vain for other ranks in {operation_of(note)} ({reason})."
     if not kept:
         who = (
             "Nothing is known of the others: the process that keeps their notes (the launcher, or rank 0) is gone too."
         )
-    elif not found:
+    elif not suspects:
         who = "No rank is behind: look at the network between them."
     else:
-        who = " ".join(one.said for one in found)
-    look = f" Look at the log of rank {', '.join(str(one.rank) for one in found)} for why." if found else ""
+        who = " ".join(one.said for one in suspects)
+    look = f" Look at the log of rank {', '.join(str(one.rank) for one in suspects)} for why." if suspects else ""
     return f"{head} {who}{look} {REMEDY}"

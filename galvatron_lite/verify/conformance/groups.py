@@ -149,13 +149,13 @@ def _missing_text(run: RoleRun, wanted: Sequence[Needed], ranks: Ranks, left: in
     )
 
 
-def _take(given: dict[tuple[Ranks, bool], int], ranks: Ranks, scattered: bool | None, items: int) -> int:
+def _take(sums: dict[tuple[Ranks, bool], int], ranks: Ranks, scattered: bool | None, items: int) -> int:
     """Of what was summed over these ranks or more, so many items; larger groups last."""
     taken = 0
-    for key in sorted(given, key=lambda key: len(key[0])):
+    for key in sorted(sums, key=lambda key: len(key[0])):
         if scattered in (None, key[1]) and set(ranks) <= set(key[0]):
-            part = min(given[key], items - taken)
-            given[key] -= part
+            part = min(sums[key], items - taken)
+            sums[key] -= part
             taken += part
     return taken
 

@@ -155,12 +155,12 @@ def _other_stages(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[s
         yield from _other_ends(run, planned)
 
 
-def _differing(own: Sequence[str], wanted: Sequence[str]) -> str:
-    extra, missing = [n for n in own if n not in wanted], [n for n in wanted if n not in own]
+def _differing(names: Sequence[str], wanted: Sequence[str]) -> str:
+    extra, missing = [n for n in names if n not in wanted], [n for n in wanted if n not in names]
     parts = [f"has {', '.join(extra)}"] * bool(extra) + [f"has not {', '.join(missing)}"] * bool(missing)
     what = " and ".join(parts) or "has its layers in another order"
-    return f"{what}: the plan's stage is {wanted[0]} to {wanted[-1]}, this one {own[0] if own else 'nothing'}" + (
-        f" to {own[-1]}" if own else ""
+    return f"{what}: the plan's stage is {wanted[0]} to {wanted[-1]}, this one {names[0] if names else 'nothing'}" + (
+        f" to {names[-1]}" if names else ""
     )
 
 

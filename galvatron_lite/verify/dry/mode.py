@@ -101,17 +101,17 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sort(func, kwargs, made)
         return made
 
-    def _sort(self, func: Any, kwargs: Any, made: Any) -> None:
+    def _sort(self, func: Any, kwargs: Any, output: Any) -> None:
         """What FSDP2's own operators fill: whole parameters, or buffers that are sent."""
         use = Use.PARAMETERS if "split" in func.name() else Use.COMMUNICATION
-        self.ledger.use(tensors_of((made, kwargs)), use, _PASSING)
+        self.ledger.use(tensors_of((output, kwargs)), use, _PASSING)
 
-    def _enter(self, made: Any) -> None:
-        if isinstance(made, Tensor):
-            if made.device.type != "meta":
-                self.ledger.see(made)
-        elif isinstance(made, (list, tuple)):
-            for one in made:
+    def _enter(self, output: Any) -> None:
+        if isinstance(output, Tensor):
+            if output.device.type != "meta":
+                self.ledger.see(output)
+        elif isinstance(output, (list, tuple)):
+            for one in output:
                 self._enter(one)
 
 

@@ -143,34 +143,34 @@ _CHANGING = frozenset({
 """Operations that change what shape a tensor has, or whose values torch keeps beside the tensor."""
 
 
-def _outputs_of(found: Any, tensors: list[Tensor]) -> CachedOutputs | None:
+def _outputs_of(outputs: Any, tensors: list[Tensor]) -> CachedOutputs | None:
     """What was returned, if it can be made again."""
-    if isinstance(found, Tensor):
-        made = _spec_of(found, tensors)
+    if isinstance(outputs, Tensor):
+        made = _spec_of(outputs, tensors)
         return None if made is None else CachedOutputs((made,), None)
-    if type(found) not in (list, tuple):
+    if type(outputs) not in (list, tuple):
         return None
-    every = [_spec_of(one, tensors) for one in found]
-    fresh = [id(one.untyped_storage()) for one, made in zip(found, every, strict=True) if made and made.source < 0]
+    every = [_spec_of(one, tensors) for one in outputs]
+    fresh = [id(one.untyped_storage()) for one, made in zip(outputs, every, strict=True) if made and made.source < 0]
     if any(one is None for one in every) or len(set(fresh)) < len(fresh):
         return None
-    return CachedOutputs(tuple(one for one in every if one is not None), type(found))
+    return CachedOutputs(tuple(one for one in every if one is not None), type(outputs))
 
 
-def _spec_of(found: Any, tensors: list[Tensor]) -> OutputSpec | None:
-    if type(found) is not FakeTensor or found.constant is not None or found.dtype.is_complex:
+def _spec_of(outputs: Any, tensors: list[Tensor]) -> OutputSpec | None:
+    if type(outputs) is not FakeTensor or outputs.constant is not None or outputs.dtype.is_complex:
         return None
     for number, one in enumerate(tensors):
-        if one is found:
+        if one is outputs:
             return OutputSpec(number, same=True)
-    shape, stride, offset = tuple(found.shape), found.stride(), int(found.storage_offset())
+    shape, stride, offset = tuple(outputs.shape), outputs.stride(), int(outputs.storage_offset())
     storages = [id(one.untyped_storage()) for one in tensors]
-    own = id(found.untyped_storage())
+    own = id(outputs.untyped_storage())
     if own in storages:
-        return OutputSpec(storages.index(own), False, shape, stride, offset, found.dtype, found.fake_device)
-    if offset or found.untyped_storage().nbytes() != _room(shape, stride) * found.itemsize:
+        return OutputSpec(storages.index(own), False, shape, stride, offset, outputs.dtype, outputs.fake_device)
+    if offset or outputs.untyped_storage().nbytes() != _room(shape, stride) * outputs.itemsize:
         return None
-    return OutputSpec(-1, False, shape, stride, 0, found.dtype, found.fake_device)
+    return OutputSpec(-1, False, shape, stride, 0, outputs.dtype, outputs.fake_device)
 
 
 def _room(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

@@ -67,18 +67,18 @@ def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool =
 
 
 def _places(
-    strategies: Sequence[Strategy], given: Sequence[Strategy], width: int, *, even: bool, apart: bool
+    strategies: Sequence[Strategy], entering: Sequence[Strategy], width: int, *, even: bool, apart: bool
 ) -> dict[str, list[int]]:
     """Places of a stage whose ranks do the same.
 
     Args:
         strategies: of its layers.
-        given: of layers of other stages, as which it may be given what they make.
+        entering: of layers of other stages, as which it may be given what they make.
         width: ranks of the stage.
         even, apart: see ``roles_of``.
     """
-    if not _alike([*strategies, *given]):
-        repeats = width if apart else _repeats([*strategies, *given], width)
+    if not _alike([*strategies, *entering]):
+        repeats = width if apart else _repeats([*strategies, *entering], width)
         said = f"of {width}" if repeats == width else f"of every {repeats}"
         return {f"place {place} {said}": list(range(place, width, repeats)) for place in range(repeats)}
     tensor = strategies[0].tensor
@@ -176,15 +176,15 @@ def _as(role: RankClass, run: RoleRun) -> RoleRun:
     return replace(run, role=role.text, ranks=role.ranks)
 
 
-def _amount(said: Mapping[int, Announced]) -> int:
-    return sum(len(values) for own in said.values() for values in own.values())
+def _amount(announced: Mapping[int, Announced]) -> int:
+    return sum(len(values) for own in announced.values() for values in own.values())
 
 
-def _hearing(said: Mapping[int, Announced], homes: Mapping[int, int]) -> Hear:
+def _hearing(announced: Mapping[int, Announced], homes: Mapping[int, int]) -> Hear:
     """What a rank announced is what the one that was run of its role did."""
 
     def hear(source: int, purpose: str, place: int, number: int) -> Tensor | None:
-        values = said.get(homes[source], {}).get((purpose, place), [])
+        values = announced.get(homes[source], {}).get((purpose, place), [])
         return values[number] if number < len(values) else None
 
     return hear

@@ -96,7 +96,7 @@ def dry_run(
     plan: Plan,
     rank: int,
     hear: Hear | None = None,
-    said: Announced | None = None,
+    announced: Announced | None = None,
     *,
     brief: bool = False,
 ) -> tuple[RoleRun, Announced]:
@@ -109,7 +109,7 @@ def dry_run(
         plan: how.
         rank: of the plan's world.
         hear: what other ranks announce to this one.
-        said: what the rank announces is put in here, too, as far as it comes.
+        announced: what the rank announces is put in here, too, as far as it comes.
         brief: leave out micro-batches that repeat others (``dry_repeat``).
 
     Returns:
@@ -123,7 +123,7 @@ def dry_run(
         InputError: the plan does not fit the model.
     """
     begun, place = process_time(), RankPlace()
-    log, ledger = MessageLog(place, said={} if said is None else said, hear=hear), Ledger(place)
+    log, ledger = MessageLog(place, said={} if announced is None else announced, hear=hear), Ledger(place)
     mode = DryMode(ledger)
     with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _told(place), mode, accelerated():
         run = shortened(plan) if brief else plan

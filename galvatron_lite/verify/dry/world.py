@@ -221,12 +221,12 @@ class DryGroup(dist.ProcessGroup):
             works.append(self._note(MessageType.REDUCE_SCATTER, parts[0], given, operator=operator))
         return self._notes(works, outputs)
 
-    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> DoneWork:
-        return self._note(MessageType.REDUCE_SCATTER, whole, operator=_operator(opts), result=output)
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
+        return self._note(MessageType.REDUCE_SCATTER, tensor, operator=_operator(opts), result=output)
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> DoneWork:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
         """Equal parts, of one tensor."""
-        return self._reduce_scatter_base(output, whole, opts)
+        return self._reduce_scatter_base(output, tensor, opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Several at once."""
@@ -236,19 +236,19 @@ class DryGroup(dist.ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     def alltoall_base(
-        self, output: Tensor, whole: Tensor, taken: Sequence[int], given: Sequence[int], opts: Any = None
+        self, output: Tensor, tensor: Tensor, taken: Sequence[int], given: Sequence[int], opts: Any = None
     ) -> DoneWork:
         """A part of this rank's for each other; where that has values, all are taken to give this one the same."""
         del opts
-        if has_value(whole):
-            _fill_from_each(output, whole, given, len(self._ranks), self._own)
-        return self._note(MessageType.ALL_TO_ALL, whole, given=None, result=output, **_splits(given, taken))
+        if has_value(tensor):
+            _fill_from_each(output, tensor, given, len(self._ranks), self._own)
+        return self._note(MessageType.ALL_TO_ALL, tensor, given=None, result=output, **_splits(given, taken))
 
     def all_to_all_single(
-        self, output: Tensor, whole: Tensor, taken: Sequence[int], given: Sequence[int], opts: Any = None
+        self, output: Tensor, tensor: Tensor, taken: Sequence[int], given: Sequence[int], opts: Any = None
     ) -> DoneWork:
         """The same."""
-        return self.alltoall_base(output, whole, taken, given, opts)
+        return self.alltoall_base(output, tensor, taken, given, opts)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> DoneWork:
         """The same of lists."""
@@ -297,9 +297,9 @@ def has_value(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not tensor.is_meta and not tensor.is_floating_point()
 
 
-def _splits(given: Sequence[int], taken: Sequence[int]) -> dict[str, Any]:
+def _splits(sizes: Sequence[int], taken: Sequence[int]) -> dict[str, Any]:
     """Of uneven parts."""
-    return {"sent": tuple(map(int, given)), "taken": tuple(map(int, taken))}
+    return {"sent": tuple(map(int, sizes)), "taken": tuple(map(int, taken))}
 
 
 def _operator(opts: Any) -> str:

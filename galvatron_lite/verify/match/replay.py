@@ -127,25 +127,25 @@ class Replay:
         actor.counts[key] += 1
         return StartedMessage(part.rank, number, (stream, way, actor.counts[key]), [])
 
-    def _start(self, actor: _Actor, given: StartedMessage) -> None:
-        strangers = self._strangers_of(given.meeting)
+    def _start(self, actor: _Actor, message: StartedMessage) -> None:
+        strangers = self._strangers_of(message.meeting)
         if strangers:
-            self._end.strangers = given, strangers
+            self._end.strangers = message, strangers
             return
         if not self._in_order:
-            self._meet(given)
+            self._meet(message)
             return
-        lane = lane_of(actor.part, given.number)
+        lane = lane_of(actor.part, message.number)
         queue = actor.lanes[lane]
-        batch = actor.part.script.batches[given.number]
+        batch = actor.part.script.batches[message.number]
         if queue and batch != NOBODY and actor.batches.get(lane) == batch:
-            given.batch = queue[-1]
+            message.batch = queue[-1]
         else:
-            queue.append(given.batch)
+            queue.append(message.batch)
         actor.batches[lane] = batch
-        given.batch.append(given)
-        if queue[0] is given.batch:
-            self._meet(given)
+        message.batch.append(message)
+        if queue[0] is message.batch:
+            self._meet(message)
 
     def _strangers_of(self, meeting: Meeting) -> tuple[int, ...]:
         """Partners of a message that never say anything in its group."""
@@ -155,48 +155,48 @@ class Replay:
         known = self._strangers[stream]
         return tuple(rank for rank in known if way is None or rank in way[:2]) if known else ()
 
-    def _meet(self, given: StartedMessage) -> None:
+    def _meet(self, message: StartedMessage) -> None:
         """A message is there for its partners."""
-        found = self._end.present[given.meeting]
-        found.append(given)
-        stream, way, _ = given.meeting
+        found = self._end.present[message.meeting]
+        found.append(message)
+        stream, way, _ = message.meeting
         if len(found) < (len(stream[1]) if way is None else 2):
             return
         spoken = [rank_message(self._end.actors[one.rank].part, one.number) for one in sorted(found, key=self._place)]
         clash = collective_mismatch(spoken) if way is None else pair_mismatch(*spoken)
         if clash is not None:
-            self._end.clash, self._end.meeting = clash, given.meeting
+            self._end.clash, self._end.meeting = clash, message.meeting
             return
-        del self._end.present[given.meeting]
+        del self._end.present[message.meeting]
         for one in found:
             self._happen(one)
 
-    def _place(self, given: StartedMessage) -> int:
+    def _place(self, message: StartedMessage) -> int:
         """Senders first, or the place in the group."""
-        (_, ranks), way, _ = given.meeting
+        (_, ranks), way, _ = message.meeting
         if way is None:
-            return ranks.index(given.rank)
-        return int(self._end.actors[given.rank].messages[given.number].kind is MessageType.RECEIVE)
+            return ranks.index(message.rank)
+        return int(self._end.actors[message.rank].messages[message.number].kind is MessageType.RECEIVE)
 
-    def _happen(self, given: StartedMessage) -> None:
-        given.done = True
-        actor = self._end.actors[given.rank]
-        del actor.open[given.number]
-        waited = actor.messages[given.number].waited
+    def _happen(self, message: StartedMessage) -> None:
+        message.done = True
+        actor = self._end.actors[message.rank]
+        del actor.open[message.number]
+        waited = actor.messages[message.number].waited
         if waited != NOBODY:
-            waited = max(waited, given.number + 1)
+            waited = max(waited, message.number + 1)
             if waited <= actor.next:
                 actor.owed -= 1
             else:
                 actor.later[waited] -= 1
         if not actor.owed:
-            self._ready.append(given.rank)
-        if self._in_order and all(one.done for one in given.batch):
-            self._next_batch(actor, given)
+            self._ready.append(message.rank)
+        if self._in_order and all(one.done for one in message.batch):
+            self._next_batch(actor, message)
 
-    def _next_batch(self, actor: _Actor, given: StartedMessage) -> None:
-        queue = actor.lanes[lane_of(actor.part, given.number)]
-        if queue and queue[0] is given.batch:
+    def _next_batch(self, actor: _Actor, message: StartedMessage) -> None:
+        queue = actor.lanes[lane_of(actor.part, message.number)]
+        if queue and queue[0] is message.batch:
             queue.popleft()
             for one in list(queue[0]) if queue else ():
                 self._meet(one)

@@ -101,8 +101,8 @@ def missing_group_text(ended: ReplayResult) -> tuple[str, list[str]]:
     return said, lines
 
 
-def _line(ended: ReplayResult, given: StartedMessage) -> str:
-    return _described(rank_message(ended.actors[given.rank].part, given.number), given.meeting[0])
+def _line(ended: ReplayResult, message: StartedMessage) -> str:
+    return _described(rank_message(ended.actors[message.rank].part, message.number), message.meeting[0])
 
 
 def deadlock_text(ended: ReplayResult) -> tuple[str, list[str]]:
@@ -143,18 +143,18 @@ def _waiting(ended: ReplayResult) -> Waiting:
     return found
 
 
-def _heads(ended: ReplayResult, given: StartedMessage) -> Iterator[StartedMessage]:
+def _heads(ended: ReplayResult, message: StartedMessage) -> Iterator[StartedMessage]:
     """What a message waits for on its own rank, where others are before it; else itself."""
-    for queue in ended.actors[given.rank].lanes.values():
-        if any(given in batch for batch in queue):
+    for queue in ended.actors[message.rank].lanes.values():
+        if any(message in batch for batch in queue):
             yield from (one for one in queue[0] if not one.done)
             return
-    yield given
+    yield message
 
 
-def _missing(ended: ReplayResult, given: StartedMessage) -> list[int]:
-    stream, way, _ = given.meeting
-    there = {one.rank for one in ended.present[given.meeting]}
+def _missing(ended: ReplayResult, message: StartedMessage) -> list[int]:
+    stream, way, _ = message.meeting
+    there = {one.rank for one in ended.present[message.meeting]}
     wanted = stream[1] if way is None else way[:2]
     return [rank for rank in wanted if rank not in there]
 
@@ -199,10 +199,10 @@ def folded(lines: Iterable[str]) -> list[str]:
     return [_folded_line(found) for found in groups.values()]
 
 
-def _folded_line(found: Sequence[re.Match[str] | str]) -> str:
-    matches = [one for one in found if not isinstance(one, str)]
+def _folded_line(parts: Sequence[re.Match[str] | str]) -> str:
+    matches = [one for one in parts if not isinstance(one, str)]
     if len(matches) < 2:
-        return found[0] if isinstance(found[0], str) else found[0][0]
+        return parts[0] if isinstance(parts[0], str) else parts[0][0]
     stages = _numbers(sorted({int(one[2]) for one in matches}))
     if matches[0].re is _STAGE:
         return f"{matches[0][1]}tages {stages}{matches[0][3]}"

@@ -81,20 +81,20 @@ def reductions(strategy: Strategy, devices: int) -> Iterator[Strategy]:
             yield from _settled(replace(strategy, **smaller), strategy)
 
 
-def _settled(smaller: Strategy, whole: Strategy) -> Iterator[Strategy]:
+def _settled(smaller: Strategy, strategy: Strategy) -> Iterator[Strategy]:
     """The same with what hangs on its degrees: shards, shared tokens, experts."""
     shared = smaller.context * smaller.spatial > 1
-    stages = {whole.zero_stage} if smaller.zero > 1 else {0, whole.zero_stage} if shared else {0}
+    stages = {strategy.zero_stage} if smaller.zero > 1 else {0, strategy.zero_stage} if shared else {0}
     ranks = smaller.batch_degree * smaller.context
-    for stage, expert in product(sorted(stages), divisors(whole.expert)):
+    for stage, expert in product(sorted(stages), divisors(strategy.expert)):
         if ranks % expert == 0:
             yield replace(
                 smaller,
                 zero_stage=stage,
-                sequence_parallel=whole.sequence_parallel and smaller.tensor > 1,
-                ulysses=whole.ulysses and smaller.context > 1,
+                sequence_parallel=strategy.sequence_parallel and smaller.tensor > 1,
+                ulysses=strategy.ulysses and smaller.context > 1,
                 expert=expert,
-                expert_tensor=whole.expert_tensor if expert > 1 and smaller.tensor > 1 else 0,
+                expert_tensor=strategy.expert_tensor if expert > 1 and smaller.tensor > 1 else 0,
             )
 
 

@@ -135,8 +135,8 @@ def _global(part: Tensor) -> float:
     return float(total)
 
 
-def _losses(found: list[float], expected: list[float], relative: float) -> Iterator[str]:
-    for number, (loss, wanted) in enumerate(zip(found, expected, strict=True), 1):
+def _losses(losses: list[float], expected: list[float], relative: float) -> Iterator[str]:
+    for number, (loss, wanted) in enumerate(zip(losses, expected, strict=True), 1):
         if not abs(loss - wanted) <= relative * abs(wanted):
             yield f"loss of step {number} is {loss:.8g}, not {wanted:.8g}"
 

@@ -254,11 +254,11 @@ class Trial:
 
 
 def _trials(
-    double: Double, counts: Sequence[TargetCount], whole: PassResult, loss_fn: LossFn | None
+    double: Double, counts: Sequence[TargetCount], result: PassResult, loss_fn: LossFn | None
 ) -> Iterator[Trial]:
     """The example, and batches made uneven of it; those on which the model does not run are left out."""
     begun = monotonic()
-    yield _tried(double, double.batch, whole, loss_fn)
+    yield _tried(double, double.batch, result, loss_fn)
     for batch in _uneven(double.batch, counts):
         if monotonic() - begun > ENOUGH:
             return
@@ -270,10 +270,10 @@ def _trials(
             yield trial
 
 
-def _tried(double: Double, batch: Any, whole: PassResult, loss_fn: LossFn | None) -> Trial:
+def _tried(double: Double, batch: Any, result: PassResult, loss_fn: LossFn | None) -> Trial:
     rows = SAMPLES // SHARES
     parts = [slice_batch(batch, start, start + rows) for start in range(0, SAMPLES, rows)]
-    return Trial(batch, whole, tuple(run_pass(double, part, loss_fn) for part in parts))
+    return Trial(batch, result, tuple(run_pass(double, part, loss_fn) for part in parts))
 
 
 def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:

@@ -210,11 +210,11 @@ def _same(one: TargetCount, other: TargetCount) -> bool:
     return torch.equal(one.classes, other.classes)
 
 
-def relative_error(whole: PassResult, shares: Sequence[PassResult], parts: Sequence[float]) -> float:
+def relative_error(reference: PassResult, shares: Sequence[PassResult], parts: Sequence[float]) -> float:
     """How far the weighted sum of shares' losses and gradients is from that of the batch.
 
     Args:
-        whole: of the batch.
+        reference: of the batch.
         shares: of its shares.
         parts: what each counts; shares that count nothing are not looked at.
 
@@ -222,9 +222,9 @@ def relative_error(whole: PassResult, shares: Sequence[PassResult], parts: Seque
         The largest error of the loss, or of a gradient, in its largest entry.
     """
     used = [(part, share) for part, share in zip(parts, shares, strict=True) if part]
-    worst = abs(sum(part * share.loss for part, share in used) - whole.loss) / (abs(whole.loss) or 1.0)
-    noise = 1e-3 * max((float(one.abs().max()) for one in whole.gradients.values() if one.numel()), default=0.0)
-    for name, gradient in whole.gradients.items():
+    worst = abs(sum(part * share.loss for part, share in used) - reference.loss) / (abs(reference.loss) or 1.0)
+    noise = 1e-3 * max((float(one.abs().max()) for one in reference.gradients.values() if one.numel()), default=0.0)
+    for name, gradient in reference.gradients.items():
         if gradient.numel():
             mixed = sum(part * share.gradients.get(name, torch.zeros_like(gradient)) for part, share in used)
             error, largest = float((mixed - gradient).abs().max()), float(gradient.abs().max())
