@@ -204,7 +204,7 @@ def auto_parallelize(
             settings = replace(settings, fix=kept[0], forbid=kept[1])
         pinned |= {} if tolerance is None else {"tolerance": tolerance}
         try:
-            chosen = _found_plan(source, {**asked, **pinned, **_asked(wanted, delay, pinned["fix"])}, delay)
+            chosen = _found_plan(source, {**asked, **pinned, **_plan_arguments(wanted, delay, pinned["fix"])}, delay)
         except InputError as error:
             why = "; ".join(() if findings is None else findings.notes())
             if not why or (not fix and not forbid):
@@ -393,7 +393,7 @@ def _given_plan(plan: Plan | str | Path | None, backend: str | None) -> Plan | N
     return check_runs(given if backend is None else replace(given, backend=TrainedBy(backend)))
 
 
-def _asked(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
+def _plan_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
     """What the planner is told of the mode and of delayed gradients, beside other pins."""
     rules = [rule.value for rule in CyclicRule]
     if mode is Mode.INFERENCE:

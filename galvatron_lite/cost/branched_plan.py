@@ -37,7 +37,7 @@ def price_branched(pricer: LayerPricer, plan: Plan) -> Plan:
         key=lambda memory: memory.total,
     )
     stage = replace(plan.stages[0], memory=fullest, microbatch_seconds=sum(trunk.seconds[:2]), device="")
-    placed = [_told(one, part, plan.microbatches) for one, part in zip(plan.branches, branches, strict=True)]
+    placed = [_branch_figures(one, part, plan.microbatches) for one, part in zip(plan.branches, branches, strict=True)]
     prediction = _prediction(parts, plan, trunk, branches, fullest)
     return replace(plan, stages=(stage,), branches=tuple(placed), prediction=prediction)
 
@@ -137,7 +137,7 @@ def by_region(parts: PartPricer, plan: Plan, branches: Sequence[PartCost]) -> li
     return [branches for branches in found if branches]
 
 
-def _told(one: BranchPlacement, part: PartCost, microbatches: int) -> BranchPlacement:
+def _branch_figures(one: BranchPlacement, part: PartCost, microbatches: int) -> BranchPlacement:
     """A branch with its own time and memory, without what moves in and out."""
     passes = sum(part.seconds[:2]) - part.moved
     memory = stage_memory(part.cost.layers, 1, microbatches, 0, 0)

@@ -33,7 +33,7 @@ def kept_profile(model: nn.Module, graph: ModelGraph, folder: Path) -> Profile |
     of another forward pass, shape of a sample or loss, is told and passed over.
     """
     here = probe(world_size())
-    for path, known in (*_own(model, graph, folder, here), *_others(model, folder, here)):
+    for path, known in (*_measured_shapes(model, graph, folder, here), *_others(model, folder, here)):
         if known.graph == graph:
             say(f"profile {path} is of this model on this machine: taken")
             return known
@@ -45,7 +45,9 @@ def other_hardware(profile: Profile, here: Cluster | None = None) -> list[str]:
     return check_hardware(profile, here or probe(world_size())) if profile.cluster.fingerprint else []
 
 
-def _own(model: nn.Module, graph: ModelGraph, folder: Path, here: Cluster) -> Iterator[tuple[Path, Profile]]:
+def _measured_shapes(
+    model: nn.Module, graph: ModelGraph, folder: Path, here: Cluster
+) -> Iterator[tuple[Path, Profile]]:
     """What scripts have measured of models of these shapes."""
     for path in sorted(folder.glob(f"*/{profile_name(model)}.yaml")):
         try:

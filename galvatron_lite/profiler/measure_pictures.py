@@ -120,9 +120,9 @@ class Slicing:
         """Arguments as the device gets them: its channels of every tensor, where inputs are shared."""
         if self.plan is None or self.plan.by != "channels":
             return value
-        return map_tensors(value, self._own)
+        return map_tensors(value, self._share_of)
 
-    def _own(self, tensor: Tensor) -> Tensor:
+    def _share_of(self, tensor: Tensor) -> Tensor:
         if self.plan is None or tensor.dim() < _PICTURE or not tensor.is_floating_point():
             return tensor
         return tensor.narrow(1, *share(tensor.shape[1], self.plan.degree, 0)).contiguous()

@@ -34,7 +34,11 @@ def channel_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: An
         TraceError: the model does not run on the batch.
     """
     split = [one for one in placed if one.strategy.slices > 1]
-    calls = block_calls(model, {path for one in split for path in one.layer.modules}, _given(batch)) if split else {}
+    calls = (
+        block_calls(model, {path for one in split for path in one.layer.modules}, _require_batch(batch))
+        if split
+        else {}
+    )
     known: dict[object, ChannelPlan] = {}
     plans: dict[str, ChannelPlan] = {}
     for one in split:
@@ -65,7 +69,7 @@ def by_of(strategy: Strategy) -> tuple[str, int]:
     return ("filters", strategy.filters) if strategy.filters > 1 else ("channels", strategy.channels)
 
 
-def _given(batch: Any) -> Any:
+def _require_batch(batch: Any) -> Any:
     if batch is None:
         raise InputError("batch", None, "The plan shares channels of layers; give an example batch to examine them on.")
     return batch

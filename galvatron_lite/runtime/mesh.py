@@ -193,7 +193,7 @@ def _build(plan: Plan, device_type: str, rank: int, groups: ProcessGroups) -> Me
     made = _make_groups(keys, device_type, groups)
     stage = rank // size
     views = {degrees: _view(degrees, stage * size, rank, made, device_type) for degrees in per_stage[stage]}
-    pipeline = _own(made, [(PIPELINE, tuple(range(rank % size, plan.devices, size)))], rank)
+    pipeline = _group_of(made, [(PIPELINE, tuple(range(rank % size, plan.devices, size)))], rank)
     return Meshes(rank, plan.pipeline, size, pipeline, views)
 
 
@@ -251,14 +251,14 @@ def _make_groups(keys: Sequence[Key], device_type: str, groups: ProcessGroups) -
     return made
 
 
-def _own(groups: Mapping[Key, dist.ProcessGroup], keys: Sequence[Key], rank: int) -> Group:
+def _group_of(groups: Mapping[Key, dist.ProcessGroup], keys: Sequence[Key], rank: int) -> Group:
     return next((groups[key] for key in keys if rank in key[1] and key in groups), None)
 
 
 def _view(
     degrees: Strategy, start: int, rank: int, groups: Mapping[Key, dist.ProcessGroup], device_type: str
 ) -> StrategyGroups:
-    own = {axis: _own(groups, keys, rank) for axis, keys in _named_keys(degrees, start).items()}
+    own = {axis: _group_of(groups, keys, rank) for axis, keys in _named_keys(degrees, start).items()}
     mesh = partial(_state_mesh, device_type=device_type)
     place, inner = rank - start, degrees.spatial * degrees.slices
     shared = degrees.tensor * degrees.context

@@ -80,7 +80,7 @@ def _reach(ways: Sequence[Build], options: dict[str, Any], dims: int, device: to
 
 
 def _depends(build: Build, options: dict[str, Any], dims: int, device: torch.device, pieces: bool) -> str | None:
-    (value, gradient), other = _made(1, dims, device), _made(2, dims, device)
+    (value, gradient), other = _value_and_gradient(1, dims, device), _value_and_gradient(2, dims, device)
     (alone,) = _updates(build, options, [(value, gradient)])
     if _differ(alone, _updates(build, options, [(value, gradient), other])[0]):
         return "model"
@@ -92,7 +92,7 @@ def _depends(build: Build, options: dict[str, Any], dims: int, device: torch.dev
     return None
 
 
-def _made(seed: int, dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _value_and_gradient(seed: int, dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A value and a gradient whose halves, rows and columns are of unlike size."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.logspace(-1, 1, SIZE)

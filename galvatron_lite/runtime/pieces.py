@@ -186,7 +186,7 @@ def _among_all(held: Held, spread: ParameterShard) -> Held:
 
 def _held_slice(name: str, tensor: Tensor, one: Owned) -> Held:
     """The same of the experts that a rank has."""
-    local, part, slice_shape = _laid(tensor, one)
+    local, part, slice_shape = _slice_items(tensor, one)
     shard = one.shard if one.shard is not None and one.shard.placement is Placement.SHARDED else None
     if shard is None or not _follows(slice_shape, one, shard):
         return Held(name, slice_shape, local, _whole_chunks(part))
@@ -195,7 +195,7 @@ def _held_slice(name: str, tensor: Tensor, one: Owned) -> Held:
     return Held(name, tuple(shape), local, _sliced_chunks(part, shard))
 
 
-def _laid(tensor: Tensor, one: Owned) -> tuple[Tensor, Box, tuple[int, ...]]:
+def _slice_items(tensor: Tensor, one: Owned) -> tuple[Tensor, Box, tuple[int, ...]]:
     """A plain tensor, which items of this rank's slice of the parameter it has, and the slice's shape."""
     if isinstance(tensor, DTensor):
         return tensor.to_local(), _own_box(tensor), tuple(tensor.shape)

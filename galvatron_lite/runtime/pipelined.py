@@ -99,7 +99,7 @@ def pipelined_outputs(
     meshes, pipeline = runtimes[0].meshes, pipeline_of(plan)
     source = pipeline.group_of(len(plan.stages) - 1)
     assert meshes.pipeline is not None
-    return _told(value, dist.get_global_rank(meshes.pipeline, source), meshes.pipeline, calls.device)
+    return _broadcast(value, dist.get_global_rank(meshes.pipeline, source), meshes.pipeline, calls.device)
 
 
 def output_count(samples: int, plan: Plan) -> int:
@@ -128,7 +128,7 @@ def _joined(outputs: Sequence[Any], sampled: Sequence[bool]) -> Any:
     return map_tensors(outputs[0], join)
 
 
-def _told(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+def _broadcast(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """A rank's value, on every rank of the group."""
     box = [map_tensors(_plain(value), lambda tensor: torch.empty_like(tensor, device="meta"))]
     dist.broadcast_object_list(box, src=source, group=group, device=device)

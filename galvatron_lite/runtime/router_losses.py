@@ -79,9 +79,9 @@ class _Masks:
         """Pre-hook of the modules inside it."""
         if self.own is None:
             return None
-        return tuple(map(self._own, args)), {name: self._own(one) for name, one in kwargs.items()}
+        return tuple(map(self._router_input, args)), {name: self._router_input(one) for name, one in kwargs.items()}
 
-    def _own(self, given: Any) -> Any:
+    def _router_input(self, given: Any) -> Any:
         return self.own if given is self.whole else given
 
 

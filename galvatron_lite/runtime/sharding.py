@@ -367,12 +367,12 @@ def owned_parameters(
         names.setdefault(parameter, []).append(name)
     homes = {parameter: layer_of(known[0], layers) for parameter, known in names.items()}
     return [
-        _own(parameter, tuple(names[parameter]), strategies[home], meshes, (shards, experts))
+        _describe(parameter, tuple(names[parameter]), strategies[home], meshes, (shards, experts))
         for parameter, home in sorted(homes.items(), key=lambda item: order[item[1]])
     ]
 
 
-def _own(
+def _describe(
     parameter: nn.Parameter,
     names: tuple[str, ...],
     strategy: Strategy,

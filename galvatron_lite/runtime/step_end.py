@@ -37,7 +37,7 @@ class SteppedModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _NotFinite:
     """What is not finite on a rank."""
 
     loss: bool  # whether its part of the loss
@@ -84,11 +84,11 @@ def _refuse(parallel: SteppedModel, own: Tensor, loss: Tensor, overflows: bool) 
     """Raise, unless only the gradient is not finite, where that is an overflow of scaled ones."""
     if overflows and bool(loss.isfinite()):
         return
-    every: list[Any] = [_found(parallel, own)]
+    every: list[Any] = [_not_finite(parallel, own)]
     if parallel.runtime.meshes.world > 1:
         every *= dist.get_world_size()
-        dist.all_gather_object(every, _found(parallel, own), group=parallel.watch.group)
-    what, ranks = _told(every, float(loss))
+        dist.all_gather_object(every, _not_finite(parallel, own), group=parallel.watch.group)
+    what, ranks = _report(every, float(loss))
     raise NonFiniteLossError(
         f"{what} The step was not taken, parameters are unchanged, and training can go on. Look at "
         f"{'the batch' if len(ranks) == len(every) else 'the samples of that rank'}, lower the learning rate, or clip "
@@ -97,20 +97,20 @@ def _refuse(parallel: SteppedModel, own: Tensor, loss: Tensor, overflows: bool) 
     )
 
 
-def _found(parallel: SteppedModel, loss: Tensor) -> _Found:
+def _not_finite(parallel: SteppedModel, loss: Tensor) -> _NotFinite:
     owned = [one for runtime in parallel.runtimes for one in runtime.owned]
     bad = [one for one in owned if one.gradient is not None and not _is_finite(one.gradient)]
     made = any(one.is_final and not one.is_zero for one in bad) or not all(
         runtime.reducer.gave_finite for runtime in parallel.runtimes
     )
-    return _Found(not _is_finite(loss), made, tuple(one.names[0] for one in bad))
+    return _NotFinite(not _is_finite(loss), made, tuple(one.names[0] for one in bad))
 
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(local_tensor(tensor).isfinite().all())
 
 
-def _told(every: list[_Found], loss: float) -> tuple[str, tuple[int, ...]]:
+def _report(every: list[_NotFinite], loss: float) -> tuple[str, tuple[int, ...]]:
     """What is not finite, and on which ranks it began, as far as it is known."""
     if ranks := tuple(rank for rank, one in enumerate(every) if one.loss):
         return f"The loss is not finite (loss {loss}): that of {_ranks(ranks)}.", ranks

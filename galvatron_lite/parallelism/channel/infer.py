@@ -84,7 +84,7 @@ class _Run:
         # the layer may write to what it is given, but not to leaves
         given = map_tensors(leaves, torch.clone)
         inputs = _extents(given)
-        own = map_tensors(given, partial(_own, line=self.line)) if self.by == "channels" else given
+        own = map_tensors(given, partial(_share_of, line=self.line)) if self.by == "channels" else given
         entered, named = enter_layer(own, sharing, inputs)
         uses = _WholeUses(self.twin)
         with uses:
@@ -132,7 +132,7 @@ def _extents(value: Any) -> tuple[int, ...]:
     return tuple(whole_shape(one)[CHANNELS] for one in tensors_in(value) if is_shared(one))
 
 
-def _own(tensor: Tensor, line: ShapeOnlyLine) -> Tensor:
+def _share_of(tensor: Tensor, line: ShapeOnlyLine) -> Tensor:
     """This device's share of a picture that enters."""
     if not is_shared(tensor):
         return tensor

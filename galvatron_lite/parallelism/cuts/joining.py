@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.cuts.tensor import (
 )
 
 
-def _given(call: Call) -> tuple[list[Tensor], int]:
+def _operands(call: Call) -> tuple[list[Tensor], int]:
     """Tensors and dim."""
     ordered = [*call.args, *(call.kwargs[name] for name in ("tensors", "dim") if name in call.kwargs)]
     return list(ordered[0]), ordered[1] if len(ordered) > 1 else 0
@@ -30,7 +30,7 @@ def _given(call: Call) -> tuple[list[Tensor], int]:
 
 def joined(call: Call) -> Any:
     """``cat``: on shares along a dim that is not cut; plain tensors give their share. Otherwise of whole ones."""
-    tensors, dim = _given(call)
+    tensors, dim = _operands(call)
     alike = _alike(tensors)
     if alike is not None and not any(cut.dim == dim % alike.ndim for cut in alike.cuts):
         with shares_only():
@@ -49,7 +49,7 @@ def joined(call: Call) -> Any:
 
 def stacked(call: Call) -> Any:
     """``stack``: a new dim."""
-    tensors, dim = _given(call)
+    tensors, dim = _operands(call)
     dims = len(whole_shape(tensors[0]))
     cuts = first_cuts(map(cuts_of, tensors))
     if not _match(tensors, cuts):

@@ -141,7 +141,7 @@ class MessageExchange:
     def send(self, messages: Sequence[CyclicMessage], time: int, step: int) -> None:
         """Send what messages are to hold, in this time step of a training step."""
         for message in messages:
-            self._mailbox.send(message, self._found(message), due(message, time, step, self._programme))
+            self._mailbox.send(message, self._payload(message), due(message, time, step, self._programme))
 
     def clear(self, time: int) -> None:
         """Let go of what was sent and is taken, in this time step."""
@@ -190,7 +190,7 @@ class MessageExchange:
         else:
             self._states[stage].updates[message.step] = StageStates.arrived(tensors)
 
-    def _found(self, message: CyclicMessage) -> list[Tensor]:
+    def _payload(self, message: CyclicMessage) -> list[Tensor]:
         stage, number = message.stage, self._number(message)
         if message.kind is MessageContent.ACTIVATION:
             return self._activation(message, self._desk.handed.pop((stage + 1, number)))

@@ -37,7 +37,7 @@ def holdings(rule: CyclicRule, setting: CyclicSetting, workers: int) -> tuple[Ho
     programme = CyclicProgramme(rule, setting, workers)
     every = steady_passes(programme)
     taken = {message: one.moment.time for _, one in every for message in one.receives}
-    known = {process: _Known(programme, taken) for process in range(programme.processes)}
+    known = {process: _Process(programme, taken) for process in range(programme.processes)}
     found: list[Holding] = []
     following = _following(every)
     for place, (process, one) in enumerate(every):
@@ -58,7 +58,7 @@ def _following(every: Sequence[tuple[int, CyclicPass]]) -> list[tuple[CyclicMess
 
 
 @dataclass(slots=True)
-class _Known:
+class _Process:
     """One process on its way through the table."""
 
     programme: CyclicProgramme  # that it runs

@@ -172,7 +172,7 @@ class ProcessMailbox:
             dist.destroy_process_group(group)
         why = str(error).splitlines()[0].split(". ")[0]
         return LaunchError(
-            f"{_told(message, what)} rank {peer}, which is gone or was silent for {self._timeout.total_seconds():g} s "
+            f"{_operation(message, what)} rank {peer}, which is gone or was silent for {self._timeout.total_seconds():g} s "
             f"({why}). {RESUME}"
         )
 
@@ -185,7 +185,7 @@ class ProcessMailbox:
         return self._groups[key]
 
 
-def _told(message: CyclicMessage, what: str) -> str:
+def _operation(message: CyclicMessage, what: str) -> str:
     """What was to be done with a message, to be told in an error."""
     step = max(message.step, 0)  # the parameters that training begins with are of step -1
     place = f"Worker {message.worker}, stage {message.stage}, training step {step}"

@@ -64,20 +64,20 @@ class CyclicProgramme(Roster):
         The passes hold messages alone: none is run. After them a process knows every update; it applies those that it
         has not yet, and all processes of a stage are alike.
         """
-        later = sorted((moment for one in (step, step + 1) for moment in self._own(process, one)), key=self._key)
+        later = sorted((moment for one in (step, step + 1) for moment in self._pairs_of(process, one)), key=self._key)
         kept = (_only_updates(self._pass(moment), step) for moment in later)
         return tuple(one for one in kept if one.receives or one.sends)
 
     def _between(self, process: int, step: int, end: int | None) -> list[StagePass]:
         """Passes of a process from the first of one training step on, up to the first of another."""
         known = [one for one in (step - 1, step) if one >= self.begin]
-        own = [moment for one in known for moment in self._own(process, one)]
-        first = self._key(self._own(process, step)[0])
-        last = None if end is None else self._key(self._own(process, end)[0])
+        own = [moment for one in known for moment in self._pairs_of(process, one)]
+        first = self._key(self._pairs_of(process, step)[0])
+        last = None if end is None else self._key(self._pairs_of(process, end)[0])
         chosen = (one for one in own if self._key(one) >= first and (last is None or self._key(one) < last))
         return sorted(chosen, key=self._key)
 
-    def _own(self, process: int, step: int) -> list[StagePass]:
+    def _pairs_of(self, process: int, step: int) -> list[StagePass]:
         first, numbers = step * self.workers, range(self.workers)
         pairs = (one for one in product(numbers, numbers) if self.process_of(one[1], first + one[0]) == process)
         return sorted((moment for pair in pairs for moment in moments(step, *pair, self.workers)), key=self._key)

@@ -168,18 +168,18 @@ def _round(
     ends.append([0.0] * len(loop.slots))
     arrivals.append([0.0] * len(loop.messages))
     for number, slot in enumerate(loop.slots):
-        start = 0.0 if slot.after is None else _known(ends, slot.after)
+        start = 0.0 if slot.after is None else _past_figure(ends, slot.after)
         for awaited in slot.receives:
-            start = max(start, _known(arrivals, awaited))
+            start = max(start, _past_figure(arrivals, awaited))
         end = start + passes[number]
         ends[-1][number] = end
         for message in slot.sends:
             behind = loop.behind[message]
-            free = end if behind is None else max(end, _known(arrivals, behind))
+            free = end if behind is None else max(end, _past_figure(arrivals, behind))
             arrivals[-1][message] = free + messages[message]
 
 
-def _known(figures: list[list[float]], awaited: Awaited) -> float:
+def _past_figure(figures: list[list[float]], awaited: Awaited) -> float:
     """What was found so many rounds ago; 0 before the first."""
     number, ago = awaited
     return figures[-1 - ago][number] if ago < len(figures) else 0.0

@@ -46,7 +46,7 @@ class ZeroExchange(MessageExchange):
         else:
             states.take_states(message.step, message.versions, self._has_sum(message), tensors)
 
-    def _found(self, message: CyclicMessage) -> list[Tensor]:
+    def _payload(self, message: CyclicMessage) -> list[Tensor]:
         states = self._travelling[message.stage]
         if message.kind is MessageContent.STATES:
             return states.give_states(message.step, message.versions, self._has_sum(message))

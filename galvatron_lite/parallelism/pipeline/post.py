@@ -103,11 +103,11 @@ class P2PChannel:
         if source is None or source == self._index:
             return
         link = action.what, source, self._index
-        while action not in box.arriving and self._known(box, link, waits):
+        while action not in box.arriving and self._has_shapes(box, link, waits):
             following = box.due[link].popleft()
             box.arriving[following] = self._receivers[link].receive(self._likes(box, following))
 
-    def _known(self, box: StepMail, link: Link, waits: bool) -> bool:
+    def _has_shapes(self, box: StepMail, link: Link, waits: bool) -> bool:
         """Whether the shapes of the next message are known."""
         if link not in self._receivers:
             self._receivers[link] = Receiver(self._groups.between(*link), link[1], self._device)

@@ -169,10 +169,10 @@ def needs(side: ResampledSide, size: int, dtype: torch.dtype, device: str) -> tu
 @_apart
 def _taps(side: ResampledSide, size: int, rank: int, dtype: torch.dtype, device: torch.device) -> Taps:
     """Of a rank's output rows; ``device``: where they are to be."""
-    rows = needs(side, size, dtype, _known(device))[rank]
+    rows = needs(side, size, dtype, _weights_device(device))[rank]
     start, stop = _ranges(side.result, size)[rank]
     with torch.inference_mode(False), torch.no_grad():
-        matrix = _matrix(side, dtype, _known(device))[rows[0] : rows[1], start:stop]
+        matrix = _matrix(side, dtype, _weights_device(device))[rows[0] : rows[1], start:stop]
         used = matrix != 0
         count = int(used.sum(0).max()) if stop > start else 0
         places = used.int().sort(dim=0, descending=True, stable=True).indices[:count]
@@ -183,7 +183,7 @@ def _taps(side: ResampledSide, size: int, rank: int, dtype: torch.dtype, device:
         return Taps(rows, places.to(device), None if plain else weights.to(device))
 
 
-def _known(device: torch.device) -> str:
+def _weights_device(device: torch.device) -> str:
     """Where weights are worked out: of tensors without values, on the CPU."""
     return "cpu" if device.type == "meta" else str(device)
 
@@ -201,7 +201,7 @@ class _Resample(Function):
         dtype = torch.promote_types(local.dtype, torch.float32)
         size, rank = (line.size, line.rank) if line else (1, 0)
         taps = _taps(side, size, rank, dtype, local.device)
-        held, wanted = _ranges(side.extent, size), needs(side, size, dtype, _known(local.device))
+        held, wanted = _ranges(side.extent, size), needs(side, size, dtype, _weights_device(local.device))
         ctx.how = (dim, held, wanted, line, taps)
         rows = collect(local, dim, held, wanted, line)
         shape = list(local.shape)

@@ -55,7 +55,7 @@ def instance_norm(call: Call) -> Any:
     channel, pixels = _split(cuts_of(tensor))
     if not cuts_of(tensor):
         return call.rules.otherwise(call)
-    own = {name: _own(given[name], channel) for name in _STATE}
+    own = {name: _share_of(given[name], channel) for name in _STATE}
     local = local_of(tensor)
     if not pixels or not given["use_input_stats"]:
         kernel: Callable[..., Tensor] = functional.instance_norm
@@ -80,7 +80,7 @@ def group_norm(call: Call) -> Any:
     channel, pixels = _split(cuts_of(tensor))
     if not cuts_of(tensor) or (channel and groups % channel.line.size):
         return call.rules.otherwise(call)
-    own = {name: _own(given[name], channel) for name in ("weight", "bias")}
+    own = {name: _share_of(given[name], channel) for name in ("weight", "bias")}
     groups //= channel.line.size if channel else 1
     local = as_autocast(local_of(tensor))
     if not pixels:
@@ -167,7 +167,7 @@ def _batch_norm(arguments: Mapping[str, Any], others: tuple[Line, ...]) -> Tenso
     """Batch normalisation over the ranks that share pixels, and over ``others``, which work on other samples."""
     tensor: Tensor = arguments["input"]
     channel, pixels = _split(cuts_of(tensor))
-    own = {name: _own(arguments[name], channel) for name in _STATE}
+    own = {name: _share_of(arguments[name], channel) for name in _STATE}
     local = local_of(tensor)
     if not arguments["training"] or not (pixels or others):
         kernel: Callable[..., Tensor] = functional.batch_norm
@@ -256,7 +256,7 @@ def _lines(cuts: Sequence[Cut]) -> tuple[Line, ...]:
     return tuple(cut.line for cut in cuts)
 
 
-def _own(parameter: Tensor | None, channel: Cut | None) -> Tensor | None:
+def _share_of(parameter: Tensor | None, channel: Cut | None) -> Tensor | None:
     """Numbers of the channels that this rank holds."""
     if parameter is None or channel is None:
         return parameter

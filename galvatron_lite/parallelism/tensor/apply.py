@@ -87,7 +87,7 @@ def shard_layer(
             _shard_experts(find_module(modules, experts.path), experts, group, sequence_parallel, shards)
     inner = {name for region in plan.regions for name in region.inner_parameters}
     return {
-        name: shards.get(id(parameter)) or _whole(parameter, group, sequence_parallel or name in inner)
+        name: shards.get(id(parameter)) or _unsplit(parameter, group, sequence_parallel or name in inner)
         for name, parameter in named_parameters(modules)
     }
 
@@ -129,7 +129,7 @@ def _check_allowed(plan: TensorPlan, degree: int, sequence_parallel: bool) -> No
         raise InputError("sequence_parallel", True, f"Switch it off for this layer. {plan.reason}".rstrip())
 
 
-def _whole(parameter: nn.Parameter, group: TensorGroup, is_partial: bool) -> ParameterShard:
+def _unsplit(parameter: nn.Parameter, group: TensorGroup, is_partial: bool) -> ParameterShard:
     placement = Placement.PARTIAL if is_partial and group.size > 1 else Placement.REPLICATED
     return ParameterShard(placement, tuple(parameter.shape), group.size, group.rank)
 

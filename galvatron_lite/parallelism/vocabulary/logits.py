@@ -52,14 +52,14 @@ def columns_last(tensor: CutTensor) -> Tensor:
 
 def everything_whole(call: Call) -> Any:
     """The call with whole logits for shares."""
-    return call.function(*_whole(call.args), **_whole(call.kwargs))
+    return call.function(*_with_whole_logits(call.args), **_with_whole_logits(call.kwargs))
 
 
-def _whole(value: Any) -> Any:
+def _with_whole_logits(value: Any) -> Any:
     if isinstance(value, Tensor):
         return whole_logits(value)
     if isinstance(value, dict):
-        return {name: _whole(one) for name, one in value.items()}
+        return {name: _with_whole_logits(one) for name, one in value.items()}
     if type(value) in (tuple, list):
-        return type(value)([_whole(one) for one in value])
+        return type(value)([_with_whole_logits(one) for one in value])
     return value

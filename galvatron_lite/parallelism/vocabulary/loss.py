@@ -120,7 +120,7 @@ def _total_of(everyone: Tensor) -> Tensor:
     return top + (sums * (tops - top).exp()).sum(0).log()
 
 
-def _told(figures: list[Tensor], group: TensorGroup) -> Tensor:
+def _gather_figures(figures: list[Tensor], group: TensorGroup) -> Tensor:
     """Every rank's figures: (ranks, figures, ...)."""
     return group.all_gather(torch.stack(figures).unsqueeze(0), 0)
 
@@ -132,7 +132,7 @@ class _TokenLosses(Function):
         place, here = columns.place(targets)
         own = [wide.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)]
         own += [wide.sum(-1)] if smoothing else []
-        everyone = _told([*_exponentials(wide, wide is not logits), *own], columns.group)
+        everyone = _gather_figures([*_exponentials(wide, wide is not logits), *own], columns.group)
         total = _total_of(everyone)
         losses = total - (1 - smoothing) * everyone[:, 2].sum(0)
         if smoothing:
@@ -161,7 +161,7 @@ class _LogTotal(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: Columns) -> Tensor:
         wide = _wide(logits)
-        total = _total_of(_told(list(_exponentials(wide, wide is not logits)), columns.group))
+        total = _total_of(_gather_figures(list(_exponentials(wide, wide is not logits)), columns.group))
         ctx.save_for_backward(logits, total)
         return total
 

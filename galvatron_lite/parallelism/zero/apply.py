@@ -92,19 +92,19 @@ def _without_views(_module: nn.Module, _args: object, output: Any) -> Any:
     """
     if not any(one.requires_grad and _is_view(one) for one in tensors_of(output)):
         return output
-    return map_tensors(output, lambda one: _own(one) if one.requires_grad and _is_view(one) else one)
+    return map_tensors(output, lambda one: _detach_copy(one) if one.requires_grad and _is_view(one) else one)
 
 
 def _is_view(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor._base is not None
 
 
-def _own(tensor: Tensor) -> Tensor:
-    made: Tensor = _Own.apply(tensor)  # type: ignore[no-untyped-call]
+def _detach_copy(tensor: Tensor) -> Tensor:
+    made: Tensor = _Detached.apply(tensor)  # type: ignore[no-untyped-call]
     return made
 
 
-class _Own(torch.autograd.Function):
+class _Detached(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: object, tensor: Tensor) -> Tensor:
         return tensor.detach()

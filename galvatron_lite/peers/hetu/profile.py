@@ -233,7 +233,7 @@ def sizes_for(folder: Path, layers: str = "", hidden: str = "", sequence: str = 
     """
     lengths = _numbers(sequence, "--seq") if sequence else []
     if not layers and not hidden:
-        known = _known(folder)
+        known = _layer_types(folder)
         return [Sizes(count, wide, lengths[place] if place < len(lengths) else 0)
                 for place, (count, wide) in enumerate(known)]  # fmt: skip
     counts, widths = _numbers(layers, "--layers"), _numbers(hidden, "--hidden")
@@ -254,7 +254,7 @@ def _numbers(text: str, option: str) -> list[int]:
     return numbers
 
 
-def _known(folder: Path) -> list[tuple[int, int]]:
+def _layer_types(folder: Path) -> list[tuple[int, int]]:
     """(layers, hidden) of each layer type of the model of ours that is called like the profile."""
     from galvatron_lite.model.shapes import load_model
 

@@ -145,7 +145,7 @@ class Monitor:
     def _make_room(self, optimizer: torch.optim.Optimizer) -> str:
         """Go over to a plan that takes less; why not, where there is none."""
         mind = self._mind
-        plan, error = _said(lambda: (None, "") if mind is None else mind.exhausted(self.step, self._world))
+        plan, error = _from_rank_zero(lambda: (None, "") if mind is None else mind.exhausted(self.step, self._world))
         if plan is None:
             return (
                 f"No plan takes less: {error}. Use more devices, a smaller batch, or host memory (--fix offload=...)."
@@ -173,9 +173,9 @@ class Monitor:
         runs = [(run.first, run.count) for stage in self._parallel.plan.stages for run in stage.runs]
         window = window_of(self.step, every, self._names, runs)
         mind = self._mind
-        if _said(lambda: mind is not None and mind.wants_links(window)):
+        if _from_rank_zero(lambda: mind is not None and mind.wants_links(window)):
             window = replace(window, links=measure_links(self._probes, device))
-        chosen: Plan | None = _said(lambda: None if mind is None else mind.look(window))
+        chosen: Plan | None = _from_rank_zero(lambda: None if mind is None else mind.look(window))
         if chosen is not None:
             self._switch(optimizer, chosen)
 
@@ -288,7 +288,7 @@ def window_of(step: int, every: Sequence[RankMeasurement], names: list[str], run
     return StepWindow(step, (first, middle, third), tuple(groups), memory if all(memory) else ())
 
 
-def _said(of_rank_zero: Callable[[], Any]) -> Any:
+def _from_rank_zero(of_rank_zero: Callable[[], Any]) -> Any:
     """What rank 0 says, on every rank; an error there is raised on all."""
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:

@@ -100,7 +100,7 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, _anchor: Tensor, transfer: Transfer, *tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer, ctx.tokens = transfer, len(tokens)
         ctx.set_materialize_grads(False)
-        found = [_own(tensor) for tensor in transfer.there.collect()]
+        found = [_without_view(tensor) for tensor in transfer.there.collect()]
         still = [tensor for tensor, one in zip(found, transfer.cargo, strict=True) if not one.differentiable]
         ctx.mark_non_differentiable(*still)
         return tuple(found)
@@ -114,7 +114,7 @@ class _Arrive(torch.autograd.Function):
         return nothing
 
 
-def _own(tensor: Tensor | None) -> Tensor:
+def _without_view(tensor: Tensor | None) -> Tensor:
     """The same storage, but no view, which autograd would not let others change."""
     assert tensor is not None  # forward, every tensor is there
     return tensor.data

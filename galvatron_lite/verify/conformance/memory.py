@@ -66,14 +66,14 @@ def _memory_differs(run: RoleRun, predicted: MemoryBreakdown) -> Iterator[str]:
     whole = max(predicted.total - predicted.context, 1)
     own = run.peak.total - run.peak.context
     if abs(own - whole) > TOLERANCE * whole:
-        yield _told(run, "its peak", own, whole)
+        yield _line(run, "its peak", own, whole)
     for name in _CATEGORIES:
         seen, said = getattr(run.peak, name), getattr(predicted, name)
         if abs(seen - said) > max(TOLERANCE * whole, PIECE):
-            yield _told(run, name, seen, said)
+            yield _line(run, name, seen, said)
 
 
-def _told(run: RoleRun, what: str, seen: int, said: int) -> str:
+def _line(run: RoleRun, what: str, seen: int, said: int) -> str:
     share = f" ({(seen - said) / said:+.1%})" if said else ""
     return f"Rank {run.rank} (stage {run.stage}): {what} {format_bytes(seen)}, predicted {format_bytes(said)}{share}."
 

@@ -149,7 +149,7 @@ def _fakes(func: Any, args: Any, kwargs: Any) -> bool:
     items = _items(func, args)
     dtype = kwargs.get("dtype")
     if dtype is None:
-        whole = func.overloadpacket is _RANDOM or (func.overloadpacket is torch.ops.aten.arange and _whole(args))
+        whole = func.overloadpacket is _RANDOM or (func.overloadpacket is torch.ops.aten.arange and _all_ints(args))
         dtype = torch.int64 if whole else torch.float32
     return bool(items and (dtype.is_floating_point or dtype.is_complex or items > SMALL))
 
@@ -159,7 +159,7 @@ def _on_meta(kwargs: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
 
 
-def _whole(args: Any) -> bool:
+def _all_ints(args: Any) -> bool:
     return all(isinstance(one, int) for one in args)
 
 
@@ -168,7 +168,7 @@ def _items(func: Any, args: Any) -> int:
     sizes = next((one for one in args if isinstance(one, (list, tuple))), None)
     if sizes is not None:
         return int(prod(sizes))
-    if func.overloadpacket is torch.ops.aten.arange and _whole(args):
+    if func.overloadpacket is torch.ops.aten.arange and _all_ints(args):
         start, stop, *step = args if len(args) > 1 else (0, *args)
         return int(abs(stop - start) // abs(step[0] if step else 1)) + 1
     return SMALL + 1

@@ -31,7 +31,7 @@ def named_for(plan: Plan, layers: Sequence[Layer]) -> Plan:
     if not strange and sizes == counts:
         return plan
     if strange and len(strange) * 2 < len([name for name in ends if name not in SHARED]):
-        raise InputError("plan: layer", strange[0], f"The model has no such layer. {_said(names)}")
+        raise InputError("plan: layer", strange[0], f"The model has no such layer. {_layer_list(names)}")
     if sum(sizes) != len(names):
         remedy = f"The plan is for {sum(sizes)} layers, the model has {len(names)}: give the model it was made for."
         raise InputError("plan", plan.model, remedy)
@@ -61,6 +61,6 @@ def _sizes(counts: Sequence[int], names: Sequence[str]) -> list[int]:
     return [count + more * (0 <= between[0] - end + count < count) for count, end in zip(counts, ends, strict=True)]
 
 
-def _said(names: Sequence[str]) -> str:
+def _layer_list(names: Sequence[str]) -> str:
     shown = list(names) if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
     return f"Its layers are: {', '.join(shown)}."

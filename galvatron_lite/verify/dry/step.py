@@ -125,7 +125,7 @@ def dry_run(
     begun, place = process_time(), RankPlace()
     log, ledger = MessageLog(place, said={} if announced is None else announced, hear=hear), Ledger(place)
     mode = DryMode(ledger)
-    with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _told(place), mode, accelerated():
+    with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _explain_refusals(place), mode, accelerated():
         run = shortened(plan) if brief else plan
         made = _Run(subject, run, place, log, ledger)
         made.step()
@@ -140,7 +140,7 @@ def dry_run(
 
 
 @contextmanager
-def _told(place: RankPlace) -> Iterator[None]:
+def _explain_refusals(place: RankPlace) -> Iterator[None]:
     """What torch refuses without data, in words."""
     try:
         yield
@@ -292,8 +292,8 @@ class _Run:
                 for path in layer.modules:
                     module = structure.get_submodule(path)
                     module.register_forward_pre_hook(self._entering(layer.name), prepend=True)
-                    module.register_forward_pre_hook(self._given(layer.name), with_kwargs=True)
-                    module.register_forward_hook(self._made(layer.name), prepend=True)
+                    module.register_forward_pre_hook(self._note_inputs(layer.name), with_kwargs=True)
+                    module.register_forward_hook(self._note_outputs(layer.name), prepend=True)
                     module.register_forward_hook(self._leaving(layer.name))
                     for leaf in module.modules():
                         if leaf is not module and next(leaf.children(), None) is None:
@@ -315,7 +315,7 @@ class _Run:
 
         return enter
 
-    def _given(self, name: str) -> Callable[..., None]:
+    def _note_inputs(self, name: str) -> Callable[..., None]:
         """Behind the runtime's hooks: what the layer's own code is given."""
         seen = self._seen[name]
 
@@ -324,7 +324,7 @@ class _Run:
 
         return note
 
-    def _made(self, name: str) -> Callable[..., None]:
+    def _note_outputs(self, name: str) -> Callable[..., None]:
         seen = self._seen[name]
 
         def note(_module: nn.Module, _args: Any, output: Any) -> None:

@@ -79,12 +79,12 @@ class NetworkBuilder:
     def _add(self, name: str, step: Step, settings: dict[str, object], *, grad: bool) -> LayerKind:
         key = (step, grad, self.channels, self.extent, self.wide, self.held, *settings.items())
         if key not in self.kinds:
-            self.kinds[key] = self._made(name or f"block{len(self.kinds)}", step, settings, grad)
+            self.kinds[key] = self._build(name or f"block{len(self.kinds)}", step, settings, grad)
         kind, picture = self.kinds[key]
         self.channels, self.extent, self.wide, self.held = picture
         return kind
 
-    def _made(self, name: str, step: Step, settings: dict[str, object], grad: bool) -> tuple[LayerKind, _Picture]:
+    def _build(self, name: str, step: Step, settings: dict[str, object], grad: bool) -> tuple[LayerKind, _Picture]:
         flow = self._enter(grad)
         step(flow, **settings)
         kind, held = handed_on(self._kind(flow, name), flow.value, flow.tape)

@@ -73,13 +73,13 @@ def summary_graph(totals: ImageTotals, precision: str, item_bytes: int) -> Model
     outputs = max(WIDTH, int(totals.activations / LAYERS))
     pixels = max(1, outputs // WIDTH)
     net = NetworkBuilder(totals.name, item_bytes, WIDTH, (1, pixels))
-    net.stem(_whole)
+    net.stem(_identity)
     for _ in range(LAYERS):
         net.block(_mean_layer, totals=totals)
     return net.finish(1000, precision)
 
 
-def _whole(flow: ImageFlow) -> None:
+def _identity(flow: ImageFlow) -> None:
     """The picture enters as it is."""
 
 
