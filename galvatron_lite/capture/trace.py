@@ -99,7 +99,7 @@ def trace(
     ends = [_ends(one.output, example, loss_fn) for one, example in zip(seen, batches, strict=True)]
     needs = layer_needs(watched.flow, twin, layers, watched.flow.made_of(outputs))
     kinds, passed = capture.kinds(batches, loss_fn, ends, needs)
-    tensors = linked(layers, passed, needs, capture.given(), watched.forked)
+    tensors = linked(layers, passed, needs, capture.output_bytes(), watched.forked)
     dead = dead_parameters(twin, watched.flow, outputs if loss_fn is not None else watched.output)
     return ModelGraph(
         name=name or type(model).__name__,
@@ -253,7 +253,7 @@ class _Capture:
         wholes = {"before": edges[0][1], "after": edges[1][1]} | {kind: own[1].whole for kind, own in found.items()}
         return self._with_handed(made, wholes), tensors
 
-    def given(self) -> dict[str, int]:
+    def output_bytes(self) -> dict[str, int]:
         """Bytes per sample that each block gives."""
         sizes = [{call.path: _bytes(tensors_of(call.output)) for call in calls} for calls in self.calls]
         return {path: _slope([size[path] for size in sizes]) for path in sizes[1]}

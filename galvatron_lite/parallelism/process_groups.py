@@ -43,7 +43,7 @@ class ProcessGroups:
         made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._patience, group_desc=purpose)
         return made
 
-    def own(self, groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
+    def create(self, groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
         """Make every group; the one this rank is in, or None."""
         made = [(ranks, self.group(ranks, purpose)) for ranks in groups]
         return next((group for ranks, group in made if dist.get_rank() in ranks), None)

@@ -60,13 +60,13 @@ def _remembered(make: Callable[[Either], T]) -> Callable[[Either], T]:
     """A function that is worked out once for each ``Strategies``."""
 
     @wraps(make)
-    def known(strategy: Either) -> T:
+    def remembered(strategy: Either) -> T:
         if isinstance(strategy, Strategy):
             return make(strategy)
         found: T = strategy.known[make] if make in strategy.known else strategy.known.setdefault(make, make(strategy))
         return found
 
-    return known
+    return remembered
 
 
 def strides_of(strategy: Either) -> dict[str, Whole]:

@@ -43,10 +43,10 @@ from galvatron_lite.profiler.timing import (
     Term,
     TimingRule,
     launched,
+    single_part,
     time_call,
     time_difference,
     time_laps,
-    whole,
 )
 
 CHAIN_LAYERS = 3
@@ -152,7 +152,7 @@ def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rul
     apply_root(sharded, mesh)
     size = storage_bytes(block.parameters())
     gather, scatter = (
-        whole(prepare(kind, size, None, device)) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        single_part(prepare(kind, size, None, device)) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
     terms = (
         Term(1.0 / CHAIN_LAYERS, chain_run(sharded, call)),
@@ -205,7 +205,7 @@ def _pipeline(device: torch.device, rule: TimingRule) -> float:
             receiver.receive([message]).wait()
 
     bare = prepare(Collective.SEND_RECV, _SMALL, None, device)
-    terms = Term(1.0, whole(through), Across.MAX), Term(-1.0, whole(bare), Across.MAX)
+    terms = Term(1.0, single_part(through), Across.MAX), Term(-1.0, single_part(bare), Across.MAX)
     return max(time_difference(terms, device, rule).seconds, 0.0)
 
 
@@ -280,6 +280,6 @@ def _point(
     terms = (
         Term(each, chain(group)),
         Term(-each, chain(ShapeOnlyGroup(group.size))),
-        Term(-1.0, whole(prepare(Collective.ALL_REDUCE, size, group.process_group, device)), Across.MAX),
+        Term(-1.0, single_part(prepare(Collective.ALL_REDUCE, size, group.process_group, device)), Across.MAX),
     )
     return size, time_difference(terms, device, rule).seconds

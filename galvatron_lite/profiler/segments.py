@@ -267,11 +267,11 @@ def _owned(value: Any, compute: torch.dtype | None) -> Any:
     if hasattr(value, "get_seq_length") and hasattr(value, "update"):
         return None
 
-    def own(tensor: Tensor) -> Tensor:
+    def detach(tensor: Tensor) -> Tensor:
         cast = compute if tensor.is_floating_point() else None
         return tensor.detach().to(cast, copy=True) if cast is not None else tensor.detach().clone()
 
-    return map_tensors(value, own)
+    return map_tensors(value, detach)
 
 
 @contextmanager

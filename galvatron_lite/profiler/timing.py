@@ -106,7 +106,7 @@ def time_call(
     group: dist.ProcessGroup | None = None,
 ) -> Timing:
     """Time one call; see ``time_laps``."""
-    return time_laps(whole(run), device, rule, across, group)
+    return time_laps(single_part(run), device, rule, across, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def time_difference(
             return found
 
 
-def whole(run: Callable[[], object]) -> Callable[[Lap], object]:
+def single_part(run: Callable[[], object]) -> Callable[[Lap], object]:
     """A call as what has one part."""
 
     def with_lap(lap: Lap) -> None:

@@ -80,13 +80,13 @@ def expert_groups(
     place = [int(at) for at in (grid == rank).nonzero()[0]]
     holders = grid[:, :, place[2], place[3]]
 
-    def own(purpose: str, ranks: torch.Tensor) -> Group:
+    def group_of(purpose: str, ranks: torch.Tensor) -> Group:
         return groups.get((purpose, tuple(ranks.flatten().tolist())))
 
-    pair = [own(states, holders[:, place[1]]), own(states, holders[place[0]])]
+    pair = [group_of(states, holders[:, place[1]]), group_of(states, holders[place[0]])]
     return ExpertGroups(
-        own(EXPERTS, grid[place[0], place[1], :, place[3]]),
-        own(gradients, holders),
+        group_of(EXPERTS, grid[place[0], place[1], :, place[3]]),
+        group_of(gradients, holders),
         mesh(pair, holders) if shards > 1 else None,
         sliced=strategy.tensor > 1 and grid.shape[3] == strategy.tensor,
         shards=shards,

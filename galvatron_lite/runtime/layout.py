@@ -253,7 +253,7 @@ def route_boxes(before: tuple[Box, ...], after: tuple[Box, ...], place: int) -> 
     for rank, box in enumerate(before):
         holders.setdefault(box, []).append(rank)
 
-    def given(sender: int, receiver: int) -> Box:
+    def sent(sender: int, receiver: int) -> Box:
         """Of ranks that hold the same, the receiver itself gives, or one by turns."""
         same = holders[before[sender]]
         chosen = receiver if receiver in same else same[receiver % len(same)]
@@ -262,8 +262,8 @@ def route_boxes(before: tuple[Box, ...], after: tuple[Box, ...], place: int) -> 
 
     local = all(after[rank].meet(before[rank]) == after[rank] or not after[rank].items for rank in ranks)
     return Route(
-        before[place], after[place], tuple(given(place, rank) for rank in ranks),
-        tuple(given(rank, place) for rank in ranks), local,
+        before[place], after[place], tuple(sent(place, rank) for rank in ranks),
+        tuple(sent(rank, place) for rank in ranks), local,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def piece_route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], pl
     for rank, boxes in enumerate(before):
         holders.setdefault(boxes, []).append(rank)
 
-    def given(sender: int, receiver: int) -> Boxes:
+    def sent(sender: int, receiver: int) -> Boxes:
         """Of ranks that hold the same, the receiver itself gives, or one by turns."""
         same = holders[before[sender]]
         if sender != (receiver if receiver in same else same[receiver % len(same)]):
@@ -43,8 +43,8 @@ def piece_route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], pl
         return tuple(box for box in met if box.items)
 
     return PieceRoute(
-        before[place], after[place], tuple(given(place, rank) for rank in ranks),
-        tuple(given(rank, place) for rank in ranks),
+        before[place], after[place], tuple(sent(place, rank) for rank in ranks),
+        tuple(sent(rank, place) for rank in ranks),
     )  # fmt: skip
 
 

@@ -284,7 +284,7 @@ def make_pipeline_groups(prepared: Prepared, groups: ProcessGroups) -> None:
     pipeline = pipeline_of(prepared.plan)
     for shared in prepared.ties:
         if len(places := holding_groups(holding_stages(shared, prepared.names), pipeline)) > 1:
-            groups.own(place_groups(places, pipeline.groups), COPIES)
+            groups.create(place_groups(places, pipeline.groups), COPIES)
     pipeline_groups(pipeline.groups, groups, turns=pipeline.virtual > 1)
 
 

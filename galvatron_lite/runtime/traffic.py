@@ -124,10 +124,10 @@ class Traffic:
         """What came from the stage before, as glue code is given it."""
         lying, source = arrived
 
-        def given(place: str, tensor: Tensor) -> Tensor:
+        def arrive(place: str, tensor: Tensor) -> Tensor:
             return self.hand(RankPiece(tensor, *lying[place])) if place in lying else self.see(tensor, source)
 
-        return map_places(value, given)
+        return map_places(value, arrive)
 
     def cut_batch(self, part: Any, device: torch.device) -> Any:
         """This rank's share of pictures, and of all whose last dims are the pictures' pixels, as glue code sees it.
@@ -140,18 +140,18 @@ class Traffic:
         """
         sides = _sides(part) if self.glue.splits_pixels else ()
 
-        def own(tensor: Tensor) -> Tensor:
+        def cut(tensor: Tensor) -> Tensor:
             first = tensor.dim() - len(sides)
             if not sides or first < 1 or tuple(tensor.shape[first:]) != sides:
                 return tensor.to(device, non_blocking=True)
             axes = (*[Axis()] * first, *self.glue.pixel_axes[-len(sides) :])
             cuts = self.border.cuts(AxisSplit(self.glue.devices, axes), tensor.shape)
-            for cut in cuts:
-                tensor = tensor.narrow(cut.dim, cut.start, cut.length)
+            for one in cuts:
+                tensor = tensor.narrow(one.dim, one.start, one.length)
             there = tensor.to(device, non_blocking=True).contiguous()
             return cut_tensor(there.view_as(there), cuts, self.rules)
 
-        return map_tensors(part, own)
+        return map_tensors(part, cut)
 
 
 def _sides(part: Any) -> tuple[int, ...]:

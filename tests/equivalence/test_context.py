@@ -19,7 +19,7 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.context.rules import RING_RULES
-from galvatron_lite.parallelism.cuts.functions import whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts
 from galvatron_lite.parallelism.cuts.laying import Mirrored
 from galvatron_lite.parallelism.cuts.line import ProcessLine
 from galvatron_lite.parallelism.cuts.tensor import Cut, cut_tensor
@@ -128,7 +128,7 @@ def attention_peaks() -> tuple[int, int]:
         with track_peak("cpu") as tracked:
             leaves = [torch.ones(1, 2, tokens // line.size, 16).requires_grad_() for _ in range(3)]
             shares = [cut_tensor(leaf.view_as(leaf), (Cut(2, tokens, line),), RING_RULES) for leaf in leaves]
-            keys = shares[1:] if ways else [whole(share) for share in shares[1:]]
+            keys = shares[1:] if ways else [gather_cuts(share) for share in shares[1:]]
             scaled_dot_product_attention(shares[0], *keys).sum().backward()
         found.append(tracked.phases[-1].peak)
     return found[0], found[1]

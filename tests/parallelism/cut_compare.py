@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.cuts.functions import leave, own, sum_over, whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts, leave, slice_of, sum_over
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Handler, Rules, cut_tensors, whole_shape
 from tests.parallelism.thread_group import Meeting, ThreadGroup, run_threads
 
@@ -61,10 +61,10 @@ def together(
         lines = lines_of(group, degrees)
         cuts = tuple(Cut(dim, picture.shape[dim], line) for dim, line in lines.items())
         leaf, mine = picture.clone().requires_grad_(), _copies(parameters)
-        cut = own(leaf, cuts, how)
+        cut = slice_of(leaf, cuts, how)
         result = function(cut, mine)
         assert list(cut_tensors(result)), "the result is cut"
-        result = leave(whole(result), [group])
+        result = leave(gather_cuts(result), [group])
         (result * weight).sum().backward()
         assert leaf.grad is not None
         gradients = {name: sum_over(one, [group]) for name, one in _gradients(mine).items()}

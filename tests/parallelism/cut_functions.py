@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.cuts.functions import own, whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of
 from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cuts_of, whole_shape
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
@@ -38,7 +38,7 @@ def weights(results: Sequence[Tensor]) -> list[Tensor]:
 def train(function: Function, leaves: Sequence[Tensor], given: Sequence[Tensor], ranks: int) -> list[Tensor]:
     """Results, and gradients of leaves: of a sum of the results with fixed weights, shared by the ranks."""
     results = results_of(function(*given))
-    full = [whole(one) for one in results]
+    full = [gather_cuts(one) for one in results]
     # torch must agree with what the cut tensor says of its shape before it is gathered
     assert [tuple(one.shape) for one in results] == [tuple(one.shape) for one in full]
     loss = sum((in_numbers(one) * w).sum() for one, w in zip(full, weights(results), strict=True)) / ranks
@@ -79,7 +79,7 @@ def compare(
         lines = grid_groups(group, rows, columns)
         held = leaves()
         given = [
-            own(one.view_as(one), cuts_on(one, dims, lines[: len(degrees)]), PIXELS_RULES)
+            slice_of(one.view_as(one), cuts_on(one, dims, lines[: len(degrees)]), PIXELS_RULES)
             for one, dims in zip(held, cut, strict=True)
         ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.cuts.functions import own, sum_over, whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of, sum_over
 from galvatron_lite.parallelism.cuts.grid import Grid
 from galvatron_lite.parallelism.cuts.tensor import Call, Rules, cuts_of, local_of, whole_shape
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
@@ -64,16 +64,16 @@ def shared(
         lines = grid_of(group, *grid)
         leaf = picture.clone().requires_grad_()
         leaves = [one.clone().requires_grad_() for one in parameters]
-        output = layer(own(leaf, lines.cuts(picture.shape), rules), *leaves)
+        output = layer(slice_of(leaf, lines.cuts(picture.shape), rules), *leaves)
         # each rank's objective counts the pixels it holds; of ranks that hold the same the first one's does
         cut = [one.line for one in cuts_of(output)]
         counts = all(line.rank == 0 for line in lines.lines if line is not None and line not in cut)
         weight = direction(output, seed) * float(counts)
-        torch.autograd.backward(local_of(output), local_of(own(weight, cuts_of(output), rules)))
+        torch.autograd.backward(local_of(output), local_of(slice_of(weight, cuts_of(output), rules)))
         assert leaf.grad is not None
         gradients = [sum_over(one.grad, [group]) for one in leaves if one.grad is not None]
         used = [line for line in lines.lines if isinstance(line, ThreadGroup)]
-        return Found(whole(output).detach(), sum_over(leaf.grad, [group]), gradients, used)
+        return Found(gather_cuts(output).detach(), sum_over(leaf.grad, [group]), gradients, used)
 
     return run_threads(grid[0] * grid[1], work)
 

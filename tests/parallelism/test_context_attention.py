@@ -15,7 +15,7 @@ from galvatron_lite.parallelism.context import kernels
 from galvatron_lite.parallelism.context.kernels import AttentionBlock, attend
 from galvatron_lite.parallelism.context.rules import rules_of
 from galvatron_lite.parallelism.context.tasks import AttentionTask, VisibleKeys, tasks
-from galvatron_lite.parallelism.cuts.functions import own, whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of
 from galvatron_lite.parallelism.cuts.laying import Mirrored
 from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cuts_of, local_of
 from galvatron_lite.parallelism.recompute.apply import recomputed
@@ -62,10 +62,10 @@ def together(one: Given, degree: int, rules: Rules) -> list[list[Tensor]]:
     def work(group: ThreadGroup) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in one.tensors]
         line = Mirrored(group)
-        shares = [own(leaf, (Cut(2, leaf.shape[2], line),), rules) for leaf in leaves]
+        shares = [slice_of(leaf, (Cut(2, leaf.shape[2], line),), rules) for leaf in leaves]
         result = one.run(*shares)
         assert [cut.dim for cut in cuts_of(result)] == [2]
-        everything = whole(result)
+        everything = gather_cuts(result)
         (everything * weights_of(everything)).sum().div(degree).backward()
         gradients = [group.all_reduce(leaf.grad) for leaf in leaves if leaf.grad is not None]
         return [everything.detach(), *gradients]
@@ -126,7 +126,7 @@ def test_a_bias_that_is_learnt_has_its_gradient() -> None:
 
     def work(group: ThreadGroup) -> Tensor:
         leaf = BIAS.clone().requires_grad_()
-        shares = [own(tensor, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for tensor in one.tensors]
+        shares = [slice_of(tensor, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for tensor in one.tensors]
         scaled_dot_product_attention(*shares, attn_mask=leaf).square().sum().div(2).backward()
         assert leaf.grad is not None
         return group.all_reduce(leaf.grad)
@@ -180,7 +180,7 @@ def test_nothing_but_two_blocks_of_keys_is_sent() -> None:
 
     def work(group: ThreadGroup) -> tuple[int, int]:
         leaves = [tensor.clone().requires_grad_() for tensor in one.tensors]
-        shares = [own(leaf, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for leaf in leaves]
+        shares = [slice_of(leaf, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for leaf in leaves]
         result = one.run(*shares)
         forward = group.sent_bytes
         result.sum().backward()
@@ -197,7 +197,7 @@ def test_selective_recomputation_keeps_a_ring() -> None:
         leaves = [tensor.clone().requires_grad_() for tensor in one.tensors]
 
         def run(*given: Tensor) -> Tensor:
-            shares = [own(tensor * 1, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for tensor in given]
+            shares = [slice_of(tensor * 1, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for tensor in given]
             return local_of(one.run(*shares))
 
         recomputed(run, Recompute.SELECTIVE)(*leaves).sum().backward()
@@ -214,12 +214,12 @@ def test_gathering_by_ids() -> None:
 
     def work(group: ThreadGroup) -> None:
         cut = (Cut(1, 16, Mirrored(group)),)
-        shared, scores = (own(one, cut, rules_of(RING)) for one in (ids, logits))
+        shared, scores = (slice_of(one, cut, rules_of(RING)) for one in (ids, logits))
         for found, expected in (
             (torch.gather(table, 1, shared), table.gather(1, ids)),
             (scores.gather(2, ids[..., None]), logits.gather(2, ids[..., None])),
         ):
             assert cuts_of(found) == cut
-            assert torch.equal(whole(found), expected)
+            assert torch.equal(gather_cuts(found), expected)
 
     run_threads(2, work)

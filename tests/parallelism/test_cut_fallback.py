@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES
-from galvatron_lite.parallelism.cuts.functions import own, whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cuts_of, local_of
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
@@ -25,7 +25,7 @@ PIXELS: Lines = (2, 3)
 
 
 def on_one_rank(tensor: Tensor, dim: int = 2, size: int = 2, rank: int = 0) -> CutTensor:
-    cut = own(tensor, (Cut(dim, tensor.shape[dim], ShapeOnlyLine(size, rank)),), PIXELS_RULES)
+    cut = slice_of(tensor, (Cut(dim, tensor.shape[dim], ShapeOnlyLine(size, rank)),), PIXELS_RULES)
     assert isinstance(cut, CutTensor)
     return cut
 
@@ -108,7 +108,7 @@ def test_gradients_and_hooks_of_cut_tensors_are_cut() -> None:
 
     def work(group: ThreadGroup) -> tuple[Tensor, Tensor, Tensor]:
         leaf = picture(2, 3, 5, 4).requires_grad_()
-        cut = own(leaf, (Cut(2, 5, group),), PIXELS_RULES)
+        cut = slice_of(leaf, (Cut(2, 5, group),), PIXELS_RULES)
         cut.retain_grad()
         seen = []
 
@@ -120,7 +120,7 @@ def test_gradients_and_hooks_of_cut_tensors_are_cut() -> None:
         (cut * weight).sum().backward()
         assert cut.grad is not None
         assert leaf.grad is not None
-        return whole(seen[0]), whole(cut.grad), leaf.grad
+        return gather_cuts(seen[0]), gather_cuts(cut.grad), leaf.grad
 
     found = run_threads(2, work)
     for seen, gradient, _ in found:
@@ -230,7 +230,7 @@ def test_lower_precision_is_chosen_as_for_whole_tensors() -> None:
 
 def test_shares_that_are_not_cut_any_more_are_plain() -> None:
     def work(group: ThreadGroup) -> bool:
-        cut = own(picture(1, 2, 4, 4), (Cut(2, 4, group),), PIXELS_RULES)
+        cut = slice_of(picture(1, 2, 4, 4), (Cut(2, 4, group),), PIXELS_RULES)
         return type(cut.mean((2, 3))) is Tensor and not cuts_of(cut.flatten(1))
 
     assert all(run_threads(2, work))
@@ -251,15 +251,15 @@ def test_gradients_that_are_asked_of_autograd() -> None:
     (expected.exp() * start).sum().backward()
 
     def work(group: ThreadGroup) -> list[Tensor]:
-        cut = own(picture(2, 3, 5, 4).requires_grad_(), (Cut(2, 5, group),), PIXELS_RULES)
-        half = own(start.clone(), cuts_of(cut), PIXELS_RULES)
+        cut = slice_of(picture(2, 3, 5, 4).requires_grad_(), (Cut(2, 5, group),), PIXELS_RULES)
+        half = slice_of(start.clone(), cuts_of(cut), PIXELS_RULES)
         found = [torch.autograd.grad(cut.exp(), [cut], one)[0] for one in (start, half, local_of(half))]
         cut.retain_grad()
         cut.exp().backward(start)
         assert cut.grad is not None
         with pytest.raises(InputError, match="create_graph"):
             torch.autograd.grad(cut.exp(), cut, start, create_graph=True)
-        return [whole(one) for one in (*found, cut.grad)]
+        return [gather_cuts(one) for one in (*found, cut.grad)]
 
     for found in run_threads(2, work):
         assert all(torch.allclose(one, expected.grad) for one in found if expected.grad is not None)
@@ -278,6 +278,6 @@ def test_the_remedy_names_what_cut_the_tensor() -> None:
     tokens = on_one_rank(picture(1, 2, 4, 3)).permute(0, 2, 3, 1)
     with pytest.warns(UserWarning, match=r"plan with --fix LAYER.height=1 --fix LAYER.width=1 \("):
         torch.cdist(tokens, tokens)
-    shares = own(picture(1, 4, 2, 2), (Cut(1, 4, ShapeOnlyLine(2)),), CHANNELS_RULES)
+    shares = slice_of(picture(1, 4, 2, 2), (Cut(1, 4, ShapeOnlyLine(2)),), CHANNELS_RULES)
     with pytest.warns(UserWarning, match=r"plan with --fix LAYER.channels=1 \("):
         torch.cdist(shares, shares)

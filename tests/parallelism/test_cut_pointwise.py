@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.custom_functions import intercept_custom_functions
-from galvatron_lite.parallelism.cuts.functions import own
+from galvatron_lite.parallelism.cuts.functions import slice_of
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cuts_of, local_of
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
@@ -113,7 +113,7 @@ def test_weights_of_channels_reach_their_channels() -> None:
 
 
 def on_one_rank(tensor: Tensor, size: int = 2, rank: int = 0) -> CutTensor:
-    cut = own(tensor, (Cut(2, tensor.shape[2], ShapeOnlyLine(size, rank)),), PIXELS_RULES)
+    cut = slice_of(tensor, (Cut(2, tensor.shape[2], ShapeOnlyLine(size, rank)),), PIXELS_RULES)
     assert isinstance(cut, CutTensor)
     return cut
 

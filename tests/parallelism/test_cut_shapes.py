@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.functions import own
+from galvatron_lite.parallelism.cuts.functions import slice_of
 from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
 from galvatron_lite.parallelism.cuts.moving import recut, shares_of
 from galvatron_lite.parallelism.cuts.tensor import Cut, local_of
@@ -160,7 +160,7 @@ def test_parts_of_whole_dims_are_written_to() -> None:
 
 
 def test_writing_to_rows_of_a_cut_dim_is_refused() -> None:
-    cut = own(torch.zeros(1, 1, 6, 6), (Cut(2, 6, ShapeOnlyLine(2)),), PIXELS_RULES)
+    cut = slice_of(torch.zeros(1, 1, 6, 6), (Cut(2, 6, ShapeOnlyLine(2)),), PIXELS_RULES)
     for index in ((..., slice(1, 3), slice(None)), (0, 0, 2), cut > 0):
         with pytest.raises(InputError, match="__setitem__ of a split picture"):
             cut[index] = 1.0
@@ -187,7 +187,7 @@ def test_rows_move_to_whoever_wants_them_and_gradients_move_back(extent: int) ->
 
 def test_rows_that_nobody_moves_cost_nothing() -> None:
     def work(group: ThreadGroup) -> int:
-        cut = own(picture(1, 2, 8, 6), (Cut(2, 8, group),), PIXELS_RULES)
+        cut = slice_of(picture(1, 2, 8, 6), (Cut(2, 8, group),), PIXELS_RULES)
         assert local_of(cut[:, :, ::2, 1:]).shape == (1, 2, 2, 5)
         assert local_of(cut[..., 2:]).shape == (1, 2, 4, 4)
         return group.sent_bytes
@@ -197,7 +197,7 @@ def test_rows_that_nobody_moves_cost_nothing() -> None:
 
 def test_a_crop_sends_the_rows_that_change_hands() -> None:
     def work(group: ThreadGroup) -> int:
-        cut = own(picture(1, 2, 8, 6), (Cut(2, 8, group),), PIXELS_RULES)
+        cut = slice_of(picture(1, 2, 8, 6), (Cut(2, 8, group),), PIXELS_RULES)
         assert local_of(cut[:, :, 2:]).shape == (1, 2, 3, 6)
         return group.sent_bytes
 

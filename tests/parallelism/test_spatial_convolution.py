@@ -18,7 +18,7 @@ from torch.nn import functional, grad
 from torch.utils.checkpoint import checkpoint
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.functions import own, sum_over, whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of, sum_over
 from galvatron_lite.parallelism.cuts.grid import Grid
 from galvatron_lite.parallelism.cuts.tensor import (
     Cut,
@@ -179,7 +179,7 @@ def test_volumes_may_be_cut_along_all_sides() -> None:
         inner = ThreadGroup(4, rest, group.meeting.show(group.rank, type(group.meeting)(4))[plane * 4])
         planes = ThreadGroup(2, plane, group.meeting.show(group.rank, type(group.meeting)(2))[rest])
         cuts = Grid((planes, *grid_groups(inner, 2, 2)), group).cuts(picture.shape)
-        return whole(functional.conv3d(own(picture, cuts, STRICT), weight, padding=1))
+        return gather_cuts(functional.conv3d(slice_of(picture, cuts, STRICT), weight, padding=1))
 
     for found in run_threads(8, work):
         close(found, wanted)
@@ -305,7 +305,7 @@ def test_share_and_borders_are_kept_and_no_picture_made_of_them(layer: Callable[
     picture, weight = double(2, 3, 8, 10), double(3, 3, 5, 5)
 
     def work(group: ThreadGroup) -> list[int]:
-        cut = own(picture, grid_of(group, 2, 1).cuts(picture.shape), STRICT)
+        cut = slice_of(picture, grid_of(group, 2, 1).cuts(picture.shape), STRICT)
         leaf = weight.clone().requires_grad_()
         return [one.numel() for one in kept(lambda: layer(cut, leaf)) if one.shape != weight.shape]
 
@@ -321,10 +321,10 @@ def test_what_is_not_asked_for_is_neither_kept_nor_computed() -> None:
         cuts = grid_of(group, 2, 1).cuts(picture.shape)
         line = cuts[0].line
         assert isinstance(line, ThreadGroup)
-        frozen = own(picture.clone().requires_grad_(), cuts, STRICT)
+        frozen = slice_of(picture.clone().requires_grad_(), cuts, STRICT)
         # a frozen weight: only the weight
         sizes = [one.numel() for one in kept(lambda: functional.conv2d(frozen, weight, padding=2))]
-        image, leaf = own(picture, cuts, STRICT), weight.clone().requires_grad_()
+        image, leaf = slice_of(picture, cuts, STRICT), weight.clone().requires_grad_()
         output = local_of(functional.conv2d(image, leaf, padding=2))
         before = line.calls["exchange"]
         output.sum().backward()
@@ -350,13 +350,13 @@ def test_autocast_runs_and_keeps_the_lower_dtype() -> None:
 
     def work(group: ThreadGroup) -> tuple[Tensor, Tensor, set[torch.dtype]]:
         mine = weight.clone().requires_grad_()
-        cut = own(picture, grid_of(group, 2, 1).cuts(picture.shape), STRICT)
+        cut = slice_of(picture, grid_of(group, 2, 1).cuts(picture.shape), STRICT)
         with torch.autocast("cpu", torch.bfloat16):
             found: list[Tensor] = []
             dtypes = {one.dtype for one in kept(lambda: found.append(functional.conv2d(cut, mine, bias, padding=1)))}
         local_of(found[0]).float().sum().backward()
         assert mine.grad is not None
-        return whole(found[0]), sum_over(mine.grad, [group]), dtypes
+        return gather_cuts(found[0]), sum_over(mine.grad, [group]), dtypes
 
     for found, mine, dtypes in run_threads(2, work):
         assert found.dtype == torch.bfloat16
@@ -370,7 +370,7 @@ def test_channels_last_stays() -> None:
     last = torch.channels_last
 
     def work(group: ThreadGroup) -> tuple[bool, bool]:
-        cut = own(picture, grid_of(group, 1, 2).cuts(picture.shape), STRICT)
+        cut = slice_of(picture, grid_of(group, 1, 2).cuts(picture.shape), STRICT)
         share = local_of(cut).detach().contiguous(memory_format=last).requires_grad_()
         halved = cut_tensor(share.view_as(share), cuts_of(cut), STRICT)
         output = local_of(functional.conv2d(halved, weight.contiguous(memory_format=last), padding=1))
@@ -384,7 +384,7 @@ def test_channels_last_stays() -> None:
 def test_no_second_derivatives() -> None:
     def work(group: ThreadGroup) -> None:
         weight = double(2, 2, 3, 3).requires_grad_()
-        cut = own(double(1, 2, 6, 6).requires_grad_(), grid_of(group, 2, 1).cuts((1, 2, 6, 6)), STRICT)
+        cut = slice_of(double(1, 2, 6, 6).requires_grad_(), grid_of(group, 2, 1).cuts((1, 2, 6, 6)), STRICT)
         output = local_of(functional.conv2d(cut, weight)).square().sum()
         (gradient,) = torch.autograd.grad(output, weight, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -404,7 +404,7 @@ def test_no_second_derivatives() -> None:
 )
 def test_what_cannot_be_shared_is_refused(shape: tuple[int, ...], kernel: int, degree: int, said: str) -> None:
     def work(group: ThreadGroup) -> None:
-        cut = own(torch.zeros(shape), [Cut(len(shape) - 2, shape[-2], group)], STRICT)
+        cut = slice_of(torch.zeros(shape), [Cut(len(shape) - 2, shape[-2], group)], STRICT)
         with pytest.raises(InputError, match=said):
             functional.conv2d(cut, torch.zeros(2, 2, kernel, kernel), padding=(kernel // 2 if kernel > 3 else 0, 0))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.functions import own
+from galvatron_lite.parallelism.cuts.functions import slice_of
 from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, local_of
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.spatial.windows import SideWindow, borrowed, output_extent, refusal
@@ -210,7 +210,7 @@ def test_a_mean_over_the_picture_is_whole_and_moves_no_picture() -> None:
     picture = double(2, 3, 9, 8)
 
     def work(group: ThreadGroup) -> dict[str, int]:
-        cut = own(picture, grid_of(group, 3, 1).cuts(picture.shape), STRICT)
+        cut = slice_of(picture, grid_of(group, 3, 1).cuts(picture.shape), STRICT)
         mean = functional.adaptive_avg_pool2d(cut, 1)
         assert not isinstance(mean, CutTensor)
         close(mean, picture.mean((2, 3), keepdim=True))
@@ -262,7 +262,7 @@ def test_pools_keep_neither_shares_nor_borders() -> None:
     picture = double(2, 3, 8, 10)
 
     def work(group: ThreadGroup) -> list[list[tuple[int, ...]]]:
-        cut = own(picture.clone().requires_grad_(), grid_of(group, 2, 1).cuts(picture.shape), STRICT)
+        cut = slice_of(picture.clone().requires_grad_(), grid_of(group, 2, 1).cuts(picture.shape), STRICT)
         pools = (lambda: functional.max_pool2d(cut, 3, 2, 1), lambda: functional.avg_pool2d(cut, 3, 2, 1))
         return [[tuple(one.shape) for one in kept(pool)] for pool in pools]
 
@@ -285,14 +285,14 @@ def test_a_share_of_less_than_a_window_that_ends_behind_the_picture(pool: Callab
 def test_pictures_without_samples_are_refused() -> None:
     def work(group: ThreadGroup) -> None:
         with pytest.raises(InputError, match="dim of samples"):
-            functional.avg_pool2d(own(torch.zeros(2, 6, 6), [Cut(1, 6, group)], STRICT), 2)
+            functional.avg_pool2d(slice_of(torch.zeros(2, 6, 6), [Cut(1, 6, group)], STRICT), 2)
 
     run_threads(2, work)
 
 
 def test_pads_that_torch_refuses_are_refused() -> None:
     def work(group: ThreadGroup) -> None:
-        cut = own(torch.zeros(1, 2, 6, 6), [Cut(2, 6, group)], PIXELS_RULES)
+        cut = slice_of(torch.zeros(1, 2, 6, 6), [Cut(2, 6, group)], PIXELS_RULES)
         with pytest.warns(UserWarning, match="gathered"), pytest.raises(RuntimeError, match="pad should be at most"):
             functional.max_pool2d(cut, 2, padding=2)
 
@@ -303,7 +303,7 @@ def test_a_pool_of_lower_precision_stays_so() -> None:
     picture = torch.randn(2, 3, 9, 8, dtype=torch.bfloat16)
 
     def work(group: ThreadGroup) -> Tensor:
-        cut = own(picture, grid_of(group, 2, 1).cuts(picture.shape), STRICT)
+        cut = slice_of(picture, grid_of(group, 2, 1).cuts(picture.shape), STRICT)
         return local_of(functional.avg_pool2d(cut, 3, 2, 1, count_include_pad=False))
 
     wanted = functional.avg_pool2d(picture, 3, 2, 1, count_include_pad=False)

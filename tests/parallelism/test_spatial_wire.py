@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, SplitDims
 from galvatron_lite.parallelism.base import Moment
-from galvatron_lite.parallelism.cuts.functions import own
+from galvatron_lite.parallelism.cuts.functions import slice_of
 from galvatron_lite.parallelism.cuts.tensor import local_of
 from galvatron_lite.parallelism.spatial.cost import samples_of
 from galvatron_lite.parallelism.strategy import Strategy
@@ -52,7 +52,9 @@ def test_bytes_on_the_wire_are_those_of_the_formula(
         lines = grid_of(group, *grid)
         used = [line for line in lines.lines if isinstance(line, ThreadGroup)]
         leaf = picture.clone().requires_grad_()
-        out = functional.conv2d(own(leaf, lines.cuts(picture.shape), STRICT), weight, None, stride, padding, dilation)
+        out = functional.conv2d(
+            slice_of(leaf, lines.cuts(picture.shape), STRICT), weight, None, stride, padding, dilation
+        )
         forward = [line.sent_bytes for line in used]
         local_of(out).sum().backward()
         return forward, [line.sent_bytes - there for line, there in zip(used, forward, strict=True)]
@@ -71,7 +73,7 @@ def test_the_share_is_that_of_the_rank_with_most_pixels() -> None:
     kind, picture = layer_of((13, 11), 3, 1, 1, 1), double(1, CHANNELS, 13, 11)
 
     def work(group: ThreadGroup) -> int:
-        return local_of(own(picture, grid_of(group, 2, 3).cuts(picture.shape), STRICT)).numel()
+        return local_of(slice_of(picture, grid_of(group, 2, 3).cuts(picture.shape), STRICT)).numel()
 
     most = max(run_threads(6, work))
     assert samples_of(kind, Strategy(height=2, width=3), 1) == pytest.approx(most / picture.numel())

@@ -50,7 +50,7 @@ def convolution(
     out = tape.value(outer * prod(after), x.part)
     weight = outer * (inner // groups) * prod(sides)
     flops = 2 * weight * prod(after)
-    tape.own(weight + outer * bias)
+    tape.count(weight + outer * bias)
     moved = x.bytes + out.bytes
     told = (*sides, *(stride for _ in sides), *_pads(sides, padding), *(1 for _ in sides))
     shape = (inner, outer, groups, *extent, *told)
@@ -73,7 +73,7 @@ def transposed(
     after = tuple(stride * (side - 1) + kernel for side in extent)
     out = tape.value(outer * prod(after), x.part)
     weight = inner * outer * kernel**sides
-    tape.own(weight + outer)
+    tape.count(weight + outer)
     flops, moved = 2 * weight * prod(extent), x.bytes + out.bytes
     shape = (inner, outer, 1, *extent, *(kernel,) * sides, *(-stride,) * sides, *(0,) * sides, *(1,) * sides)
     operator = Operator(
@@ -126,7 +126,7 @@ def _left(after: Extent, extent: Extent, sides: Extent) -> Extent:
 
 def batch_norm(tape: Tape, name: str, x: Value, channels: int) -> Value:
     """Batch normalisation in training: keeps its input (statistics are a batch's, not a sample's)."""
-    tape.own(2 * channels)
+    tape.count(2 * channels)
     tape.buffer_bytes += 2 * channels * ops.FP32 + ops.INDEX
     out = tape.value(x.items, x.part)
     operator = memory_operator(name, x, 3 * x.bytes, 5 * x.bytes, 2 * channels * ops.FP32)

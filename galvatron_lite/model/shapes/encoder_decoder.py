@@ -63,7 +63,7 @@ def _tensors(
 
 def _buckets(tape: Tape, shape: EncoderDecoderShape) -> None:
     if shape.positions == "relative":
-        tape.own(shape.buckets * shape.heads)
+        tape.count(shape.buckets * shape.heads)
 
 
 def _before_kind(shape: EncoderDecoderShape, item_bytes: int, kernels: Kernels) -> LayerKind:

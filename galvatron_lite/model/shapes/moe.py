@@ -95,7 +95,7 @@ def _grouped(tape: Tape, shape: MoeShape, name: str, x: Value, extents: tuple[in
     rows, many = x.items // inner, shape.n_experts
     out = tape.value(rows * columns, Division.TENSOR if part is Division.TENSOR else _part(tape))
     flops, weight = 2 * rows * inner * columns, many * inner * columns
-    tape.own(weight, Division.TENSOR)
+    tape.count(weight, Division.TENSOR)
     tape.expert_items += weight
     fp8 = tape.kernels.fp8
     kept = ops.cast_input(tape, name, x, out, weight) if fp8 else x

@@ -24,7 +24,7 @@ def layer_norm_in_steps(tape: Tape, name: str, x: Value, width: int) -> Value:
     """
     out, root = (tape.value(items, x.part) for items in (x.items, x.items // width))
     kept = tuple(tape.value(x.items, x.part) for _ in range(3))
-    tape.own(2 * width)
+    tape.count(2 * width)
     moved, backward_moved = (passes * x.bytes for passes in _LAYER_PASSES)
     operator = memory_operator(name, x, moved, backward_moved, 2 * width * tape.item_bytes, count=10)
     return tape.record(ShapeCall((x,), out, saved=(*kept, root), fusible=True), operator)
@@ -50,7 +50,7 @@ def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Val
     moved, backward_moved = (passes * x.items * FP32 + casts for passes in _RMS_PASSES)
     upcast = x if x.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
     normalised = tape.value(x.items, x.part, FP32)
-    tape.own(width)
+    tape.count(width)
     operator = memory_operator(name, x, moved, backward_moved, width * tape.item_bytes, count=6)
     return tape.record(ShapeCall((x,), out, saved=(upcast, root, normalised), fusible=True), operator)
 
@@ -58,7 +58,7 @@ def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Val
 def _norm(tape: Tape, name: str, x: Value, statistics: Value, weights: int) -> Value:
     """One kernel; under autocast it runs in fp32, between a cast of its input (which is kept) and one of its output."""
     out = tape.value(x.items, x.part)
-    tape.own(weights)
+    tape.count(weights)
     cast = tape.kernels.autocast and x.item_bytes < FP32
     kept = tape.value(x.items, x.part, FP32) if cast else x
     casts = 2 * (x.bytes + kept.bytes) if cast else 0

@@ -73,8 +73,8 @@ def linear(
     flops = 2 * rows * inner * columns
     weight = inner * columns
     if own:
-        tape.own(weight, Division.TENSOR if split else Division.WHOLE)
-    tape.own(columns * bias, Division.TENSOR if part is Division.TENSOR else Division.WHOLE)
+        tape.count(weight, Division.TENSOR if split else Division.WHOLE)
+    tape.count(columns * bias, Division.TENSOR if part is Division.TENSOR else Division.WHOLE)
     sharding = sharding_of(out if part is Division.TENSOR else x)
     kept = cast_input(tape, name, x, out, weight) if fp8 else (keeps or x)
     if tape.kernels.autocast and tape.item_bytes < FP32:
@@ -161,7 +161,7 @@ def multiply(tape: Tape, name: str, first: Value, second: Value) -> Value:
 def scale(tape: Tape, name: str, x: Value, width: int) -> Value:
     """Product with a learned vector of ``width`` items; keeps its input."""
     out = tape.value(x.items, x.part)
-    tape.own(width)
+    tape.count(width)
     operator = memory_operator(name, x, 2 * x.bytes, 4 * x.bytes, width * tape.item_bytes)
     return tape.record(ShapeCall((x,), out, saved=(x,)), operator)
 
@@ -219,14 +219,14 @@ def embedding(
         part: TENSOR where each device holds some rows, and rows found are summed over the tensor group.
     """
     out = tape.value(indices.items * width, Division.SEQUENCE)
-    tape.own(table, part)
+    tape.count(table, part)
     operator = memory_operator(name, out, 2 * out.bytes + indices.bytes, 2 * out.bytes + indices.bytes)
     return tape.record(ShapeCall((indices,), out, saved=(indices,)), operator)
 
 
 def positions(tape: Tape, name: str, x: Value, table: int) -> Value:
     """Add rows of a learned table of so many items, the same for every sample: keeps nothing a sample."""
-    tape.own(table)
+    tape.count(table)
     out = tape.value(x.items, x.part)
     operator = memory_operator(name, x, 2 * x.bytes, x.bytes, x.items * tape.item_bytes)
     return tape.record(ShapeCall((x,), out, shares_gradient=True), operator)

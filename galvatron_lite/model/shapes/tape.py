@@ -77,7 +77,7 @@ class Tape:
         """Count a tensor that later layers' backward passes read as kept here, whatever is recomputed."""
         self.lent.append(value)
 
-    def own(self, items: int, part: Division = Division.WHOLE) -> None:
+    def count(self, items: int, part: Division = Division.WHOLE) -> None:
         """Count parameter items."""
         self.weights[part] += items
 

@@ -62,7 +62,7 @@ def _patches(shape: VitShape, tokens: int, item_bytes: int) -> LayerKind:
         tape, "patches", image, (shape.channels, shape.hidden), (side, side), kernel=shape.patch, stride=shape.patch,
         padding=0, bias=True,
     )  # fmt: skip
-    tape.own(shape.hidden)
+    tape.count(shape.hidden)
     x = ops.reshape(tape, "class_token", x, tokens * shape.hidden)
     x = ops.dropout(tape, "dropout", ops.positions(tape, "positions", x, tokens * shape.hidden), shape.dropout)
     dims = SplitDims(

@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.channel.modules import (
     run_with,
 )
 from galvatron_lite.parallelism.channel.parts import OperatorPart
-from galvatron_lite.parallelism.cuts.functions import enter, own, whole
+from galvatron_lite.parallelism.cuts.functions import enter, gather_cuts, slice_of
 from galvatron_lite.parallelism.cuts.line import Line
 from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cut_tensor, cuts_of, local_of
 from galvatron_lite.parallelism.tensor.apply import Shards, slice_parameter
@@ -42,12 +42,12 @@ class ChannelSharing:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The whole of a tensor."""
-        return gather_complete(tensor) if self.is_complete else whole(tensor)
+        return gather_complete(tensor) if self.is_complete else gather_cuts(tensor)
 
     def share(self, tensor: Tensor, dim: int) -> Tensor:
         """The own share along ``dim`` of a whole tensor."""
         entered = enter(tensor, (self.line,)) if self.is_complete else tensor
-        return own(entered, (Cut(dim, tensor.shape[dim], self.line),), self.rules)
+        return slice_of(entered, (Cut(dim, tensor.shape[dim], self.line),), self.rules)
 
 
 def split_part(channels: Channels, by: str, is_shared: bool, degree: int) -> OperatorPart:

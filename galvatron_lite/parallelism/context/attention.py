@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.context.ulysses import (
 from galvatron_lite.parallelism.cuts.alignment import same_line
 from galvatron_lite.parallelism.cuts.calls import fronted
 from galvatron_lite.parallelism.cuts.fallback import on_whole
-from galvatron_lite.parallelism.cuts.functions import whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts
 from galvatron_lite.parallelism.cuts.laying import Pieces, own_part, pieces_of
 from galvatron_lite.parallelism.cuts.tensor import (
     Call,
@@ -59,7 +59,7 @@ def attention(way: Way) -> Handler:
             or not all(_tokens_only(given[name], dims) for name in _NAMES[1:3])
         ):
             return on_whole(call)
-        given["attn_mask"] = None if given["attn_mask"] is None else whole(given["attn_mask"])
+        given["attn_mask"] = None if given["attn_mask"] is None else gather_cuts(given["attn_mask"])
         apart = _key_cut(given)
         with shares_only():
             if apart is None or dims != TOKENS + 2 or _takes_gradient(given["attn_mask"]) or not _plain_heads(given):
@@ -104,7 +104,7 @@ def by_ulysses(arguments: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
 
 def _with_all_keys(arguments: dict[str, Any], cut: Cut) -> Tensor:
     """This rank's queries with the keys and values of all."""
-    query, key, value = local_of(arguments["query"]), whole(arguments["key"]), whole(arguments["value"])
+    query, key, value = local_of(arguments["query"]), gather_cuts(arguments["key"]), gather_cuts(arguments["value"])
     mask = arguments["attn_mask"]
     if mask is not None and mask.shape[-2] > 1:
         mask = own_part(mask, cut, mask.dim() - 2)

@@ -30,8 +30,8 @@ def _apply_to_cuts(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if not cuts or not has_torch_function(cuts):
         return apply(*args, **kwargs)
 
-    def whole(*args: Any, **kwargs: Any) -> Any:
+    def call_with_gathered(*args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
 
-    whole.__name__ = f"{cls.__name__}.apply"
-    return handle_torch_function(whole, cuts, *args, **kwargs)
+    call_with_gathered.__name__ = f"{cls.__name__}.apply"
+    return handle_torch_function(call_with_gathered, cuts, *args, **kwargs)

@@ -12,7 +12,7 @@ from torch import nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.calls import in_place
-from galvatron_lite.parallelism.cuts.functions import whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts
 from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, cut_tensors, whole_shape
 
 FLAT = 4
@@ -46,7 +46,7 @@ def refuse_writing(call: Call) -> None:
 def gathered(value: Any) -> Any:
     """A nest of tuples, lists and mappings with whole tensors in place of cut ones; autograd follows."""
     if isinstance(value, CutTensor):
-        return whole(value)
+        return gather_cuts(value)
     if isinstance(value, Mapping):
         return {name: gathered(one) for name, one in value.items()}
     if type(value) in (tuple, list):

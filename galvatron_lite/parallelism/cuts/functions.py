@@ -14,7 +14,7 @@ from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts, Rules, cut_tensor,
 from galvatron_lite.parallelism.shares import share
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_cuts(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank: gathered along each cut; in backward the ranks' gradients are summed and cut."""
     everything = local_of(tensor)
     for cut in cuts_of(tensor):
@@ -34,7 +34,7 @@ def gathered_along(tensor: Tensor, cuts: Iterable[Cut]) -> Tensor:
     return tensor
 
 
-def own(tensor: Tensor, cuts: Cuts, rules: Rules) -> Tensor:
+def slice_of(tensor: Tensor, cuts: Cuts, rules: Rules) -> Tensor:
     """This rank's share of a tensor that is whole on every rank; in backward the rest of the gradient is zero."""
     for cut in cuts:
         tensor = own_part(tensor, cut)

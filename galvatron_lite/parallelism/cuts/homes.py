@@ -39,7 +39,7 @@ class Home:
         return shares_of(extent, line) if later >= extent else _scaled(shares_of(later, line), extent // later)
 
     @property
-    def made(self) -> tuple[Range, ...]:
+    def new_ranges(self) -> tuple[Range, ...]:
         """The items of the new dim that these are."""
         line, extent, later = self.before.line, self.before.extent, self.after.extent
         return _scaled(shares_of(extent, line), later // extent) if later >= extent else shares_of(later, line)
@@ -72,13 +72,13 @@ def reshaped_share(local: Tensor, after: Shape, homes: Sequence[Home]) -> Tensor
         shape[home.after.dim] = home.after.length
     changed = [home for home in homes if home.before.extent != home.after.extent and home.moves]
     for home in changed:
-        cut, (start, stop) = home.before, home.made[home.before.line.rank]
+        cut, (start, stop) = home.before, home.new_ranges[home.before.line.rank]
         local = recut(local, cut.dim, shares_of(cut.extent, cut.line), home.held, cut.line)
         shape[home.after.dim] = stop - start
     local = local.reshape(shape)
     for home in changed:
         cut = home.after
-        local = recut(local, cut.dim, home.made, shares_of(cut.extent, cut.line), cut.line)
+        local = recut(local, cut.dim, home.new_ranges, shares_of(cut.extent, cut.line), cut.line)
     return local
 
 

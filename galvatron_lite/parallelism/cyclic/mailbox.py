@@ -172,8 +172,8 @@ class ProcessMailbox:
             dist.destroy_process_group(group)
         why = str(error).splitlines()[0].split(". ")[0]
         return LaunchError(
-            f"{_operation(message, what)} rank {peer}, which is gone or was silent for {self._timeout.total_seconds():g} s "
-            f"({why}). {RESUME}"
+            f"{_operation(message, what)} rank {peer}, which is gone or was silent for "
+            f"{self._timeout.total_seconds():g} s ({why}). {RESUME}"
         )
 
     def _group(self, message: CyclicMessage) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.calls import argument, arguments
-from galvatron_lite.parallelism.cuts.functions import whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts
 from galvatron_lite.parallelism.cuts.laying import own_part
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Cuts, CutTensor, cut_like, cuts_of, local_of, shares_only
 from galvatron_lite.parallelism.cuts.tensor import Rules as CutRules
@@ -88,7 +88,9 @@ def _attention(call: Call, source: NumberSource) -> Any:
         return NotImplemented
     query = given["query"]
     cuts, rules = cuts_of(query), query.rules if isinstance(query, CutTensor) else None
-    key, value, mask = (None if given[name] is None else whole(given[name]) for name in ("key", "value", "attn_mask"))
+    key, value, mask = (
+        None if given[name] is None else gather_cuts(given[name]) for name in ("key", "value", "attn_mask")
+    )
     assert key is not None
     assert value is not None
     with shares_only():

@@ -60,12 +60,12 @@ class Carrier:
         """
         call = self.count(path)
 
-        def given(place: str, tensor: Tensor) -> Tensor:
+        def hand_over(place: str, tensor: Tensor) -> Tensor:
             one = Output(path, call, place)
             name = name_of(one)
             return self._held[name] if name in self._incoming else unknown(shape_of(tensor), frozenset([one]), device)
 
-        return map_places(output, given)
+        return map_places(output, hand_over)
 
     def count(self, path: str) -> int:
         """How many times a module ran before in this pass; it has run once more now."""

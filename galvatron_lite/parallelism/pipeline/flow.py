@@ -196,12 +196,12 @@ class _Seen:
         self.counts[path] += 1
         self.made[path] = map_tensors(output, lambda tensor: torch.empty_like(shape_of(tensor), device=_META))
 
-        def told(place: str, tensor: Tensor) -> Tensor:
+        def announce(place: str, tensor: Tensor) -> Tensor:
             made = unknown(shape_of(tensor), frozenset([Output(path, call, place)]), _META)
             self.outputs.append(made)
             return made
 
-        return map_places(output, told)
+        return map_places(output, announce)
 
 
 def _form(value: Any) -> list[str]:

@@ -112,7 +112,7 @@ class SharedCopies:
             if len(holders) < 2:
                 continue
             places = holding_groups(holders, pipeline)
-            group = groups.own(place_groups(places, pipeline.groups), COPIES) if len(places) > 1 else None
+            group = groups.create(place_groups(places, pipeline.groups), COPIES) if len(places) > 1 else None
             own = {stage: _name_in(parameter, stages[stage]) for stage in holders if stage in models}
             counted_elsewhere += [name for stage, name in own.items() if stage != holders[0]]
             if own:

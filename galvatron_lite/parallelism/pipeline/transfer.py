@@ -60,7 +60,7 @@ def pipeline_groups(stages: int, groups: ProcessGroups | None = None, *, turns: 
     chains = place_groups(range(stages), stages)
     groups = ProcessGroups() if groups is None else groups
     purposes = ("pipeline forward", "pipeline backward", "pipeline forth", "pipeline back")
-    made = [groups.own(chains, purpose) for purpose in purposes[: 4 if turns else 2]]
+    made = [groups.create(chains, purpose) for purpose in purposes[: 4 if turns else 2]]
     if made[0] is None or made[1] is None:
         raise LaunchError(f"{dist.get_world_size()} processes cannot be split into {stages} equal stages.")
     return PipelineGroups(made[0], made[1], *made[2:])

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from galvatron_lite.parallelism.cuts.functions import sum_over, whole
+from galvatron_lite.parallelism.cuts.functions import gather_cuts, sum_over
 from galvatron_lite.parallelism.cuts.grid import PIXELS
 from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Cuts, Handler, cut_tensor, cuts_of, local_of, whole_shape
 from galvatron_lite.parallelism.spatial.layers import cuts_after
@@ -114,7 +114,7 @@ def _largest(call: Call, share: Tensor, reduced: Cuts, sizes: tuple[int, ...]) -
     function: Callable[..., Tensor] = getattr(functional, call.name)
     made = function(share, sizes)
     for cut in reduced:
-        made = function(whole(cut_tensor(made, [Cut(cut.dim, cut.line.size, cut.line)], call.rules)), sizes)
+        made = function(gather_cuts(cut_tensor(made, [Cut(cut.dim, cut.line.size, cut.line)], call.rules)), sizes)
     return made
 
 

@@ -33,9 +33,9 @@ from galvatron_lite.parallelism.spatial.halo import (
     Box,
     Halo,
     ImagePart,
+    assemble,
     borrow,
     give_back,
-    laid,
     padded,
     shape_of,
     sides_after,
@@ -213,7 +213,7 @@ class _Convolve(Function):
 def _together(kept: Sequence[Tensor], halo: Halo) -> Tensor:
     """The share and its borders as one picture."""
     boxes = (halo.places.own, *halo.places.borders())
-    return laid(list(map(ImagePart, kept, boxes)), halo.sides, halo.places.needed)
+    return assemble(list(map(ImagePart, kept, boxes)), halo.sides, halo.places.needed)
 
 
 Result = tuple[Tensor, tuple[Tensor, ...]]
@@ -222,7 +222,7 @@ Result = tuple[Tensor, tuple[Tensor, ...]]
 
 def _run(share: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Result:
     parts = borrow(share, plan.halo).wait()
-    made = _function(plan)(laid(parts, plan.halo.sides, plan.halo.places.needed), weight, bias, **plan.steps)
+    made = _function(plan)(assemble(parts, plan.halo.sides, plan.halo.places.needed), weight, bias, **plan.steps)
     return made, tuple(part.tensor for part in parts[1:])
 
 
@@ -235,7 +235,7 @@ def _run_split(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Convolu
     first = run(coming.here, box=inner)
     parts = coming.wait()
     strips = [ImagePart(run(parts, box=box), box) for box in _frame(every, inner)]
-    return laid([ImagePart(first, inner), *strips], sides_after(halo.sides), every), tuple(
+    return assemble([ImagePart(first, inner), *strips], sides_after(halo.sides), every), tuple(
         part.tensor for part in parts[1:]
     )
 
@@ -245,7 +245,7 @@ def _outputs(
 ) -> Tensor:
     """The outputs of a box."""
     places = tuple(needed(side.window, side.extent, one) for side, one in zip(halo.sides, box, strict=True))
-    made: Tensor = _function(plan)(laid(parts, halo.sides, places), weight, bias, **plan.steps)
+    made: Tensor = _function(plan)(assemble(parts, halo.sides, places), weight, bias, **plan.steps)
     return made
 
 
@@ -264,7 +264,11 @@ def _run_transposed(share: Tensor, weight: Tensor, bias: Tensor | None, plan: Co
     gaps = any(min(one) < 0 for one in crops)
     steps = plan.steps
     made = _function(plan)(
-        laid(parts, plan.halo.sides, plan.halo.places.needed), weight, None if gaps else bias, output_padding=0, **steps
+        assemble(parts, plan.halo.sides, plan.halo.places.needed),
+        weight,
+        None if gaps else bias,
+        output_padding=0,
+        **steps,
     )
     made = padded(made, plan.halo.sides, [(-before, -after) for before, after in crops])
     if gaps and bias is not None:

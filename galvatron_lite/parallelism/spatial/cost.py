@@ -43,7 +43,7 @@ from galvatron_lite.parallelism.pictures import extents_of
 from galvatron_lite.parallelism.ranks import Either, side_group
 from galvatron_lite.parallelism.spatial.grids import (
     Grid,
-    Laid,
+    GridLayout,
     SideTraffic,
     laid_on,
     refusal,
@@ -118,7 +118,7 @@ class SpatialDimension:
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """What a layer's grid means under a strategy, or under each of n (arrays); see ``grids.Laid``."""
+    """What a layer's grid means under a strategy, or under each of n (arrays); see ``grids.GridLayout``."""
 
     share: Real
     borders: tuple[SideTraffic, ...]
@@ -137,8 +137,8 @@ def pixels_of(kind: LayerKind, strategy: Either) -> Pixels:
     return known[1]
 
 
-def _pixels(laid: Laid) -> Pixels:
-    return Pixels(laid.share, laid.borders, laid.legal)
+def _pixels(layout: GridLayout) -> Pixels:
+    return Pixels(layout.share, layout.borders, layout.legal)
 
 
 def _pixels_of_many(kind: LayerKind, many: Strategies) -> Pixels:

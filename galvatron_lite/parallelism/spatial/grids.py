@@ -35,7 +35,7 @@ class SideTraffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class GridLayout:
     """A layer on a grid of devices."""
 
     share: float  # of a sample's pixels on the device that holds most
@@ -71,20 +71,20 @@ def _whole_because(same: Same) -> str:
     return f"{first.name} takes its picture as one row" if flat and first is not None else ""
 
 
-def laid_on(kind: LayerKind, grid: Grid) -> Laid:
+def laid_on(kind: LayerKind, grid: Grid) -> GridLayout:
     """A layer on a grid of devices."""
-    return _laid(Same(kind), grid)
+    return _grid_layout(Same(kind), grid)
 
 
 @lru_cache(maxsize=2**16)
-def _laid(same: Same, grid: Grid) -> Laid:
+def _grid_layout(same: Same, grid: Grid) -> GridLayout:
     passing, extents = windows_of(same.kind.operators), extents_of(same.kind)
     told = [*_pictures(passing)] or [(1, extents)]
     whole = sum(channels * prod(picture) for channels, picture in told)
     own = sum(channels * prod(map(_most, picture, grid)) for channels, picture in told)
     borders = [_border(passing, grid, place) for place in range(len(SIDES))]
     legal = not any(_refusal(same, place, degree) for place, degree in enumerate(grid))
-    return Laid(own / whole, (borders[0], borders[1], borders[2]), legal)
+    return GridLayout(own / whole, (borders[0], borders[1], borders[2]), legal)
 
 
 def _pictures(passing: tuple[Window, ...]) -> Iterator[tuple[int, Extents]]:

@@ -161,14 +161,14 @@ def borrow(share: Tensor, halo: Halo) -> Coming:
     coming = Coming((ImagePart(share, halo.places.own),))
     for index in halo.places.travelling:
         here = coming.wait()
-        sent = [(peer, laid(here, halo.sides, box).contiguous()) for peer, box in halo.places.given[index]]
+        sent = [(peer, assemble(here, halo.sides, box).contiguous()) for peer, box in halo.places.given[index]]
         border = tuple(ImagePart(_empty(share, halo.sides, box), box) for _, box in halo.places.taken[index])
         wanted = [(peer, part.tensor) for (peer, _), part in zip(halo.places.taken[index], border, strict=True)]
         coming = Coming(here, border, halo.lines[index].exchange(sent, wanted))
     return coming
 
 
-def laid(parts: Sequence[ImagePart], sides: Sides, box: Box, fill: float = 0.0) -> Tensor:
+def assemble(parts: Sequence[ImagePart], sides: Sides, box: Box, fill: float = 0.0) -> Tensor:
     """A picture of the places of a box, put together; a view where the first part holds them all.
 
     Args:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from galvatron_lite.parallelism.cuts.grid import PIXELS
 from galvatron_lite.parallelism.cuts.tensor import Call, Handler, cut_tensor, cuts_of, local_of, whole_shape
-from galvatron_lite.parallelism.spatial.halo import Halo, borrow, give_back, laid, layout_of, shape_of
+from galvatron_lite.parallelism.spatial.halo import Halo, assemble, borrow, give_back, layout_of, shape_of
 from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, on_own_share, pixels
 from galvatron_lite.parallelism.spatial.windows import SideWindow, needed, output_extent
 
@@ -197,7 +197,7 @@ class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, pool: Pool) -> Tensor:
         halo = pool.halo
-        picture = laid(borrow(share, halo).wait(), halo.sides, halo.places.needed, fill=-torch.inf)
+        picture = assemble(borrow(share, halo).wait(), halo.sides, halo.places.needed, fill=-torch.inf)
         dilation = tuple(one.dilation for one in pool.windows)
         function = getattr(functional, pool.name)
         made, places = function(picture, **pool.steps, dilation=dilation, return_indices=True)
@@ -222,7 +222,7 @@ class _MeanPool(Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
         ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, share.shape, counted, divisor
-        picture = laid(borrow(share, pool.halo).wait(), pool.halo.sides, pool.halo.places.needed)
+        picture = assemble(borrow(share, pool.halo).wait(), pool.halo.sides, pool.halo.places.needed)
         made = _means(picture, pool, divisor)
         for factor in _factors(made, pool, counted, divisor):
             made *= factor

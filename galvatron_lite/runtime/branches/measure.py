@@ -11,7 +11,7 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.measure_collectives import prepare
-from galvatron_lite.profiler.timing import Across, Term, TimingRule, time_difference, whole
+from galvatron_lite.profiler.timing import Across, Term, TimingRule, single_part, time_difference
 from galvatron_lite.runtime.branches.engine import BranchedModel
 
 _NAMES = ("first", "second")
@@ -51,9 +51,9 @@ def branch_seconds(device: torch.device, rule: TimingRule) -> float:
     size = _WIDTH * _BYTES
     message = prepare(Collective.SEND_RECV, size, None, device)
     terms = (
-        Term(1.0, whole(lambda: apart.backward_step(batch)), Across.MAX),
-        Term(-1.0, whole(lambda: alone(**batch).backward()), Across.MAX),
-        Term(-2.0 * len(_NAMES), whole(message), Across.MAX),
+        Term(1.0, single_part(lambda: apart.backward_step(batch)), Across.MAX),
+        Term(-1.0, single_part(lambda: alone(**batch).backward()), Across.MAX),
+        Term(-2.0 * len(_NAMES), single_part(message), Across.MAX),
     )
     found = time_difference(terms, device, rule)
     return max(found.seconds, found.noise) / len(_NAMES)

@@ -23,12 +23,12 @@ def full_state_dict(module: nn.Module, dtypes: Mapping[str, torch.dtype], *, bou
     found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in known:
-            known[id(parameter)] = whole(parameter, bound=bound).to("cpu", dtypes.get(name), copy=True)
+            known[id(parameter)] = gather_parameter(parameter, bound=bound).to("cpu", dtypes.get(name), copy=True)
         found[name] = known[id(parameter)]
     return {name: found[name] if name in found else _of_first(value) for name, value in module.state_dict().items()}
 
 
-def whole(parameter: nn.Parameter, *, bound: bool) -> Tensor:
+def gather_parameter(parameter: nn.Parameter, *, bound: bool) -> Tensor:
     """A parameter put together from its shards; the master copy where there is one. All ranks call it."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param

@@ -83,7 +83,7 @@ class ImageFlow:
         3; backward alike with one more read for each of the norm and the activation (PyTorch, "Automatic Mixed
         Precision", operators that autocast to float32).
         """
-        self.tape.own(2 * self.channels)
+        self.tape.count(2 * self.channels)
         narrow = self.value.item_bytes < ops.FP32
         if not narrow:
             return self.mix("norm", (5, 8), count=2)
@@ -222,7 +222,7 @@ class ImageFlow:
         pixels for the vector's gradient.
         """
         x = self.value
-        self.tape.own(self.channels)
+        self.tape.count(self.channels)
         out = self.tape.value(x.items, Division.WHOLE, ops.FP32)
         moved = x.bytes + out.bytes
         cast = moved if x.item_bytes < out.item_bytes else 0
@@ -265,7 +265,7 @@ class ImageFlow:
         if hidden:
             pooled.linear(hidden).rectify().linear(self.channels)
         else:
-            tape.own(3)
+            tape.count(3)
         gate = memory_operator(self._name("gate"), pooled.value, 1, 1, count=gates or 3)
         pooled.value = tape.record(ShapeCall((pooled.value,), tape.value(pooled.value.items, Division.WHOLE)), gate)
         out = tape.value(x.items, Division.WHOLE)

@@ -88,7 +88,7 @@ def _mean_layer(flow: ImageFlow, totals: ImageTotals) -> None:
     inner = max(1, round(totals.macs / totals.activations))
     out = tape.value(x.items, Division.WHOLE)
     weight = max(1, round(totals.parameters / LAYERS))
-    tape.own(weight)
+    tape.count(weight)
     flops = 2 * round(totals.macs / LAYERS)
     shape = (inner, WIDTH, 1, *flow.extent, 1, 1, 1, 1)
     operator = Operator(

@@ -87,7 +87,7 @@ def _halving(flow: ImageFlow, spec: CrossCovariance) -> None:
         flow.convolve(spec.width // 2**left, 3, 2).normalise()
         if left:
             flow.activate("gelu")
-    flow.tape.own(64 * spec.width + spec.width)
+    flow.tape.count(64 * spec.width + spec.width)
     flow.mix("positions", (3, 1), keeps=False)
 
 
@@ -107,7 +107,7 @@ def _class_layer(flow: ImageFlow, spec: CrossCovariance) -> None:
     x, width = flow.fork(), spec.width
     flow.layer_norm()
     flow.fork().linear(2 * width).mix("attend", (2, 4))
-    flow.tape.own(10 * width * width + 9 * width)
+    flow.tape.count(10 * width * width + 9 * width)
     flow.add(x)
 
 
