@@ -475,7 +475,7 @@ def _profile(
     folder: Path,
 ) -> Profile:
     from galvatron_lite.capture.trace import trace
-    from galvatron_lite.profiler.found import kept_profile, other_hardware, profile_name
+    from galvatron_lite.profiler.kept_profiles import kept_profile, other_hardware, profile_name
     from galvatron_lite.profiler.measure import measure_profile
     from galvatron_lite.profiler.measure_tasks import agree, notices
     from galvatron_lite.profiler.schema import Profile

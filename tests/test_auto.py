@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.profiler.found import kept_profile, profile_name
+from galvatron_lite.profiler.kept_profiles import kept_profile, profile_name
 from galvatron_lite.profiler.schema import OriginKind
 from galvatron_lite.profiler.store import read_profile, save_profile, write_profile
 from galvatron_lite.units import parse_bytes

@@ -21,8 +21,8 @@ from galvatron_lite.parallelism.cuts.functions import enter
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
 from galvatron_lite.parallelism.spatial.apply import CUTS, CutsAt
 from galvatron_lite.runtime.border import Bordered, BoundaryLayout, RankPiece
-from galvatron_lite.runtime.laid import LaidTensor
 from galvatron_lite.runtime.layout import IDS, INNER, AxisSplit, Layout
+from galvatron_lite.runtime.layout_tensor import LayoutTensor
 from galvatron_lite.runtime.traffic import Traffic
 
 UserHooks = Mapping[str, tuple[Sequence[int], Sequence[int]]]
@@ -125,7 +125,7 @@ class _Entry:
 
     def _once(self, tensor: Tensor, key: object, make: Callable[[], Tensor]) -> Tensor:
         """What several layers may take of the glue code (a mask, positions) is converted once a micro-batch."""
-        if isinstance(tensor, LaidTensor):
+        if isinstance(tensor, LayoutTensor):
             return make()
         known, place = self.traffic.brought, (id(tensor), key)
         if place not in known:

@@ -15,8 +15,8 @@ from galvatron_lite.parallelism.cuts.tensor import Rules, cut_tensor, cuts_of, w
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.runtime.border import BoundaryLayout, RankPiece
-from galvatron_lite.runtime.laid import LaidTensor, laid_tensor
 from galvatron_lite.runtime.layout import PIXELS, Axis, AxisSplit, Layout
+from galvatron_lite.runtime.layout_tensor import LayoutTensor, layout_tensor
 from galvatron_lite.runtime.redistribute import Mover
 
 Arrived = tuple[Mapping[str, tuple[AxisSplit, tuple[int, ...]]], Layout]
@@ -64,7 +64,7 @@ class Traffic:
             tensor: plain, cut, or as a layer returned it.
             sampled: items of dim 0 of each sample; None: not known.
         """
-        if isinstance(tensor, LaidTensor):
+        if isinstance(tensor, LayoutTensor):
             return tensor.piece
         if sampled not in (None, 1) or not self.has_rows(tensor, self.glue):
             return None
@@ -100,7 +100,7 @@ class Traffic:
         if piece.split == self.target(piece.shape):
             return self.show(piece)
         # by its own shape: what a stage receives is handed over before its first micro-batch begins
-        return laid_tensor(piece, piece.shape[0] // self.glue.batch, self.show)
+        return layout_tensor(piece, piece.shape[0] // self.glue.batch, self.show)
 
     def target(self, shape: tuple[int, ...]) -> AxisSplit:
         """How a tensor of the samples lies in the glue code."""

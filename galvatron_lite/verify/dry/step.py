@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.runtime.clip import local_tensor
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.laid import LaidTensor
+from galvatron_lite.runtime.layout_tensor import LayoutTensor
 from galvatron_lite.runtime.placement import place_layers
 from galvatron_lite.runtime.tensor_plans import tensor_plans
 from galvatron_lite.runtime.watch.notes import StepPhase
@@ -347,7 +347,7 @@ class _Run:
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             self._mark(name)
             # as it lies: looking at it would move it to where code between layers works
-            made = (one.piece.tensor if isinstance(one, LaidTensor) else one for one in tensors_of(output))
+            made = (one.piece.tensor if isinstance(one, LayoutTensor) else one for one in tensors_of(output))
             for tensor in made:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _gradient: self._mark(name))  # type: ignore[no-untyped-call]

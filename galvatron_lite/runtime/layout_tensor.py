@@ -19,7 +19,7 @@ _OF_PIECE = frozenset({"dtype", "device", "requires_grad", "is_floating_point", 
 _OF_SHAPE = frozenset({"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__"})
 
 
-class LaidTensor(CutTensor):
+class LayoutTensor(CutTensor):
     """A tensor of the glue code that is brought to the glue layout when a torch function first gets it.
 
     It tells its shape, dtype and the like without that. (A subclass, so that among cut tensors it is asked first.)
@@ -36,15 +36,15 @@ class LaidTensor(CutTensor):
     ) -> Any:
         """Call the function with what code is to see, or answer what is known."""
         name, first = name_of(func), args[0] if args else None
-        if isinstance(first, LaidTensor) and name in _OF_PIECE:
+        if isinstance(first, LayoutTensor) and name in _OF_PIECE:
             with shares_only():
                 return func(first.piece.tensor)
-        if isinstance(first, LaidTensor) and name in _OF_SHAPE:
+        if isinstance(first, LayoutTensor) and name in _OF_SHAPE:
             return func(torch.empty((first.rows, *first.piece.shape[1:]), device="meta"), *args[1:], **(kwargs or {}))
         return func(*map_tensors(args, seen), **map_tensors(kwargs or {}, seen))
 
 
-def laid_tensor(piece: RankPiece, rows: int, look: Look) -> Tensor:
+def layout_tensor(piece: RankPiece, rows: int, look: Look) -> Tensor:
     """A piece as glue code may hold it.
 
     Args:
@@ -54,14 +54,14 @@ def laid_tensor(piece: RankPiece, rows: int, look: Look) -> Tensor:
     """
     # without data: C++ code that does not ask __torch_function__ fails instead of working on something else
     shape = (rows, *piece.shape[1:])
-    made: LaidTensor = torch.empty(shape, dtype=piece.tensor.dtype, device="meta").as_subclass(LaidTensor)
+    made: LayoutTensor = torch.empty(shape, dtype=piece.tensor.dtype, device="meta").as_subclass(LayoutTensor)
     made.piece, made.rows, made.look, made.looked = piece, rows, look, None
     return made
 
 
 def seen(tensor: Tensor) -> Tensor:
     """What glue code sees of a tensor: brought to the glue layout if it was not there."""
-    if not isinstance(tensor, LaidTensor):
+    if not isinstance(tensor, LayoutTensor):
         return tensor
     if tensor.looked is None:
         tensor.looked = tensor.look(tensor.piece)
