@@ -132,6 +132,33 @@ def test_norms_track_a_batch_once(recompute: Recompute, momentum: float | None) 
     assert again[1].momentum == momentum
 
 
+class DecayNorm(nn.Module):
+    """A norm by a running mean of its own: ``momentum`` weighs what it was, where torch's weighs what is new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.momentum = 0.9
+        self.register_buffer("running_mean", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.running_mean.mul_(self.momentum).add_(x.detach().mean(0), alpha=1 - self.momentum)
+        return (x - self.running_mean).sigmoid()
+
+
+@pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.SELECTIVE])
+def test_other_norms_track_a_batch_once(recompute: Recompute) -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), DecayNorm(), nn.Linear(4, 4))
+    once, again = copy.deepcopy(layer), recomputed(layer.forward, recompute, layer)
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        once(x).square().sum().backward()
+        again(x).square().sum().backward()
+    for (_, one), (_, other) in zip(once.named_buffers(), layer.named_buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(once.parameters(), layer.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 def test_kept_results_survive_functions_in_place() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(2, 3, 1), nn.LeakyReLU(0.5, inplace=True), nn.Conv2d(3, 2, 1))

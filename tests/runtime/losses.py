@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's own convention
 from galvatron_lite import auto_parallelize
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from tests.runtime.plans import make_plan
@@ -35,6 +36,8 @@ PLANS: Mapping[str, tuple[int, int, Strategy]] = {
     "context": (1, 2, Strategy(context=2)),
     "tensor": (1, 1, Strategy(tensor=2)),
     "pipeline and data": (2, 2, Strategy(data=2)),
+    "recompute": (1, 2, Strategy(data=2, recompute=Recompute.FULL)),
+    "selective": (1, 2, Strategy(data=2, recompute=Recompute.SELECTIVE)),
 }
 """Stages, micro-batches and the strategy of all layers."""
 

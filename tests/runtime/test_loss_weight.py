@@ -32,7 +32,7 @@ FOUR = ("pipeline and data",)
         ("classes", {}, ()),
         ("sum", {"loss_reduction": "sum"}, ()),
         ("masked", {"loss_weight": count_mask}, ()),
-        ("buffers", {}, ()),
+        ("buffers", {}, ("recompute", "selective")),
         ("two terms", {}, ("context", "tensor")),
     ],
 )

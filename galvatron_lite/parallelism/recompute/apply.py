@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -41,10 +41,6 @@ KEPT_OPERATORS: frozenset[Any] = frozenset(
 """Operators whose outputs selective recomputation keeps: matmuls, convolutions and attention."""
 
 
-Tracking = Sequence[Any]
-"""Norms that track statistics of what they see in training."""
-
-
 def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None = None) -> Forward:
     """A forward function that recomputes as told; ``forward`` itself where nothing is recomputed.
 
@@ -63,8 +59,7 @@ def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None 
         return forward
     forward = _keeping(forward) if recompute is Recompute.SELECTIVE else _casting(forward)
     module = nn.Module() if module is None else module
-    tracking = tuple(one for one in module.modules() if isinstance(getattr(one, "running_mean", None), torch.Tensor))
-    state = LayerState(module, tracking)
+    state = LayerState(module)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +67,7 @@ def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None 
             return forward(*args, **kwargs)
 
         def first(before: list[Any]) -> Any:
-            options: Any = {"context_fn": functools.partial(_contexts, recompute, tracking, before)}
+            options: Any = {"context_fn": functools.partial(_contexts, recompute, before)}
             with left_to_the_plan(decides=False):
                 return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
 
@@ -136,32 +131,20 @@ class _OutOfPlace(TorchFunctionMode):
 
 
 def _contexts(
-    recompute: Recompute, tracking: Tracking, before: list[Any]
+    recompute: Recompute, before: list[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What forward runs in the first time, and what the second time."""
+    """What forward runs in the first time, and what the second time: with the layer's state from before the first."""
     first: AbstractContextManager[Any] = nullcontext()
     again: AbstractContextManager[Any] = nullcontext()
     if recompute is Recompute.SELECTIVE:
         first, again = create_selective_checkpoint_contexts(_keep_expensive)  # type: ignore[no-untyped-call]
-    return first, _untracked(again, tracking, before)
+    return first, _with_state(again, before)
 
 
 @contextmanager
-def _untracked(context: AbstractContextManager[Any], tracking: Tracking, before: list[Any]) -> Iterator[None]:
-    """The layer's state is as before its first run. The norms see a batch that they have seen: their statistics stay.
-
-    Without tracking they would save other tensors for backward than the first time; so what is new weighs nothing.
-    """
-    tracked = [(one, one.momentum, one.num_batches_tracked) for one in tracking]
-    for one, _, count in tracked:
-        one.momentum = 0.0
-        one.num_batches_tracked = None if count is None else count.clone()
-    try:
-        with as_before(before), context:
-            yield
-    finally:
-        for one, momentum, count in tracked:
-            one.momentum, one.num_batches_tracked = momentum, count
+def _with_state(context: AbstractContextManager[Any], before: list[Any]) -> Iterator[None]:
+    with as_before(before), context:
+        yield
 
 
 def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001

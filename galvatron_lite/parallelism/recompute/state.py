@@ -68,17 +68,15 @@ class LayerState:
 
     Args:
         module: the layer. Attributes that it gets later are not looked at.
-        tracking: modules inside it that are dealt with otherwise.
     """
 
-    def __init__(self, module: nn.Module, tracking: tuple[nn.Module, ...] = ()) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._name, self._known, self._overwritten = type(module).__name__, False, frozenset[tuple[str, Any]]()
         self._repeatable = type(module) in (nn.ReLU, nn.ReLU6)  # of its own result gives the same
         self._changes = True
         self._modules = [
             (path, one, tuple(name for name in vars(one) if not name.startswith("_") and name != "training"))
             for path, one in module.named_modules()
-            if one not in tracking
         ]
 
     def call(self, run: Callable[[list[_Container]], Any], arguments: Any) -> Any:

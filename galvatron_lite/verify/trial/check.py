@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, map_places, slice_batch
 from galvatron_lite.model.discover_blocks import at
-from galvatron_lite.model.graph import Layer, Recompute
+from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.loss_weight import (
@@ -112,12 +112,6 @@ class Findings:
                 "it is a mean over samples on your data, pass check=False."
             )
             raise InputError("loss", f"shared among data ranks or micro-batches (m={plan.microbatches})", remedy)
-        if self.buffers and any(one.recompute is not Recompute.NONE for one in strategies):
-            remedy = (
-                "Forward passes update these buffers, and recomputation would update them again. Give a plan without "
-                "recomputation, or none, to have one found."
-            )
-            raise InputError("buffers", _few([name for name, _ in self.buffers]), remedy)
         if self.buffers and any(map(_shares_inside, strategies)):
             remedy = (
                 "Forward passes update these buffers from the samples, of which a rank under this plan has a part of "
@@ -144,8 +138,8 @@ def _shares_inside(one: Strategy) -> bool:
     return max(one.tensor, one.context, one.spatial, one.slices, one.expert) > 1
 
 
-SAMPLES_NEED = ("recompute", "tensor", "context", "expert", "spatial", "channel", "branches")
-"""Dimensions under which a forward pass updates a buffer twice, or from parts of samples."""
+SAMPLES_NEED = ("tensor", "context", "expert", "spatial", "channel", "branches")
+"""Dimensions under which a forward pass updates a buffer from parts of samples."""
 OUTSIDE_NEEDS = ("pipeline", "zero", "tensor", "context", "expert", "spatial", "channel", "branches")
 """Dimensions that leave a rank without whole parameters, or count a term of the loss more than once."""
 
