@@ -17,6 +17,7 @@ Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 SIZE = 256
 """Rows and columns of what is stepped on: halves are above the sizes below which optimizers treat tensors otherwise
 (Adafactor's 128 rows, 8-bit states' 4096 items)."""
+_COPIED = (bool, int, float, str, NoneType, FunctionType)
 _STEPS = (1.0, -0.3, 2.0)
 _RATE = 1e-2
 _FAR = 1e-3
@@ -133,13 +134,17 @@ def _built_again(optimizer: torch.optim.Optimizer) -> Build:
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> Build:
-    """One of its class with the plain values that it keeps beside its defaults, without states."""
+    """One of its class with the plain values that it keeps beside its defaults, without states.
+
+    Methods that were replaced on the instance stay out: a learning rate scheduler's ``step()`` steps the first one.
+    """
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = object.__new__(type(optimizer))
         torch.optim.Optimizer.__init__(made, groups, dict(optimizer.defaults))
         for key, value in vars(optimizer).items():
-            if key not in vars(made) and isinstance(value, (bool, int, float, str, NoneType, FunctionType)):
+            replaced = callable(getattr(type(optimizer), key, None))
+            if key not in vars(made) and not replaced and isinstance(value, _COPIED):
                 setattr(made, key, value)
         return made
 

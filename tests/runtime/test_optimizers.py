@@ -83,6 +83,7 @@ REACH: list[tuple[OptimizerFactory, dict[str, Any], str | None]] = [
 @pytest.mark.parametrize(("factory", "options", "wanted"), REACH)
 def test_what_an_update_depends_on(factory: OptimizerFactory, options: dict[str, Any], wanted: str | None) -> None:
     made = factory([nn.Parameter(torch.ones(4, 4))], **options)
+    torch.optim.lr_scheduler.LambdaLR(made, lambda _: 1.0)  # it replaces step() of the instance
     group = {key: value for key, value in made.param_groups[0].items() if key != "params"}
     before = torch.get_rng_state()
     ways = [[lambda groups: factory(groups, **options)], [_copied(made) if factory is by_total else _built_again(made)]]
@@ -213,6 +214,7 @@ def stepped(case: Case) -> dict[tuple[str, str], Any]:
                 else:
                     optimizer = factory(parallel.param_groups(), **options)
                 if way == "by hand":
+                    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
                     losses = train(parallel, optimizer, None)
                 else:
                     losses = [float(parallel.train_step(make_batch(), optimizer)) for _ in range(STEPS)]
