@@ -26,9 +26,9 @@ class _Pair(nn.Module):
         super().__init__()
         self.first, self.second = (nn.Linear(_WIDTH, _WIDTH) for _ in _NAMES)
 
-    def forward(self, gradient: Tensor) -> Tensor:
+    def forward(self, given: Tensor) -> Tensor:
         """A loss."""
-        joined: Tensor = self.first(gradient) + self.second(gradient)
+        joined: Tensor = self.first(given) + self.second(given)
         return joined.mean()
 
 
