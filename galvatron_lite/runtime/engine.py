@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
-from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size
+from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, tensors_of
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import prepare_for_training
 from galvatron_lite.parallelism.precision import compute_dtype, holding_copies
@@ -29,9 +29,11 @@ from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.draws import draws_of
 from galvatron_lite.runtime.global_mean import global_mean
 from galvatron_lite.runtime.live.observed import Observable, observed
+from galvatron_lite.runtime.loss_tensor import guard_loss
 from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
+from galvatron_lite.runtime.parameter_use import ParameterUse, check_hooks, is_alone
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
@@ -128,6 +130,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         super().__init__()
         check_reduction(loss_reduction, loss_weight)
         prepare_for_training(model)
+        if not is_alone(plan):
+            check_hooks(model)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm = plan, max_grad_norm
         self._compute = compute_dtype(precision or plan.precision)
@@ -154,6 +158,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         meshes = build_meshes(self.plan, self.device.type, options.groups)
         self._runtimes = set_up(model, self.plan, layers, batch, meshes, options)
         self.copies = nn.ModuleList(runtime.model for runtime in self._runtimes[1:])
+        owned = [one for runtime in self._runtimes for one in runtime.owned]
+        self._use = ParameterUse(owned, self.plan)
         return self._runtimes[0]
 
     @property
@@ -178,10 +184,14 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         gradients are wanted, their backward passes are done within the call (``runtime.stepped``).
 
         Raises:
-            InputError: the batch cannot be shared evenly, there are gradients of another batch that was worked on in
-                micro-batches, or a plan with a pipeline is only to be run forward.
+            InputError: the batch cannot be shared evenly, or is to get gradients; there are gradients of another batch
+                that was worked on in micro-batches; a parameter has a hook, or was frozen when the plan was applied and
+                is to be trained; a plan with a pipeline is only to be run forward.
         """
         batch = self._batches(batch_of_call(args, kwargs), self.watch.group)
+        if not is_alone(self.plan) and any(tensor.requires_grad for tensor in tensors_of(batch)):
+            remedy = "Ranks and micro-batches work on shares of the batch, whose gradients stay with them: detach it."
+            raise InputError("batch", "a tensor that requires a gradient", remedy)
         if torch.is_grad_enabled() and self.training and self._steps_when_called():
             return self._stepped(batch)
         if len(self.plan.stages) > 1:
@@ -197,7 +207,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             runtime.reducer.watch(loss, runtime.updates.deliver)
         shares = self.runtime.traffic.glue.batch
         group = self.runtime.glue_groups.batch
-        return loss if group is None else global_mean(loss, group, shares)
+        return self._guarded(loss if group is None else global_mean(loss, group, shares))
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own outputs for a batch, without gradients: ``outputs(batch)``, or as the model is called.
@@ -339,7 +349,16 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
     def _stepped(self, batch: Any) -> Tensor:
         check_no_gradients(self._has_gradients())
         self._turns = 1
-        return stepped_loss(reduced(self, [self.backward_step(batch)], with_norm=False)[0], self._multiply_known)
+        value = reduced(self, [self.backward_step(batch)], with_norm=False)[0]
+        return self._guarded(stepped_loss(value, self._multiply_known))
+
+    def _guarded(self, loss: Tensor) -> Tensor:
+        return loss if is_alone(self.plan) else guard_loss(loss, self._parameter_ids)
+
+    def _parameter_ids(self) -> frozenset[int]:
+        """Of what the model computes with now, and of what optimizers update."""
+        held = (tensor for runtime in self.runtimes for one in runtime.owned for tensor in (one.parameter, one.updated))
+        return frozenset(map(id, (*nn.Module.parameters(self), *held)))
 
     def _has_gradients(self) -> bool:
         return any(one.gradient is not None for runtime in self.runtimes for one in runtime.owned)
@@ -368,8 +387,13 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """What an optimizer updates on this rank, by name: shards, rows under ZeRO-1, copies in host memory."""
-        updated = {one.parameter: one.updated for runtime in self.runtimes for one in runtime.owned}
-        return ((name, updated.get(one, one)) for name, one in super().named_parameters(*args, **kwargs))
+        every = [one for runtime in self.runtimes for one in runtime.owned]
+        updated = {one.parameter: one.updated for one in every}
+        by_name = {name: one.updated for one in every for name in one.names}
+        for name, one in super().named_parameters(*args, **kwargs):
+            # while FSDP has gathered a layer, its modules hold other tensors, by the same names
+            gathered = next((by_name[path] for path in (name.partition(".")[2], name) if path in by_name), one)
+            yield name, updated.get(one, gathered)
 
     def optimizer(self, factory: OptimizerFactory, **options: Any) -> torch.optim.Optimizer:
         """An optimizer over this rank's shards: ``parallel.optimizer(torch.optim.AdamW, lr=1e-3)``; all ranks call it.
@@ -383,6 +407,22 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         made = factory(fused_on_host(groups, factory, options) if beside else groups, **options)
         self._optimizers.check(made, lambda groups: factory(groups, **options))
         return made
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002
+        """What ``to``, ``half``, ``cuda`` and the like call; nothing to do where parameters are so already.
+
+        Raises:
+            InputError: another device or dtype.
+        """
+        for dtype in {one.dtype for one in self.parameters()}:
+            wanted = fn(torch.empty(0, dtype=dtype, device=self.device))
+            if (wanted.dtype, wanted.device) != (dtype, self.device):
+                remedy = (
+                    "The plan has taken the model's parameters apart. Move and cast the model before auto_parallelize, "
+                    "or compute in another type with precision=."
+                )
+                raise InputError("to", f"{wanted.dtype} on {wanted.device}", remedy)
+        return self
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> ParameterCopies:
         """Copies of this rank's parameters, as ``torch.optim.swa_utils.AveragedModel(parallel)`` takes them.
@@ -399,10 +439,16 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             runtime.updates.publish()
 
     def _begin(self, *, trains: bool = True) -> None:
+        trains = trains and self.training and torch.is_grad_enabled()
+        if trains:
+            self._use.check()
         if self._calls.draws is not None:
-            self._calls.draws.begin_step(self.step, trains and self.training and torch.is_grad_enabled())
+            self._calls.draws.begin_step(self.step, trains)
         for runtime in self.runtimes:
             runtime.updates.begin()
+        if self._use.has_changed():
+            for module in (module for runtime in self.runtimes for module in runtime.sharded.zero_modules):
+                module.reshard()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's ``state_dict()`` on the CPU of every rank, under the user's own names; all ranks call it.

@@ -142,6 +142,8 @@ class OptimizerSteps:
 
     def _end(self, optimizer: torch.optim.Optimizer) -> None:
         if (parallel := self._updates(optimizer)) is not None:
+            for runtime in parallel.runtimes:  # one of several optimizers may have stepped before
+                runtime.updates.due = runtime.updates.is_needed
             parallel.publish()
 
 

@@ -56,10 +56,13 @@ def check_gradients(present: bool) -> None:
 class _Stepped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:  # noqa: ARG004
-        ctx.multiply = multiply
+        ctx.multiply, ctx.is_done = multiply, False
         return loss.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.is_done:
+            raise InputError("loss.backward", "a second time", "Gradients were made when the model was called, once.")
+        ctx.is_done = True
         ctx.multiply(gradient)
         return torch.zeros_like(gradient), None, None

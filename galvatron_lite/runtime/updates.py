@@ -24,11 +24,13 @@ class Updates:
     reducer: GradientReducer  # of their gradients
     guarded: bool = False  # whether gradients refuse that other code takes their norm; see ``gradient_guard``
     due: bool = False  # whether an optimizer may have stepped since updated values were last brought back
+    versions: tuple[int, ...] = ()  # of what it updates, when they were last brought back
     lowering: Lowering = field(init=False)  # brings gradients to host memory
 
     def __post_init__(self) -> None:
         final = [one.host for one in self.owned if one.host is not None and one.is_final]
         self.lowering = Lowering(self.hosts, final, lambda: self.reducer.synchronise)
+        self.versions = self._versions()
 
     @property
     def hosts(self) -> list[HostCopy]:
@@ -55,12 +57,17 @@ class Updates:
 
     def publish(self) -> None:
         """Once the optimizer has stepped: every rank computes with the updated values."""
-        if not self.due:
+        if not self.due and self.versions == self._versions():
             return
         self.due = False
         for host in self.hosts:
             host.lift()
         self.reducer.gather()
+        self.versions = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        """A training loop may change parameters in place, too (as to clamp them), on all ranks."""
+        return tuple(one.updated._version for one in self.owned if one.updated is not one.parameter)
 
     def take(self) -> None:
         """Values of parameters were set from outside: the host's copies follow."""

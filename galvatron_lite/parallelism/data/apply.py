@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.zero.shares import GradientSharing, RowShare, gather_all
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20
@@ -166,6 +167,12 @@ class GradientReducer:
         view = bucket.views[place]
 
         def collect(parameter: Tensor) -> None:
+            if self.synchronise and not (self._running or bucket.reduced) and bucket.group is not None:
+                remedy = (
+                    "Only loss.backward() of what parallel(batch) returns sums gradients over ranks. Call it first, "
+                    "or compute the other loss inside the model's forward."
+                )
+                raise InputError("backward", "of another loss than the model's", remedy)
             if parameter.grad is not view:
                 _store(parameter, view)
             bucket.missing.discard(place)

@@ -1,0 +1,84 @@
+"""The loss that a training loop gets: its backward pass starts there, and reaches parameters through the model alone.
+
+What a loop adds to the loss (a penalty over ``parallel.parameters()``) would be summed over ranks as the gradient of
+the model's own loss is, or meet shares of parameters; ``torch.autograd.grad`` and ``backward(inputs=...)`` would leave
+gradients unreduced. Each is refused where the loop does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import tensors_of
+
+_PENALTY = (
+    "It reads the model's parameters outside of the model, where gradients are not shared out as the plan has them. "
+    "Compute it inside the model's forward, or leave it to the optimizer (weight_decay)."
+)
+_GRADIENTS = "Gradients are reduced over ranks by loss.backward() alone: call it, then read parameter.grad."
+
+
+class LossTensor(Tensor):
+    """A loss that requires a gradient; what is made of it with a gradient is one, too, all else is plain."""
+
+    parameters: Callable[[], frozenset[int]]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        losses = [one for one in tensors_of((args, options)) if isinstance(one, LossTensor)]
+        if func is torch.autograd.grad:
+            raise InputError("loss", "torch.autograd.grad", _GRADIENTS)
+        if func is Tensor.backward and (options.get("inputs") is not None or options.get("create_graph")):
+            raise InputError("loss.backward", "inputs or create_graph", _GRADIENTS)
+        with torch._C.DisableTorchFunctionSubclass():
+            for one in tensors_of((args, options)):
+                if one.requires_grad and not isinstance(one, LossTensor) and _reaches(one, losses[0].parameters):
+                    raise InputError("loss", "a term that the training loop adds", _PENALTY)
+            result = func(*args, **options)
+            for one in tensors_of(result):
+                if one.requires_grad:
+                    guard_loss(one, losses[0].parameters)
+                elif isinstance(one, LossTensor):
+                    one.__class__ = Tensor  # type: ignore[assignment]
+        return result
+
+
+def guard_loss(loss: Tensor, parameters: Callable[[], frozenset[int]]) -> Tensor:
+    """The same tensor as a ``LossTensor``; as it is where it requires no gradient.
+
+    Args:
+        loss: of the model.
+        parameters: gives the ids of tensors that are parameters of the model, as it is then.
+    """
+    if type(loss) is Tensor and loss.requires_grad:
+        loss.__class__ = LossTensor
+    if isinstance(loss, LossTensor):
+        loss.parameters = parameters
+    return loss
+
+
+def _reaches(tensor: Tensor, parameters: Callable[[], frozenset[int]]) -> bool:
+    ids = parameters()
+    return any(id(leaf) in ids for leaf in _leaves(tensor))
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """Leaves that a backward pass from a tensor gives gradients to."""
+    if tensor.grad_fn is None:
+        yield tensor
+        return
+    waiting, met = [tensor.grad_fn], {tensor.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        new = {other for other, _ in node.next_functions if other is not None} - met
+        met |= new
+        waiting += new

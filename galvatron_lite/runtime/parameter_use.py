@@ -1,0 +1,88 @@
+"""What a training loop does to parameters between steps: followed where the plan can, refused where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.sharding import Owned
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuse a model whose parameters have hooks, before a plan of several ranks or micro-batches is applied to it.
+
+    Raises:
+        InputError: a hook would see the gradient of a share of the batch, or of the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if _count(parameter, "_backward_hooks") or _count(parameter, "_post_accumulate_grad_hooks"):
+            raise _hook_error(name)
+
+
+def is_alone(plan: Plan) -> bool:
+    """Whether gradients are those that autograd makes of a batch at once, on one device."""
+    return plan.devices == 1 and plan.microbatches == 1
+
+
+class ParameterUse:
+    """Looks at parameters before each step.
+
+    Args:
+        owned: this rank's parameters.
+        plan: that was applied to them.
+    """
+
+    def __init__(self, owned: Sequence[Owned], plan: Plan) -> None:
+        self._owned, self._alone, self._at_once = owned, is_alone(plan), plan.microbatches == 1
+        self._versions = tuple(one.parameter._version for one in owned)
+        self._frozen = [one for one in owned if not one.parameter.requires_grad]
+        self._held = [
+            (one, tensor, _count(tensor, "_post_accumulate_grad_hooks"))
+            for one in owned
+            for tensor in {id(tensor): tensor for tensor in (one.parameter, one.updated)}.values()
+        ]
+
+    def has_changed(self) -> bool:
+        """Whether parameters were changed in place since this was last asked: what was gathered of them is stale."""
+        before, self._versions = self._versions, tuple(one.parameter._version for one in self._owned)
+        return before != self._versions
+
+    def check(self) -> None:
+        """What the loop froze stays frozen; what cannot be followed is refused.
+
+        Raises:
+            InputError: a parameter that was frozen when the plan was applied is to be trained, or has a hook.
+        """
+        for one in self._owned:
+            if one.parameter.requires_grad != one.updated.requires_grad:
+                one.parameter.requires_grad_(one.updated.requires_grad)
+        for one in self._frozen:
+            if one.parameter.requires_grad:
+                remedy = (
+                    "It was frozen when the plan was applied, so its gradient is not summed over ranks. Let it require "
+                    "a gradient before auto_parallelize, and freeze it afterwards."
+                )
+                raise InputError("requires_grad", one.names[0], remedy)
+        for one, tensor, before in self._held:
+            if self._alone and one.updated is one.parameter:
+                continue
+            # FSDP calls hooks of the second kind with reduced gradients
+            behind = not (one.is_zero and self._at_once) and _count(tensor, "_post_accumulate_grad_hooks") > before
+            if behind or _count(tensor, "_backward_hooks"):
+                raise _hook_error(one.names[0])
+
+
+def _hook_error(name: str) -> InputError:
+    remedy = (
+        "A hook on a parameter sees the gradient of a share of the batch, before ranks have summed it. Change "
+        "gradients between loss.backward() and optimizer.step() instead: for p in parallel.parameters(): p.grad..."
+    )
+    return InputError("hook of a parameter", name, remedy)
+
+
+def _count(tensor: Tensor, hooks: str) -> int:
+    """How many hooks a tensor has; PyTorch has no public way to ask."""
+    return len(getattr(tensor, hooks, None) or ())

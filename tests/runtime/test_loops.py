@@ -1,0 +1,309 @@
+"""What users' training loops do: it trains as in one process, or is refused where the loop does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.runtime.engine import ParallelModel
+from tests.pool import WorkerPool
+from tests.runtime.training import SAMPLES, TOKENS, VOCAB, Case, make_batch, make_model, plan_of
+from tests.together import Together
+
+MODEL = "llama-tiny"
+PLANS = {
+    "data": Case([Strategy(data=2)] * 5, MODEL),
+    "zero1": Case([Strategy(zero=2, zero_stage=1)] * 5, MODEL),
+    "zero2": Case([Strategy(zero=2, zero_stage=2)] * 5, MODEL),
+    "zero3 in micro-batches": Case([Strategy(zero=2, zero_stage=3)] * 5, MODEL, microbatches=2),
+    "tensor": Case([Strategy(tensor=2)] * 5, MODEL),
+    "pipeline": Case([Strategy()] * 5, MODEL, cuts=[3], microbatches=2),
+}
+Loop = Callable[[nn.Module], list[float]]
+
+
+def batch_of(seed: int) -> dict[str, Tensor]:
+    tokens = torch.randint(0, VOCAB, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(seed))
+    return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups_of(model), lr=1e-2, eps=1e-4)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups_of(model), lr=0.1)
+
+
+def groups_of(model: nn.Module) -> Any:
+    return model.param_groups() if isinstance(model, ParallelModel) else model.parameters()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    loss = model(**batch_of(seed))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def schedulers(model: nn.Module) -> list[float]:
+    optimizer = adamw(model)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    losses = []
+    for seed in range(3):
+        losses.append(step(model, optimizer, seed))
+        cosine.step()
+        plateau.step(losses[-1])
+    return losses
+
+
+def closures(model: nn.Module) -> list[float]:
+    optimizer = adamw(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(**batch_of(0))
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(2)]  # type: ignore[call-overload]
+
+
+def several_losses(model: nn.Module) -> list[float]:
+    optimizer = adamw(model)
+    loss = model(**batch_of(0)) + 0.5 * model(**batch_of(1))
+    loss.backward()
+    optimizer.step()
+    return [loss.item()]
+
+
+def weighted_by_a_parameter(model: nn.Module) -> list[float]:
+    weight = nn.Parameter(torch.tensor(0.3))
+    optimizers = sgd(model), torch.optim.SGD([weight], lr=0.01)
+    for seed in range(2):
+        ((-weight).exp() * model(**batch_of(seed)) + weight).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [weight.item()]
+
+
+def several_optimizers(model: nn.Module) -> list[float]:
+    parameters = list(model.parameters())
+    many = torch.optim.AdamW([one for one in parameters if one.dim() > 1], lr=1e-2, eps=1e-4)
+    few = torch.optim.SGD([one for one in parameters if one.dim() < 2], lr=0.1)
+    losses = []
+    for seed in range(2):
+        loss = model(**batch_of(seed))
+        loss.backward()
+        many.step()
+        few.step()
+        model.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def freezing(model: nn.Module) -> list[float]:
+    optimizer = adamw(model)
+    losses = []
+    for seed, trains in enumerate((False, True, False)):
+        for parameter in model.parameters():
+            parameter.requires_grad_(trains or parameter.dim() > 1)
+        losses.append(step(model, optimizer, seed))
+    return losses
+
+
+def thawing(model: nn.Module) -> list[float]:
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return [step(model, adamw(model), 0)]
+
+
+def clamping(model: nn.Module) -> list[float]:
+    optimizer, losses = adamw(model), []
+    for seed in range(2):
+        losses.append(step(model, optimizer, seed))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.05, 0.05)
+    return losses
+
+
+def swapping_averages(model: nn.Module) -> list[float]:
+    optimizer, losses = adamw(model), []
+    averages = [parameter.detach().clone() for parameter in model.parameters()]
+    for seed in range(2):
+        losses.append(step(model, optimizer, seed))
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for average, parameter in zip(averages, model.parameters(), strict=True):
+                parameter.copy_(average.lerp_(parameter, 0.5))
+            losses.append(float(model(**batch_of(9))))
+            for before, parameter in zip(kept, model.parameters(), strict=True):
+                parameter.copy_(before)
+    return losses
+
+
+def sharpness_aware(model: nn.Module) -> list[float]:
+    """SAM: the gradient beside the parameters."""
+    optimizer = sgd(model)
+    model(**batch_of(0)).backward()
+    with torch.no_grad():
+        moved = [(one, one.grad.clone().mul_(0.05)) for one in model.parameters() if one.grad is not None]
+        for parameter, way in moved:
+            parameter.add_(way)
+    optimizer.zero_grad()
+    loss = model(**batch_of(0))
+    loss.backward()
+    with torch.no_grad():
+        for parameter, way in moved:
+            parameter.sub_(way)
+    optimizer.step()
+    return [loss.item()]
+
+
+def penalties(model: nn.Module) -> list[float]:
+    loss = model(**batch_of(0)) + 0.01 * next(model.parameters()).square().sum()
+    loss.backward()
+    return [loss.item()]
+
+
+def hooks(model: nn.Module) -> list[float]:
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return [step(model, sgd(model), 0)]
+
+
+def steps_in_backward(model: nn.Module) -> list[float]:
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: optimizers[one].step())
+    loss = model(**batch_of(0))
+    loss.backward()
+    return [loss.item()]
+
+
+def gradients_by_hand(model: nn.Module) -> list[float]:
+    parameters = list(model.parameters())
+    loss = model(**batch_of(0))
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    sgd(model).step()
+    return [loss.item()]
+
+
+def backward_twice(model: nn.Module) -> list[float]:
+    optimizer = sgd(model)
+    loss = model(**batch_of(0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return [loss.item()]
+
+
+def casting(model: nn.Module) -> list[float]:
+    model.to("cpu").float()
+    model.to(torch.bfloat16)
+    return []
+
+
+def adversarial(model: nn.Module) -> list[float]:
+    weights = torch.ones(SAMPLES, TOKENS, requires_grad=True)
+    model(**batch_of(0), weights=weights)
+    return []
+
+
+LOOPS: dict[str, tuple[Loop, str]] = {
+    "schedulers": (schedulers, ""),
+    "closures": (closures, ""),
+    "several losses": (several_losses, "of two batches"),
+    "weighted by a parameter": (weighted_by_a_parameter, ""),
+    "several optimizers": (several_optimizers, ""),
+    "freezing": (freezing, ""),
+    "thawing": (thawing, "It was frozen when the plan was applied"),
+    "clamping": (clamping, ""),
+    "swapping averages": (swapping_averages, "to run it forward alone"),
+    "sharpness aware": (sharpness_aware, ""),
+    "penalties": (penalties, "inside the model's forward"),
+    "hooks": (hooks, "A hook on a parameter"),
+    "hooks of the model": (lambda model: [step(model, sgd(model), 0)], "A hook on a parameter"),
+    "steps in backward": (steps_in_backward, "A hook on a parameter"),
+    "gradients by hand": (gradients_by_hand, "loss.backward() alone"),
+    "backward twice": (backward_twice, "a second time"),
+    "casting": (casting, "before auto_parallelize"),
+    "adversarial": (adversarial, "requires a gradient"),
+}
+"""Loops, and what the error says where a plan cannot follow."""
+ALWAYS_REFUSED = {"thawing", "penalties", "hooks", "hooks of the model", "gradients by hand", "casting", "adversarial"}
+REFUSED = {
+    "pipeline": {"several losses", "swapping averages", "steps in backward", "backward twice"},
+    "zero3 in micro-batches": {"steps in backward", "backward twice"},
+    "data": {"steps in backward"},
+    "zero1": {"steps in backward"},
+    "tensor": {"steps in backward"},
+}
+
+
+def model_for(loop: str) -> nn.Module:
+    model = make_model(MODEL)
+    for parameter in model.parameters():
+        if parameter.dim() < 2 and loop == "thawing":
+            parameter.requires_grad_(False)
+        if loop == "hooks of the model":
+            parameter.register_hook(lambda gradient: gradient / 2)
+    return model
+
+
+def run_loops(case: Case) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (loop, _) in LOOPS.items():
+        model = model_for(name)
+        try:
+            parallel = ParallelModel(model, plan_of(case), discover_layers(model), make_batch(), device="cpu")
+            found[name] = loop(parallel), parallel.full_state_dict()
+        except InputError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def looped(pool: WorkerPool) -> Together:
+    return Together(pool, run_loops, PLANS, lambda case: case.world)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_loops_train_as_in_one_process_or_are_refused(looped: Together, plan: str) -> None:
+    for found in looped[plan]:
+        for name, (loop, message) in LOOPS.items():
+            result = found[name]
+            if name in ALWAYS_REFUSED | REFUSED.get(plan, set()):
+                assert isinstance(result, str), name
+                assert message in result
+                continue
+            assert not isinstance(result, str), (name, result)
+            model = model_for(name)
+            assert result[0] == pytest.approx(loop(model), rel=1e-4), name
+            for key, wanted in model.state_dict().items():
+                assert float((result[1][key] - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max()), (name, key)
+
+
+def test_another_loss_before_the_models_is_refused(pool: WorkerPool) -> None:
+    for said in pool.run(2, other_loss_first):
+        assert "of another loss than the model's" in said
+
+
+def other_loss_first() -> str:
+    model = make_model(MODEL)
+    parallel = ParallelModel(model, plan_of(PLANS["data"]), discover_layers(model), make_batch(), device="cpu")
+    with pytest.raises(InputError) as raised:
+        next(parallel.parameters()).square().sum().backward()
+    return str(raised.value)
