@@ -30,6 +30,7 @@ from galvatron_lite.runtime.cyclic.state import WholeState
 from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_scales
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
+from galvatron_lite.runtime.parameter_use import check_hooks
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.world import pick_device
 
@@ -114,6 +115,7 @@ class CyclicModel(Observable, nn.Module):
     ) -> None:
         super().__init__()
         prepare_for_training(model)
+        check_hooks(model)
         _refuse_clipping(max_grad_norm)
         check_reduction(loss_reduction, loss_weight)
         _check_world(plan)

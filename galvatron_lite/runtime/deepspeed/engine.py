@@ -30,6 +30,7 @@ from galvatron_lite.runtime.deepspeed.state import full_state_dict, load_full_st
 from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_weight import LossWeight, ShareScale, check_reduction, share_scales, weighted
 from galvatron_lite.runtime.mesh import join_world
+from galvatron_lite.runtime.parameter_use import check_hooks
 from galvatron_lite.runtime.placement import check_samples, place_layers
 from galvatron_lite.runtime.watch.notes import StepPhase
 from galvatron_lite.runtime.watch.watch import Watch
@@ -96,6 +97,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         self._loss_weight, self._loss_reduction = loss_weight, loss_reduction
         self._scales = dict[int, ShareScale]()
         prepare_for_training(model)
+        check_hooks(model)
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm, self._loss_fn = check_runs(plan, DEEPSPEED), max_grad_norm, loss_fn
         join_world(plan, self.device.type)
