@@ -19,7 +19,16 @@ from galvatron_lite.capture.shared import Owners, find_owners, layer_needs, lent
 from galvatron_lite.capture.tensor import MixtureFigures, TensorFigures, mixture_figures, split_block, split_edges
 from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.model.balancing import undivided_reason
-from galvatron_lite.model.batch import LossFn, loss_of, map_tensors, resize_batch, sequence_length, tensors_of
+from galvatron_lite.model.batch import (
+    LossFn,
+    batch_size,
+    loss_of,
+    map_tensors,
+    places,
+    resize_batch,
+    sequence_length,
+    tensors_of,
+)
 from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import arrange_layers, watch
 from galvatron_lite.model.discover_blocks import BlockNames, signature, unit_paths
@@ -89,10 +98,16 @@ def trace(
     """
     twin = meta_copy(model, precision)
     batches = [_example(batch, samples, precision) for samples in SAMPLES]
-    watched = watch(twin, batches[1], blocks)
+    try:
+        watched = watch(twin, batches[1], blocks)
+        fewer = observe(twin, batches[0], unit_paths(twin, watched.blocks))
+    except TraceError as error:
+        if (other := _row_error(twin, batch, precision, blocks, error)) is None:
+            raise
+        raise other from error
     with watched.flow:
         outputs = _ends(watched.output, batches[1], loss_fn)
-    seen = (observe(twin, batches[0], unit_paths(twin, watched.blocks)), watched.seen)
+    seen = (fewer, watched.seen)
     layers = arrange_layers(twin, watched.blocks, seen[1].order, _signatures(twin, seen[1]))
     calls = tuple(_block_calls(layers, observation) for observation in seen)
     capture = _Capture(twin, layers, find_owners(twin, layers), seen, calls, _sequence(batches[1], calls[1]))
@@ -123,6 +138,25 @@ def _example(batch: Any, samples: int, precision: str | None) -> Any:
         return resized
     dtype = dtype_of(precision)
     return map_tensors(resized, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _row_error(
+    twin: nn.Module, batch: Any, precision: str | None, blocks: BlockNames | None, error: TraceError
+) -> TraceError | None:
+    """Of a model that does not run on fewer samples: that a tensor has none, or a list some; None where it is so with
+    all samples, too."""
+    rows = batch_size(batch)
+    try:
+        watch(twin, _example(batch, rows, precision), blocks)
+    except TraceError:
+        return None
+    names = [place.lstrip(".") for place, tensor in places(batch) if tensor.dim() and tensor.shape[0] == rows]
+    remedy = (
+        f"Tensors whose first dimension is {rows} are taken to have a row for each of {rows} samples, all else to be "
+        f"of all samples; with fewer rows the model does not run. {error.remedy} Give a tensor without samples a first "
+        "dimension of 1, or the example batch another number of samples; make lists of samples tensors."
+    )
+    return TraceError("batch", ", ".join(names), remedy)
 
 
 def _signatures(twin: nn.Module, seen: Observation) -> dict[str, Hashable]:

@@ -37,6 +37,26 @@ def test_a_model_that_does_not_take_the_batch() -> None:
         trace(Plain(), torch.zeros(2, 3, 4))
 
 
+class Weighted(nn.Module):
+    """Takes what has no samples beside what has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        for layer in self.body:
+            x = layer(x)
+        return (x * weights)[: len(names)].mean()
+
+
+def test_a_tensor_whose_first_dimension_is_that_of_the_samples_by_chance() -> None:
+    batch = {"x": torch.ones(4, 4), "weights": torch.ones(4), "names": ["a"]}
+    with pytest.raises(TraceError, match=r"batch: 'x, weights'.*a row for each of 4 samples.*a first dimension of 1"):
+        trace(Weighted(), batch)
+    trace(Weighted(), batch | {"weights": torch.ones(1, 4)})
+
+
 def test_a_model_that_cannot_be_copied() -> None:
     model, batch = plain()
     model.lock = threading.Lock()
