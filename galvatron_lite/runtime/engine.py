@@ -145,6 +145,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self.origin = origin_of(model, layers, batch, options, precision)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
+        self.use = ParameterUse.of(self.runtimes, plan)
         self.steering: Steering | None = None
         self.plan_check: Callable[[Plan], None] | None = None
         self.origin.settle()
@@ -158,8 +159,6 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         meshes = build_meshes(self.plan, self.device.type, options.groups)
         self._runtimes = set_up(model, self.plan, layers, batch, meshes, options)
         self.copies = nn.ModuleList(runtime.model for runtime in self._runtimes[1:])
-        owned = [one for runtime in self._runtimes for one in runtime.owned]
-        self._use = ParameterUse(owned, self.plan)
         return self._runtimes[0]
 
     @property
@@ -441,12 +440,12 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
     def _begin(self, *, trains: bool = True) -> None:
         trains = trains and self.training and torch.is_grad_enabled()
         if trains:
-            self._use.check()
+            self.use.check()
         if self._calls.draws is not None:
             self._calls.draws.begin_step(self.step, trains)
         for runtime in self.runtimes:
             runtime.updates.begin()
-        if self._use.has_changed():
+        if self.use.has_changed():
             for module in (module for runtime in self.runtimes for module in runtime.sharded.zero_modules):
                 module.reshard()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Self
 
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.setup import StageRuntime
 from galvatron_lite.runtime.sharding import Owned
 
 
@@ -18,7 +20,7 @@ def check_hooks(model: nn.Module) -> None:
         InputError: a hook would see the gradient of a share of the batch, or of the parameter.
     """
     for name, parameter in model.named_parameters():
-        if _count(parameter, "_backward_hooks") or _count(parameter, "_post_accumulate_grad_hooks"):
+        if any(_has_hook(parameter, kind) for kind in _KINDS):
             raise _hook_error(name)
 
 
@@ -37,18 +39,21 @@ class ParameterUse:
 
     def __init__(self, owned: Sequence[Owned], plan: Plan) -> None:
         self._owned, self._alone, self._at_once = owned, is_alone(plan), plan.microbatches == 1
-        self._versions = tuple(one.parameter._version for one in owned)
         self._frozen = [one for one in owned if not one.parameter.requires_grad]
-        self._held = [
-            (one, tensor, _count(tensor, "_post_accumulate_grad_hooks"))
-            for one in owned
-            for tensor in {id(tensor): tensor for tensor in (one.parameter, one.updated)}.values()
-        ]
+        self._versions = self._current_versions()
+
+    @classmethod
+    def of(cls, runtimes: Iterable[StageRuntime], plan: Plan) -> Self:
+        """That of the parameters of all parts of the model on this rank."""
+        return cls([one for runtime in runtimes for one in runtime.owned], plan)
 
     def has_changed(self) -> bool:
         """Whether parameters were changed in place since this was last asked: what was gathered of them is stale."""
-        before, self._versions = self._versions, tuple(one.parameter._version for one in self._owned)
+        before, self._versions = self._versions, self._current_versions()
         return before != self._versions
+
+    def _current_versions(self) -> tuple[int, ...]:
+        return tuple(one.parameter._version for one in self._owned)
 
     def check(self) -> None:
         """What the loop froze stays frozen; what cannot be followed is refused.
@@ -66,12 +71,12 @@ class ParameterUse:
                     "a gradient before auto_parallelize, and freeze it afterwards."
                 )
                 raise InputError("requires_grad", one.names[0], remedy)
-        for one, tensor, before in self._held:
+        for one in self._owned:
             if self._alone and one.updated is one.parameter:
                 continue
             # FSDP calls hooks of the second kind with reduced gradients
-            behind = not (one.is_zero and self._at_once) and _count(tensor, "_post_accumulate_grad_hooks") > before
-            if behind or _count(tensor, "_backward_hooks"):
+            kinds = _KINDS[:1] if one.is_zero and self._at_once else _KINDS
+            if any(_has_hook(tensor, kind) for tensor in (one.parameter, one.updated) for kind in kinds):
                 raise _hook_error(one.names[0])
 
 
@@ -83,6 +88,13 @@ def _hook_error(name: str) -> InputError:
     return InputError("hook of a parameter", name, remedy)
 
 
-def _count(tensor: Tensor, hooks: str) -> int:
-    """How many hooks a tensor has; PyTorch has no public way to ask."""
-    return len(getattr(tensor, hooks, None) or ())
+_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes with the hooks of a tensor; PyTorch has no public way to ask for them."""
+_PACKAGE = __name__.partition(".")[0]
+
+
+def _has_hook(tensor: Tensor, kind: str) -> bool:
+    """Whether a tensor has a hook of other code than this package's."""
+    hooks = (getattr(tensor, kind, None) or {}).values()
+    homes = (getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks)
+    return any(home.partition(".")[0] != _PACKAGE for home in homes)
