@@ -43,7 +43,7 @@ from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.steering import Steering
 from galvatron_lite.runtime.step_end import finish_step, reduced
-from galvatron_lite.runtime.stepped import check_gradients, check_no_gradients, stepped_loss
+from galvatron_lite.runtime.stepped import GradientsAside, check_gradients, stepped_loss
 from galvatron_lite.runtime.switch.origin import origin_of
 from galvatron_lite.runtime.switch.switching import Switching
 from galvatron_lite.runtime.synced_buffers import SyncedBuffers
@@ -151,7 +151,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self.origin.settle()
         buffers = SyncedBuffers(synced_buffers or {})
         self._calls = Calls(self._compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
-        self._rows = 0
+        self._rows, self._pending = 0, False
         self._optimizers, self._turns = OptimizerSteps(self), 1
         self._batches = GlobalBatches(self.device, batch, local_batch, timeout)
 
@@ -341,15 +341,23 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         return norm
 
     def _steps_when_called(self) -> bool:
-        """Whether forward and backward passes take turns; not where a loop adds up gradients of several batches."""
-        adds_up = not self.runtime.reducer.synchronise or self._has_gradients()
-        return self.scaler is None and (len(self.plan.stages) > 1 or (self.plan.microbatches > 1 and not adds_up))
+        """Whether forward and backward passes take turns."""
+        adds_on_host = self._has_gradients() and any(runtime.updates.hosts for runtime in self.runtimes)
+        several = len(self.plan.stages) > 1 or (self.plan.microbatches > 1 and not adds_on_host)
+        return self.scaler is None and several
 
     def _stepped(self, batch: Any) -> Tensor:
-        check_no_gradients(self._has_gradients())
-        self._turns = 1
+        aside = GradientsAside(self.runtimes, self._pending)
+        self._turns, self._pending = 1, True
         value = reduced(self, [self.backward_step(batch)], with_norm=False)[0]
-        return self._guarded(stepped_loss(value, self._multiply_known))
+
+        def settle(factor: Tensor) -> None:
+            self._pending = False
+            check_gradients(self._has_gradients() or not any(runtime.owned for runtime in self.runtimes))
+            self._multiply(factor)
+            aside.add()
+
+        return self._guarded(stepped_loss(value, settle))
 
     def _guarded(self, loss: Tensor) -> Tensor:
         return loss if is_alone(self.plan) else guard_loss(loss, self._parameter_ids)
@@ -361,10 +369,6 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
 
     def _has_gradients(self) -> bool:
         return any(one.gradient is not None for runtime in self.runtimes for one in runtime.owned)
-
-    def _multiply_known(self, factor: Tensor) -> None:
-        check_gradients(self._has_gradients() or not any(runtime.owned for runtime in self.runtimes))
-        self._multiply(factor)
 
     def _watched(self, phase: StepPhase = StepPhase.SAVING) -> AbstractContextManager[None]:
         return self.watch.explained(self.step, self.plan, self.runtime.meshes.stage_index, phase)

@@ -7,13 +7,15 @@ the loop made of the loss (1 where it is left as it is).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.runtime.gradient_guard import guard_gradients
+from galvatron_lite.runtime.setup import StageRuntime
 
 
 def stepped_loss(loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:
@@ -28,18 +30,37 @@ def stepped_loss(loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:
     return made
 
 
-def check_no_gradients(present: bool) -> None:
-    """Refuse gradients of an earlier batch: those of a new one would be summed over the ranks together with them.
+class GradientsAside:
+    """Gradients of earlier batches, which the next one may not meet before it is summed over ranks; they take their
+    room a second time.
+
+    Args:
+        runtimes: of the model's parts on this rank; their gradients are taken away.
+        pending: whether backward of the loss of the batch before was not called yet.
 
     Raises:
-        InputError: there are some.
+        InputError: there are gradients whose loss is pending, or in host memory.
     """
-    if present:
-        remedy = (
-            "Those of the last batch are still there. Under this plan the model works a batch through in micro-batches "
-            "by itself: call optimizer.zero_grad() before it, and plan with a larger --batch to accumulate more."
-        )
-        raise InputError("gradients", "of two batches", remedy)
+
+    def __init__(self, runtimes: Sequence[StageRuntime], pending: bool) -> None:
+        held = [one for runtime in runtimes for one in runtime.owned if one.gradient is not None]
+        if held and (pending or any(one.host is not None for one in held)):
+            remedy = (
+                "Those of the last batch are still there. Under this plan the model works a batch through in "
+                "micro-batches by itself: call loss.backward() before the next batch, or optimizer.zero_grad(); with "
+                "offload plan a larger --batch to accumulate more."
+            )
+            raise InputError("gradients", "of two batches", remedy)
+        guard_gradients(held, guarded=False)
+        self._held = [(one, one.reduced.grad.clone()) for one in held if one.reduced.grad is not None]
+        for one, _ in self._held:
+            one.reduced.grad = None
+
+    def add(self) -> None:
+        """Add them to the new ones."""
+        for one, gradient in self._held:
+            new = one.reduced.grad
+            one.reduced.grad = gradient if new is None else new.add_(gradient)
 
 
 def check_gradients(present: bool) -> None:

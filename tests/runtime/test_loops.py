@@ -24,6 +24,7 @@ PLANS = {
     "zero2": Case([Strategy(zero=2, zero_stage=2)] * 5, MODEL),
     "zero3 in micro-batches": Case([Strategy(zero=2, zero_stage=3)] * 5, MODEL, microbatches=2),
     "tensor": Case([Strategy(tensor=2)] * 5, MODEL),
+    "micro-batches": Case([Strategy(data=2)] * 5, MODEL, microbatches=2),
     "pipeline": Case([Strategy()] * 5, MODEL, cuts=[3], microbatches=2),
 }
 Loop = Callable[[nn.Module], list[float]]
@@ -76,6 +77,18 @@ def closures(model: nn.Module) -> list[float]:
         return loss
 
     return [optimizer.step(closure).item() for _ in range(2)]  # type: ignore[call-overload]
+
+
+def accumulating(model: nn.Module) -> list[float]:
+    optimizer, losses = adamw(model), []
+    for seed in range(4):
+        loss = model(**batch_of(seed)) / 2
+        loss.backward()
+        losses.append(loss.item())
+        if seed % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
 
 
 def several_losses(model: nn.Module) -> list[float]:
@@ -225,6 +238,7 @@ def adversarial(model: nn.Module) -> list[float]:
 LOOPS: dict[str, tuple[Loop, str]] = {
     "schedulers": (schedulers, ""),
     "closures": (closures, ""),
+    "accumulating": (accumulating, ""),
     "several losses": (several_losses, "of two batches"),
     "weighted by a parameter": (weighted_by_a_parameter, ""),
     "several optimizers": (several_optimizers, ""),
@@ -246,8 +260,9 @@ LOOPS: dict[str, tuple[Loop, str]] = {
 ALWAYS_REFUSED = {"thawing", "penalties", "hooks", "hooks of the model", "gradients by hand", "casting", "adversarial"}
 REFUSED = {
     "pipeline": {"several losses", "swapping averages", "steps in backward", "backward twice"},
-    "zero3 in micro-batches": {"steps in backward", "backward twice"},
+    "zero3 in micro-batches": {"several losses", "steps in backward", "backward twice"},
     "data": {"steps in backward"},
+    "micro-batches": {"several losses", "steps in backward", "backward twice"},
     "zero1": {"steps in backward"},
     "tensor": {"steps in backward"},
 }
