@@ -35,7 +35,7 @@ from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
 from galvatron_lite.runtime.parameter_use import ParameterUse, check_hooks, is_alone
 from galvatron_lite.runtime.pieces import entries_of
-from galvatron_lite.runtime.pipelined import output_count, pipelined_outputs, pipelined_step
+from galvatron_lite.runtime.pipelined import output_count, pipelined_loss, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import SetupOptions, StageRuntime, set_up
@@ -185,7 +185,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         Raises:
             InputError: the batch cannot be shared evenly, or is to get gradients; there are gradients of another batch
                 that was worked on in micro-batches; a parameter has a hook, or was frozen when the plan was applied and
-                is to be trained; a plan with a pipeline is only to be run forward.
+                is to be trained; a plan with a pipeline is run in evaluation mode with gradients.
         """
         batch = self._batches(batch_of_call(args, kwargs), self.watch.group)
         if not is_alone(self.plan) and any(tensor.requires_grad for tensor in tensors_of(batch)):
@@ -194,8 +194,12 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         if torch.is_grad_enabled() and self.training and self._steps_when_called():
             return self._stepped(batch)
         if len(self.plan.stages) > 1:
-            remedy = "Call outputs(batch) to run it forward alone, and train_step(batch, optimizer) to train it."
-            raise InputError("plan", f"{len(self.plan.stages)} stages", remedy)
+            if not torch.is_grad_enabled():
+                return self._evaluated(batch)
+            remedy = (
+                "Under torch.no_grad() the call gives the loss, and outputs(batch) the outputs; call train() to train."
+            )
+            raise InputError("plan", f"{len(self.plan.stages)} stages in evaluation mode", remedy)
         (part,) = self._parts(batch, 1)
         self._begin()
         self._calls.buffers.begin(self.runtimes if self.training else (), 1)
@@ -228,6 +232,16 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
                 return self._outputs(self._parts(batch, 1)[0])
             parts = self._parts_by_stage(batch, output_count(batch_size(batch), self.plan))
             return pipelined_outputs(self.runtimes, self._calls, parts, self._rows, self.plan)
+
+    def _evaluated(self, batch: Any) -> Tensor:
+        """The loss of a batch, forward passes alone."""
+        self._begin(trains=False)
+        count = output_count(batch_size(batch), self.plan)
+        self._calls.buffers.begin(self.runtimes if self.training else (), count)
+        parts = self._parts_by_stage(batch, count)
+        loss = pipelined_loss(self.runtimes, self._calls, parts, self._rows)
+        self._calls.buffers.finish()
+        return reduced(self, [loss], with_norm=False)[0]
 
     def _outputs(self, part: Any) -> Any:
         return self._calls.outputs(self.runtime, part, self._rows)[0]

@@ -80,6 +80,15 @@ def _begin(runtimes: Sequence[StageRuntime], *, synchronise: bool) -> None:
         runtime.reducer.begin()
 
 
+def pipelined_loss(runtimes: Sequence[StageRuntime], calls: Calls, parts: Sequence[Sequence[Any]], rows: int) -> Tensor:
+    """This rank's part of the loss of a batch, forward passes alone; arguments and result as of ``pipelined_step``."""
+    traffic = runtimes[-1].traffic
+    ranks = runtimes[-1].meshes.stage_devices // traffic.glue.batch  # that have the same samples
+    losses = _runner_of(runtimes).outputs(parts, lambda chunk, part: calls.loss(runtimes[chunk], part, rows))
+    total = torch.zeros((), device=calls.device) if not losses else torch.stack([loss.float() for loss in losses]).sum()
+    return total / (traffic.glue.batch * len(parts[0]) * ranks)
+
+
 def pipelined_outputs(
     runtimes: Sequence[StageRuntime], calls: Calls, parts: Sequence[Sequence[Any]], rows: int, plan: Plan
 ) -> Any:

@@ -283,13 +283,13 @@ def test_plans_of_another_model(pool: WorkerPool, names: list[str], message: str
 
 
 def refuse_pipeline() -> str:
-    parallel = make_parallel(Case([Strategy()] * 5, cuts=[3]))
-    with torch.no_grad(), pytest.raises(InputError) as raised:
+    parallel = make_parallel(Case([Strategy()] * 5, cuts=[3])).eval()
+    with pytest.raises(InputError) as raised:
         parallel(make_batch())
     return str(raised.value)
 
 
-def test_a_pipeline_that_is_only_to_run_forward_says_how(pool: WorkerPool) -> None:
+def test_a_pipeline_in_evaluation_mode_with_gradients_says_how(pool: WorkerPool) -> None:
     assert "outputs(batch)" in pool.run(2, refuse_pipeline)[0]
 
 

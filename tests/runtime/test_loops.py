@@ -166,6 +166,17 @@ def swapping_averages(model: nn.Module) -> list[float]:
     return losses
 
 
+def evaluating(model: nn.Module) -> list[float]:
+    optimizer, losses = adamw(model), []
+    for seed in range(2):
+        losses.append(step(model, optimizer, seed))
+        model.eval()
+        with torch.inference_mode():
+            losses.append(float(model(**batch_of(9))))
+        model.train()
+    return losses
+
+
 def sharpness_aware(model: nn.Module) -> list[float]:
     """SAM: the gradient beside the parameters."""
     optimizer = sgd(model)
@@ -245,7 +256,8 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "freezing": (freezing, ""),
     "thawing": (thawing, "It was frozen when the plan was applied"),
     "clamping": (clamping, ""),
-    "swapping averages": (swapping_averages, "to run it forward alone"),
+    "swapping averages": (swapping_averages, ""),
+    "evaluating": (evaluating, ""),
     "sharpness aware": (sharpness_aware, ""),
     "penalties": (penalties, "inside the model's forward"),
     "hooks": (hooks, "A hook on a parameter"),
@@ -259,7 +271,7 @@ LOOPS: dict[str, tuple[Loop, str]] = {
 """Loops, and what the error says where a plan cannot follow."""
 ALWAYS_REFUSED = {"thawing", "penalties", "hooks", "hooks of the model", "gradients by hand", "casting", "adversarial"}
 REFUSED = {
-    "pipeline": {"several losses", "swapping averages", "steps in backward", "backward twice"},
+    "pipeline": {"several losses", "steps in backward", "backward twice"},
     "zero3 in micro-batches": {"several losses", "steps in backward", "backward twice"},
     "data": {"steps in backward"},
     "micro-batches": {"several losses", "steps in backward", "backward twice"},
