@@ -33,7 +33,7 @@ from galvatron_lite.runtime.loss_tensor import guard_loss
 from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
-from galvatron_lite.runtime.parameter_use import ParameterUse, check_hooks, is_alone
+from galvatron_lite.runtime.parameter_use import ParameterUse, check_hooks, is_alone, refuse_direct_calls
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_loss, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
@@ -146,6 +146,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
         self.use = ParameterUse.of(self.runtimes, plan)
+        refuse_direct_calls(model, self)
         self.steering: Steering | None = None
         self.plan_check: Callable[[Plan], None] | None = None
         self.origin.settle()

@@ -29,9 +29,15 @@ _REMEDY = (
     "parallel.clip_grad_norm(max_norm) in its place, which returns the whole model's norm before clipping, or give "
     "max_grad_norm to train_step. runtime.state.full_gradients(parallel) has whole gradients."
 )
+_SCALER = (
+    "A rank sees overflow in its part of the gradient alone, and would skip a step that others take. Compute with "
+    'precision="fp16" and call train_step, which scales the loss.'
+)
 
 
 def _guarded(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    if func is torch._amp_foreach_non_finite_check_and_unscale_:
+        raise InputError("gradient", "a GradScaler", _SCALER)
     if func in _REDUCTIONS:
         raise InputError("gradient", f"{getattr(func, '__name__', 'norm')} of this rank's part", _REMEDY)
     with torch._C.DisableTorchFunctionSubclass():

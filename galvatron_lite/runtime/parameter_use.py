@@ -1,10 +1,12 @@
-"""What a training loop does to parameters between steps: followed where the plan can, refused where it cannot."""
+"""What a training loop does with a split model between steps: followed where the plan can, refused where it cannot."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
@@ -27,6 +29,40 @@ def check_hooks(model: nn.Module) -> None:
 def is_alone(plan: Plan) -> bool:
     """Whether gradients are those that autograd makes of a batch at once, on one device."""
     return plan.devices == 1 and plan.microbatches == 1
+
+
+class SplitModel(Protocol):
+    """A ``ParallelModel``."""
+
+    plan: Plan
+
+    @property
+    def runtimes(self) -> Sequence[StageRuntime]:
+        """What trains the parts of the model that are on this rank."""
+        ...
+
+
+def refuse_direct_calls(model: nn.Module, parallel: SplitModel) -> None:
+    """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own.
+
+    Args:
+        model: the user's.
+        parallel: what calls it.
+    """
+    owner = weakref.ref(parallel)
+
+    def check(module: nn.Module, _args: object) -> None:
+        parallel = owner()
+        if parallel is None or is_alone(parallel.plan) or any(one.traffic.is_running for one in parallel.runtimes):
+            return
+        if torch.is_grad_enabled() or len(parallel.plan.stages) > 1:
+            remedy = (
+                "The plan has split it over ranks. Call what auto_parallelize returned: parallel(batch), "
+                "parallel.outputs(batch) or parallel.train_step(batch, optimizer)."
+            )
+            raise InputError("call of the model itself", type(module).__name__, remedy)
+
+    model.register_forward_pre_hook(check)
 
 
 class ParameterUse:

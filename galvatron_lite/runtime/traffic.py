@@ -36,6 +36,7 @@ class Traffic:
     # dim 0 has as many items as there are samples is taken to have one
     sampled: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     rows: int = 0  # of the micro-batch, over the whole stage
+    is_running: bool = False  # whether the stage runs a micro-batch forward now
     # glue tensors that were converted for a layer in this micro-batch, by identity
     brought: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -46,12 +47,13 @@ class Traffic:
 
     def begin(self, rows: int) -> None:
         """A micro-batch of so many rows, over the whole stage, starts its forward pass."""
-        self.rows = rows
-        self.end()
+        self.brought.clear()
+        self.rows, self.is_running = rows, True
 
     def end(self) -> None:
         """Let go of the micro-batch's tensors."""
         self.brought.clear()
+        self.is_running = False
 
     def has_rows(self, tensor: Tensor, layout: Layout) -> bool:
         """Whether a tensor may hold a share of the samples along dim 0."""

@@ -201,6 +201,14 @@ def penalties(model: nn.Module) -> list[float]:
     return [loss.item()]
 
 
+def calling_the_model_itself(model: nn.Module) -> list[float]:
+    inner = model.module if isinstance(model, ParallelModel) else model
+    with torch.no_grad():
+        loss = inner(**batch_of(0)) if not isinstance(model, ParallelModel) or len(model.plan.stages) == 1 else 0.0
+    inner(**batch_of(0)).backward()
+    return [float(loss)]
+
+
 def hooks(model: nn.Module) -> list[float]:
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
@@ -260,6 +268,7 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "evaluating": (evaluating, ""),
     "sharpness aware": (sharpness_aware, ""),
     "penalties": (penalties, "inside the model's forward"),
+    "calling the model itself": (calling_the_model_itself, "parallel.train_step(batch, optimizer)"),
     "hooks": (hooks, "A hook on a parameter"),
     "hooks of the model": (lambda model: [step(model, sgd(model), 0)], "A hook on a parameter"),
     "steps in backward": (steps_in_backward, "A hook on a parameter"),
@@ -269,7 +278,10 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "adversarial": (adversarial, "requires a gradient"),
 }
 """Loops, and what the error says where a plan cannot follow."""
-ALWAYS_REFUSED = {"thawing", "penalties", "hooks", "hooks of the model", "gradients by hand", "casting", "adversarial"}
+ALWAYS_REFUSED = {
+    "thawing", "penalties", "calling the model itself", "hooks", "hooks of the model", "gradients by hand", "casting",
+    "adversarial",
+}  # fmt: skip
 REFUSED = {
     "pipeline": {"several losses", "steps in backward", "backward twice"},
     "zero3 in micro-batches": {"several losses", "steps in backward", "backward twice"},
