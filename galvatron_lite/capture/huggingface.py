@@ -122,7 +122,13 @@ def _traced(path: Path, sequence: int | None, precision: str) -> ModelGraph:
 
     with torch.device("meta"):
         model = build_model(path)
-    batch = example_batch(model, sequence=_sequence(model.config, sequence, path))
+    try:
+        batch = example_batch(model, sequence=_sequence(model.config, sequence, path))
+    except InputError as error:
+        if error.field != "batch":
+            raise
+        remedy = f"What a {type(model).__name__} takes is not known. Give the model itself: FILE.py:FACTORY."
+        raise InputError("model", str(path), remedy) from error
     name = path.stem if path.stem != "config" else path.parent.resolve().name
     return trace(model, batch, precision=precision, name=name)
 

@@ -37,11 +37,11 @@ def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None
         return own(samples)
     config = getattr(model, "config", None)
     main = getattr(model, "main_input_name", "input_ids")
-    if main in ("input_features", "input_values"):
+    if main == "input_values" or (main == "input_features" and hasattr(config, "num_mel_bins")):
         return _sound(model, main, samples, sequence)
     if hasattr(config, "num_channels"):
         return _images(config, samples)
-    if hasattr(config, "vocab_size"):
+    if hasattr(config, "vocab_size") and main != "input_features":
         return _tokens(config, samples, sequence)
     name = type(model).__name__
     raise InputError("batch", None, f"{name} does not say what it takes. Give an example batch as the second argument.")
