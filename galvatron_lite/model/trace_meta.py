@@ -39,6 +39,7 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         TraceError: the model cannot be copied, or an unknown precision.
     """
     dtype = None if precision is None else dtype_of(precision)
+    _check_unwrapped(model)
     _check_hooks(model)
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -52,6 +53,17 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         _simplify(module)
     prepare_for_training(twin)
     return twin.train()
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Refuse what other code made of a model to compile it, or to train it on several ranks."""
+    if hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes more than a second to import
+        remedy = "Give the model before torch.compile; compile=True compiles its blocks under every plan."
+    elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        remedy = "Give the model inside, model.module: the plan shares it out."
+    else:
+        return
+    raise TraceError("model", type(model).__name__, remedy)
 
 
 def _check_hooks(model: nn.Module) -> None:

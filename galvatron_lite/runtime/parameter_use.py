@@ -60,7 +60,8 @@ def refuse_direct_calls(model: nn.Module, parallel: SplitModel) -> None:
                 "The plan has split it over ranks. Call what auto_parallelize returned: parallel(batch), "
                 "parallel.outputs(batch) or parallel.train_step(batch, optimizer)."
             )
-            raise InputError("call of the model itself", type(module).__name__, remedy)
+            name = type(module).__name__.removeprefix("FSDP")  # how torch calls the classes it makes
+            raise InputError("call of the model itself", name, remedy)
 
     model.register_forward_pre_hook(check)
 

@@ -1,6 +1,7 @@
 """What cannot be captured is named, with the cause."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -55,6 +56,13 @@ def test_a_tensor_whose_first_dimension_is_that_of_the_samples_by_chance() -> No
     with pytest.raises(TraceError, match=r"batch: 'x, weights'.*a row for each of 4 samples.*a first dimension of 1"):
         trace(Weighted(), batch)
     trace(Weighted(), batch | {"weights": torch.ones(1, 4)})
+
+
+@pytest.mark.parametrize("wrap", [lambda model: torch.compile(model, backend="eager"), nn.DataParallel])
+def test_a_model_that_is_wrapped(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model, batch = plain()
+    with pytest.raises(TraceError, match="Give the model "):
+        trace(wrap(model), batch)
 
 
 def test_a_model_that_cannot_be_copied() -> None:
