@@ -24,7 +24,7 @@ from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.trace_meta import precision_of
+from galvatron_lite.model.trace_meta import check_model, precision_of
 from galvatron_lite.model.trace_record import ValuesReadError
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.describe import plan_line
@@ -162,6 +162,7 @@ def auto_parallelize(
         InfeasibleError: no plan fits the budget.
         VerificationError: ``verify``, and a check failed; on every rank.
     """
+    check_model(model)
     listen()
     verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
     place, seen = pick_device(device), seen_of(log, live, profile_steps)
@@ -182,6 +183,9 @@ def auto_parallelize(
         _check_unplanned({"fix": fix, "forbid": forbid, "tolerance": tolerance})
     _check_delay(chosen, delay)
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
+    if wanted is Mode.TRAINING and not any(parameter.requires_grad for parameter in model.parameters()):
+        remedy = "Let at least one train (model.requires_grad_()), or give mode='inference'."
+        raise InputError("model", "no parameter that requires a gradient", remedy)
     findings = None
     if wanted is Mode.TRAINING and (check or verify):
         findings = _tried_out(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)

@@ -46,7 +46,7 @@ from galvatron_lite.model.graph import (
 )
 from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures, merge
 from galvatron_lite.model.trace_flow import Needs
-from galvatron_lite.model.trace_meta import dtype_of, meta_copy, precision_of
+from galvatron_lite.model.trace_meta import check_model, dtype_of, meta_copy, precision_of
 from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, observe, run_block
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
@@ -96,6 +96,7 @@ def trace(
         TraceError: the model or a block cannot be captured; names it and the cause.
         InputError: no loss can be found in the output.
     """
+    check_model(model)
     twin = meta_copy(model, precision)
     batches = [_example(batch, samples, precision) for samples in SAMPLES]
     try:

@@ -26,6 +26,23 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules whose statistics are of the samples that are worked on at once."""
 
 
+def check_model(model: object) -> None:
+    """Refuse what is no module, and what other code made of one to compile it, or to train it on several ranks.
+
+    Raises:
+        TraceError: it is; says what to give.
+    """
+    if not isinstance(model, nn.Module):
+        remedy = "Give an nn.Module: an instance, not its class."
+    elif hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes more than a second to import
+        remedy = "Give the model before torch.compile; compile=True compiles its blocks under every plan."
+    elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        remedy = "Give the model inside, model.module: the plan shares it out."
+    else:
+        return
+    raise TraceError("model", getattr(model, "__name__", type(model).__name__), remedy)
+
+
 def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
     """A copy of a model on the meta device, in training mode, its storages never read.
 
@@ -39,7 +56,6 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         TraceError: the model cannot be copied, or an unknown precision.
     """
     dtype = None if precision is None else dtype_of(precision)
-    _check_unwrapped(model)
     _check_hooks(model)
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -53,17 +69,6 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
         _simplify(module)
     prepare_for_training(twin)
     return twin.train()
-
-
-def _check_unwrapped(model: nn.Module) -> None:
-    """Refuse what other code made of a model to compile it, or to train it on several ranks."""
-    if hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes more than a second to import
-        remedy = "Give the model before torch.compile; compile=True compiles its blocks under every plan."
-    elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        remedy = "Give the model inside, model.module: the plan shares it out."
-    else:
-        return
-    raise TraceError("model", type(model).__name__, remedy)
 
 
 def _check_hooks(model: nn.Module) -> None:
