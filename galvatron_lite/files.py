@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Hashable, Sequence
 from functools import cache
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -42,13 +43,14 @@ def to_data(value: Any) -> Any:
     return _adapter(cast("Hashable", type(value))).dump_python(value, mode="json", exclude_defaults=True)
 
 
-def from_data(kind: type[T], data: object, field: str) -> T:
+def from_data(kind: type[T], data: object, field: str, *, strict: bool = True) -> T:
     """A value of dataclass ``kind`` from plain data.
 
     Args:
         kind: the dataclass.
         data: what a file held.
         field: what to name in an error, usually the path.
+        strict: whether ``"1"``, ``1.0`` and ``true`` are no integers; False for words of a command line.
 
     Raises:
         FileFormatError: the data does not fit; names the first offending key.
@@ -56,13 +58,21 @@ def from_data(kind: type[T], data: object, field: str) -> T:
     from pydantic import ValidationError
 
     try:
-        return cast("T", _adapter(cast("Hashable", kind)).validate_python(data))
+        # As JSON: only there do strict readers take lists for tuples and texts for enumerations.
+        text = json.dumps(data, default=index)
+        return cast("T", _adapter(cast("Hashable", kind)).validate_json(text, strict=strict))
+    except TypeError as error:
+        raise FileFormatError(field, kind_of(data), f"It holds what no file can ({error}).") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the top level"
         given = first.get("input")
         shown = given if isinstance(given, (str, int, float, bool, type(None))) else type(given).__name__
         reason = first["msg"].removeprefix("Value error, ")
+        if given is True:
+            shown = "true"  # an error of the value True speaks of an option
+        if isinstance(given, str) and first["type"] in ("int_type", "float_type"):
+            reason += ", without quotes, and with point and sign where it has an exponent: 1.0e+9"
         raise FileFormatError(
             f"{field}, {place}", shown, f"{reason} ({error.error_count()} problem(s) in all). Mend or remake it."
         ) from error

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 
 from galvatron_lite.cli import main
-from galvatron_lite.errors import GalvatronError
+from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.files import read_data
 from scripts.fuzz import OURS, run
-from tests.fuzz.cases import KINDS, case
+from tests.fuzz.cases import KINDS, READERS, case
+from tests.fuzz.damage import FREE, places
 
 
 def test_mutated_files_end_in_nothing_but_our_errors(tmp_path: Path) -> None:
@@ -23,6 +25,27 @@ def test_mutated_files_end_in_nothing_but_our_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_kind_has_a_valid_file(kind: str) -> None:
     assert KINDS[kind][0](random.Random(0))
+
+
+@pytest.mark.parametrize("kind", sorted(READERS))
+def test_nothing_but_a_number_is_one(tmp_path: Path, kind: str) -> None:
+    valid, read = READERS[kind]
+    data, path, seen = json.loads(json.dumps(valid(random.Random(0)))), tmp_path / "file.json", set[str]()
+    for owner, key in list(places(data)):
+        old, name = owner[key], str(key)
+        if type(old) not in (int, float) or name in (*FREE, *seen):
+            continue
+        seen.add(name)
+        whole = type(old) is int and name != "samples"  # a profile has halves of one, too
+        for wrong in (True, str(old), float(old))[: 2 + whole]:
+            owner[key] = wrong
+            path.write_text(json.dumps(data))
+            with pytest.raises(InputError) as refused:
+                read(path)
+            assert name in refused.value.field, (name, wrong)
+            assert refused.value.value == ("true" if wrong is True else wrong)
+        owner[key] = old
+    assert seen
 
 
 @pytest.mark.parametrize("call", ["os.system", "subprocess.getoutput"])

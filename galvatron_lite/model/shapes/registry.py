@@ -156,7 +156,7 @@ def _find(name_or_path: str) -> Path:
     raise InputError("model", name_or_path, remedy)
 
 
-def shape_from_data(data: Mapping[str, object], field: str = "model") -> Shape:
+def shape_from_data(data: Mapping[str, object], field: str = "model", *, strict: bool = True) -> Shape:
     """The shape that a mapping describes; ``arch`` names its family (``decoder`` where it is missing).
 
     Raises:
@@ -166,7 +166,7 @@ def shape_from_data(data: Mapping[str, object], field: str = "model") -> Shape:
     arch = data.get("arch", "decoder")
     if not isinstance(arch, str) or arch not in SHAPES:
         raise InputError(f"{field}, arch", arch, f"Choose one of {', '.join(SHAPES)}.")
-    return complete(from_data(SHAPES[arch], dict(data), field))
+    return complete(from_data(SHAPES[arch], dict(data), field, strict=strict))
 
 
 def shape_from_flags(flags: Mapping[str, str]) -> Shape:
@@ -186,4 +186,4 @@ def shape_from_flags(flags: Mapping[str, str]) -> Shape:
         for name in data.keys() - known:
             raise InputError(f"--{name.replace('_', '-')}", data[name], f"Known: {', '.join(sorted(known))}.")
     lists = {name: tuple(str(value).split(",")) for name, value in data.items() if name in _LISTS or "," in str(value)}
-    return shape_from_data({"name": "flags"} | data | lists, "shape flags")
+    return shape_from_data({"name": "flags"} | data | lists, "shape flags", strict=False)
