@@ -69,8 +69,6 @@ def from_data(kind: type[T], data: object, field: str, *, strict: bool = True) -
         given = first.get("input")
         shown = given if isinstance(given, (str, int, float, bool, type(None))) else type(given).__name__
         reason = first["msg"].removeprefix("Value error, ")
-        if given is True:
-            shown = "true"  # an error of the value True speaks of an option
         if isinstance(given, str) and first["type"] in ("int_type", "float_type"):
             reason += ", without quotes, and with point and sign where it has an exponent: 1.0e+9"
         raise FileFormatError(
