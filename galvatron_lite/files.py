@@ -124,12 +124,24 @@ def without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
+def check_regular(path: Path) -> Path:
+    """The path itself, unless it is that of a folder, a pipe or a device, which would be waited for, or replaced.
+
+    Raises:
+        FileFormatError: it is.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise FileFormatError("file", str(path), "It is a folder, a pipe or a device: give a regular file.")
+    return path
+
+
 def read_text(path: Path, limit: int) -> str:
     """What a file of at most ``limit`` bytes holds.
 
     Raises:
         FileFormatError: no such file, larger, or no UTF-8.
     """
+    check_regular(path)
     try:
         with path.open("rb") as stream:
             raw = stream.read(limit + 1)
@@ -226,7 +238,7 @@ def read_value(kind: type[T], path: Path) -> T:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it is either the old one or the whole new one, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_regular(path).parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import from_data, parse_line
+from galvatron_lite.files import check_regular, from_data, parse_line
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runs.schema import (
     KINDS,
@@ -106,7 +106,7 @@ def _files(folder: Path) -> dict[str, list[Path]]:
 
 
 def _records(path: Path, torn: list[str]) -> Iterator[Record]:
-    with path.open("rb") as stream:
+    with check_regular(path).open("rb") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(_LONGEST), b""), start=1):
             if not line.endswith(b"\n"):
                 if len(line) == _LONGEST:

@@ -58,14 +58,24 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path, call: str) -> None:
     assert not trap.exists()
 
 
-@pytest.mark.parametrize("command", ["plan", "evaluate plan.json"])
-def test_a_batch_beyond_any_computer_is_refused_at_once(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("option", "rest"),
+    [
+        ("--timeout", "launch --gpus 1 train.py"), ("--seconds", "explain plan.json"), ("--search", "report plan.json"),
+        ("--tolerance", "plan --batch 8"), ("--margin", "plan --batch 8"), ("--price", "plan --batch 8"),
+        ("--batch", "plan"), ("--batch", "evaluate plan.json"), ("--max-batch", "plan --best-batch"),
+        ("--group", "oracle resnet50 --cluster abci --gpus 4"), ("--max-samples", "profile llama2-7b --estimate"),
+    ],
+)  # fmt: skip
+def test_numbers_of_options_that_cannot_be_are_refused_at_once(
+    tmp_path: Path, option: str, rest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case(0, tmp_path)
     monkeypatch.chdir(tmp_path)
-    options = ["--profile", "profile.json", "--batch", "1" + "0" * 18]
-    monkeypatch.setattr("sys.argv", ["galvatron", *command.split(), *options])
-    with pytest.raises(SystemExit):
-        main()
-    assert "--batch" in capsys.readouterr().err
+    command, *words = rest.split()
+    words += ["--profile", "profile.json"] if command in ("plan", "evaluate", "explain", "report") else []
+    for value in ("nan", "inf", "-1", "1e400", "1" + "0" * 18)[: 4 + (option != "--price")]:
+        monkeypatch.setattr("sys.argv", ["galvatron", command, option, value, *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code, option[2:] in capsys.readouterr().err) in [(1, True), (2, True)], value
