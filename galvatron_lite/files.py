@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 from operator import index
 from pathlib import Path
@@ -236,13 +236,13 @@ def read_value(kind: type[T], path: Path) -> T:
     return from_data(kind, read_data(path), str(path))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is either the old one or the whole new one, never half."""
+def write_text(path: Path, text: str | Iterator[str]) -> None:
+    """Write a file, of a text or its parts, so that it is either the old one or the whole new one, never half."""
     check_regular(path).parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+            stream.writelines([text] if isinstance(text, str) else text)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
