@@ -199,7 +199,7 @@ class Provenance:
     """What a plan was made from."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    galvatron: str  # version of this package
+    galvatron: Name  # version of this package
     profile: Name  # name of the profile
     profile_hash: Name  # SHA-256 of its canonical JSON, shortened
     profile_origin: str  # ``measured`` or ``estimated`` and from what
