@@ -12,7 +12,7 @@ from typing import Any
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, read_text, to_data, write_text, write_value
-from galvatron_lite.limits import FILE_BYTES
+from galvatron_lite.limits import FILE_BYTES, PARAMETERS
 from galvatron_lite.profiler.schema import PROFILE_VERSION, Profile
 
 LAST = "last"
@@ -141,6 +141,8 @@ def _check_whole(profile: Profile, path: Path) -> None:
         if layer.kind not in profile.graph.kinds or layer.kind not in measured:
             remedy = "The file has no points for this kind of layer; make the profile anew."
             raise FileFormatError(f"{path}, layers", layer.kind, remedy)
+    if profile.graph.parameters > PARAMETERS:
+        raise FileFormatError(f"{path}, graph.kinds", profile.graph.parameters, f"At most {PARAMETERS} parameters.")
 
 
 def _slug(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -138,7 +139,8 @@ def load_shape(name_or_path: str, *, overrides: Mapping[str, object] | None = No
     data = read_data(path)
     if not isinstance(data, dict):
         raise FileFormatError(str(path), kind_of(data), "A model file holds one mapping of fields.")
-    return shape_from_data({"name": path.stem} | data | dict(overrides or {}), str(path))
+    name = os.fsencode(path.stem).decode("utf-8", "replace")  # LC_ALL=C has no characters but those of ASCII
+    return shape_from_data({"name": name} | data | dict(overrides or {}), str(path))
 
 
 def _find(name_or_path: str) -> Path:
