@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import (
+    branch_rows,
     fits_line,
     memory_parts,
     plan_line,
@@ -18,6 +19,7 @@ from galvatron_lite.plans.describe import (
 )
 from galvatron_lite.plans.schema import (
     PLAN_VERSION,
+    BranchPlacement,
     LayerRun,
     MemoryBreakdown,
     Mode,
@@ -82,6 +84,16 @@ def test_interleaved_stages_and_parts_of_the_time_are_told() -> None:
     assert time_line(plan) == ""
     assert time_line(priced) == "500 ms a step: backward 80%, forward 20%"
     assert time_line(replace(priced, mode=Mode.INFERENCE)).startswith("500 ms a pass: ")
+
+
+def test_every_branch_has_its_rows() -> None:
+    first, second = staged([(2, SLICED), (1, SHARDED)]).stages[0].runs
+    one = BranchPlacement("left", ("left",), 0, 2, (first, second), MemoryBreakdown(parameters=2**30), 0.5)
+    other = BranchPlacement("right", ("right",), 2, 1, (first,))
+    rows = branch_rows(replace(staged([]), branches=(one, other)))
+    assert [(row.stage, row.layers) for row in rows] == [
+        ("left: devices 0 … 1, 500 ms, 1.0 GiB", "l0 … l1 (2)"), ("", "l2"), ("right: device 2", "l0 … l1 (2)"),
+    ]  # fmt: skip
 
 
 def test_the_line_of_many_strategies_and_parts_ends_early() -> None:

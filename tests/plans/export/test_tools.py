@@ -20,7 +20,7 @@ from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.common import commented, cuts
 from galvatron_lite.plans.export.tools import TOOLS, export
 from galvatron_lite.plans.io import write_plan
-from galvatron_lite.plans.schema import BranchPlacement, LayerRun, Mode, Stage, TrainedBy
+from galvatron_lite.plans.schema import BranchPlacement, LayerRun, Mode, Schedule, Stage, TrainedBy
 from tests.plans.export.made import BATCH, BLOCKS, COUNT, PLANS, plan
 
 EVERY = sorted(PLANS)
@@ -165,6 +165,17 @@ def test_a_plan_s_own_tool_trains_with_it() -> None:
     kept = replace(runs[1], strategy=replace(zero2, offload=Offload.STATES))
     with pytest.raises(InputError, match=r"plan, offload of layers.1"):
         check_runs(replace(first, stages=(Stage((runs[0], kept)),)), DEEPSPEED)
+    single = replace(first, schedule=Schedule.ZERO_BUBBLE_1P)
+    assert check_runs(single, DEEPSPEED) is single, "one stage has no order of passes"
+    assert check_runs(PLANS["zero-bubble"]) is PLANS["zero-bubble"]
+    held = [replace(one, strategy=replace(one.strategy, zero=2, data=1, zero_stage=3))
+            for one in PLANS["zero-bubble"].stages[1].runs]  # fmt: skip
+    stages = (PLANS["zero-bubble"].stages[0], Stage(tuple(held)))
+    with pytest.raises(InputError, match=r"plan, stages.1, strategy of layers.4: 'zero3x2' .*needs zero 1"):
+        check_runs(replace(PLANS["zero-bubble"], stages=stages))
+    out = Strategy(data=2, offload=Offload.ACTIVATIONS, recompute=Recompute.SELECTIVE)
+    with pytest.raises(InputError, match=r"plan, stages.1, strategy of layers.4: .*cannot train with it"):
+        check_runs(replace(PLANS["zero-bubble"], stages=(stages[0], Stage((replace(held[0], strategy=out),)))))
     branch = BranchPlacement("left", ("left",), 0, 4, (runs[0],))
     with pytest.raises(InputError, match=r"plan, branches: 'given' .*one after the other alone"):
         check_runs(replace(first, branches=(branch,)), DEEPSPEED)
