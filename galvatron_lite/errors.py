@@ -49,7 +49,7 @@ class InputError(GalvatronError, ValueError):
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
         said = f"{field} is missing." if value is None else f"{field}: {_shown(value)} cannot be used."
-        if value is True:  # an option that is on has no value of its own to show
+        if value is True and type(self) is InputError:  # an option that is on has no value of its own to show
             said = f"{field} cannot be used here."
         super().__init__(f"{said} {remedy}")
 

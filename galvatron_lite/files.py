@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -42,13 +43,14 @@ def to_data(value: Any) -> Any:
     return _adapter(cast("Hashable", type(value))).dump_python(value, mode="json", exclude_defaults=True)
 
 
-def from_data(kind: type[T], data: object, field: str) -> T:
+def from_data(kind: type[T], data: object, field: str, *, strict: bool = True) -> T:
     """A value of dataclass ``kind`` from plain data.
 
     Args:
         kind: the dataclass.
         data: what a file held.
         field: what to name in an error, usually the path.
+        strict: whether ``"1"``, ``1.0`` and ``true`` are no integers; False for words of a command line.
 
     Raises:
         FileFormatError: the data does not fit; names the first offending key.
@@ -56,13 +58,19 @@ def from_data(kind: type[T], data: object, field: str) -> T:
     from pydantic import ValidationError
 
     try:
-        return cast("T", _adapter(cast("Hashable", kind)).validate_python(data))
+        # As JSON: only there do strict readers take lists for tuples and texts for enumerations.
+        text = json.dumps(data, default=index)
+        return cast("T", _adapter(cast("Hashable", kind)).validate_json(text, strict=strict))
+    except TypeError as error:
+        raise FileFormatError(field, kind_of(data), f"It holds what no file can ({error}).") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the top level"
         given = first.get("input")
         shown = given if isinstance(given, (str, int, float, bool, type(None))) else type(given).__name__
         reason = first["msg"].removeprefix("Value error, ")
+        if isinstance(given, str) and first["type"] in ("int_type", "float_type"):
+            reason += ", without quotes, and with point and sign where it has an exponent: 1.0e+9"
         raise FileFormatError(
             f"{field}, {place}", shown, f"{reason} ({error.error_count()} problem(s) in all). Mend or remake it."
         ) from error
@@ -116,12 +124,24 @@ def without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
+def check_regular(path: Path) -> Path:
+    """The path itself, unless it is that of a folder, a pipe or a device, which would be waited for, or replaced.
+
+    Raises:
+        FileFormatError: it is.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise FileFormatError("file", str(path), "It is a folder, a pipe or a device: give a regular file.")
+    return path
+
+
 def read_text(path: Path, limit: int) -> str:
     """What a file of at most ``limit`` bytes holds.
 
     Raises:
         FileFormatError: no such file, larger, or no UTF-8.
     """
+    check_regular(path)
     try:
         with path.open("rb") as stream:
             raw = stream.read(limit + 1)
@@ -216,13 +236,16 @@ def read_value(kind: type[T], path: Path) -> T:
     return from_data(kind, read_data(path), str(path))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is either the old one or the whole new one, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+def write_text(path: Path, text: str | Iterator[str]) -> None:
+    """Write a file, of a text or its parts, so that it is either the old one or the whole new one, never half."""
+    check_regular(path).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    except OSError as error:
+        raise type(error)(error.errno, f"{error.strerror}; give another place", str(path)) from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+            stream.writelines([text] if isinstance(text, str) else text)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)

@@ -16,7 +16,7 @@ from time import time
 from typing import IO, TYPE_CHECKING, ClassVar
 
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import STRICT, check_regular
 from galvatron_lite.limits import Name, Size
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _writer(folder: Path) -> int | None:
 
 
 def _checksum(path: Path) -> str:
-    with path.open("rb") as stream:
+    with check_regular(path).open("rb") as stream:
         digest = hashlib.sha256()
         while chunk := stream.read(_CHUNK):
             digest.update(chunk)

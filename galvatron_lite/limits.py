@@ -64,10 +64,19 @@ Samples = Annotated[int, Interval(ge=1, le=SAMPLES)]
 Steps = Annotated[int, Interval(ge=1, le=10**12)]
 Size = Annotated[int, Interval(ge=0, le=2**53)]
 """Bytes or items."""
+Count = Annotated[int, Interval(ge=0, le=2**20)]
+"""Calls in a step, or bytes for each item."""
+PARAMETERS = 2**48
+"""Items of all parameters of a model."""
 Extent = Annotated[int, Interval(ge=-SAMPLES, le=2**53)]
 """Of an operator's shape, where paddings may be negative."""
 Flops = Annotated[int, Interval(ge=0, le=LARGEST)]
+BudgetBytes = Annotated[int, Interval(ge=1, le=2**53)]
+"""Bytes a device may take."""
 Seconds = Annotated[float, Interval(ge=0, le=1e12)]
+CallSeconds = Annotated[float, Interval(ge=0, le=1e4)]
+"""Of one call, beside what it computes or sends."""
+StepSeconds = Annotated[float, Interval(gt=0, le=1e12)]
 Rate = Annotated[float, Interval(ge=1, le=1e24)]
 """Bytes or FLOPs per second."""
 RateOrNone = Annotated[float, Interval(ge=0, le=1e24)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -219,7 +220,7 @@ def number(name: str, value: object, read: Callable[[str, str], float] = parse_c
     """A number, a text that ``read`` understands, or None."""
     if isinstance(value, str):
         return read(value, name)
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)):
         return value
     raise InputError(name, value, "Give a number, or a text with a unit.")
 

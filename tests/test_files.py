@@ -7,8 +7,12 @@ from time import process_time
 import pytest
 
 from galvatron_lite.cluster.cluster import Device
+from galvatron_lite.diagnose.events import read_trace
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import from_data, read_data, read_value, to_data, write_text, write_value
+from galvatron_lite.files import from_data, read_data, read_value, to_data, write_data, write_text, write_value
+from galvatron_lite.runtime.adapt.log import read_log
+from galvatron_lite.runtime.checkpoint.shards import TensorFile
+from galvatron_lite.validate.rows import read_lines
 
 DEVICE = Device("toy", 2**30, 1e9, {"fp32": 1e12}, units=4, source="https://example.org")
 
@@ -112,3 +116,15 @@ def test_hostile_files_are_refused_at_once(tmp_path: Path, name: str, text: str)
 def test_aliases_that_stand_for_little_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base: &b {x: [1, 2]}\nruns: [*b, {<<: *b, y: 3}]")
     assert read_data(tmp_path / "a.yaml")["runs"] == [{"x": [1, 2]}, {"x": [1, 2], "y": 3}]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_regular_files_are_read_and_replaced(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "plan.yaml"
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        (os.mkfifo if kind == "pipe" else Path.mkdir)(path)
+    for use in (read_data, read_log, read_trace, read_lines, TensorFile, lambda one: write_data(one, {})):
+        with pytest.raises(FileFormatError, match="give a regular file"):
+            use(path)

@@ -34,6 +34,7 @@ from galvatron_lite.analysis.setting import (
 from galvatron_lite.cluster.budget import as_budget, bytes_on
 from galvatron_lite.cost.points import PointKey, figures_at, index_points, slices_of
 from galvatron_lite.errors import InputError
+from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import format_bytes, format_seconds
@@ -104,8 +105,7 @@ def best_batch(setting: PlanSetting, most: int | None = None, progress: Progress
 
 def batches(devices: int, most: int) -> tuple[int, ...]:
     """Batches that divide well: divisors of the devices, then 2^a and 3 * 2^a a device, up to ``most``; ascending."""
-    if most < 1:
-        raise InputError("--max-batch", most, "Give 1 or more samples a step.")
+    check_range("--max-batch", most, SAMPLES, f"Give 1 to {SAMPLES} samples a step.")
     multiples = (devices * factor for factor in range(1, most // devices + 1) if even(factor))
     return tuple(sorted({*(part for part in divisors(devices) if part <= most), *multiples}))
 

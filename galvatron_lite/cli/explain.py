@@ -244,7 +244,7 @@ def explain_command(
         bool, typer.Option("--no-what-if", help="Plan nothing anew: no runner-ups, no what-ifs; answers at once.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0, help="For planning anew; what there is no time for is said.")
+        float, typer.Option("--seconds", min=0, max=1e6, help="For planning anew; what there is no time for is said.")
     ] = 120.0,
     fix: options.Fix = None,
     forbid: options.Forbid = None,

@@ -39,7 +39,7 @@ def launch_command(
         int, typer.Option("--max-restarts", help="How often the job starts again when a process dies.", min=0)
     ] = 0,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Look at all nodes before the start.")] = True,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a node has to answer that check.")] = 60.0,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, max=86400, help="Seconds a node has to answer.")] = 60.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, start nothing.")] = False,
 ) -> None:  # fmt: skip
     """Start a training script on the devices of a plan: here, on hosts, under Slurm or on Ray.

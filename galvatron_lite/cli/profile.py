@@ -12,6 +12,7 @@ import typer
 
 from galvatron_lite.cli.terminal import interruptible, print_json, progress_bar
 from galvatron_lite.errors import InputError
+from galvatron_lite.limits import SAMPLES
 
 if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
@@ -63,7 +64,7 @@ def profile_command(
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, for a model by name.")] = None,
     precision: Annotated[str | None, typer.Option("--precision", help="Of compute: fp32, bf16, fp16.")] = None,
     samples: Annotated[
-        int | None, typer.Option("--max-samples", help="Most samples on one device to measure.")
+        int | None, typer.Option("--max-samples", min=1, max=SAMPLES, help="Most samples on one device to measure.")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Of the profile; from the model if not given.")] = None,
     folder: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),

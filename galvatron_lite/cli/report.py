@@ -25,7 +25,8 @@ def report_command(
         Path | None, typer.Option("--run", help="Folder of a training run: measured beside predicted.")
     ] = None,
     search: Annotated[
-        float, typer.Option("--search", min=0, help="Seconds to look for the front and prices of each plan; 0: none.")
+        float,
+        typer.Option("--search", min=0, max=1e6, help="Seconds for the front and prices of each plan; 0: none."),
     ] = 30.0,
     profile: Annotated[
         Path | None, typer.Option("--profile", help="What the plans are priced with; that of the plan if found here.")

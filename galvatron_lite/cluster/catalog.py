@@ -210,7 +210,7 @@ def _groups(data: dict[str, Any], field: str) -> list[dict[str, Any]]:
     counted = "groups" in data
     for number, run in enumerate(runs):
         count = run.get("count")
-        if counted and (not isinstance(count, int) or count < 1):
+        if counted and (type(count) is not int or count < 1):
             raise FileFormatError(
                 f"{field}, groups.{number}.count", count, "Give how many such devices follow one another."
             )

@@ -12,7 +12,7 @@ from annotated_types import Interval
 
 from galvatron_lite.arrays import IntArray, Whole
 from galvatron_lite.files import STRICT
-from galvatron_lite.limits import Amount, Devices, Factor, Name, Rate, RateOrNone, Seconds, Size
+from galvatron_lite.limits import Amount, CallSeconds, Devices, Factor, Name, Rate, RateOrNone, Seconds, Size
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -59,7 +59,7 @@ class Level:
     # bytes per second that one member can send while it receives as much (one direction), with the whole link to
     # itself. For a level above the node, what one whole node can send: all NICs together
     bandwidth: Rate
-    latency: Seconds  # seconds before the first byte of a message arrives
+    latency: CallSeconds  # seconds before the first byte of a message arrives
     contention: Factor = 1.0  # factor >= 1 by which times grow when every member sends at once
     # share of ``bandwidth`` that a collective really reaches on large messages
     efficiency: Annotated[float, Interval(gt=0, le=1)] = 1.0
@@ -72,7 +72,7 @@ class Level:
     # joined directly (hybrid cube mesh); empty where a switch joins them
     mesh: tuple[tuple[Devices, Annotated[float, Interval(gt=0, le=1)]], ...] = ()
     # seconds that a collective over this level takes to get going, whatever its size and algorithm
-    start: Seconds = 0.0
+    start: CallSeconds = 0.0
     rings: Size = 0  # how many of the adapters the collective of one group drives (``transport``); 0: all
 
 

@@ -18,7 +18,7 @@ from galvatron_lite.calibration.schema import Calibration, LinkConstants
 from galvatron_lite.calibration.store import constants_for_link, load_calibration
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.cluster.link_types import LINKS, LinkType
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import FileFormatError, InputError
 
 GBIT = 1e9 / 8
 
@@ -207,7 +207,7 @@ def level_of_link(given: Mapping[str, Any], field: str) -> dict[str, Any]:
         raise InputError(f"{field}.link", name, f"Known: {', '.join(LINKS)}.")
     lanes = level.get("lanes", 1)
     if isinstance(lanes, bool) or not isinstance(lanes, (int, float)):
-        raise InputError(f"{field}.lanes", lanes, "Give how many links run side by side: a number.")
+        raise FileFormatError(f"{field}.lanes", lanes, "Give how many links run side by side: a number.")
     link, constants = LINKS[name], constants_of(name, load_calibration())
     implied = {
         "latency": constants.latency,

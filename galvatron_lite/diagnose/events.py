@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TypeGuard
 
 from galvatron_lite.errors import FileFormatError
+from galvatron_lite.files import check_regular
 
 Stretch = tuple[float, float]
 
@@ -111,7 +112,7 @@ def read_trace(path: Path) -> Trace:
         return _event(value, path) if "ph" in value else value
 
     try:
-        with _opened(path) as stream:
+        with _opened(check_regular(path)) as stream:
             text = stream.read(MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise FileFormatError("trace", str(path), f"It cannot be read ({error}).") from error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from galvatron_lite.arrays import Flag, Real, Whole, where
 from galvatron_lite.files import STRICT
-from galvatron_lite.limits import Extent, Flops, Layers, Name, Precision, Samples, Size
+from galvatron_lite.limits import Count, Extent, Flops, Layers, Name, Precision, Samples, Size
 
 if TYPE_CHECKING:
     import networkx
@@ -151,7 +151,7 @@ class LayerKind:
     tensor_reason: str = ""  # why tensor parallelism is limited or not offered; empty where nothing is to be said
     # all-gathers plus reduce-scatters (or as many all-reduces with half the pairs) of the boundary tensor that tensor
     # parallelism costs in one forward pass: 4 for a transformer block (two gather/scatter pairs)
-    tensor_collectives: Size = 0
+    tensor_collectives: Count = 0
     # whether the layer outside its sharded regions works token by token, so that sequence parallelism may be used
     sequence_parallel: bool = False
     # bytes per sample of an output that is gathered over the tensor group after a column-split last matmul (the
@@ -165,15 +165,15 @@ class LayerKind:
     spared_bytes: Size = 0
     # how many regions whose first matmul is split by columns begin in one forward pass: each gathers the input under
     # sequence parallelism, and in backward sums (and scatters) its gradient. None: half of ``tensor_collectives``
-    tensor_gathers: Size | None = None
+    tensor_gathers: Count | None = None
     # how many regions whose last matmul is split by rows end: each sums (and scatters, under sequence parallelism)
     # the output, and in backward gathers its gradient under sequence parallelism. None: half of
     # ``tensor_collectives``
-    tensor_scatters: Size | None = None
+    tensor_scatters: Count | None = None
     # all-gathers of the input in one backward pass under sequence parallelism beyond those, where only a shard of
     # gathered inputs is kept and nothing is recomputed
-    regathers: Size = 0
-    regathers_recomputed: Size = 0  # the same where the layer is recomputed
+    regathers: Count = 0
+    regathers_recomputed: Count = 0  # the same where the layer is recomputed
     # the part of ``parameters`` that belongs to experts, which expert parallelism divides; of ``parameters.tensor``
     # where tensor parallelism is offered
     expert_parameters: Size = 0

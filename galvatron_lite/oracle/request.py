@@ -14,7 +14,7 @@ from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data, read_value
-from galvatron_lite.limits import LARGEST, check_range
+from galvatron_lite.limits import DEVICES, LARGEST, check_range
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import build_graph, load_model, load_shape, model_names
 from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name
@@ -162,8 +162,8 @@ def _check(options: OracleOptions) -> None:
         if number is not None:
             check_range(name, number, LARGEST)
     for name, number in (("--group", options.group), ("--segments", options.segments)):
-        if number < 0:
-            raise InputError(name, number, "Give 1 or more.")
+        if number:
+            check_range(name, number, DEVICES)
 
 
 def _closed(model: str, cluster: str, options: OracleOptions) -> Forecast:

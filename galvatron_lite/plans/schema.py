@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Interval
 
 from galvatron_lite.files import STRICT
-from galvatron_lite.limits import DEVICES, LAYERS, SAMPLES, Amount, Devices, Name, Precision, Seconds, Share, Size
+from galvatron_lite.limits import (
+    DEVICES,
+    LAYERS,
+    SAMPLES,
+    Amount,
+    BudgetBytes,
+    Devices,
+    Name,
+    Precision,
+    Seconds,
+    Share,
+    Size,
+    StepSeconds,
+)
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.backends import Mode as Mode
 from galvatron_lite.parallelism.backends import TrainedBy as TrainedBy
@@ -172,7 +185,7 @@ class Prediction:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    step_seconds: Seconds
+    step_seconds: StepSeconds
     time: TimeBreakdown
     samples_per_second: Amount
     tokens_per_second: Amount
@@ -186,7 +199,7 @@ class Alternative:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     summary: str  # what it does, in a line
-    step_seconds: Seconds  # what it would have cost
+    step_seconds: StepSeconds  # what it would have cost
     peak_memory: Size  # bytes on its fullest device
     fits: bool  # whether that is within the budget
     # least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for
@@ -199,19 +212,19 @@ class Provenance:
     """What a plan was made from."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    galvatron: str  # version of this package
+    galvatron: Name  # version of this package
     profile: Name  # name of the profile
     profile_hash: Name  # SHA-256 of its canonical JSON, shortened
     profile_origin: str  # ``measured`` or ``estimated`` and from what
     cluster: Name  # its name
     fingerprint: dict[str, str]  # of the machine the profile was measured on; empty for data-sheet clusters
-    budget: Size  # bytes a device; the least of them where ``budgets`` are unlike
+    budget: BudgetBytes  # bytes a device; the least of them where ``budgets`` are unlike
     proof: Proof  # whether the search proved that no plan of its space is better by more than ``tolerance``
     gap: Share = 0.0  # by the closed form of ``cost.schedule`` no plan takes less than (1 - gap) of this one
     # what an integer programme of the same shape said (``search.ilp``); empty where none was asked
     certificate: str = ""
     # bytes on each type of device by its name, where they are unlike
-    budgets: dict[Name, Size] = field(default_factory=dict)
+    budgets: dict[Name, BudgetBytes] = field(default_factory=dict)
     # where a plan that was given is priced otherwise than it says (another batch, model or number of devices), and
     # where results under it are not those of one process (``plans.notes``)
     notes: tuple[str, ...] = ()

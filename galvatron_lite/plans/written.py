@@ -144,7 +144,7 @@ def _count(run: Mapping[str, Any], names: Sequence[str], field: str) -> int:
     """Layers from first to last."""
     ends = str(run.get("first")), str(run.get("last", run.get("first")))
     count = _covered("..".join(ends), names, f"{field}.first")
-    if run.get("count", count) != count:
+    if run.get("count", count) != count or type(run.get("count", count)) is not int:
         raise InputError(f"{field}.count", run["count"], f"From {ends[0]} to {ends[1]} there are {count}.")
     return count
 

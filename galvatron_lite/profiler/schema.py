@@ -14,6 +14,8 @@ from galvatron_lite.files import STRICT
 from galvatron_lite.limits import (
     SAMPLES,
     Amount,
+    CallSeconds,
+    Count,
     Devices,
     Factor,
     Name,
@@ -121,11 +123,11 @@ class OptimizerCost:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # the optimizer (``adamw``)
-    state_bytes: Size  # bytes of optimizer state for one parameter item (two fp32 moments: 8; with an fp32 master: 12)
+    state_bytes: Count  # bytes of optimizer state for one parameter item (two fp32 moments: 8; with an fp32 master: 12)
     seconds_per_item: Seconds  # update time for one item held on the device
-    seconds_per_tensor: Seconds = 0.0  # fixed time for one parameter tensor
-    working_bytes: Amount = 0.0  # temporary bytes for one item of the tensor (or tensors) updated at once
-    working_share: Amount = 0.0  # share of the device's items that are updated at once (1: all together, foreach)
+    seconds_per_tensor: CallSeconds = 0.0  # fixed time for one parameter tensor
+    working_bytes: Annotated[float, Interval(ge=0, le=1e6)] = 0.0  # temporary, for one item updated at once
+    working_share: Share = 0.0  # share of the device's items that are updated at once (1: all together, foreach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +151,22 @@ class HostOverhead:
     """Fixed host time of the runtime's own machinery, once a layer and micro-batch (seconds)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    zero: Seconds = 0.0  # hooks and copies around one ZeRO layer beside its collectives, forward and backward together
-    data: Seconds = 0.0  # bucket handling of one data-parallel layer, once a step
-    step: Seconds = 0.0  # everything once a step that belongs to no layer (batch slicing, clipping, zeroing gradients)
-    pipeline: Seconds = 0.0  # one send or receive of one micro-batch beside the transfer
+    zero: CallSeconds = 0.0  # around one ZeRO layer beside its collectives (hooks, copies), forward and backward
+    data: CallSeconds = 0.0  # bucket handling of one data-parallel layer, once a step
+    step: CallSeconds = 0.0  # once a step, of no layer (batch slicing, clipping, zeroing gradients)
+    pipeline: CallSeconds = 0.0  # one send or receive of one micro-batch beside the transfer
     # one blocking collective of a tensor group beside the transfer: waiting for the others, waking up
-    tensor: Seconds = 0.0
+    tensor: CallSeconds = 0.0
     tensor_per_byte: Seconds = 0.0  # what that grows by with each byte of the tensor
     # seconds a byte of a tensor whose tokens are gathered or scattered: copying it into, or out of, the order of its
     # tokens on the device (0 in a measured profile, whose ``tensor_per_byte`` holds it)
     gathered_per_byte: Seconds = 0.0
-    microbatch: Seconds = 0.0  # once a micro-batch and stage, outside all layers
+    microbatch: CallSeconds = 0.0  # once a micro-batch and stage, outside all layers
     # finding out what every function means for shares of pixels, of one layer, both passes together
-    spatial: Seconds = 0.0
+    spatial: CallSeconds = 0.0
     # one call of a branch with devices of its own, on every rank, forward and backward together beside the transfer:
     # putting it off, and one exchange of what it returns (estimated where it was not measured)
-    branch: Seconds = BRANCH_HOST
+    branch: CallSeconds = BRANCH_HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,7 @@ class Profile:
     parameter_precision: Precision = "fp32"
     bucket_bytes: Size = 0
     passing_bytes: Size = 0
-    copied_bytes: Size = 0
+    copied_bytes: Count = 0
     accumulates: bool = False
     shard_share: Amount = 0.0
     unbuffered: bool = False

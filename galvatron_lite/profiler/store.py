@@ -11,7 +11,8 @@ from typing import Any
 
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.files import from_data, read_data, to_data, write_text, write_value
+from galvatron_lite.files import from_data, read_data, read_text, to_data, write_text, write_value
+from galvatron_lite.limits import FILE_BYTES, PARAMETERS
 from galvatron_lite.profiler.schema import PROFILE_VERSION, Profile
 
 LAST = "last"
@@ -68,7 +69,12 @@ def save_profile(profile: Profile, folder: Path, machine: str, *, remember: bool
         folder: of all profiles.
         machine: names its own folder there.
         remember: whether it is the last one made even where there is one already.
+
+    Raises:
+        InputError: nothing can be written there.
     """
+    if (refused := unwritable(folder)) is not None:
+        raise refused
     path = profile_path(folder, machine, profile.name)
     write_profile(profile, path)
     if remember or not (folder / LAST).is_file():
@@ -84,8 +90,8 @@ def last_profile(folder: Path = Path("profiles")) -> Path:
         FileFormatError: the one made last is gone.
     """
     try:
-        name = (folder / LAST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        name = read_text(folder / LAST, FILE_BYTES).strip()
+    except FileFormatError as error:
         remedy = (
             "No profile was made here yet; run `galvatron profile MODEL`, name one with --profile, or plan without "
             "one: --model NAME --cluster NAME."
@@ -135,6 +141,8 @@ def _check_whole(profile: Profile, path: Path) -> None:
         if layer.kind not in profile.graph.kinds or layer.kind not in measured:
             remedy = "The file has no points for this kind of layer; make the profile anew."
             raise FileFormatError(f"{path}, layers", layer.kind, remedy)
+    if profile.graph.parameters > PARAMETERS:
+        raise FileFormatError(f"{path}, graph.kinds", profile.graph.parameters, f"At most {PARAMETERS} parameters.")
 
 
 def _slug(name: str) -> str:

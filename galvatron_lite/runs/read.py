@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import parse_line
+from galvatron_lite.files import check_regular, from_data, parse_line
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runs.schema import (
     KINDS,
@@ -23,9 +21,6 @@ from galvatron_lite.runs.schema import (
     RunHeader,
     StepRecord,
 )
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 _LONGEST = 64 * 2**20
 """Bytes of a line, at most: a header holds the whole plan."""
@@ -77,14 +72,13 @@ def is_run(folder: Path) -> bool:
 def read_run(folder: Path) -> RecordedRun:
     """What a folder tells of a run."""
     files = _files(folder)
-    adapters = _adapters()
     torn: list[str] = []
-    records = [one for path in files["steps"] for one in _records(path, adapters, torn)]
+    records = [one for path in files["steps"] for one in _records(path, torn)]
     starts = _starts(records, folder)
     digest = next((one.digest for one in reversed(records) if isinstance(one, (PlanRecord, RunHeader))), "")
     by_rank: dict[int, list[RankRecord]] = {}
     for path in files["rank"]:
-        for one in _under(digest, _records(path, adapters, torn)):
+        for one in _under(digest, _records(path, torn)):
             by_rank.setdefault(one.rank, []).append(one)
     last = records.index(starts[-1])
     return RecordedRun(
@@ -111,40 +105,26 @@ def _files(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
-@cache
-def _adapters() -> dict[str, TypeAdapter[Any]]:
-    from pydantic import TypeAdapter
-
-    return {name: TypeAdapter(kind) for name, kind in KINDS.items()}
-
-
-def _records(path: Path, adapters: dict[str, TypeAdapter[Any]], torn: list[str]) -> Iterator[Record]:
-    with path.open("rb") as stream:
+def _records(path: Path, torn: list[str]) -> Iterator[Record]:
+    with check_regular(path).open("rb") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(_LONGEST), b""), start=1):
             if not line.endswith(b"\n"):
                 if len(line) == _LONGEST:
                     raise FileFormatError(f"{path}, line {number}", f"{_LONGEST} bytes", "No record is that long.")
                 torn.append(path.name)
                 return
-            yield _record(line, adapters, f"{path}, line {number}")
+            yield _record(line, f"{path}, line {number}")
 
 
-def _record(line: bytes, adapters: dict[str, TypeAdapter[Any]], field: str) -> Record:
-    from pydantic import ValidationError
-
+def _record(line: bytes, field: str) -> Record:
     data = parse_line(line, field)
     kind = data.get("kind") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in adapters:
-        raise FileFormatError(f"{field}, kind", kind, f"Give one of {', '.join(adapters)}.")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise FileFormatError(f"{field}, kind", kind, f"Give one of {', '.join(KINDS)}.")
     version = data.get("version", RUN_VERSION)
     if version != RUN_VERSION:
         raise FileFormatError(f"{field}, version", version, f"This release reads runs of version {RUN_VERSION}.")
-    try:
-        record: Record = adapters[kind].validate_python(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the line"
-        raise FileFormatError(f"{field}, {place}", type(first.get("input")).__name__, f"{first['msg']}.") from error
+    record: Record = from_data(KINDS[kind], data, field)
     return record
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import parse_line
+from galvatron_lite.files import check_regular, parse_line
 
 WANTED = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
 """Kinds of fields in words."""
@@ -175,7 +175,7 @@ def read_runs(path: Path) -> tuple[PublishedRun, ...]:
 def read_lines(path: Path) -> list[str]:
     """The lines of a file; of standard input where the path is ``-``."""
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(path) == "-" else check_regular(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise FileFormatError("file", str(path), "There is no such file.") from error
     except (OSError, UnicodeDecodeError) as error:

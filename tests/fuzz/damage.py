@@ -97,7 +97,7 @@ def hostile(suffix: str, draw: random.Random) -> str:
 
 FREE = ("notes", "description", "source", "sources", "url", "batch", "sequence")
 """Fields that may hold anything, or a number or a list."""
-_NO_NUMBER = (math.nan, math.inf, -math.inf, 2**200, -(2**63), 1e300, "x", "", [], {}, [[]])
+_NO_NUMBER = (True, "1", math.nan, math.inf, -math.inf, 2**200, -(2**63), 1e300, "x", "", [], {}, [[]])
 _NO_TEXT = (7, True, [], {}, "\x00", "\ud7ff" * 200_000, 0.5)
 _NO_GROUP = ("x", 7, 0.5, True)
 

@@ -227,6 +227,8 @@ def test_experts_must_be_enough_and_some_blocks_must_have_them() -> None:
         shape_from_data(fields | {"capacity": 0.5})
     with pytest.raises(InputError, match="rope_dim"):
         shape_from_data(fields | {"kv_rank": 4, "rope_dim": 4})
+    with pytest.raises(InputError, match="printable, in one line"):
+        shape_from_data(fields | {"name": "gpt\n--load /evil"})
 
 
 def test_config_folder_of_nothing() -> None:

@@ -7,11 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.describe import fits_line, memory_parts, plan_line, shown_groups, stage_groups, stage_rows
+from galvatron_lite.plans.describe import (
+    branch_rows,
+    fits_line,
+    memory_parts,
+    plan_line,
+    shown_groups,
+    stage_groups,
+    stage_rows,
+    time_line,
+)
 from galvatron_lite.plans.schema import (
     PLAN_VERSION,
+    BranchPlacement,
     LayerRun,
     MemoryBreakdown,
+    Mode,
     Plan,
     Prediction,
     Proof,
@@ -66,6 +77,25 @@ def test_a_plan_in_a_line() -> None:
     assert line.endswith("; predicted 500 ms a step, 1.0 GiB of 2.0 GiB a device (costs estimated: data sheet)")
 
 
+def test_interleaved_stages_and_parts_of_the_time_are_told() -> None:
+    plan = replace(staged(*[[(1, PLAIN)]] * 4), devices=4, virtual_stages=2)
+    assert "pipeline of 2, 2 stages each (1f1b)" in plan_line(plan)
+    priced = replace(plan, prediction=Prediction(0.5, TimeBreakdown(forward=0.1, backward=0.4), 1.0, 1.0, 0.5, 2**30))
+    assert time_line(plan) == ""
+    assert time_line(priced) == "500 ms a step: backward 80%, forward 20%"
+    assert time_line(replace(priced, mode=Mode.INFERENCE)).startswith("500 ms a pass: ")
+
+
+def test_every_branch_has_its_rows() -> None:
+    first, second = staged([(2, SLICED), (1, SHARDED)]).stages[0].runs
+    one = BranchPlacement("left", ("left",), 0, 2, (first, second), MemoryBreakdown(parameters=2**30), 0.5)
+    other = BranchPlacement("right", ("right",), 2, 1, (first,))
+    rows = branch_rows(replace(staged([]), branches=(one, other)))
+    assert [(row.stage, row.layers) for row in rows] == [
+        ("left: devices 0 … 1, 500 ms, 1.0 GiB", "l0 … l1 (2)"), ("", "l2"), ("right: device 2", "l0 … l1 (2)"),
+    ]  # fmt: skip
+
+
 def test_the_line_of_many_strategies_and_parts_ends_early() -> None:
     strategies = [Strategy(tensor=2), Strategy(data=2), *(Strategy(zero=2, zero_stage=stage) for stage in (1, 2, 3))]
     lines = [plan_line(replace(staged([(1, one) for one in strategies[:count]]), microbatches=2)) for count in (3, 4)]
@@ -112,6 +142,8 @@ def test_of_many_groups_the_ends_and_the_fullest_have_bars(fullest: int, bars: i
     assert drawn == sorted({0, 1, 2, fullest, 17, 18, 19})
     assert len(drawn) == bars
     assert shown.count(None) == bars - 5
+    near = shown_groups(plan, plan.stages[4])
+    assert [group and group[0] for group in near] == [0, 1, 2, None, 4, None, 17, 18, 19]
 
 
 def test_memory_of_the_driver_is_not_called_context() -> None:

@@ -15,7 +15,7 @@ from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan, file_named, read_plan, write_plan
 from galvatron_lite.plans.phases import PHASES_VERSION, PhasedPlan, PlannedPhase, check_phased, read_phases
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage, layer_runs
+from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage, layer_runs
 from tests.runtime.plans import make_plan
 
 MIXED = (
@@ -41,6 +41,14 @@ def test_a_plan_written_by_hand_is_told_how_it_is_priced(tmp_path: Path) -> None
     (tmp_path / "hand.yaml").write_text("devices: 4\nruns: []\n")
     with pytest.raises(FileFormatError, match=r"galvatron evaluate .*hand.yaml --profile PROFILE -o priced.yaml"):
         read_plan(tmp_path / "hand.yaml")
+    for text in ("version: 9\nruns: []\n", "devices: 4\n", "[]\n"):
+        (tmp_path / "hand.yaml").write_text(text)
+        with pytest.raises(FileFormatError, match=r"hand.yaml, version.* Make the plan anew") as caught:
+            read_plan(tmp_path / "hand.yaml")
+        assert caught.value.value == (9 if "9" in text else None)
+    (tmp_path / "hand.yaml").write_text("version: 99\nphases: []\n")
+    with pytest.raises(FileFormatError, match=r"hand.yaml, version: 99"):
+        read_phases(tmp_path / "hand.yaml")
 
 
 def test_all_degrees_that_multiply_to_the_devices_are_named() -> None:
@@ -61,6 +69,13 @@ def _with_strategy(strategy: Strategy) -> Plan:
     return replace(PLAN, stages=(Stage((LayerRun("layers.0", "layers.0", 1, strategy),)),))
 
 
+def _beside(stages: tuple[Stage, ...] = (Stage(()),), **changes: Any) -> Plan:
+    """A plan of branches, the last device's one changed."""
+    run = LayerRun("left.0", "left.0", 1, Strategy())
+    branch = replace(BranchPlacement("left", ("left",), 3, 1, (run,)), **changes)
+    return replace(PLAN, stages=stages, branches=(branch,))
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
@@ -73,12 +88,26 @@ def _with_strategy(strategy: Strategy) -> Plan:
         (_with_strategy(Strategy(zero=4)), "zero_stage"),
         (_with_strategy(Strategy(data=4, sequence_parallel=True)), "tensor degree above 1"),
         (replace(_with_strategy(Strategy(data=4)), microbatches=8), "4 replicas cannot share"),
+        (_with_strategy(Strategy(data=0)), "strategy.data: 0 .*A degree is at least 1"),
+        (replace(PLAN, precision="fp12"), "a.yaml, precision: 'fp12' .*Choose one of fp64"),
+        (replace(PLAN, virtual_stages=2), "virtual_stages: 2 .*divide the 1 stages"),
+        (_beside(stages=(Stage(()),) * 2), "a.yaml, stages: 2 .*Beside branches there is one stage"),
+        (_beside(first=4), "branches.0: 'first 4, devices 1' .*numbered from 0"),
+        (_beside(first=2, devices=2), "branches.0.runs.0.strategy: 'whole' .*left has 2 devices"),
+        (_beside(runs=()), "branches.0, runs: 'none' .*A branch has at least one layer"),
     ],
 )
 def test_contradictions_are_named(plan: Plan, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         check_plan(plan, "a.yaml")
     assert caught.value.field.startswith("a.yaml, "), "the file, then the field"
+
+
+def test_the_least_numbers_are_taken() -> None:
+    plan = replace(_with_strategy(Strategy()), devices=1, global_batch=1, microbatches=1)
+    assert check_plan(plan) is plan
+    assert check_plan(_beside()).branches[0].first == 3
+    assert check_phased(PhasedPlan(1, (PlannedPhase("one", 0, 1, 64, plan),))).steps == 1
 
 
 @pytest.mark.parametrize(

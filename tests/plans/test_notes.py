@@ -61,6 +61,7 @@ def test_other_norms_need_no_note() -> None:
 def test_known_shapes_tell_their_batch_norms() -> None:
     (said,) = noted(graph_named("resnet50", "fp32"), 2, fix=["dp=2", "pp=1"])
     assert "as few as 4 of the 8" in said
+    assert "microbatches=1" not in said
 
 
 def test_a_plan_of_another_width_is_told() -> None:

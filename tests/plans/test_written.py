@@ -11,6 +11,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.plans.placed import placed_branches
+from galvatron_lite.plans.schema import BranchPlacement
 from galvatron_lite.plans.strategy_text import parse_strategy
 from galvatron_lite.plans.written import plan_from
 from tests.factories import make_graph, make_kind
@@ -109,7 +111,10 @@ def test_a_plan_file_is_one_too() -> None:
         ({"layers": f"{BLOCKS[0]}..{BLOCKS[-1]}", "strategy": "data2"}, r"runs\.1\.strategy"),
         ({"layers": BLOCKS[0], "strategy": "data4", "fast": True}, r"runs\.1\.fast"),
         ({"layers": BLOCKS[0]}, r"runs\.1\.strategy is missing"),
-        ({"first": BLOCKS[0], "last": BLOCKS[-1], "count": 99, "strategy": "data4"}, r"runs\.1\.count: 99"),
+        (
+            {"first": BLOCKS[0], "last": BLOCKS[-1], "count": 99, "strategy": "data4"},
+            rf"runs\.1\.count: 99 .*From {BLOCKS[0]} to {BLOCKS[-1]} there are {len(BLOCKS)}",
+        ),
     ],
 )
 def test_an_error_names_the_run(run: dict[str, object], named: str) -> None:
@@ -164,3 +169,14 @@ COUNTS = {key: HAND[key] for key in HAND if key != "runs"}
 def test_what_is_no_plan_is_refused(data: object) -> None:
     with pytest.raises(InputError):
         plan_from(data, GRAPH, str(Path("plan.yaml")))
+
+
+def test_branches_that_the_model_has_not_are_named() -> None:
+    branch = {"name": "left", "first": 0, "devices": 4, "runs": HAND["runs"]}
+    with pytest.raises(InputError, match=rf"^plan, branches\.0\.name: 'left' .*{GRAPH.name} has no such branch"):
+        plan_from({**HAND, "branches": [branch]}, GRAPH, "plan")
+    plan = replace(plan_from(HAND, GRAPH, "plan"), branches=(BranchPlacement("left", ("left",), 0, 4, ()),))
+    with pytest.raises(InputError, match=r"^branches\.0\.name: 'left' .*has no independent branches"):
+        placed_branches(GRAPH, plan)
+    with pytest.raises(InputError, match=r"^plan, stages\.0, runs: \[\] .*Give a list of runs"):
+        plan_from({**HAND, "runs": []}, GRAPH, "plan")

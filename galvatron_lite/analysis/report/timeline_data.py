@@ -12,18 +12,17 @@ are microseconds. Events are written one by one, as a step may have millions.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
-from tempfile import mkstemp
 from typing import Any
 
 import numpy as np
 
 from galvatron_lite.cost.timeline import GroupTimeline, TimedPass, Timeline
+from galvatron_lite.files import write_text
 from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.plans.schema import MemoryBreakdown
 
@@ -118,18 +117,7 @@ def write_trace(path: Path, steps: Sequence[tuple[str, Timeline]]) -> None:
         path: of the file.
         steps: each plan's name and timeline.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.writelines(_lines(steps))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_text(path, _lines(steps))
 
 
 def _lines(steps: Sequence[tuple[str, Timeline]]) -> Iterator[str]:

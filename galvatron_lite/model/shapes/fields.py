@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from galvatron_lite.files import STRICT
+from galvatron_lite.limits import Name
 from galvatron_lite.model.shapes.picture_fields import (
     AlexNetShape,
     CosmoFlowShape,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class TransformerShape:
     """Fields that all transformers share."""
 
-    name: str = ""  # for people; the file's stem where empty
+    name: Name = ""  # for people; the file's stem where empty
     source: str = ""  # address of the published shape
     layers: int  # blocks (of the encoder, where there are two stacks)
     hidden: int  # width of the hidden state
@@ -134,7 +135,7 @@ class VitShape:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["vit"] = "vit"
-    name: str = ""  # name, source, layers, hidden, heads, ffn_hidden, dropout: as in ``TransformerShape``
+    name: Name = ""  # name, source, layers, hidden, heads, ffn_hidden, dropout: as in ``TransformerShape``
     source: str = ""
     layers: int
     hidden: int
@@ -153,7 +154,7 @@ class ResNetShape:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["resnet"] = "resnet"
-    name: str = ""  # name, source: for people
+    name: Name = ""  # name, source: for people
     source: str = ""
     depths: tuple[int, ...] = (3, 4, 6, 3)  # blocks a stage
     width: int = 64  # channels of the first stage's bottleneck; doubled from stage to stage
@@ -169,7 +170,7 @@ class ConvNextShape:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["convnext"] = "convnext"
-    name: str = ""  # name, source: for people
+    name: Name = ""  # name, source: for people
     source: str = ""
     depths: tuple[int, ...]  # blocks a stage
     widths: tuple[int, ...]  # channels a stage

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import STRICT
+from galvatron_lite.limits import Name
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class PictureShape:
     """Fields that these networks share."""
 
-    name: str = ""  # name, source: for people
+    name: Name = ""  # name, source: for people
     source: str = ""
     image_size: int = 224  # pixels along each side
     channels: int = 3  # of the image

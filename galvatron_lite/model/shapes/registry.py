@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -138,7 +139,8 @@ def load_shape(name_or_path: str, *, overrides: Mapping[str, object] | None = No
     data = read_data(path)
     if not isinstance(data, dict):
         raise FileFormatError(str(path), kind_of(data), "A model file holds one mapping of fields.")
-    return shape_from_data({"name": path.stem} | data | dict(overrides or {}), str(path))
+    name = os.fsencode(path.stem).decode("utf-8", "replace")  # LC_ALL=C has no characters but those of ASCII
+    return shape_from_data({"name": name} | data | dict(overrides or {}), str(path))
 
 
 def _find(name_or_path: str) -> Path:
@@ -156,7 +158,7 @@ def _find(name_or_path: str) -> Path:
     raise InputError("model", name_or_path, remedy)
 
 
-def shape_from_data(data: Mapping[str, object], field: str = "model") -> Shape:
+def shape_from_data(data: Mapping[str, object], field: str = "model", *, strict: bool = True) -> Shape:
     """The shape that a mapping describes; ``arch`` names its family (``decoder`` where it is missing).
 
     Raises:
@@ -166,7 +168,7 @@ def shape_from_data(data: Mapping[str, object], field: str = "model") -> Shape:
     arch = data.get("arch", "decoder")
     if not isinstance(arch, str) or arch not in SHAPES:
         raise InputError(f"{field}, arch", arch, f"Choose one of {', '.join(SHAPES)}.")
-    return complete(from_data(SHAPES[arch], dict(data), field))
+    return complete(from_data(SHAPES[arch], dict(data), field, strict=strict))
 
 
 def shape_from_flags(flags: Mapping[str, str]) -> Shape:
@@ -186,4 +188,4 @@ def shape_from_flags(flags: Mapping[str, str]) -> Shape:
         for name in data.keys() - known:
             raise InputError(f"--{name.replace('_', '-')}", data[name], f"Known: {', '.join(sorted(known))}.")
     lists = {name: tuple(str(value).split(",")) for name, value in data.items() if name in _LISTS or "," in str(value)}
-    return shape_from_data({"name": "flags"} | data | lists, "shape flags")
+    return shape_from_data({"name": "flags"} | data | lists, "shape flags", strict=False)

@@ -183,9 +183,9 @@ def _schedule(data: Mapping[str, Any], field: str) -> str:
 
 def _integer(data: Mapping[str, Any], key: str, field: str, other: int | None = None) -> int:
     given = data.get(key, other)
-    if not isinstance(given, int) or given < 0:
+    if type(given) is not int or given < 0:
         raise InputError(f"{field}, {key}", given, "It must be a whole number.")
-    return int(given)
+    return given
 
 
 def _list(data: Mapping[str, Any], key: str, field: str, count: int = 0, other: int = 0) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import from_data, parse_line, to_data
+from galvatron_lite.files import check_regular, from_data, parse_line, to_data
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.adapt.decide import State, begin, on_done, on_exhausted, on_planned, on_window
 from galvatron_lite.runtime.adapt.planning import PlanQuery, answer
@@ -58,7 +58,7 @@ def read_log(path: Path) -> list[Record]:
         FileFormatError: a line that is no record, or a log that does not begin with what it is of.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = check_regular(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise FileFormatError("file", str(path), "There is no such log, or it is no text.") from error
     records = [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]

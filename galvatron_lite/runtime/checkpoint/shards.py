@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.files import without_twins
+from galvatron_lite.files import check_regular, without_twins
 from galvatron_lite.folders import Content, FileSink, write_file
 
 CODES = {
@@ -83,7 +83,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = check_regular(path)
         try:
             with path.open("rb") as stream:
                 # a private copy of each page, as torch takes no memory that cannot be written

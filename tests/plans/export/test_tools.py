@@ -20,7 +20,7 @@ from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.common import commented, cuts
 from galvatron_lite.plans.export.tools import TOOLS, export
 from galvatron_lite.plans.io import write_plan
-from galvatron_lite.plans.schema import Mode, TrainedBy
+from galvatron_lite.plans.schema import BranchPlacement, LayerRun, Mode, Schedule, Stage, TrainedBy
 from tests.plans.export.made import BATCH, BLOCKS, COUNT, PLANS, plan
 
 EVERY = sorted(PLANS)
@@ -79,6 +79,14 @@ def test_every_plan_is_written_alike_each_time_and_comments_say_what_is_missing(
     else:
         assert all(f"# not said here: {line}\n" in made.text for line in made.left_out)
         assert made.text.endswith("\n")
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS))
+def test_what_is_written_changes_on_purpose_alone(tool: str) -> None:
+    """``exported.json`` was read through: remake it with what this compares, and read the difference."""
+    written = {name: export(PLANS[name], tool) for name in EVERY}
+    kept = json.loads((Path(__file__).parent / "exported.json").read_text())[tool]
+    assert {name: [one.text.splitlines()[1:], list(one.left_out)] for name, one in written.items()} == kept
 
 
 def test_kinds_of_plans_that_no_tool_has() -> None:
@@ -148,6 +156,29 @@ def test_a_plan_s_own_tool_trains_with_it() -> None:
     assert [one.blocks for one in cuts(PLANS["odd"])] == [2, 1, 3, 2]
     stages = [json.loads(export(PLANS[name], "deepspeed").text)["zero_optimization"] for name in ("offload", "zero1")]
     assert [one["stage"] for one in stages] == [2, 1]
+    zero2, plain, zero3 = (Strategy(zero=4, zero_stage=2), Strategy(data=4), Strategy(zero=4, zero_stage=3))
+    runs = [LayerRun(f"layers.{place}", f"layers.{place}", 1, one) for place, one in enumerate((zero2, plain, zero3))]
+    first = replace(PLANS["deepspeed"], stages=(Stage(tuple(runs[:2])),))
+    assert check_runs(first, DEEPSPEED) is first, "one without anything to shard may be plain"
+    with pytest.raises(InputError, match=r"plan, zero_stage of layers.2: 3 .*layers.0 has 2"):
+        check_runs(replace(first, stages=(Stage(tuple(runs)),)), DEEPSPEED)
+    kept = replace(runs[1], strategy=replace(zero2, offload=Offload.STATES))
+    with pytest.raises(InputError, match=r"plan, offload of layers.1"):
+        check_runs(replace(first, stages=(Stage((runs[0], kept)),)), DEEPSPEED)
+    single = replace(first, schedule=Schedule.ZERO_BUBBLE_1P)
+    assert check_runs(single, DEEPSPEED) is single, "one stage has no order of passes"
+    assert check_runs(PLANS["zero-bubble"]) is PLANS["zero-bubble"]
+    held = [replace(one, strategy=replace(one.strategy, zero=2, data=1, zero_stage=3))
+            for one in PLANS["zero-bubble"].stages[1].runs]  # fmt: skip
+    stages = (PLANS["zero-bubble"].stages[0], Stage(tuple(held)))
+    with pytest.raises(InputError, match=r"plan, stages.1, strategy of layers.4: 'zero3x2' .*needs zero 1"):
+        check_runs(replace(PLANS["zero-bubble"], stages=stages))
+    out = Strategy(data=2, offload=Offload.ACTIVATIONS, recompute=Recompute.SELECTIVE)
+    with pytest.raises(InputError, match=r"plan, stages.1, strategy of layers.4: .*cannot train with it"):
+        check_runs(replace(PLANS["zero-bubble"], stages=(stages[0], Stage((replace(held[0], strategy=out),)))))
+    branch = BranchPlacement("left", ("left",), 0, 4, (runs[0],))
+    with pytest.raises(InputError, match=r"plan, branches: 'given' .*one after the other alone"):
+        check_runs(replace(first, branches=(branch,)), DEEPSPEED)
     alone = plan(Strategy(data=4, offload=Offload.STATES))
     assert json.loads(export(alone, "deepspeed").text)["zero_optimization"]["stage"] == 1
     assert not any(" blocks: here all do" in line for line in export(PLANS["pipeline"], "megatron").left_out)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest
+from galvatron_lite.runtime.checkpoint.sealed import survey
+from galvatron_lite.runtime.checkpoint.shards import write_tensors
+from galvatron_lite.runtime.checkpoint.storage import metadata_of_files
+from galvatron_lite.runtime.checkpoint.written import copied_held
+from galvatron_lite.runtime.layout import Box
+from galvatron_lite.runtime.pieces import Held, ItemRun, all_of
 from tests.runtime.test_stepped import model_of
 
 
@@ -18,6 +26,7 @@ def test_the_folder_of_the_checkpoints_instead_of_one(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"folder of checkpoints \(step-1\)") as caught:
         parallel.load(tmp_path, optimizer)
     assert "delete" not in str(caught.value)
+    assert (caught.value.field, caught.value.value) == ("checkpoint", str(tmp_path))
 
 
 def test_a_file_in_the_place_of_the_checkpoint(tmp_path: Path) -> None:
@@ -25,3 +34,28 @@ def test_a_file_in_the_place_of_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give a folder"):
         model_of().save(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_a_file_without_a_tensor_and_a_folder_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tensors(tmp_path / "one.safetensors", {"weight": torch.zeros(2)})
+    with pytest.raises(FileFormatError, match="holds no 'bias'") as caught:
+        metadata_of_files({"bias": tmp_path / "one.safetensors"}, {})
+    assert (caught.value.field, caught.value.value) == ("file", tmp_path / "one.safetensors")
+    place = tmp_path / "step-1"
+    place.mkdir()
+    monkeypatch.setattr(
+        Path, "iterdir", lambda path, own=Path.iterdir: own(path) if path != place else own(place / "x")
+    )
+    readable, (damaged,) = survey(Manifest, tmp_path, FORMAT)
+    assert (readable, damaged.field, damaged.value) == ([], "checkpoint", place)
+
+
+def test_no_more_is_copied_than_is_written() -> None:
+    tensor, first, last = torch.arange(4.0), all_of((2,)), ItemRun(Box(((2, 4),)), Box(((0, 2),)))
+    held = Held("weight", (4,), tensor, (ItemRun(first, first), last))
+    assert copied_held(held).tensor.equal(tensor)
+    half = copied_held(replace(held, chunks=(last,)))
+    assert half.tensor.tolist() == [2.0, 3.0]
+    assert half.chunks == (ItemRun(first, last.whole),)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import STRICT
+from galvatron_lite.limits import Name
 from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
 from galvatron_lite.model.shapes.calls import Division, ShapeCall
 from galvatron_lite.model.shapes.images.flow import ImageFlow
@@ -50,7 +51,7 @@ class ImageTotals:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["image"] = "image"
-    name: str = ""  # name, source: for people
+    name: Name = ""  # name, source: for people
     source: str = ""
     macs: float  # multiply-adds of forward
     activations: float  # outputs of all convolutions and linear layers
