@@ -198,9 +198,13 @@ def _refine(walk: _Walk, problem: Problem, bounds: Refined) -> Refined:
 def _solve_uniform(walk: _Walk, node: _Node) -> None:
     """The best uniform plan of a node; looked for once plans of other nodes have had a chance to lower the limit."""
     shape = node.problem.shape
-    ways = [Uniform(node.problem, cuts) for cuts in cuts_of(node.problem.graph, shape.stages * shape.virtual)]
+    ways = node.problem.answers.uniform
+    if not ways:
+        cuts = cuts_of(node.problem.graph, shape.stages * shape.virtual)
+        ways += [Uniform(node.problem, own) for own in cuts]
     if node.stage is _Stage.PRICED:
-        walk.push(node.problem, None, _Stage.TRIED, max(node.bound, min(way.bound() for way in ways)))
+        limit = inf if walk.limit is None else walk.limit
+        walk.push(node.problem, None, _Stage.TRIED, max(node.bound, min(way.bound(limit) for way in ways)))
     else:
         walk.work += _LOOK
         for way in ways:
@@ -301,6 +305,8 @@ class _Walk:
         """The most promising node; None where none can lead to a better plan, or where enough work was done."""
         while self.heap:
             node = heapq.heappop(self.heap)[2]
+            if node.stage >= _Stage.SHAPE and self.limit is None:
+                node = self._sooner(node)
             if not self.worth(node.bound):
                 continue
             if self.work < self.most_work or (self.exact and self.best is None and self.below is None):
@@ -308,6 +314,17 @@ class _Walk:
                 return node
             self.open = min(self.open, node.bound)
         return None
+
+    def _sooner(self, node: _Node) -> _Node:
+        """The most promising uniform plans instead of a node, where there is no plan yet: they are soon looked into."""
+        ready = [own for own in self.heap if own[2].problem.shape.virtual > 1 and own[2].stage is _Stage.TRIED]
+        if node.problem.shape.virtual > 1 or not ready:
+            return node
+        first = min(ready)
+        self.heap.remove(first)
+        heapq.heapify(self.heap)
+        self.push(node.problem, node.bounds, node.stage, node.bound, node.refined)
+        return first[2]
 
     def better(self, problem: Problem, partition: Partition | None) -> None:
         """Keep a plan that beats the best so far, and one that beats those of its degree and schedule."""

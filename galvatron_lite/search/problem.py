@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,9 @@ from galvatron_lite.search.chains.chain import Chain, ChainLayer
 from galvatron_lite.search.chains.frontier import ChainFront, Path
 from galvatron_lite.search.graphs import Net, net_paths
 from galvatron_lite.search.tables import Glue, Layout, StrategyTable, Tables, glue_of, ticks
+
+if TYPE_CHECKING:
+    from galvatron_lite.search.uniform import Uniform
 
 IntArray = NDArray[np.int64]
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
@@ -82,6 +86,7 @@ class Answers:
     runs: list[tuple[int, int]] = field(default_factory=list)  # of equal layers, once known (``alike``)
     # by layout at boundaries, stage and bytes of the tensor, ``Problem.send``
     sends: dict[tuple[Layout | None, int, int], tuple[int, float]] = field(default_factory=dict)
+    uniform: list[Uniform] = field(default_factory=list)  # the plans of several stages a group, by cuts, once asked for
     # by layout at boundaries, ``Problem.least_sends``
     least_sends: dict[Layout | None, list[int]] = field(default_factory=dict)
     # whether all blocks are of one kind, and no more than one layer is before them, and behind them

@@ -65,6 +65,8 @@ class Request:
     cluster: Cluster | None = None  # the devices; None: all alike
     runs: int | None = None  # see ``Problem``
     margin: float = 0.0  # share of what a device may take that is kept free and not in ``budget``
+    # by what they depend on, ``open_problem``: what one search learns of a shape, others know
+    problems: dict[tuple[object, ...], Problem] = field(default_factory=dict, compare=False)
 
     @property
     def pipelines(self) -> tuple[int, ...]:
@@ -166,19 +168,25 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
 
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
-    """The problem of a shape with nothing else settled."""
-    every, budgets = [], []
-    for group in range(shape.stages if request.cluster is not None else 1):
-        own = pricer.of_group(shape.stage_devices, group)
-        budgets.append(bytes_on(request.budget, "" if own is pricer else own.profile.cluster.device.name))
-        every.append(_tables(request, own, shape))
-    alike = shape.stages // len(every)
-    return Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike, runs=request.runs)
-
-
-def _tables(request: Request, own: LayerPricer, shape: Shape) -> Tables:
-    """The figures of a shape by one pricer, made once."""
+    """The problem of a shape with nothing else settled; the same one for all requests made of one another."""
     fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
+    fixed = replace(fixed, pipeline=None, microbatches=None, schedule=None, virtual=None)
+    known, key = request.problems, (id(pricer), shape, fixed, request.budget, request.runs)
+    if key not in known:
+        every, budgets = [], []
+        for group in range(shape.stages if request.cluster is not None else 1):
+            own = pricer.of_group(shape.stage_devices, group)
+            budgets.append(bytes_on(request.budget, "" if own is pricer else own.profile.cluster.device.name))
+            every.append(_tables(request, own, shape, fixed))
+        alike = shape.stages // len(every)
+        known[key] = Problem(
+            request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike, runs=request.runs
+        )
+    return known[key]
+
+
+def _tables(request: Request, own: LayerPricer, shape: Shape, fixed: Fixed) -> Tables:
+    """The figures of a shape by one pricer, made once."""
     known, key = request.known, (id(own), shape, fixed)
     if key not in known.tables:
         if id(own) not in known.stores:

@@ -225,6 +225,7 @@ class Store:
     crossing: tuple[int, ...] = field(init=False)
     # rows of tables that are of use in uniform plans (``uniform``)
     useful: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
+    sends: dict[tuple[int, ...], IntArray] = field(default_factory=dict)  # picoseconds by layout, of the same
     _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
     _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
     _options: dict[tuple[str, int, Fixed], StrategyOptions] = field(default_factory=dict)

@@ -83,21 +83,13 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pairs:
-    """Choices of two strategies for blocks: of those of each group the first so many parts have the first."""
+class _Mixtures:
+    """Choices for blocks that are all alike: of those of each group the first so many parts have the first strategy."""
 
-    table: StrategyTable  # S strategies, each by itself the first of the choices
-    first: IntArray  # first, second: (Q,) rows of the others, once for each number of parts from 1 on
+    table: StrategyTable  # S strategies, by themselves the first S of the B choices
+    first: IntArray  # first, second: (B,) rows of the table
     second: IntArray
-
-    def at(self, number: int, rows: IntArray) -> StrategyTable:
-        """What a block in one of the parts takes under some of the choices."""
-        single = len(self.table)
-        pair, count = (rows - single) % max(len(self.first), 1), 1 + (rows - single) // max(len(self.first), 1)
-        if not len(self.first):
-            return self.table.at(rows)
-        mixed = np.where(number < count, self.first[pair], self.second[pair])
-        return self.table.at(np.where(rows < single, rows, mixed))
+    count: IntArray  # (B,) parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +130,8 @@ class Uniform:
     cuts: tuple[int, ...]  # where chunks begin
     lean: bool = False  # whether only memory matters
     settled: list[_Part] = field(default_factory=list)  # ``parts``, where they are known
-    _sent: dict[tuple[int, int, int, int], IntArray] = field(default_factory=dict, init=False)
+    _kept: IntArray = field(default_factory=lambda: np.arange(0), init=False)  # see ``_first``
+    _looked: int = field(default=0, init=False)
 
     @cached_property
     def ranges(self) -> tuple[range, range, range]:
@@ -164,9 +157,13 @@ class Uniform:
         """The parts of the model."""
         if self.settled:
             return self.settled
-        before, blocks, after = self.ranges
-        every = np.arange(len(self.least)) if self.pairs is not None else None
-        return [self._part(before), self._part(blocks) if every is None else self._mixed(every), self._part(after)]
+        own = self.mixtures
+        blocks = self._part(self.ranges[1]) if own is None else self._mixed(own, np.arange(len(own.first)))
+        return [self._edges[0], blocks, self._edges[1]]
+
+    @cached_property
+    def _edges(self) -> tuple[_Part, _Part]:
+        return self._part(self.ranges[0]), self._part(self.ranges[2])
 
     def _part(self, places: range) -> _Part:
         tables: dict[int, StrategyTable] = {}
@@ -178,8 +175,9 @@ class Uniform:
         if not tables:
             return _Part(1, {})
         distinct = list({id(table): table for _, table in sorted(tables.items())}.values())
-        common = set.intersection(*({*table.strategies} for table in distinct))
-        every = [table.where(lambda strategy: strategy in common) for table in distinct]
+        numbers = [self.problem.tables[0].store.numbers(table) for table in distinct]
+        common = reduce(np.intersect1d, numbers)
+        every = [table.at(np.flatnonzero(np.isin(own, common))) for own, table in zip(numbers, distinct, strict=True)]
         kept = self._useful(every, distinct, bool(self.sharing.keys() & set(places)))
         thinned = {id(table): own.at(kept) for table, own in zip(distinct, every, strict=True)}
         return _Part(len(kept), {place: thinned[id(table)] for place, table in tables.items()})
@@ -200,7 +198,7 @@ class Uniform:
         return known[key]
 
     @cached_property
-    def pairs(self) -> _Pairs | None:
+    def mixtures(self) -> _Mixtures | None:
         """The choices for blocks that are all alike; None where they are not."""
         layers, tables, blocks = self.problem.graph.layers, self.problem.tables, self.ranges[1]
         fixed = tables[0].fixed
@@ -209,73 +207,106 @@ class Uniform:
             return None
         whole = tables[0].whole(layers[blocks[0]].kind, layers[blocks[0]].name)
         table = whole.at(self._useful([whole], [whole], shared=False))
-        a, b = (
-            pairs_within(table.options.degrees[table.rows]) if self.problem.runs != 1 else (np.arange(0), np.arange(0))
-        )
-        return _Pairs(table, np.concatenate((a, b)), np.concatenate((b, a)))
+        every, parts = np.arange(len(table)), self.chunks.placed.shape[-1]
+        a, b = pairs_within(table.options.degrees[table.rows]) if self.problem.runs != 1 else (every[:0], every[:0])
+        first, second = (np.concatenate((every, np.tile(np.concatenate(own), parts - 1))) for own in ((a, b), (b, a)))
+        return _Mixtures(table, first, second, np.repeat(np.arange(parts), [len(every), *[2 * len(a)] * (parts - 1)]))
 
-    def _mixed(self, rows: IntArray) -> _Part:
+    def _mixed(self, own: _Mixtures, rows: IntArray) -> _Part:
         """What blocks take under some of the choices."""
-        assert self.pairs is not None
-        own = [self.pairs.at(number, rows) for number in range(self.chunks.placed.shape[-1])]
-        return _Part(len(rows), {place: own[number] for place, number in self.chunks.positions.items()})
+        first, second, count = own.first[rows], own.second[rows], own.count[rows]
+        parts = range(self.chunks.placed.shape[-1])
+        tables = [own.table.at(np.where(number < count, first, second)) for number in parts]
+        return _Part(len(rows), {place: tables[number] for place, number in self.chunks.positions.items()})
 
     @cached_property
     def least(self) -> FloatArray:
-        """(B,): a time that no plan with each choice for blocks beats, quickly: from blocks alone; infinite where the
-        first or the last group cannot hold them."""
-        pairs = self.pairs
-        if pairs is None:
+        """(B,): a time that no plan with each choice for blocks beats: layers around them at their least, moves between
+        these and blocks left out, and memory too."""
+        if self.mixtures is None:
             return np.zeros(self.parts[1].size)
-        every = np.arange(len(pairs.table))
-        found = [self._least(pairs.table, every, every, 0)]
-        if len(pairs.first):
-            parts = range(1, self.chunks.placed.shape[-1])
-            found += [self._least(pairs.table, pairs.first, pairs.second, count) for count in parts]
-        return np.concatenate(found) * (1 - 1e-9)
+        form, table, groups = self.problem.form, self.mixtures.table, list(self.alike.values())
+        first, second = self.mixtures.first, self.mixtures.second
+        placed = np.stack([self.chunks.placed[own[0]].sum(axis=0) for own in groups])[:, :, self.mixtures.count]
+        around = list(zip(*(self._around_blocks(own[0], table) for own in groups), strict=True))
+        columns = [
+            placed[:, 0] * own[first] + placed[:, 1] * own[second] + np.stack(others)[:, first]
+            for own, others in zip((*table.parts(form), table.figures.step), around, strict=True)
+        ]
+        counts, time = np.array([len(own) for own in groups]), columns[-1].max(axis=0)
+        for ramp, rounds, column in zip(form.ramp, form.rounds, columns, strict=False):
+            time = time + ramp * (counts @ column) + rounds * column.max(axis=0)
+        return time * (1 - 1e-9)
 
-    def _least(self, table: StrategyTable, first: IntArray, second: IntArray, count: int) -> FloatArray:
-        """``least`` where blocks of so many parts have the first of two strategies."""
-        form, shape, figures = self.problem.form, self.problem.shape, table.figures
-        placed = self.chunks.placed[..., count]
-        held = placed.sum(axis=1)
-        time = np.zeros(len(first))
-        for ramp, rounds, own in zip(form.ramp, form.rounds, table.parts(form), strict=True):
-            a, b = own[first], own[second]
-            slowest = reduce(np.maximum, (one * a + two * b for one, two in {*map(tuple, held.tolist())}))
-            one, two = held.sum(axis=0).tolist()
-            time = time + ramp * (one * a + two * b) + rounds * slowest
-        kept, states = figures.kept, figures.resting[:, 0]
+    def _around_blocks(self, group: int, blocks: StrategyTable) -> list[FloatArray]:
+        """(S,) each, of the parts of a group's micro-batch and its work once a step: sends by the strategy of blocks,
+        and other layers at the least."""
+        form, size = self.problem.form, len(blocks)
+        only = replace(self, settled=[_Part(1, {}), _Part(size, dict.fromkeys(self.ranges[1], blocks)), _Part(1, {})])
+        sends = only._sends(group)
+        total = [np.zeros(size) + own.reshape(-1) for own in (*form.parts(*sends, 0 * sends[0]), np.zeros(1))]
+        tables = self.problem.tables[group]
+        for place in self.chunks.held[group].difference(self.ranges[1]):
+            layer = self.problem.graph.layers[place]
+            table = tables.whole(layer.kind, layer.name, self.sharing.get(place, ALONE))
+            for own, figure in zip(total, (*table.parts(form), table.figures.step), strict=True):
+                own += figure.min() if len(table) else np.inf
+        return total
+
+    @cached_property
+    def _order(self) -> IntArray:
+        return np.argsort(self.least, kind="stable")
+
+    def _first(self, count: int, top: float) -> IntArray:
+        """At least so many choices for blocks, if there are, that the first and the last group can hold, in the order
+        of ``least``; none is left out that takes less than ``top``."""
+        while len(self._kept) < count and self._looked < len(self._order):
+            rows = self._order[self._looked : self._looked + 2 * _AT_ONCE]
+            if self.least[rows[0]] >= top:
+                break
+            self._kept = np.concatenate((self._kept, rows[self._held(rows)]))
+            self._looked += len(rows)
+        return self._kept
+
+    def _held(self, rows: IntArray) -> NDArray[np.bool_]:
+        """Which choices for blocks the first and the last group can hold, for all that is known of blocks alone."""
+        fits, own = np.ones(len(rows), dtype=bool), self.mixtures
+        if own is None:
+            return fits
+        first, second, count = own.first[rows], own.second[rows], own.count[rows]
+        kept, states = own.table.figures.kept, own.table.figures.resting[:, 0]
+        for room, held, flying in self._rooms:
+            resting = held[0, count] * states[first] + held[1, count] * states[second]
+            flown = flying[:, 0, count] * kept[first] + flying[:, 1, count] * kept[second]
+            fits &= resting + flown.max(axis=0) <= room
+        return fits
+
+    @cached_property
+    def _rooms(self) -> list[tuple[int, IntArray, IntArray]]:
+        """Of the first and the last group: bytes, (2, parts) blocks, and (moments, 2, parts) micro-batches of them."""
+        shape, found = self.problem.shape, list[tuple[int, IntArray, IntArray]]()
         for group in (0, shape.stages - 1) if shape.microbatches > 1 else ():
             room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
-            one, two = held[group].tolist()
-            resting = one * states[first] + two * states[second]
             moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-            flying = np.array([counts for _, counts in moments]) @ placed[group]
-            for one, two in {*map(tuple, flying[pareto_rows(-flying)].tolist())}:
-                time[resting + one * kept[first] + two * kept[second] > room] = np.inf
-        return time
+            placed = self.chunks.placed[group]
+            flying = np.array([*{counts for _, counts in moments}]) @ placed.reshape(len(placed), -1)
+            found.append((room, placed.sum(axis=0), flying.reshape(-1, *placed.shape[1:])))
+        return found
 
-    def bound(self) -> float:
-        """A time that no uniform plan beats, quickly."""
-        if self.pairs is None:
-            return 0.0
-        return float(self.least.min(initial=np.inf))
+    def bound(self, limit: float = np.inf) -> float:
+        """A time that no uniform plan of less than the limit beats, quickly."""
+        rows = self._first(1, limit)
+        ahead = self.least[self._order[self._looked]] if self._looked < len(self._order) else np.inf
+        return float(self.least[rows[0]] if len(rows) else ahead)
 
     def best(self, limit: int | None) -> Partition | None:
         """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none."""
-        best, top = None, np.inf if limit is None else limit - _HALF
-        order = np.argsort(self.least, kind="stable")
-        order = order[self.least[order] < top]
-        if not len(order):
-            return None
-        before, after = (self._part(self.ranges[side]) for side in (0, 2))
-        for start in range(0, len(order), _AT_ONCE):
-            rows = order[start : start + _AT_ONCE]
-            if self.least[rows[0]] >= top:
-                break
-            blocks = self._part(self.ranges[1]).at(rows) if self.pairs is None else self._mixed(rows)
-            own = replace(self, settled=[before, blocks, after])
+        best, top, start = None, np.inf if limit is None else limit - _HALF, 0
+        while len(rows := self._first(start + _AT_ONCE, top)[start : start + _AT_ONCE]) and self.least[rows[0]] < top:
+            start += len(rows)
+            rows, mixtures = rows[self.least[rows] < top], self.mixtures
+            blocks = self.parts[1].at(rows) if mixtures is None else self._mixed(mixtures, rows)
+            own = replace(self, settled=[self._edges[0], blocks, self._edges[1]])
             time = own.times(top)
             place = int(np.argmin(time)) if time.size else 0
             if time.size and np.isfinite(time.flat[place]):
@@ -299,7 +330,7 @@ class Uniform:
             sizes = tuple(self.cuts[stage + 1] - self.cuts[stage] for stage in stages)
             around = (strides[group - 1] if group else ends, strides[group] if group + 1 < shape.stages else ends)
             simple = len({id(own) for own in self.problem.tables}) == 1 and not self.problem.graph.tensors
-            key = (sizes, edges, around) if simple and self.pairs is not None else group
+            key = (sizes, edges, around) if simple and self.mixtures is not None else group
             found.setdefault(key, []).append(group)
         return found
 
@@ -385,33 +416,39 @@ class Uniform:
 
     def _sends(self, group: int) -> tuple[IntArray, IntArray]:
         """Picoseconds of sends and host work of a micro-batch, forward and backward; axes as ``times``."""
-        overhead, layers = self.problem.tables[group].pricer.profile.overhead, len(self.problem.graph.layers)
-        sums = [np.zeros((1, 1, 1), dtype=np.int64) for _ in range(2)]
-        for stage in self.chunks.stages_of[group]:
-            start, stop = self.cuts[stage], self.cuts[stage + 1]
-            host = ticks(((start > 0) + (stop < layers)) * overhead.pipeline + overhead.microbatch / 2)
-            for number, (side, cut) in enumerate(((stage + 1, stop), (stage, start))):
-                sums[number] = sums[number] + self._sent_over(side, cut) + host
+        overhead, last = self.problem.tables[group].pricer.profile.overhead, len(self.cuts) - 2
+        own, sums = self.chunks.stages_of[group], [np.zeros((1, 1, 1), dtype=np.int64) for _ in range(2)]
+        sums[0] += sum(ticks(((a > 0) + (a < last)) * overhead.pipeline + overhead.microbatch / 2) for a in own)
+        sums[1] += sums[0]
+        for number, ahead in enumerate((1, 0)):
+            for (axis, place, *boundary), count in Counter(map(self._boundary, (a + ahead for a in own))).items():
+                if place in self.parts[axis].tables:
+                    sent = self._sent_over(self.parts[axis].tables[place], *boundary)
+                    sums[number] = sums[number] + count * along(sent, axis)
         return sums[0], sums[1]
 
-    def _sent_over(self, stage: int, cut: int) -> IntArray:
-        """Picoseconds of sending the tensor before layer ``cut``, where a stage begins, by its sender's strategy."""
-        shape, graph = self.problem.shape, self.problem.graph
+    def _boundary(self, stage: int) -> tuple[int, int, int, int, int]:
+        """Of the boundary before a stage: the part of the model that sends, one of its layers, bytes a sample, and the
+        groups of devices on both sides; a layer that there is not where nothing is sent."""
+        shape, cut, blocks = self.problem.shape, self.cuts[stage], self.ranges[1]
         left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
-        if cut in (0, len(graph.layers)) or left == right:
-            return np.zeros((1, 1, 1), dtype=np.int64)
-        output = self.problem.tables[0].store.crossing[cut]
-        axis = int(cut > self.ranges[1].start)
-        key = (axis, left, right, output)
-        if key not in self._sent:
-            table = self.parts[axis].tables[cut - 1]
-            sent = np.zeros(len(table.options.layouts), dtype=np.int64)
-            for code in table.present:
-                sender = table.options.samples[code]
-                size = boundary_bytes(output, shape.microbatch, sender)
-                sent[code] = ticks(transfer_seconds(self.problem.pricer, size, sender, shape, (left, right)))
-            self._sent[key] = along(sent[table.codes], axis)
-        return self._sent[key]
+        axis = int(cut > blocks.start)
+        if cut in (0, self.cuts[-1]) or left == right:
+            return 0, -1, 0, 0, 0
+        # One strategy for all layers of a part: any of them tells what is sent.
+        return axis, blocks.start if axis else cut - 1, self.problem.tables[0].store.crossing[cut], left, right
+
+    def _sent_over(self, table: StrategyTable, output: int, left: int, right: int) -> IntArray:
+        """Picoseconds of sending so many bytes a sample from one group of devices to another, by sender's strategy."""
+        pricer, shape, sends = self.problem.pricer, self.problem.shape, self.problem.tables[0].store.sends
+        stride = stride_between(left, right, shape.stage_devices, pricer.profile.cluster.levels[0].size)
+        ends = (id(pricer.of_group(shape.stage_devices, group)) for group in (left, right))
+        key = (id(table.options), output, shape.microbatch, shape.stage_devices, stride, *ends)
+        if key not in sends:
+            sizes = [boundary_bytes(output, shape.microbatch, sender) for sender in table.options.samples]
+            pairs = zip(sizes, table.options.samples, strict=True)
+            sends[key] = np.array([ticks(transfer_seconds(pricer, *own, shape, (left, right))) for own in pairs])
+        return sends[key][table.codes]
 
     def agreeing(self) -> NDArray[np.bool_]:
         """Candidates whose layers that share parameters have one strategy."""
@@ -420,14 +457,13 @@ class Uniform:
             axes = sorted({axis for axis, part in enumerate(self.parts) for place in places if place in part.tables})
             for a, b in pairwise(axes):
                 left, right = (self._tied(axis, places) for axis in (a, b))
-                same = np.array([[one == other for other in right] for one in left], dtype=bool)
-                agree = agree & np.expand_dims(same, ({0, 1, 2} - {a, b}).pop())
+                agree = agree & np.expand_dims(left[:, None] == right, ({0, 1, 2} - {a, b}).pop())
         return agree
 
-    def _tied(self, axis: int, places: Sequence[int]) -> tuple[Strategy, ...]:
-        """Of the layers of a part that share parameters."""
+    def _tied(self, axis: int, places: Sequence[int]) -> IntArray:
+        """Numbers of the strategies of the layers of a part that share parameters."""
         tables = self.parts[axis].tables
-        return next(tables[place] for place in places if place in tables).strategies
+        return self.problem.tables[0].store.numbers(next(tables[place] for place in places if place in tables))
 
     def strategies(self, chosen: Sequence[int]) -> list[Strategy]:
         """Of every layer."""

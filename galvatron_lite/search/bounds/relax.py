@@ -16,6 +16,7 @@ first and the last stage). Other moves are left out (they cost no less than noth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,8 +32,9 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 _PRICES = 2.0 ** np.arange(-12, 13, 2)
 _TINY = 1e-9
-_EVERY, _BEST = 8, 3
-"""So many micro-batches in flight are told apart one by one; the best so many prices are kept for all ranges."""
+_EVERY, _BEST, _CLOSER = 8, 3, 4
+"""So many micro-batches in flight are told apart one by one; the best so many prices are kept for all ranges; rounds of
+prices, each between two of the one before, for the only stage."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,16 +253,44 @@ def _single(problem: Problem, layers: _Layers, room: float) -> FloatArray:
     prices = np.concatenate(([0.0], _PRICES * spreads[0] / (spreads[1] + 1.0)))
     edges = [layer.role is not Role.BLOCK for layer in problem.graph.layers]
     moves = (edges[0] + edges[-1]) * layers.move if problem.choice.glue is not None else 0.0
-    sums = []
-    for among in (None, [own[4] for own in layers.kinds]):
-        own = _least(time, memory, prices, among)[layers.which[:-1]].sum(axis=0)
-        sums.append(own + _least(time, local, prices, among)[layers.which[-1]])
     count = len(layers.which)
     bound = np.full((count + 1, count + 1), np.inf)
     lightest = sum(memory[which].min() for which in layers.which[:-1]) + local[layers.which[-1]].min()
     if lightest <= room:
-        bound[0, count] = float((np.minimum(sums[0] + moves, sums[1]) - prices * room).max())
+        best = -np.inf
+        for _ in range(_CLOSER):
+            sums = []
+            for among in (None, [own[4] for own in layers.kinds]):
+                own = _least(time, memory, prices, among)[layers.which[:-1]].sum(axis=0)
+                sums.append(own + _least(time, local, prices, among)[layers.which[-1]])
+            bounds = np.minimum(sums[0] + moves, sums[1]) - prices * room
+            # Bounds are concave in the price: the best is between the neighbours of the best so far.
+            place = int(np.argmax(bounds))
+            best = max(best, float(bounds[place]))
+            prices = np.linspace(prices[max(place - 1, 0)], prices[min(place + 1, len(prices) - 1)], len(prices))
+        bound[0, count] = max(best, _alike(problem, layers, time, memory, local, room, moves))
     return bound
+
+
+def _alike(
+    problem: Problem,
+    layers: _Layers,
+    time: list[FloatArray],
+    memory: list[FloatArray],
+    local: list[FloatArray],
+    room: float,
+    moves: float,
+) -> float:
+    """``_single`` where layers of one kind have one strategy: the best of the most frequent kind that fits."""
+    if problem.runs != 1 or not problem.answers.alike_parts:
+        return -np.inf
+    inner, last = Counter(layers.which[:-1].tolist()), layers.which[-1]
+    ((most, count),) = inner.most_common(1)
+    others = [(kind, own) for kind, own in inner.items() if kind != most]
+    fits = count * memory[most] + sum(own * memory[kind].min() for kind, own in others) + local[last].min() <= room
+    around = sum(own * time[kind].min() for kind, own in others) + time[last].min()
+    whole = count * time[most] + np.where(layers.kinds[most][4], 0.0, moves) + around
+    return float(whole[fits].min(initial=np.inf))
 
 
 def _best_prices(layers: _Layers, time: list[FloatArray], memory: list[FloatArray], room: float) -> FloatArray:
