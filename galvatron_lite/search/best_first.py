@@ -32,11 +32,13 @@ from galvatron_lite.search.shapes import (
     with_ties,
     without_ties,
 )
-from galvatron_lite.search.uniform import Uniform, cuts_of
+from galvatron_lite.search.uniform import Uniform, averaged, cuts_of
 
 Progress = Callable[[int, int, str], None]
 MOST_WORK = 60_000_000
 """Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
+_FEW = 8
+"""Shapes of uniform plans that are looked into for a plan to begin with."""
 _QUICK_WORK, _LOOK = 60_000, 20_000
 """The same for a search that is not exact, and what one quick search of a shape counts besides its labels."""
 
@@ -100,9 +102,15 @@ def _walk(walk: _Walk, request: Request, pricer: LayerPricer, progress: Progress
     shapes = shapes_of(request)
     for shape in shapes:
         problem = open_problem(request, pricer, shape)
-        walk.push(problem, None, _Stage.GLANCED, glance.bound(request.graph, shape))
-    done, total = 0, len(shapes)
+        if shape.schedule is Schedule.INTERLEAVED:
+            walk.interleaved.setdefault((shape.stages, shape.microbatches), []).append(problem)
+        problem.answers.glanced = problem.answers.glanced or glance.bound(request.graph, shape)
+        walk.push(problem, None, _Stage.GLANCED, problem.answers.glanced)
+    done, total, begun = 0, len(shapes), False
     while (node := walk.pop()) is not None:
+        if not begun and node.stage is _Stage.SHAPE and node.problem.shape.stages > 1 and walk.limit is None:
+            begun = True
+            _begin(walk)
         if node.stage is _Stage.GLANCED:
             done += 1
         if progress is not None:
@@ -111,6 +119,29 @@ def _walk(walk: _Walk, request: Request, pricer: LayerPricer, progress: Progress
         walk.inside = None
     if progress is not None:
         progress(total, total, "done")
+
+
+def _averaged(walk: _Walk, problem: Problem) -> float:
+    """A quick bound of a shape; under interleaved 1F1B found for all numbers of stages a group at once."""
+    shape = problem.shape
+    if not problem.answers.averaged and shape.schedule is Schedule.INTERLEAVED:
+        alike = walk.interleaved[shape.stages, shape.microbatches]
+        for own, bound in zip(alike, averaged(alike), strict=True):
+            own.answers.averaged = float(bound)
+    problem.answers.averaged = problem.answers.averaged or average_of(problem)
+    return problem.answers.averaged
+
+
+def _begin(walk: _Walk) -> None:
+    """A uniform plan to begin with: of the shapes that look best the one of least bound that fits."""
+    every = [own for family in walk.interleaved.values() for own in family]
+    for own in every:
+        _averaged(walk, own)
+    few = sorted(every, key=lambda own: own.answers.averaged)[:_FEW]
+    bounds = [min(way.bound(runs=own.runs) for way in _uniform(own)) for own in few]
+    for bound, problem in sorted(zip(bounds, few, strict=True), key=lambda pair: pair[0]):
+        if 0.0 < bound < inf and walk.limit is None:
+            _solve_uniform(walk, _Node(problem, None, _Stage.TRIED, bound))
 
 
 def _told(shape: Shape) -> str:
@@ -122,7 +153,7 @@ def _look_into(walk: _Walk, node: _Node) -> None:
     """Replace a node by what is found a step further."""
     problem = node.problem
     if node.stage is _Stage.GLANCED:
-        walk.push(problem, None, _Stage.PRICED, max(node.bound, average_of(problem)))
+        walk.push(problem, None, _Stage.PRICED, max(node.bound, _averaged(walk, problem)))
     elif problem.shape.virtual > 1:
         _solve_uniform(walk, node)
     elif node.stage is _Stage.PRICED:
@@ -197,18 +228,24 @@ def _refine(walk: _Walk, problem: Problem, bounds: Refined) -> Refined:
 
 def _solve_uniform(walk: _Walk, node: _Node) -> None:
     """The best uniform plan of a node; looked for once plans of other nodes have had a chance to lower the limit."""
-    shape = node.problem.shape
-    ways = node.problem.answers.uniform
-    if not ways:
-        cuts = cuts_of(node.problem.graph, shape.stages * shape.virtual)
-        ways += [Uniform(node.problem, own) for own in cuts]
+    ways = _uniform(node.problem)
     if node.stage is _Stage.PRICED:
         limit = inf if walk.limit is None else walk.limit
-        walk.push(node.problem, None, _Stage.TRIED, max(node.bound, min(way.bound(limit) for way in ways)))
+        walk.push(
+            node.problem, None, _Stage.TRIED, max(node.bound, min(way.bound(limit, node.problem.runs) for way in ways))
+        )
     else:
         walk.work += _LOOK
         for way in ways:
-            walk.better(node.problem, way.best(walk.limit))
+            walk.better(node.problem, way.best(walk.limit, node.problem.runs))
+
+
+def _uniform(problem: Problem) -> list[Uniform]:
+    """The uniform plans of a shape, by cuts."""
+    ways, shape = problem.answers.uniform, problem.shape
+    if not ways:
+        ways += [Uniform(problem, cuts) for cuts in cuts_of(problem.graph, shape.stages * shape.virtual)]
+    return ways
 
 
 def _solve(walk: _Walk, node: _Node, bounds: Refined | None) -> None:
@@ -257,6 +294,8 @@ class _Walk:
     met: dict[tuple[int, Schedule], Found] = field(default_factory=dict)
     # bound by shape and layouts at the edges, whatever the strategies of tied layers
     edges: dict[tuple[object, ...], float] = field(default_factory=dict)
+    # shapes of interleaved 1F1B by pipeline degree and micro-batches: they differ in the stages of each group
+    interleaved: dict[tuple[int, int], list[Problem]] = field(default_factory=dict)
     below: int | None = None
     slack: float = 0.0
     known: Found | None = None  # known, ahead: see ``search``
@@ -305,8 +344,6 @@ class _Walk:
         """The most promising node; None where none can lead to a better plan, or where enough work was done."""
         while self.heap:
             node = heapq.heappop(self.heap)[2]
-            if node.stage >= _Stage.SHAPE and self.limit is None:
-                node = self._sooner(node)
             if not self.worth(node.bound):
                 continue
             if self.work < self.most_work or (self.exact and self.best is None and self.below is None):
@@ -314,17 +351,6 @@ class _Walk:
                 return node
             self.open = min(self.open, node.bound)
         return None
-
-    def _sooner(self, node: _Node) -> _Node:
-        """The most promising uniform plans instead of a node, where there is no plan yet: they are soon looked into."""
-        ready = [own for own in self.heap if own[2].problem.shape.virtual > 1 and own[2].stage is _Stage.TRIED]
-        if node.problem.shape.virtual > 1 or not ready:
-            return node
-        first = min(ready)
-        self.heap.remove(first)
-        heapq.heapify(self.heap)
-        self.push(node.problem, node.bounds, node.stage, node.bound, node.refined)
-        return first[2]
 
     def better(self, problem: Problem, partition: Partition | None) -> None:
         """Keep a plan that beats the best so far, and one that beats those of its degree and schedule."""

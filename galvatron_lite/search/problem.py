@@ -73,6 +73,8 @@ def part_of(graph: ModelGraph) -> list[int]:
 class Answers:
     """What is known of stages under one shape, whatever else is settled."""
 
+    glanced: float = 0.0  # glanced, averaged: first bounds (``bounds.glance``, ``bounds.relax``), once known
+    averaged: float = 0.0
     # with some of the strategies, by table and what is settled
     tables: dict[tuple[int, object], StrategyTable] = field(default_factory=dict)
     # by problem of a stage, the cap it was asked with and ``Problem.plans``
@@ -311,7 +313,7 @@ class Problem:
         tables = tuple(id(self.layer_table(stage, place, inside)) for place in inside)
         store = self.tables[stage].store
         between = store.exchanges(inside) if self.graph.tensors else store.crossing[inside.start + 1 : inside.stop]
-        return (self.held(stage), tables, between, self.fixed_costs(stage, inside), self.budgets[stage])
+        return (self.held(stage), tables, between, self.fixed_costs(stage, inside), self.budgets[stage], self.runs)
 
     def plans(self, stage: int, inside: range, cap: int) -> tuple[list[StagePlan], float]:
         """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a

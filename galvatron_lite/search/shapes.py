@@ -171,7 +171,7 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
     """The problem of a shape with nothing else settled; the same one for all requests made of one another."""
     fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
     fixed = replace(fixed, pipeline=None, microbatches=None, schedule=None, virtual=None)
-    known, key = request.problems, (id(pricer), shape, fixed, request.budget, request.runs)
+    known, key = request.problems, (id(pricer), shape, fixed, request.budget)
     if key not in known:
         every, budgets = [], []
         for group in range(shape.stages if request.cluster is not None else 1):
@@ -179,10 +179,8 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
             budgets.append(bytes_on(request.budget, "" if own is pricer else own.profile.cluster.device.name))
             every.append(_tables(request, own, shape, fixed))
         alike = shape.stages // len(every)
-        known[key] = Problem(
-            request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike, runs=request.runs
-        )
-    return known[key]
+        known[key] = Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike)
+    return replace(known[key], runs=request.runs)
 
 
 def _tables(request: Request, own: LayerPricer, shape: Shape, fixed: Fixed) -> Tables:

@@ -53,6 +53,12 @@ def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
 
 def cuts_of(graph: ModelGraph, chunks: int) -> list[tuple[int, ...]]:
     """Where chunks begin, and the number of layers: the ways to share layers out, see the module."""
+    start, layers = parts_of(graph)[1].start, len(graph.layers)
+    return [(0, *list(accumulate(own, initial=start))[1:-1], layers) for own in _blocks_of(graph, chunks)]
+
+
+def _blocks_of(graph: ModelGraph, chunks: int) -> list[list[int]]:
+    """Blocks of each chunk under each of the ways to share layers out."""
     before, blocks, after = parts_of(graph)
     sizes = [_shares(len(blocks), chunks, 0)] if len(blocks) >= chunks else []
     edges = bool(before) + bool(after)
@@ -61,7 +67,7 @@ def cuts_of(graph: ModelGraph, chunks: int) -> list[tuple[int, ...]]:
         shares[0] -= bool(before)
         shares[-1] -= bool(after)
         sizes.append(shares)
-    return [(0, *list(accumulate(own, initial=blocks.start))[1:-1], len(graph.layers)) for own in sizes]
+    return sizes
 
 
 def _shares(count: int, chunks: int, first: int) -> list[int]:
@@ -102,10 +108,18 @@ class _Chunks:
     # (groups, chunks, 2, parts) blocks of each chunk that have the first strategy and the second, where those of the
     # first so many parts have the first
     placed: IntArray
+    # per group, of what it sends forward and back: whether blocks send, a layer that does, bytes a sample, the groups
+    # of devices on both sides of the boundary, and how often that is
+    sends: tuple[tuple[Counter[_Send], Counter[_Send]], ...]
+
+
+_Send = tuple[int, int, int, int, int]
 
 
 @lru_cache(maxsize=4096)
-def _chunks(schedule: Schedule, groups: int, virtual: int, cuts: tuple[int, ...], blocks: range) -> _Chunks:
+def _chunks(
+    schedule: Schedule, groups: int, virtual: int, cuts: tuple[int, ...], blocks: range, crossing: tuple[int, ...]
+) -> _Chunks:
     stages_of = tuple(
         tuple(stage_at(schedule, groups, group, chunk) for chunk in range(virtual)) for group in range(groups)
     )
@@ -119,7 +133,20 @@ def _chunks(schedule: Schedule, groups: int, virtual: int, cuts: tuple[int, ...]
             for place in range(max(cuts[stage], blocks.start), min(cuts[stage + 1], blocks.stop)):
                 counts[group, chunk, positions[place]] += 1
     first = np.cumsum(counts, axis=-1) - counts
-    return _Chunks(stages_of, held, positions, np.stack((first, counts.sum(axis=-1, keepdims=True) - first), axis=2))
+    placed = np.stack((first, counts.sum(axis=-1, keepdims=True) - first), axis=2)
+    sides: list[_Send | None] = [None]
+    for stage in range(1, len(cuts) - 1):
+        left, right = (group_of(schedule, groups, side) for side in (stage - 1, stage))
+        inner = cuts[stage] > blocks.start
+        # One strategy for all layers of a part: any of them tells what is sent.
+        sender = blocks.start if inner else cuts[stage] - 1
+        sides.append(None if left == right else (int(inner), sender, crossing[cuts[stage]], left, right))
+    sides.append(None)
+    sends = tuple(
+        (Counter(filter(None, (sides[at + 1] for at in own))), Counter(filter(None, (sides[at] for at in own))))
+        for own in stages_of
+    )
+    return _Chunks(stages_of, held, positions, placed, sends)
 
 
 @dataclass(eq=False)
@@ -142,7 +169,8 @@ class Uniform:
     def chunks(self) -> _Chunks:
         """Which layers groups of devices hold."""
         shape = self.problem.shape
-        return _chunks(shape.schedule, shape.stages, shape.virtual, self.cuts, self.ranges[1])
+        crossing = self.problem.tables[0].store.crossing
+        return _chunks(shape.schedule, shape.stages, shape.virtual, self.cuts, self.ranges[1], crossing)
 
     @cached_property
     def sharing(self) -> dict[int, ParameterSharing]:
@@ -208,7 +236,7 @@ class Uniform:
         whole = tables[0].whole(layers[blocks[0]].kind, layers[blocks[0]].name)
         table = whole.at(self._useful([whole], [whole], shared=False))
         every, parts = np.arange(len(table)), self.chunks.placed.shape[-1]
-        a, b = pairs_within(table.options.degrees[table.rows]) if self.problem.runs != 1 else (every[:0], every[:0])
+        a, b = pairs_within(table.options.degrees[table.rows])
         first, second = (np.concatenate((every, np.tile(np.concatenate(own), parts - 1))) for own in ((a, b), (b, a)))
         return _Mixtures(table, first, second, np.repeat(np.arange(parts), [len(every), *[2 * len(a)] * (parts - 1)]))
 
@@ -236,7 +264,7 @@ class Uniform:
         counts, time = np.array([len(own) for own in groups]), columns[-1].max(axis=0)
         for ramp, rounds, column in zip(form.ramp, form.rounds, columns, strict=False):
             time = time + ramp * (counts @ column) + rounds * column.max(axis=0)
-        return time * (1 - 1e-9)
+        return np.asarray(time * (1 - 1e-9))
 
     def _around_blocks(self, group: int, blocks: StrategyTable) -> list[FloatArray]:
         """(S,) each, of the parts of a group's micro-batch and its work once a step: sends by the strategy of blocks,
@@ -244,7 +272,8 @@ class Uniform:
         form, size = self.problem.form, len(blocks)
         only = replace(self, settled=[_Part(1, {}), _Part(size, dict.fromkeys(self.ranges[1], blocks)), _Part(1, {})])
         sends = only._sends(group)
-        total = [np.zeros(size) + own.reshape(-1) for own in (*form.parts(*sends, 0 * sends[0]), np.zeros(1))]
+        sent = (*form.parts(*sends, 0 * sends[0]), 0 * sends[0])
+        total = [np.zeros(size) + own.reshape(-1) for own in sent]
         tables = self.problem.tables[group]
         for place in self.chunks.held[group].difference(self.ranges[1]):
             layer = self.problem.graph.layers[place]
@@ -257,16 +286,20 @@ class Uniform:
     def _order(self) -> IntArray:
         return np.argsort(self.least, kind="stable")
 
-    def _first(self, count: int, top: float) -> IntArray:
+    def _first(self, count: int, top: float, runs: int | None) -> IntArray:
         """At least so many choices for blocks, if there are, that the first and the last group can hold, in the order
-        of ``least``; none is left out that takes less than ``top``."""
-        while len(self._kept) < count and self._looked < len(self._order):
-            rows = self._order[self._looked : self._looked + 2 * _AT_ONCE]
+        of ``least``; none is left out that takes less than ``top`` and has no more runs."""
+        while True:
+            kept = (
+                self._kept if runs != 1 or self.mixtures is None else self._kept[self._kept < len(self.mixtures.table)]
+            )
+            if len(kept) >= count or self._looked >= len(self._order):
+                return kept
+            rows = self._order[self._looked : 2 * max(self._looked, _AT_ONCE)]
             if self.least[rows[0]] >= top:
-                break
+                return kept
             self._kept = np.concatenate((self._kept, rows[self._held(rows)]))
             self._looked += len(rows)
-        return self._kept
 
     def _held(self, rows: IntArray) -> NDArray[np.bool_]:
         """Which choices for blocks the first and the last group can hold, for all that is known of blocks alone."""
@@ -293,16 +326,23 @@ class Uniform:
             found.append((room, placed.sum(axis=0), flying.reshape(-1, *placed.shape[1:])))
         return found
 
-    def bound(self, limit: float = np.inf) -> float:
-        """A time that no uniform plan of less than the limit beats, quickly."""
-        rows = self._first(1, limit)
+    def bound(self, limit: float = np.inf, runs: int | None = None) -> float:
+        """A time that no uniform plan of less than the limit and of so many runs beats, quickly."""
+        rows = self._first(1, limit, runs)
         ahead = self.least[self._order[self._looked]] if self._looked < len(self._order) else np.inf
         return float(self.least[rows[0]] if len(rows) else ahead)
 
-    def best(self, limit: int | None) -> Partition | None:
-        """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none."""
+    def best(self, limit: int | None, runs: int | None = None) -> Partition | None:
+        """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none.
+
+        Args:
+            limit: picoseconds; None: any plan will do.
+            runs: see ``Problem``.
+        """
         best, top, start = None, np.inf if limit is None else limit - _HALF, 0
-        while len(rows := self._first(start + _AT_ONCE, top)[start : start + _AT_ONCE]) and self.least[rows[0]] < top:
+        while len(rows := self._first(start + _AT_ONCE, top, runs)[start : start + _AT_ONCE]):
+            if self.least[rows[0]] >= top:
+                break
             start += len(rows)
             rows, mixtures = rows[self.least[rows] < top], self.mixtures
             blocks = self.parts[1].at(rows) if mixtures is None else self._mixed(mixtures, rows)
@@ -323,15 +363,16 @@ class Uniform:
         """Groups by what their time depends on."""
         shape, found = self.problem.shape, dict[object, list[int]]()
         node = self.problem.pricer.profile.cluster.levels[0].size
-        strides = [stride_between(a, b, shape.stage_devices, node) for a, b in pairwise(range(shape.stages))]
-        ends = stride_between(shape.stages - 1, 0, shape.stage_devices, node)
+        simple = len({id(own) for own in self.problem.tables}) == 1 and not self.problem.graph.tensors
         for group, stages in enumerate(self.chunks.stages_of):
             edges = 0 in stages, shape.stages * shape.virtual - 1 in stages
             sizes = tuple(self.cuts[stage + 1] - self.cuts[stage] for stage in stages)
-            around = (strides[group - 1] if group else ends, strides[group] if group + 1 < shape.stages else ends)
-            simple = len({id(own) for own in self.problem.tables}) == 1 and not self.problem.graph.tensors
-            key = (sizes, edges, around) if simple and self.mixtures is not None else group
-            found.setdefault(key, []).append(group)
+            sends = [Counter[object](), Counter[object]()]
+            for own, side in zip(sends, self.chunks.sends[group], strict=True):
+                for (axis, _, output, left, right), count in side.items():
+                    own[axis, output, stride_between(left, right, shape.stage_devices, node)] += count
+            key = (sizes, edges, *(frozenset(own.items()) for own in sends))
+            found.setdefault(key if simple and self.mixtures is not None else group, []).append(group)
         return found
 
     def times(self, limit: float = np.inf) -> FloatArray:
@@ -416,27 +457,19 @@ class Uniform:
 
     def _sends(self, group: int) -> tuple[IntArray, IntArray]:
         """Picoseconds of sends and host work of a micro-batch, forward and backward; axes as ``times``."""
-        overhead, last = self.problem.tables[group].pricer.profile.overhead, len(self.cuts) - 2
-        own, sums = self.chunks.stages_of[group], [np.zeros((1, 1, 1), dtype=np.int64) for _ in range(2)]
-        sums[0] += sum(ticks(((a > 0) + (a < last)) * overhead.pipeline + overhead.microbatch / 2) for a in own)
-        sums[1] += sums[0]
-        for number, ahead in enumerate((1, 0)):
-            for (axis, place, *boundary), count in Counter(map(self._boundary, (a + ahead for a in own))).items():
+        overhead, own = self.problem.tables[group].pricer.profile.overhead, self.chunks.stages_of[group]
+        ends = [len({0, len(self.cuts) - 2} & {*own}), len(own)]
+        host = sum(
+            count * ticks(sides * overhead.pipeline + overhead.microbatch / 2)
+            for sides, count in ((1, ends[0]), (2, ends[1] - ends[0]))
+        )
+        sums = [np.full((1, 1, 1), host) for _ in range(2)]
+        for number, sends in enumerate(self.chunks.sends[group]):
+            for (axis, place, *boundary), count in sends.items():
                 if place in self.parts[axis].tables:
                     sent = self._sent_over(self.parts[axis].tables[place], *boundary)
                     sums[number] = sums[number] + count * along(sent, axis)
         return sums[0], sums[1]
-
-    def _boundary(self, stage: int) -> tuple[int, int, int, int, int]:
-        """Of the boundary before a stage: the part of the model that sends, one of its layers, bytes a sample, and the
-        groups of devices on both sides; a layer that there is not where nothing is sent."""
-        shape, cut, blocks = self.problem.shape, self.cuts[stage], self.ranges[1]
-        left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
-        axis = int(cut > blocks.start)
-        if cut in (0, self.cuts[-1]) or left == right:
-            return 0, -1, 0, 0, 0
-        # One strategy for all layers of a part: any of them tells what is sent.
-        return axis, blocks.start if axis else cut - 1, self.problem.tables[0].store.crossing[cut], left, right
 
     def _sent_over(self, table: StrategyTable, output: int, left: int, right: int) -> IntArray:
         """Picoseconds of sending so many bytes a sample from one group of devices to another, by sender's strategy."""
@@ -472,3 +505,46 @@ class Uniform:
             for part, own, places in zip(self.parts, chosen, self.ranges, strict=True)
             for place in places
         ]  # fmt: skip
+
+
+def averaged(problems: Sequence[Problem]) -> FloatArray:
+    """(V,): times that no uniform plan under interleaved 1F1B beats, of shapes that differ in stages a group alone.
+
+    Quickly: all groups take their average of what blocks, sends and the least of other layers come to, and of memory
+    only blocks in the first group count, when it begins its first backward pass: p micro-batches of each of its v
+    stages, and where there are more p - 1 of the first besides. Of two strategies that only recompute differently
+    blocks have any shares.
+    """
+    own, graph, shape, tables = problems[0], problems[0].graph, problems[0].shape, problems[0].tables
+    stages = np.array([[problem.shape.virtual * shape.stages] for problem in problems])
+    uniform = Uniform(own, cuts_of(graph, int(stages[0, 0]))[0])
+    if uniform.mixtures is None:
+        return np.zeros(len(problems))
+    table, blocks = uniform.mixtures.table, uniform.ranges[1]
+    around = [tables[0].whole(one.kind, one.name) for one in graph.layers if one.role is not Role.BLOCK]
+    if not len(table) or not all(map(len, around)):
+        return np.full(len(problems), np.inf)
+    # Sends go over each boundary forth and back, but for one that other layers may send over; whole picoseconds differ.
+    pairs = ((0, 1), (shape.stages - 1, 0))
+    outputs = min(tables[0].store.crossing[blocks.start + 1 : blocks.stop], default=0)
+    sent = np.min([uniform._sent_over(table, outputs, *pair) for pair in pairs], axis=0)
+    overhead = own.pricer.profile.overhead
+    host = (4 * stages - 4) * ticks(overhead.pipeline) + stages * ticks(overhead.microbatch) - 8 * stages
+    layers = len(blocks) * table.both + sum(int(other.both.min()) for other in around)
+    steps = len(blocks) * table.figures.step + sum(int(other.figures.step.min()) for other in around)
+    ramps, rounds = (np.array([getattr(problem.form, name) for problem in problems]) for name in ("ramp", "rounds"))
+    time = (layers + (2 * stages - 4) * sent + host) * (ramps + rounds / shape.stages) + steps / shape.stages
+    shares = [[every[:: shape.stages] for every in _blocks_of(graph, int(count))] for (count,) in stages]
+    held = np.array([[min(map(sum, own))] for own in shares])
+    first = np.array([[min(chunks[0] for chunks in own)] for own in shares])
+    flying = shape.stages * held + (shape.microbatches > shape.stages) * (shape.stages - 1) * first
+    room = own.budgets[0] - tables[0].pricer.profile.cluster.device.context
+    over = held * table.figures.resting[:, 0] + flying * table.figures.kept - room
+    least = np.where(over <= 0, time, np.inf).min(axis=1)
+    a, b = pairs_within(table.options.degrees[table.rows])
+    if len(a):
+        a, b = np.concatenate((a, b)), np.concatenate((b, a))
+        span = np.maximum(over[:, b] - over[:, a], 1)
+        mixed = time[:, a] + np.minimum(-over[:, a] / span, 1.0) * (time[:, b] - time[:, a])
+        least = np.minimum(least, np.where((over[:, a] <= 0) & (over[:, b] > 0), mixed, np.inf).min(axis=1))
+    return np.asarray(least * (1 - 1e-9))
