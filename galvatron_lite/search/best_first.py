@@ -108,7 +108,7 @@ def _walk(walk: _Walk, request: Request, pricer: LayerPricer, progress: Progress
         walk.push(problem, None, _Stage.GLANCED, problem.answers.glanced)
     done, total, begun = 0, len(shapes), False
     while (node := walk.pop()) is not None:
-        if not begun and node.stage is _Stage.SHAPE and node.problem.shape.stages > 1 and walk.limit is None:
+        if not begun and node.stage >= _Stage.PRICED and node.problem.shape.stages > 1 and walk.limit is None:
             begun = True
             _begin(walk)
         if node.stage is _Stage.GLANCED:

@@ -309,7 +309,8 @@ class Tables:
     _plain: Fixed = field(init=False)
     _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
     _moves: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
-    _least_moves: dict[Layout | Glue, int] = field(default_factory=dict)
+    _every: tuple[Layout, ...] = ()  # layouts of all layers, and picoseconds of the cheapest move between them
+    _between: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
 
     def __post_init__(self) -> None:
         """Remembers the closed form of the shape."""
@@ -359,18 +360,16 @@ class Tables:
 
     def least_move(self, key: Layout | Glue, graph: ModelGraph) -> int:
         """Picoseconds in one pass of the cheapest move between layouts that begin like this and others, anywhere."""
-        if key not in self._least_moves:
-            smallest = graph.least_exchange
-            if smallest is None:
-                return 0
-            every = {id(own): own for own in (self.whole(one.kind, one.name).options for one in graph.layers)}
-            samples = {name: s for own in every.values() for name, s in zip(own.layouts, own.samples, strict=True)}
-            there = [strategy for own, strategy in samples.items() if own[: len(key)] == key]
-            other = [strategy for own, strategy in samples.items() if own[: len(key)] != key]
-            price, size = self.store.pricer.redistribution, self.shape.microbatch
-            known = [ticks(price(smallest, size, *pair)) for a in there for b in other for pair in ((a, b), (b, a))]
-            self._least_moves[key] = max(min(known, default=0) - 1, 0)
-        return self._least_moves[key]
+        smallest = graph.least_exchange
+        if smallest is None:
+            return 0
+        if not self._every:
+            found = {own for one in graph.layers for own in self.whole(one.kind, one.name).options.layouts}
+            self._every = tuple(sorted(found))
+            moved = self.store.pricer.redistributions(smallest, self.shape.microbatch, self._every, self._every)
+            self._between = all_ticks(np.minimum(moved, moved.T))
+        there = np.array([own[: len(key)] == key for own in self._every])
+        return max(int(self._between[there][:, ~there].min(initial=2**62)) - 1, 0) if not there.all() else 0
 
     def _moved(self, left: StrategyTable, right: StrategyTable, size: int) -> IntArray:
         layouts = left.options.layouts, right.options.layouts

@@ -19,13 +19,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.model.graph import Role
 from galvatron_lite.search.even import offered
-from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.problem import Problem, part_of
 from galvatron_lite.search.tables import StrategyTable
 
 FloatArray = NDArray[np.float64]
@@ -125,7 +126,11 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[StrategyTable]]) -> Rela
             if id(own) not in shared:
                 shared[id(own)] = _layers_of(problem, stage, own)
             layers = shared[id(own)]
-            bound = _theta(layers, levels[stage], filled, room, ends) if stages > 1 else _single(problem, layers, room)
+            bound = (
+                _theta(problem, layers, levels[stage], filled, room, ends)
+                if stages > 1
+                else _single(problem, layers, room)
+            )
             bound = bound + (form.microbatches - 1) * sends[stage]
             outside = before[stage][:, None] + (after[stage][-1] - after[stage])[None, :]
             known[key] = bound + outside - micro[-1], bound + sends[stage]
@@ -216,13 +221,17 @@ def _layers_of(problem: Problem, stage: int, tables: Sequence[StrategyTable]) ->
     return _Layers(which, kinds, 2.0 * problem.shape.microbatches * problem.least_move(stage))
 
 
-def _theta(layers: _Layers, held: int, filled: bool, room: float, ends: tuple[bool, bool]) -> FloatArray:
+def _theta(
+    problem: Problem, layers: _Layers, held: int, filled: bool, room: float, ends: tuple[bool, bool]
+) -> FloatArray:
     """(L + 1, L + 1): bound on theta of the layers i..j-1."""
     count = len(layers.which)
     extra = float(held - 1)
     time = [own[0] for own in layers.kinds]
     memory = [own[1] + extra * own[3] - filled * own[5] for own in layers.kinds]
     local = [own[2] + extra * own[3] for own in layers.kinds]
+    if problem.runs == 1 and problem.answers.alike_parts and not problem.tables[0].fixed.layers:
+        return _alike_theta(problem, layers, time, memory, local, room)
     prices = _best_prices(layers, time, memory, room)
     free, last = _least(time, memory, prices)[layers.which], _least(time, local, prices)[layers.which]
     bound = np.full((count + 1, count + 1), -np.inf)
@@ -241,6 +250,41 @@ def _theta(layers: _Layers, held: int, filled: bool, room: float, ends: tuple[bo
     lightest = [np.array([values.min() for values in own])[layers.which] for own in (memory, local)]
     too_much = _ranges(*lightest) > room
     return np.where(too_much | np.tri(count + 1, dtype=bool), np.inf, bound)
+
+
+def _alike_theta(
+    problem: Problem,
+    layers: _Layers,
+    time: list[FloatArray],
+    memory: list[FloatArray],
+    local: list[FloatArray],
+    room: float,
+) -> FloatArray:
+    """``_theta`` where blocks of a stage have one strategy: in the wire's layout, as one of them is at a boundary."""
+    parts = np.array(part_of(problem.graph))
+    blocks = np.concatenate(([0], np.cumsum(parts == 1)))
+    kind, count = layers.which[np.flatnonzero(parts == 1)[0]], np.arange(blocks[-1] + 1)[:, None]
+    own, size, end = (every[kind][layers.kinds[kind][4]] for every in (time, memory, local))
+    edges = []
+    for part, place in ((0, 0), (2, -1)):
+        other = layers.which[place]
+        there = parts[place] == part
+        held = np.minimum(memory[other], local[other]).min() if part == 0 else local[other].min()
+        edges.append((time[other].min(), held) if there else (0.0, 0.0))
+    least = np.empty((len(count), 2, 2))
+    for first, last in product(range(2), range(2)):
+        around = first * edges[0][1] + (last * edges[1][1] if last else (end - size) * (count > 0))
+        best = np.where(count * size + around <= room, count * own, np.inf).min(axis=1, initial=np.inf)
+        best[0] = 0.0
+        least[:, first, last] = best + first * edges[0][0] + last * edges[1][0]
+    ends = np.arange(len(blocks))
+    first, last = ends == 0, ends == len(parts)
+    bound = least[
+        blocks[None, :] - blocks[:, None],
+        (first & bool(parts[0] == 0)).astype(int)[:, None],
+        (last & bool(parts[-1] == 2)).astype(int)[None, :],
+    ]
+    return np.where(np.tri(len(ends), dtype=bool), np.inf, bound)
 
 
 def _single(problem: Problem, layers: _Layers, room: float) -> FloatArray:
