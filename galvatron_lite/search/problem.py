@@ -91,8 +91,7 @@ class Answers:
     uniform: list[Uniform] = field(default_factory=list)  # the plans of several stages a group, by cuts, once asked for
     # by layout at boundaries, ``Problem.least_sends``
     least_sends: dict[Layout | None, list[int]] = field(default_factory=dict)
-    # whether all blocks are of one kind, and no more than one layer is before them, and behind them
-    alike_parts: bool = True
+    alike_parts: bool | None = None  # ``Problem.alike_parts``, once known
 
 
 @dataclass(slots=True)
@@ -115,9 +114,14 @@ class Problem:
     def __post_init__(self) -> None:
         """Indexes the tied layers."""
         self._tied = dict(self.choice.tied)
-        if self.runs is not None:
+
+    @property
+    def alike_parts(self) -> bool:
+        """Whether the layers before, among and after the blocks are of one kind each."""
+        if self.answers.alike_parts is None:
             kinds = {*zip(part_of(self.graph), (layer.kind for layer in self.graph.layers), strict=True)}
             self.answers.alike_parts = len(kinds) == len({part for part, _ in kinds})
+        return self.answers.alike_parts
 
     @property
     def form(self) -> Form:
@@ -138,7 +142,7 @@ class Problem:
         """The strategies one layer of a stage may take, and their figures."""
         layer, tied = self.graph.layers[place], self._tied.get(place)
         # A layer that shares parameters, or a run, takes what is settled for all of them, be it of no help to this one.
-        free = tied is None and (self.runs is None or self.answers.alike_parts)
+        free = tied is None and (self.runs is None or self.alike_parts)
         offered = self.tables[stage].table if free else self.tables[stage].whole
         whole = offered(layer.kind, layer.name, self._sharing(inside).get(place, ALONE))
         ends = (inside.start > 0 and place == inside.start) or (inside.stop < self._end and place == inside.stop - 1)

@@ -169,18 +169,25 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
     """The problem of a shape with nothing else settled; the same one for all requests made of one another."""
-    fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
-    fixed = replace(fixed, pipeline=None, microbatches=None, schedule=None, virtual=None)
-    known, key = request.problems, (id(pricer), shape, fixed, request.budget)
-    if key not in known:
-        every, budgets = [], []
-        for group in range(shape.stages if request.cluster is not None else 1):
-            own = pricer.of_group(shape.stage_devices, group)
-            budgets.append(bytes_on(request.budget, "" if own is pricer else own.profile.cluster.device.name))
-            every.append(_tables(request, own, shape, fixed))
-        alike = shape.stages // len(every)
-        known[key] = Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike)
-    return replace(known[key], runs=request.runs)
+    known, own = request.problems, request.fixed
+    key = (id(pricer), shape, own.strategy, own.layers, own.forbidden, own.even, request.budget)
+    if (*key, request.runs) not in known:
+        if key not in known:
+            fixed = request.under(shape.schedule) if shape.stages > 1 else own
+            fixed = replace(fixed, pipeline=None, microbatches=None, schedule=None, virtual=None)
+            known[key] = _open_problem(request, pricer, shape, fixed)
+        known[*key, request.runs] = replace(known[key], runs=request.runs)
+    return known[*key, request.runs]
+
+
+def _open_problem(request: Request, pricer: LayerPricer, shape: Shape, fixed: Fixed) -> Problem:
+    every, budgets = [], []
+    for group in range(shape.stages if request.cluster is not None else 1):
+        own = pricer.of_group(shape.stage_devices, group)
+        budgets.append(bytes_on(request.budget, "" if own is pricer else own.profile.cluster.device.name))
+        every.append(_tables(request, own, shape, fixed))
+    alike = shape.stages // len(every)
+    return Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike)
 
 
 def _tables(request: Request, own: LayerPricer, shape: Shape, fixed: Fixed) -> Tables:

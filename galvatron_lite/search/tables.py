@@ -215,6 +215,17 @@ class StrategyTable:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixtures:
+    """Choices for blocks that are all alike (``uniform``): of those of each group of devices the first so many parts
+    have the first strategy."""
+
+    table: StrategyTable  # S strategies, by themselves the first S of the B choices
+    first: IntArray  # first, second: (B,) rows of the table
+    second: IntArray
+    count: IntArray  # (B,) parts
+
+
 @dataclass(slots=True)
 class Store:
     """Figures of all strategies of all kinds of layers, whatever the schedule; made when asked for."""
@@ -225,6 +236,7 @@ class Store:
     crossing: tuple[int, ...] = field(init=False)
     # rows of tables that are of use in uniform plans (``uniform``)
     useful: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
+    mixtures: dict[tuple[object, ...], Mixtures] = field(default_factory=dict)  # by table and parts
     sends: dict[tuple[int, ...], IntArray] = field(default_factory=dict)  # picoseconds by layout, of the same
     _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
     _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)

@@ -35,7 +35,7 @@ from galvatron_lite.search.chains.pareto import pairs_within, pareto_rows
 from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem, StagePlan
-from galvatron_lite.search.tables import StrategyTable
+from galvatron_lite.search.tables import Mixtures, StrategyTable
 from galvatron_lite.search.uniform_memory import along, group_bytes
 
 FloatArray = NDArray[np.float64]
@@ -57,17 +57,21 @@ def cuts_of(graph: ModelGraph, chunks: int) -> list[tuple[int, ...]]:
     return [(0, *list(accumulate(own, initial=start))[1:-1], layers) for own in _blocks_of(graph, chunks)]
 
 
-def _blocks_of(graph: ModelGraph, chunks: int) -> list[list[int]]:
+def _blocks_of(graph: ModelGraph, chunks: int) -> tuple[list[int], ...]:
     """Blocks of each chunk under each of the ways to share layers out."""
     before, blocks, after = parts_of(graph)
-    sizes = [_shares(len(blocks), chunks, 0)] if len(blocks) >= chunks else []
-    edges = bool(before) + bool(after)
-    if len(blocks) % chunks and len(blocks) + edges >= chunks:
-        shares = _shares(len(blocks) + edges, chunks, bool(before))
-        shares[0] -= bool(before)
-        shares[-1] -= bool(after)
+    return _sizes(len(blocks), bool(before), bool(after), chunks)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(blocks: int, before: bool, after: bool, chunks: int) -> tuple[list[int], ...]:
+    sizes = [_shares(blocks, chunks, 0)] if blocks >= chunks else []
+    if blocks % chunks and blocks + before + after >= chunks:
+        shares = _shares(blocks + before + after, chunks, before)
+        shares[0] -= before
+        shares[-1] -= after
         sizes.append(shares)
-    return sizes
+    return tuple(sizes)
 
 
 def _shares(count: int, chunks: int, first: int) -> list[int]:
@@ -86,16 +90,6 @@ class _Part:
         """Some of the choices."""
         own = {id(table): table.at(rows) for table in self.tables.values()}
         return _Part(len(rows), {place: own[id(table)] for place, table in self.tables.items()})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Mixtures:
-    """Choices for blocks that are all alike: of those of each group the first so many parts have the first strategy."""
-
-    table: StrategyTable  # S strategies, by themselves the first S of the B choices
-    first: IntArray  # first, second: (B,) rows of the table
-    second: IntArray
-    count: IntArray  # (B,) parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,21 +220,26 @@ class Uniform:
         return known[key]
 
     @cached_property
-    def mixtures(self) -> _Mixtures | None:
+    def mixtures(self) -> Mixtures | None:
         """The choices for blocks that are all alike; None where they are not."""
         layers, tables, blocks = self.problem.graph.layers, self.problem.tables, self.ranges[1]
         fixed = tables[0].fixed
         kinds = {(layers[place].kind, fixed.pins_of(layers[place].name) if fixed.layers else ()) for place in blocks}
         if len(kinds) > 1 or len({id(own) for own in tables}) > 1 or self.sharing.keys() & set(blocks):
             return None
-        whole = tables[0].whole(layers[blocks[0]].kind, layers[blocks[0]].name)
-        table = whole.at(self._useful([whole], [whole], shared=False))
-        every, parts = np.arange(len(table)), self.chunks.placed.shape[-1]
-        a, b = pairs_within(table.options.degrees[table.rows])
-        first, second = (np.concatenate((every, np.tile(np.concatenate(own), parts - 1))) for own in ((a, b), (b, a)))
-        return _Mixtures(table, first, second, np.repeat(np.arange(parts), [len(every), *[2 * len(a)] * (parts - 1)]))
+        whole, parts = tables[0].whole(layers[blocks[0]].kind, layers[blocks[0]].name), self.chunks.placed.shape[-1]
+        form, known = self.problem.form, tables[0].store.mixtures
+        key = (id(whole), parts, self.lean, form.freed, form.microbatches if form.freed else 0)
+        if key not in known:
+            table = whole.at(self._useful([whole], [whole], shared=False))
+            every, (a, b) = np.arange(len(table)), pairs_within(table.options.degrees[table.rows])
+            pairs = (np.concatenate(own) for own in ((a, b), (b, a)))
+            first, second = (np.concatenate((every, np.tile(own, parts - 1))) for own in pairs)
+            counts = np.repeat(np.arange(parts), [len(every), *[2 * len(a)] * (parts - 1)])
+            known[key] = Mixtures(table, first, second, counts)
+        return known[key]
 
-    def _mixed(self, own: _Mixtures, rows: IntArray) -> _Part:
+    def _mixed(self, own: Mixtures, rows: IntArray) -> _Part:
         """What blocks take under some of the choices."""
         first, second, count = own.first[rows], own.second[rows], own.count[rows]
         parts = range(self.chunks.placed.shape[-1])

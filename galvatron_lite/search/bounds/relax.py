@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,8 +229,9 @@ def _theta(
     time = [own[0] for own in layers.kinds]
     memory = [own[1] + extra * own[3] - filled * own[5] for own in layers.kinds]
     local = [own[2] + extra * own[3] for own in layers.kinds]
-    if problem.runs == 1 and problem.answers.alike_parts and not problem.tables[0].fixed.layers:
-        return _alike_theta(problem, layers, time, memory, local, room)
+    parts = part_of(problem.graph) if problem.runs == 1 and problem.alike_parts else []
+    if parts and max(parts.count(0), parts.count(2)) < 2 and not problem.tables[0].fixed.layers:
+        return _alike_theta(np.array(parts), layers, time, memory, local, room)
     prices = _best_prices(layers, time, memory, room)
     free, last = _least(time, memory, prices)[layers.which], _least(time, local, prices)[layers.which]
     bound = np.full((count + 1, count + 1), -np.inf)
@@ -253,38 +253,35 @@ def _theta(
 
 
 def _alike_theta(
-    problem: Problem,
+    parts: IntArray,
     layers: _Layers,
     time: list[FloatArray],
     memory: list[FloatArray],
     local: list[FloatArray],
     room: float,
 ) -> FloatArray:
-    """``_theta`` where blocks of a stage have one strategy: in the wire's layout, as one of them is at a boundary."""
-    parts = np.array(part_of(problem.graph))
+    """``_theta`` where blocks of a stage have one strategy, in the wire's layout, as one of them is at a boundary: no
+    more than one layer is before them, and after them."""
     blocks = np.concatenate(([0], np.cumsum(parts == 1)))
     kind, count = layers.which[np.flatnonzero(parts == 1)[0]], np.arange(blocks[-1] + 1)[:, None]
     own, size, end = (every[kind][layers.kinds[kind][4]] for every in (time, memory, local))
-    edges = []
-    for part, place in ((0, 0), (2, -1)):
-        other = layers.which[place]
-        there = parts[place] == part
-        held = np.minimum(memory[other], local[other]).min() if part == 0 else local[other].min()
-        edges.append((time[other].min(), held) if there else (0.0, 0.0))
-    least = np.empty((len(count), 2, 2))
-    for first, last in product(range(2), range(2)):
-        around = first * edges[0][1] + (last * edges[1][1] if last else (end - size) * (count > 0))
+    first, last = layers.which[0], layers.which[-1]
+    before = (time[first].min(), np.minimum(memory[first], local[first]).min()) if parts[0] == 0 else (0.0, 0.0)
+    after = (time[last].min(), local[last].min()) if parts[-1] == 2 else (0.0, 0.0)
+
+    def least(edges: float, around: FloatArray | float) -> FloatArray:
+        """(blocks + 1,): theta of so many blocks, and of layers around them, which need so many bytes."""
         best = np.where(count * size + around <= room, count * own, np.inf).min(axis=1, initial=np.inf)
         best[0] = 0.0
-        least[:, first, last] = best + first * edges[0][0] + last * edges[1][0]
-    ends = np.arange(len(blocks))
-    first, last = ends == 0, ends == len(parts)
-    bound = least[
-        blocks[None, :] - blocks[:, None],
-        (first & bool(parts[0] == 0)).astype(int)[:, None],
-        (last & bool(parts[-1] == 2)).astype(int)[None, :],
-    ]
-    return np.where(np.tri(len(ends), dtype=bool), np.inf, bound)
+        return np.asarray(best + edges)
+
+    alone = (end - size) * (count > 0)
+    bound = least(0.0, alone)[np.maximum(blocks[None, :] - blocks[:, None], 0)]
+    bound[0] = least(before[0], before[1] + alone)[blocks]
+    if parts[-1] == 2:
+        bound[:, -1] = least(after[0], after[1])[blocks[-1] - blocks]
+        bound[0, -1] = least(before[0] + after[0], before[1] + after[1])[-1]
+    return np.where(np.tri(len(blocks), dtype=bool), np.inf, bound)
 
 
 def _single(problem: Problem, layers: _Layers, room: float) -> FloatArray:
@@ -326,7 +323,7 @@ def _alike(
     moves: float,
 ) -> float:
     """``_single`` where layers of one kind have one strategy: the best of the most frequent kind that fits."""
-    if problem.runs != 1 or not problem.answers.alike_parts:
+    if problem.runs != 1 or not problem.alike_parts:
         return -np.inf
     inner, last = Counter(layers.which[:-1].tolist()), layers.which[-1]
     ((most, count),) = inner.most_common(1)
