@@ -432,7 +432,7 @@ def _fitting(table: StrategyTable, wire: Layout | None, glue: Glue | None, tied:
     found = table.lay_out_model(
         lambda own: (wire is None or own == wire) and (glue is None or glue_of(own) == glue)
     )  # fmt: skip
-    return found if tied is None else found.where(lambda strategy: strategy == tied)
+    return found if tied is None else found.only(tied)
 
 
 def widest(chain: Chain) -> int:

@@ -157,7 +157,7 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
             known[key] = own.whole(layer.kind, layer.name)
     every = [known[key] for key in keys]
     for place, strategy in tied.items():
-        every[place] = every[place].where(lambda option, wanted=strategy: option == wanted)  # type: ignore[misc]
+        every[place] = every[place].only(strategy)
     glue = problem.choice.glue
     if glue is None:
         return every
@@ -276,7 +276,8 @@ def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
     """Layouts to try at the edges of the one stage, or at the boundaries between several."""
     layers = problem.graph.layers
     if problem.shape.stages > 1:
-        wires = {own for layer in layers for own in _layouts(problem, layer)}
+        kinds = {(layer.kind, problem.tables[0].fixed.pins_of(layer.name)): layer for layer in layers}
+        wires = {own for layer in kinds.values() for own in _layouts(problem, layer)}
         return [(None, wire) for wire in sorted(wires)]
     if not is_glued(problem.graph):
         return [(None, None)]

@@ -47,6 +47,7 @@ class StrategyOptions:
     degrees: IntArray  # (S,) the same number for strategies that only recompute differently
     layouts: tuple[Layout, ...]  # by number
     samples: tuple[Strategy, ...]  # a strategy of each layout
+    places: dict[Strategy, int]  # of the strategies
     _parts: dict[bytes, Strategies] = field(default_factory=dict, repr=False)
     _alike: dict[bytes, tuple[IntArray, IntArray]] = field(default_factory=dict, repr=False)
     _allowed: dict[Fixed, BoolArray] = field(default_factory=dict, repr=False)
@@ -88,6 +89,7 @@ def options_of(strategies: Sequence[Strategy]) -> StrategyOptions:
         np.array(degrees, dtype=np.int64),
         tuple(names),
         tuple(samples[name] for name in names),
+        {strategy: place for place, strategy in enumerate(strategies)},
     )
 
 
@@ -133,6 +135,10 @@ class StrategyTable:
     def __len__(self) -> int:
         """How many strategies."""
         return len(self.rows)
+
+    def only(self, strategy: Strategy) -> StrategyTable:
+        """Only one of the strategies; none, where it is not among them."""
+        return self.at(np.flatnonzero(self.rows == self.options.places.get(strategy, -1)))
 
     def where(self, wanted: Callable[[Strategy], bool]) -> StrategyTable:
         """Only the strategies that are wanted."""
