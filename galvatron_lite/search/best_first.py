@@ -27,10 +27,9 @@ from galvatron_lite.search.shapes import (
     bounds_of,
     open_problem,
     shapes_of,
-    tied_children,
     with_edges,
+    with_tied,
     with_ties,
-    without_ties,
 )
 from galvatron_lite.search.uniform import Uniform, averaged, cuts_of
 
@@ -203,7 +202,7 @@ def _cut_further(walk: _Walk, node: _Node) -> None:
         if not walk.worth(bounds.bound):
             return
         scores, own = scores_of(problem, bounds, tied), bounds.opened(tied)
-        for child in tied_children(problem):
+        for child in with_ties(problem):
             least = max(bounds.bound, score(scores, child.choice.tied))
             walk.push(child, None, _Stage.EDGED if tied else _Stage.TRIED, least, own)
     elif node.refined is not None and node.stage is _Stage.EDGED:
@@ -332,7 +331,7 @@ class _Walk:
         """The bound of the layouts at the edges alone: the same for many choices for tied layers."""
         key = (problem.shape, problem.choice.glue, problem.choice.wire)
         if key not in self.edges:
-            bounds = bounds_of(without_ties(problem))
+            bounds = bounds_of(with_tied(problem, ()))
             self.edges[key] = inf if bounds is None else bounds.bound
         return self.edges[key]
 

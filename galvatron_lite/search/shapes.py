@@ -207,20 +207,14 @@ def settled(problem: Problem) -> Iterator[Problem]:
 
 
 def with_ties(problem: Problem) -> Iterator[Problem]:
-    """The problem under every choice of strategies for tied layers."""
-    for tied in _tied_choices(problem):
-        yield _under(problem, Choice(None, None, tied))
-
-
-def without_ties(problem: Problem) -> Problem:
-    """The problem with its layouts at the edges, but nothing settled for tied layers."""
-    return _under(problem, Choice(problem.choice.glue, problem.choice.wire, ()))
-
-
-def tied_children(problem: Problem) -> Iterator[Problem]:
     """The problem with its layouts at the edges, under every choice of strategies for tied layers."""
     for tied in _tied_choices(problem):
-        yield _under(problem, Choice(problem.choice.glue, problem.choice.wire, tied))
+        yield with_tied(problem, tied)
+
+
+def with_tied(problem: Problem, tied: tuple[tuple[int, Strategy], ...]) -> Problem:
+    """The problem with its layouts at the edges, and these strategies of tied layers."""
+    return replace(problem, choice=replace(problem.choice, tied=tied))
 
 
 def with_edges(problem: Problem) -> Iterator[Problem]:
@@ -228,25 +222,7 @@ def with_edges(problem: Problem) -> Iterator[Problem]:
     tied = problem.choice.tied
     for glue, wire in _edge_choices(problem):
         if all(glue is None or glue_of(layout(s)) == glue for place, s in tied if _is_edge(problem, place)):
-            yield _under(problem, Choice(glue, wire, tied))
-
-
-def with_tied(problem: Problem, tied: tuple[tuple[int, Strategy], ...]) -> Problem:
-    """The problem with its layouts at the edges, and these strategies of tied layers."""
-    return _under(problem, Choice(problem.choice.glue, problem.choice.wire, tied))
-
-
-def _under(problem: Problem, choice: Choice) -> Problem:
-    return Problem(
-        problem.graph,
-        problem.pricer,
-        problem.shape,
-        problem.tables,
-        choice,
-        problem.budgets,
-        answers=problem.answers,
-        runs=problem.runs,
-    )
+            yield replace(problem, choice=Choice(glue, wire, tied))
 
 
 def bounds_of(problem: Problem) -> Relaxed | None:
@@ -313,8 +289,7 @@ def tied_tables(problem: Problem, group: tuple[int, ...]) -> list[StrategyTable]
         for place in group
         for sharing in _sharings(problem, group, place)
     ]
-    common = set.intersection(*({*table.strategies} for table in tables))
-    return [table.where(lambda strategy: strategy in common) for table in tables]
+    return problem.tables[0].store.common(tables)
 
 
 def _sharings(problem: Problem, group: tuple[int, ...], place: int) -> list[ParameterSharing]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,11 +140,6 @@ class StrategyTable:
         """Only one of the strategies; none, where it is not among them."""
         return self.at(np.flatnonzero(self.rows == self.options.places.get(strategy, -1)))
 
-    def where(self, wanted: Callable[[Strategy], bool]) -> StrategyTable:
-        """Only the strategies that are wanted."""
-        rows = [row for row, strategy in enumerate(self.strategies) if wanted(strategy)]
-        return self.at(np.array(rows, dtype=np.int64))
-
     def of(self, kept: BoolArray) -> StrategyTable:
         """Only some of the options, (options,)."""
         return self.at(np.flatnonzero(kept[self.rows]))
@@ -278,6 +273,12 @@ class Store:
             own = [self._numbers.setdefault(strategy, len(self._numbers)) for strategy in options.strategies]
             self._numbered[id(options)] = np.array(own, dtype=np.int64)
         return self._numbered[id(options)][table.rows]
+
+    def common(self, tables: Sequence[StrategyTable]) -> list[StrategyTable]:
+        """The tables, each with the strategies that all of them have."""
+        every = [self.numbers(table) for table in tables]
+        common = reduce(np.intersect1d, every)
+        return [table.at(np.flatnonzero(np.isin(own, common))) for own, table in zip(every, tables, strict=True)]
 
     def options(self, kind: str, devices: int, fixed: Fixed) -> StrategyOptions:
         """What a kind of layer may do on a stage of so many devices."""

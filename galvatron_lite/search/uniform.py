@@ -197,9 +197,7 @@ class Uniform:
         if not tables:
             return _Part(1, {})
         distinct = list({id(table): table for _, table in sorted(tables.items())}.values())
-        numbers = [self.problem.tables[0].store.numbers(table) for table in distinct]
-        common = reduce(np.intersect1d, numbers)
-        every = [table.at(np.flatnonzero(np.isin(own, common))) for own, table in zip(numbers, distinct, strict=True)]
+        every = self.problem.tables[0].store.common(distinct)
         kept = self._useful(every, distinct, bool(self.sharing.keys() & set(places)))
         thinned = {id(table): own.at(kept) for table, own in zip(distinct, every, strict=True)}
         return _Part(len(kept), {place: thinned[id(table)] for place, table in tables.items()})
