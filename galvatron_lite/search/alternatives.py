@@ -89,7 +89,8 @@ def finalists(
         options += _instead(request, pricer, first)
     for one in simple:
         _add(options, one)
-    options += [one for one in _less_interleaved(request, pricer, found.problem.shape) if one.seconds < first.seconds]
+    if all(one.found.problem.shape != found.problem.shape for one in simple):
+        options += _less_interleaved(request, pricer, first)
     if wanted < 1:
         return tuple(options)
     others = [other for other in found.others if other.partition is not found.partition]
@@ -120,20 +121,25 @@ def pipelines(request: Request, pricer: LayerPricer, best: Found, slack: float) 
         found = _searched(own, pricer, below=below, slack=slack, effort=_WORK) if degree > 1 else None
         if found is not None:
             first = _finalist(request, pricer, _name(found.problem.shape), found)
-            fewer = _less_interleaved(request, pricer, found.problem.shape)
-            options += [first, *(one for one in fewer if one.seconds < first.seconds)]
+            options += [first, *_less_interleaved(request, pricer, first)]
     return tuple(options)
 
 
-def _less_interleaved(request: Request, pricer: LayerPricer, shape: Shape) -> Iterator[Finalist]:
-    """The same with fewer stages a group: the closed form knows less of uneven ones, which waits show in simulation."""
+def _less_interleaved(request: Request, pricer: LayerPricer, first: Finalist) -> Iterator[Finalist]:
+    """Plans like one, with fewer stages a group, that are quicker: the closed form knows less of uneven ones, which
+    waits show in simulation."""
+    shape = first.found.problem.shape
     if shape.schedule is not Schedule.INTERLEAVED or request.fixed.virtual is not None:
         return
+    below = int(first.found.partition.time * (1.0 + _REACH))
     for virtual in range(shape.virtual - 1, max(shape.virtual - 1 - _TRIES, 1), -1):
         fixed = replace(request.fixed, pipeline=shape.stages, microbatches=shape.microbatches, virtual=virtual)
-        found = _searched(replace(request, fixed=fixed, schedules=(shape.schedule,)), pricer)
+        narrow = replace(request, fixed=fixed, schedules=(shape.schedule,))
+        found = _searched(narrow, pricer, below=below)
         if found is not None:
-            yield _finalist(request, pricer, f"{_name(shape)} of {virtual} stages each", found)
+            fewer = _finalist(request, pricer, f"{_name(shape)} of {virtual} stages each", found)
+            if fewer.seconds < first.seconds:
+                yield fewer
 
 
 def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[Finalist]:

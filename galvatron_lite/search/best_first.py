@@ -27,16 +27,17 @@ from galvatron_lite.search.shapes import (
     bounds_of,
     open_problem,
     shapes_of,
-    tied_children,
     with_edges,
+    with_tied,
     with_ties,
-    without_ties,
 )
-from galvatron_lite.search.uniform import Uniform, cuts_of
+from galvatron_lite.search.uniform import Uniform, averaged, cuts_of
 
 Progress = Callable[[int, int, str], None]
 MOST_WORK = 60_000_000
 """Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
+_FEW = 8
+"""Shapes of uniform plans that are looked into for a plan to begin with."""
 _QUICK_WORK, _LOOK = 60_000, 20_000
 """The same for a search that is not exact, and what one quick search of a shape counts besides its labels."""
 
@@ -100,9 +101,15 @@ def _walk(walk: _Walk, request: Request, pricer: LayerPricer, progress: Progress
     shapes = shapes_of(request)
     for shape in shapes:
         problem = open_problem(request, pricer, shape)
-        walk.push(problem, None, _Stage.GLANCED, glance.bound(request.graph, shape))
-    done, total = 0, len(shapes)
+        if shape.schedule is Schedule.INTERLEAVED:
+            walk.interleaved.setdefault((shape.stages, shape.microbatches), []).append(problem)
+        problem.answers.glanced = problem.answers.glanced or glance.bound(request.graph, shape)
+        walk.push(problem, None, _Stage.GLANCED, problem.answers.glanced)
+    done, total, begun = 0, len(shapes), False
     while (node := walk.pop()) is not None:
+        if not begun and node.stage >= _Stage.PRICED and node.problem.shape.stages > 1 and walk.limit is None:
+            begun = True
+            _begin(walk)
         if node.stage is _Stage.GLANCED:
             done += 1
         if progress is not None:
@@ -111,6 +118,29 @@ def _walk(walk: _Walk, request: Request, pricer: LayerPricer, progress: Progress
         walk.inside = None
     if progress is not None:
         progress(total, total, "done")
+
+
+def _averaged(walk: _Walk, problem: Problem) -> float:
+    """A quick bound of a shape; under interleaved 1F1B found for all numbers of stages a group at once."""
+    shape = problem.shape
+    if not problem.answers.averaged and shape.schedule is Schedule.INTERLEAVED:
+        alike = walk.interleaved[shape.stages, shape.microbatches]
+        for own, bound in zip(alike, averaged(alike), strict=True):
+            own.answers.averaged = float(bound)
+    problem.answers.averaged = problem.answers.averaged or average_of(problem)
+    return problem.answers.averaged
+
+
+def _begin(walk: _Walk) -> None:
+    """A uniform plan to begin with: of the shapes that look best the one of least bound that fits."""
+    every = [own for family in walk.interleaved.values() for own in family]
+    for own in every:
+        _averaged(walk, own)
+    few = sorted(every, key=lambda own: own.answers.averaged)[:_FEW]
+    bounds = [min(way.bound(runs=own.runs) for way in _uniform(own)) for own in few]
+    for bound, problem in sorted(zip(bounds, few, strict=True), key=lambda pair: pair[0]):
+        if 0.0 < bound < inf and walk.limit is None:
+            _solve_uniform(walk, _Node(problem, None, _Stage.TRIED, bound))
 
 
 def _told(shape: Shape) -> str:
@@ -122,7 +152,7 @@ def _look_into(walk: _Walk, node: _Node) -> None:
     """Replace a node by what is found a step further."""
     problem = node.problem
     if node.stage is _Stage.GLANCED:
-        walk.push(problem, None, _Stage.PRICED, max(node.bound, average_of(problem)))
+        walk.push(problem, None, _Stage.PRICED, max(node.bound, _averaged(walk, problem)))
     elif problem.shape.virtual > 1:
         _solve_uniform(walk, node)
     elif node.stage is _Stage.PRICED:
@@ -172,7 +202,7 @@ def _cut_further(walk: _Walk, node: _Node) -> None:
         if not walk.worth(bounds.bound):
             return
         scores, own = scores_of(problem, bounds, tied), bounds.opened(tied)
-        for child in tied_children(problem):
+        for child in with_ties(problem):
             least = max(bounds.bound, score(scores, child.choice.tied))
             walk.push(child, None, _Stage.EDGED if tied else _Stage.TRIED, least, own)
     elif node.refined is not None and node.stage is _Stage.EDGED:
@@ -197,14 +227,24 @@ def _refine(walk: _Walk, problem: Problem, bounds: Refined) -> Refined:
 
 def _solve_uniform(walk: _Walk, node: _Node) -> None:
     """The best uniform plan of a node; looked for once plans of other nodes have had a chance to lower the limit."""
-    shape = node.problem.shape
-    ways = [Uniform(node.problem, cuts) for cuts in cuts_of(node.problem.graph, shape.stages * shape.virtual)]
+    ways = _uniform(node.problem)
     if node.stage is _Stage.PRICED:
-        walk.push(node.problem, None, _Stage.TRIED, max(node.bound, min(way.bound() for way in ways)))
+        limit = inf if walk.limit is None else walk.limit
+        walk.push(
+            node.problem, None, _Stage.TRIED, max(node.bound, min(way.bound(limit, node.problem.runs) for way in ways))
+        )
     else:
         walk.work += _LOOK
         for way in ways:
-            walk.better(node.problem, way.best(walk.limit))
+            walk.better(node.problem, way.best(walk.limit, node.problem.runs))
+
+
+def _uniform(problem: Problem) -> list[Uniform]:
+    """The uniform plans of a shape, by cuts."""
+    ways, shape = problem.answers.uniform, problem.shape
+    if not ways:
+        ways += [Uniform(problem, cuts) for cuts in cuts_of(problem.graph, shape.stages * shape.virtual)]
+    return ways
 
 
 def _solve(walk: _Walk, node: _Node, bounds: Refined | None) -> None:
@@ -253,6 +293,8 @@ class _Walk:
     met: dict[tuple[int, Schedule], Found] = field(default_factory=dict)
     # bound by shape and layouts at the edges, whatever the strategies of tied layers
     edges: dict[tuple[object, ...], float] = field(default_factory=dict)
+    # shapes of interleaved 1F1B by pipeline degree and micro-batches: they differ in the stages of each group
+    interleaved: dict[tuple[int, int], list[Problem]] = field(default_factory=dict)
     below: int | None = None
     slack: float = 0.0
     known: Found | None = None  # known, ahead: see ``search``
@@ -289,7 +331,7 @@ class _Walk:
         """The bound of the layouts at the edges alone: the same for many choices for tied layers."""
         key = (problem.shape, problem.choice.glue, problem.choice.wire)
         if key not in self.edges:
-            bounds = bounds_of(without_ties(problem))
+            bounds = bounds_of(with_tied(problem, ()))
             self.edges[key] = inf if bounds is None else bounds.bound
         return self.edges[key]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,9 @@ from galvatron_lite.search.chains.chain import Chain, ChainLayer
 from galvatron_lite.search.chains.frontier import ChainFront, Path
 from galvatron_lite.search.graphs import Net, net_paths
 from galvatron_lite.search.tables import Glue, Layout, StrategyTable, Tables, glue_of, ticks
+
+if TYPE_CHECKING:
+    from galvatron_lite.search.uniform import Uniform
 
 IntArray = NDArray[np.int64]
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
@@ -69,6 +73,8 @@ def part_of(graph: ModelGraph) -> list[int]:
 class Answers:
     """What is known of stages under one shape, whatever else is settled."""
 
+    glanced: float = 0.0  # glanced, averaged: first bounds (``bounds.glance``, ``bounds.relax``), once known
+    averaged: float = 0.0
     # with some of the strategies, by table and what is settled
     tables: dict[tuple[int, object], StrategyTable] = field(default_factory=dict)
     # by problem of a stage, the cap it was asked with and ``Problem.plans``
@@ -82,10 +88,10 @@ class Answers:
     runs: list[tuple[int, int]] = field(default_factory=list)  # of equal layers, once known (``alike``)
     # by layout at boundaries, stage and bytes of the tensor, ``Problem.send``
     sends: dict[tuple[Layout | None, int, int], tuple[int, float]] = field(default_factory=dict)
+    uniform: list[Uniform] = field(default_factory=list)  # the plans of several stages a group, by cuts, once asked for
     # by layout at boundaries, ``Problem.least_sends``
     least_sends: dict[Layout | None, list[int]] = field(default_factory=dict)
-    # whether all blocks are of one kind, and no more than one layer is before them, and behind them
-    alike_parts: bool = True
+    alike_parts: bool | None = None  # ``Problem.alike_parts``, once known
 
 
 @dataclass(slots=True)
@@ -108,9 +114,14 @@ class Problem:
     def __post_init__(self) -> None:
         """Indexes the tied layers."""
         self._tied = dict(self.choice.tied)
-        if self.runs is not None:
+
+    @property
+    def alike_parts(self) -> bool:
+        """Whether the layers before, among and after the blocks are of one kind each."""
+        if self.answers.alike_parts is None:
             kinds = {*zip(part_of(self.graph), (layer.kind for layer in self.graph.layers), strict=True)}
             self.answers.alike_parts = len(kinds) == len({part for part, _ in kinds})
+        return self.answers.alike_parts
 
     @property
     def form(self) -> Form:
@@ -131,7 +142,7 @@ class Problem:
         """The strategies one layer of a stage may take, and their figures."""
         layer, tied = self.graph.layers[place], self._tied.get(place)
         # A layer that shares parameters, or a run, takes what is settled for all of them, be it of no help to this one.
-        free = tied is None and (self.runs is None or self.answers.alike_parts)
+        free = tied is None and (self.runs is None or self.alike_parts)
         offered = self.tables[stage].table if free else self.tables[stage].whole
         whole = offered(layer.kind, layer.name, self._sharing(inside).get(place, ALONE))
         ends = (inside.start > 0 and place == inside.start) or (inside.stop < self._end and place == inside.stop - 1)
@@ -306,7 +317,7 @@ class Problem:
         tables = tuple(id(self.layer_table(stage, place, inside)) for place in inside)
         store = self.tables[stage].store
         between = store.exchanges(inside) if self.graph.tensors else store.crossing[inside.start + 1 : inside.stop]
-        return (self.held(stage), tables, between, self.fixed_costs(stage, inside), self.budgets[stage])
+        return (self.held(stage), tables, between, self.fixed_costs(stage, inside), self.budgets[stage], self.runs)
 
     def plans(self, stage: int, inside: range, cap: int) -> tuple[list[StagePlan], float]:
         """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a
@@ -421,7 +432,7 @@ def _fitting(table: StrategyTable, wire: Layout | None, glue: Glue | None, tied:
     found = table.lay_out_model(
         lambda own: (wire is None or own == wire) and (glue is None or glue_of(own) == glue)
     )  # fmt: skip
-    return found if tied is None else found.where(lambda strategy: strategy == tied)
+    return found if tied is None else found.only(tied)
 
 
 def widest(chain: Chain) -> int:

@@ -65,6 +65,8 @@ class Request:
     cluster: Cluster | None = None  # the devices; None: all alike
     runs: int | None = None  # see ``Problem``
     margin: float = 0.0  # share of what a device may take that is kept free and not in ``budget``
+    # by what they depend on, ``open_problem``: what one search learns of a shape, others know
+    problems: dict[tuple[object, ...], Problem] = field(default_factory=dict, compare=False)
 
     @property
     def pipelines(self) -> tuple[int, ...]:
@@ -155,7 +157,7 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
             known[key] = own.whole(layer.kind, layer.name)
     every = [known[key] for key in keys]
     for place, strategy in tied.items():
-        every[place] = every[place].where(lambda option, wanted=strategy: option == wanted)  # type: ignore[misc]
+        every[place] = every[place].only(strategy)
     glue = problem.choice.glue
     if glue is None:
         return every
@@ -166,19 +168,30 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
 
 
 def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem:
-    """The problem of a shape with nothing else settled."""
+    """The problem of a shape with nothing else settled; the same one for all requests made of one another."""
+    known, own = request.problems, request.fixed
+    key = (id(pricer), shape, own.strategy, own.layers, own.forbidden, own.even, request.budget)
+    if (*key, request.runs) not in known:
+        if key not in known:
+            fixed = request.under(shape.schedule) if shape.stages > 1 else own
+            fixed = replace(fixed, pipeline=None, microbatches=None, schedule=None, virtual=None)
+            known[key] = _open_problem(request, pricer, shape, fixed)
+        known[*key, request.runs] = replace(known[key], runs=request.runs)
+    return known[*key, request.runs]
+
+
+def _open_problem(request: Request, pricer: LayerPricer, shape: Shape, fixed: Fixed) -> Problem:
     every, budgets = [], []
     for group in range(shape.stages if request.cluster is not None else 1):
         own = pricer.of_group(shape.stage_devices, group)
         budgets.append(bytes_on(request.budget, "" if own is pricer else own.profile.cluster.device.name))
-        every.append(_tables(request, own, shape))
+        every.append(_tables(request, own, shape, fixed))
     alike = shape.stages // len(every)
-    return Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike, runs=request.runs)
+    return Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike)
 
 
-def _tables(request: Request, own: LayerPricer, shape: Shape) -> Tables:
+def _tables(request: Request, own: LayerPricer, shape: Shape, fixed: Fixed) -> Tables:
     """The figures of a shape by one pricer, made once."""
-    fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
     known, key = request.known, (id(own), shape, fixed)
     if key not in known.tables:
         if id(own) not in known.stores:
@@ -194,20 +207,14 @@ def settled(problem: Problem) -> Iterator[Problem]:
 
 
 def with_ties(problem: Problem) -> Iterator[Problem]:
-    """The problem under every choice of strategies for tied layers."""
-    for tied in _tied_choices(problem):
-        yield _under(problem, Choice(None, None, tied))
-
-
-def without_ties(problem: Problem) -> Problem:
-    """The problem with its layouts at the edges, but nothing settled for tied layers."""
-    return _under(problem, Choice(problem.choice.glue, problem.choice.wire, ()))
-
-
-def tied_children(problem: Problem) -> Iterator[Problem]:
     """The problem with its layouts at the edges, under every choice of strategies for tied layers."""
     for tied in _tied_choices(problem):
-        yield _under(problem, Choice(problem.choice.glue, problem.choice.wire, tied))
+        yield with_tied(problem, tied)
+
+
+def with_tied(problem: Problem, tied: tuple[tuple[int, Strategy], ...]) -> Problem:
+    """The problem with its layouts at the edges, and these strategies of tied layers."""
+    return replace(problem, choice=replace(problem.choice, tied=tied))
 
 
 def with_edges(problem: Problem) -> Iterator[Problem]:
@@ -215,25 +222,7 @@ def with_edges(problem: Problem) -> Iterator[Problem]:
     tied = problem.choice.tied
     for glue, wire in _edge_choices(problem):
         if all(glue is None or glue_of(layout(s)) == glue for place, s in tied if _is_edge(problem, place)):
-            yield _under(problem, Choice(glue, wire, tied))
-
-
-def with_tied(problem: Problem, tied: tuple[tuple[int, Strategy], ...]) -> Problem:
-    """The problem with its layouts at the edges, and these strategies of tied layers."""
-    return _under(problem, Choice(problem.choice.glue, problem.choice.wire, tied))
-
-
-def _under(problem: Problem, choice: Choice) -> Problem:
-    return Problem(
-        problem.graph,
-        problem.pricer,
-        problem.shape,
-        problem.tables,
-        choice,
-        problem.budgets,
-        answers=problem.answers,
-        runs=problem.runs,
-    )
+            yield replace(problem, choice=Choice(glue, wire, tied))
 
 
 def bounds_of(problem: Problem) -> Relaxed | None:
@@ -263,7 +252,8 @@ def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
     """Layouts to try at the edges of the one stage, or at the boundaries between several."""
     layers = problem.graph.layers
     if problem.shape.stages > 1:
-        wires = {own for layer in layers for own in _layouts(problem, layer)}
+        kinds = {(layer.kind, problem.tables[0].fixed.pins_of(layer.name)): layer for layer in layers}
+        wires = {own for layer in kinds.values() for own in _layouts(problem, layer)}
         return [(None, wire) for wire in sorted(wires)]
     if not is_glued(problem.graph):
         return [(None, None)]
@@ -299,8 +289,7 @@ def tied_tables(problem: Problem, group: tuple[int, ...]) -> list[StrategyTable]
         for place in group
         for sharing in _sharings(problem, group, place)
     ]
-    common = set.intersection(*({*table.strategies} for table in tables))
-    return [table.where(lambda strategy: strategy in common) for table in tables]
+    return problem.tables[0].store.common(tables)
 
 
 def _sharings(problem: Problem, group: tuple[int, ...], place: int) -> list[ParameterSharing]:

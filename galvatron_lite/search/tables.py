@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,7 @@ class StrategyOptions:
     degrees: IntArray  # (S,) the same number for strategies that only recompute differently
     layouts: tuple[Layout, ...]  # by number
     samples: tuple[Strategy, ...]  # a strategy of each layout
+    places: dict[Strategy, int]  # of the strategies
     _parts: dict[bytes, Strategies] = field(default_factory=dict, repr=False)
     _alike: dict[bytes, tuple[IntArray, IntArray]] = field(default_factory=dict, repr=False)
     _allowed: dict[Fixed, BoolArray] = field(default_factory=dict, repr=False)
@@ -88,6 +89,7 @@ def options_of(strategies: Sequence[Strategy]) -> StrategyOptions:
         np.array(degrees, dtype=np.int64),
         tuple(names),
         tuple(samples[name] for name in names),
+        {strategy: place for place, strategy in enumerate(strategies)},
     )
 
 
@@ -134,10 +136,9 @@ class StrategyTable:
         """How many strategies."""
         return len(self.rows)
 
-    def where(self, wanted: Callable[[Strategy], bool]) -> StrategyTable:
-        """Only the strategies that are wanted."""
-        rows = [row for row, strategy in enumerate(self.strategies) if wanted(strategy)]
-        return self.at(np.array(rows, dtype=np.int64))
+    def only(self, strategy: Strategy) -> StrategyTable:
+        """Only one of the strategies; none, where it is not among them."""
+        return self.at(np.flatnonzero(self.rows == self.options.places.get(strategy, -1)))
 
     def of(self, kept: BoolArray) -> StrategyTable:
         """Only some of the options, (options,)."""
@@ -215,6 +216,17 @@ class StrategyTable:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixtures:
+    """Choices for blocks that are all alike (``uniform``): of those of each group of devices the first so many parts
+    have the first strategy."""
+
+    table: StrategyTable  # S strategies, by themselves the first S of the B choices
+    first: IntArray  # first, second: (B,) rows of the table
+    second: IntArray
+    count: IntArray  # (B,) parts
+
+
 @dataclass(slots=True)
 class Store:
     """Figures of all strategies of all kinds of layers, whatever the schedule; made when asked for."""
@@ -225,6 +237,8 @@ class Store:
     crossing: tuple[int, ...] = field(init=False)
     # rows of tables that are of use in uniform plans (``uniform``)
     useful: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
+    mixtures: dict[tuple[object, ...], Mixtures] = field(default_factory=dict)  # by table and parts
+    sends: dict[tuple[int, ...], IntArray] = field(default_factory=dict)  # picoseconds by layout, of the same
     _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
     _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
     _options: dict[tuple[str, int, Fixed], StrategyOptions] = field(default_factory=dict)
@@ -259,6 +273,12 @@ class Store:
             own = [self._numbers.setdefault(strategy, len(self._numbers)) for strategy in options.strategies]
             self._numbered[id(options)] = np.array(own, dtype=np.int64)
         return self._numbered[id(options)][table.rows]
+
+    def common(self, tables: Sequence[StrategyTable]) -> list[StrategyTable]:
+        """The tables, each with the strategies that all of them have."""
+        every = [self.numbers(table) for table in tables]
+        common = reduce(np.intersect1d, every)
+        return [table.at(np.flatnonzero(np.isin(own, common))) for own, table in zip(every, tables, strict=True)]
 
     def options(self, kind: str, devices: int, fixed: Fixed) -> StrategyOptions:
         """What a kind of layer may do on a stage of so many devices."""
@@ -308,7 +328,8 @@ class Tables:
     _plain: Fixed = field(init=False)
     _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
     _moves: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
-    _least_moves: dict[Layout | Glue, int] = field(default_factory=dict)
+    _every: tuple[Layout, ...] = ()  # layouts of all layers, and picoseconds of the cheapest move between them
+    _between: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
 
     def __post_init__(self) -> None:
         """Remembers the closed form of the shape."""
@@ -358,18 +379,16 @@ class Tables:
 
     def least_move(self, key: Layout | Glue, graph: ModelGraph) -> int:
         """Picoseconds in one pass of the cheapest move between layouts that begin like this and others, anywhere."""
-        if key not in self._least_moves:
-            smallest = graph.least_exchange
-            if smallest is None:
-                return 0
-            every = {id(own): own for own in (self.whole(one.kind, one.name).options for one in graph.layers)}
-            samples = {name: s for own in every.values() for name, s in zip(own.layouts, own.samples, strict=True)}
-            there = [strategy for own, strategy in samples.items() if own[: len(key)] == key]
-            other = [strategy for own, strategy in samples.items() if own[: len(key)] != key]
-            price, size = self.store.pricer.redistribution, self.shape.microbatch
-            known = [ticks(price(smallest, size, *pair)) for a in there for b in other for pair in ((a, b), (b, a))]
-            self._least_moves[key] = max(min(known, default=0) - 1, 0)
-        return self._least_moves[key]
+        smallest = graph.least_exchange
+        if smallest is None:
+            return 0
+        if not self._every:
+            found = {own for one in graph.layers for own in self.whole(one.kind, one.name).options.layouts}
+            self._every = tuple(sorted(found))
+            moved = self.store.pricer.redistributions(smallest, self.shape.microbatch, self._every, self._every)
+            self._between = all_ticks(np.minimum(moved, moved.T))
+        there = np.array([own[: len(key)] == key for own in self._every])
+        return max(int(self._between[there][:, ~there].min(initial=2**62)) - 1, 0) if not there.all() else 0
 
     def _moved(self, left: StrategyTable, right: StrategyTable, size: int) -> IntArray:
         layouts = left.options.layouts, right.options.layouts

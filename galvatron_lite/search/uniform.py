@@ -35,7 +35,7 @@ from galvatron_lite.search.chains.pareto import pairs_within, pareto_rows
 from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import Problem, StagePlan
-from galvatron_lite.search.tables import StrategyTable
+from galvatron_lite.search.tables import Mixtures, StrategyTable
 from galvatron_lite.search.uniform_memory import along, group_bytes
 
 FloatArray = NDArray[np.float64]
@@ -53,15 +53,25 @@ def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
 
 def cuts_of(graph: ModelGraph, chunks: int) -> list[tuple[int, ...]]:
     """Where chunks begin, and the number of layers: the ways to share layers out, see the module."""
+    start, layers = parts_of(graph)[1].start, len(graph.layers)
+    return [(0, *list(accumulate(own, initial=start))[1:-1], layers) for own in _blocks_of(graph, chunks)]
+
+
+def _blocks_of(graph: ModelGraph, chunks: int) -> tuple[list[int], ...]:
+    """Blocks of each chunk under each of the ways to share layers out."""
     before, blocks, after = parts_of(graph)
-    sizes = [_shares(len(blocks), chunks, 0)] if len(blocks) >= chunks else []
-    edges = bool(before) + bool(after)
-    if len(blocks) % chunks and len(blocks) + edges >= chunks:
-        shares = _shares(len(blocks) + edges, chunks, bool(before))
-        shares[0] -= bool(before)
-        shares[-1] -= bool(after)
+    return _sizes(len(blocks), bool(before), bool(after), chunks)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(blocks: int, before: bool, after: bool, chunks: int) -> tuple[list[int], ...]:
+    sizes = [_shares(blocks, chunks, 0)] if blocks >= chunks else []
+    if blocks % chunks and blocks + before + after >= chunks:
+        shares = _shares(blocks + before + after, chunks, before)
+        shares[0] -= before
+        shares[-1] -= after
         sizes.append(shares)
-    return [(0, *list(accumulate(own, initial=blocks.start))[1:-1], len(graph.layers)) for own in sizes]
+    return tuple(sizes)
 
 
 def _shares(count: int, chunks: int, first: int) -> list[int]:
@@ -83,24 +93,6 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pairs:
-    """Choices of two strategies for blocks: of those of each group the first so many parts have the first."""
-
-    table: StrategyTable  # S strategies, each by itself the first of the choices
-    first: IntArray  # first, second: (Q,) rows of the others, once for each number of parts from 1 on
-    second: IntArray
-
-    def at(self, number: int, rows: IntArray) -> StrategyTable:
-        """What a block in one of the parts takes under some of the choices."""
-        single = len(self.table)
-        pair, count = (rows - single) % max(len(self.first), 1), 1 + (rows - single) // max(len(self.first), 1)
-        if not len(self.first):
-            return self.table.at(rows)
-        mixed = np.where(number < count, self.first[pair], self.second[pair])
-        return self.table.at(np.where(rows < single, rows, mixed))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
     """Which layers groups of devices hold."""
 
@@ -110,10 +102,18 @@ class _Chunks:
     # (groups, chunks, 2, parts) blocks of each chunk that have the first strategy and the second, where those of the
     # first so many parts have the first
     placed: IntArray
+    # per group, of what it sends forward and back: whether blocks send, a layer that does, bytes a sample, the groups
+    # of devices on both sides of the boundary, and how often that is
+    sends: tuple[tuple[Counter[_Send], Counter[_Send]], ...]
+
+
+_Send = tuple[int, int, int, int, int]
 
 
 @lru_cache(maxsize=4096)
-def _chunks(schedule: Schedule, groups: int, virtual: int, cuts: tuple[int, ...], blocks: range) -> _Chunks:
+def _chunks(
+    schedule: Schedule, groups: int, virtual: int, cuts: tuple[int, ...], blocks: range, crossing: tuple[int, ...]
+) -> _Chunks:
     stages_of = tuple(
         tuple(stage_at(schedule, groups, group, chunk) for chunk in range(virtual)) for group in range(groups)
     )
@@ -127,7 +127,20 @@ def _chunks(schedule: Schedule, groups: int, virtual: int, cuts: tuple[int, ...]
             for place in range(max(cuts[stage], blocks.start), min(cuts[stage + 1], blocks.stop)):
                 counts[group, chunk, positions[place]] += 1
     first = np.cumsum(counts, axis=-1) - counts
-    return _Chunks(stages_of, held, positions, np.stack((first, counts.sum(axis=-1, keepdims=True) - first), axis=2))
+    placed = np.stack((first, counts.sum(axis=-1, keepdims=True) - first), axis=2)
+    sides: list[_Send | None] = [None]
+    for stage in range(1, len(cuts) - 1):
+        left, right = (group_of(schedule, groups, side) for side in (stage - 1, stage))
+        inner = cuts[stage] > blocks.start
+        # One strategy for all layers of a part: any of them tells what is sent.
+        sender = blocks.start if inner else cuts[stage] - 1
+        sides.append(None if left == right else (int(inner), sender, crossing[cuts[stage]], left, right))
+    sides.append(None)
+    sends = tuple(
+        (Counter(filter(None, (sides[at + 1] for at in own))), Counter(filter(None, (sides[at] for at in own))))
+        for own in stages_of
+    )
+    return _Chunks(stages_of, held, positions, placed, sends)
 
 
 @dataclass(eq=False)
@@ -138,7 +151,8 @@ class Uniform:
     cuts: tuple[int, ...]  # where chunks begin
     lean: bool = False  # whether only memory matters
     settled: list[_Part] = field(default_factory=list)  # ``parts``, where they are known
-    _sent: dict[tuple[int, int, int, int], IntArray] = field(default_factory=dict, init=False)
+    _kept: IntArray = field(default_factory=lambda: np.arange(0), init=False)  # see ``_first``
+    _looked: int = field(default=0, init=False)
 
     @cached_property
     def ranges(self) -> tuple[range, range, range]:
@@ -149,7 +163,8 @@ class Uniform:
     def chunks(self) -> _Chunks:
         """Which layers groups of devices hold."""
         shape = self.problem.shape
-        return _chunks(shape.schedule, shape.stages, shape.virtual, self.cuts, self.ranges[1])
+        crossing = self.problem.tables[0].store.crossing
+        return _chunks(shape.schedule, shape.stages, shape.virtual, self.cuts, self.ranges[1], crossing)
 
     @cached_property
     def sharing(self) -> dict[int, ParameterSharing]:
@@ -164,9 +179,13 @@ class Uniform:
         """The parts of the model."""
         if self.settled:
             return self.settled
-        before, blocks, after = self.ranges
-        every = np.arange(len(self.least)) if self.pairs is not None else None
-        return [self._part(before), self._part(blocks) if every is None else self._mixed(every), self._part(after)]
+        own = self.mixtures
+        blocks = self._part(self.ranges[1]) if own is None else self._mixed(own, np.arange(len(own.first)))
+        return [self._edges[0], blocks, self._edges[1]]
+
+    @cached_property
+    def _edges(self) -> tuple[_Part, _Part]:
+        return self._part(self.ranges[0]), self._part(self.ranges[2])
 
     def _part(self, places: range) -> _Part:
         tables: dict[int, StrategyTable] = {}
@@ -178,8 +197,7 @@ class Uniform:
         if not tables:
             return _Part(1, {})
         distinct = list({id(table): table for _, table in sorted(tables.items())}.values())
-        common = set.intersection(*({*table.strategies} for table in distinct))
-        every = [table.where(lambda strategy: strategy in common) for table in distinct]
+        every = self.problem.tables[0].store.common(distinct)
         kept = self._useful(every, distinct, bool(self.sharing.keys() & set(places)))
         thinned = {id(table): own.at(kept) for table, own in zip(distinct, every, strict=True)}
         return _Part(len(kept), {place: thinned[id(table)] for place, table in tables.items()})
@@ -200,82 +218,132 @@ class Uniform:
         return known[key]
 
     @cached_property
-    def pairs(self) -> _Pairs | None:
+    def mixtures(self) -> Mixtures | None:
         """The choices for blocks that are all alike; None where they are not."""
         layers, tables, blocks = self.problem.graph.layers, self.problem.tables, self.ranges[1]
         fixed = tables[0].fixed
         kinds = {(layers[place].kind, fixed.pins_of(layers[place].name) if fixed.layers else ()) for place in blocks}
         if len(kinds) > 1 or len({id(own) for own in tables}) > 1 or self.sharing.keys() & set(blocks):
             return None
-        whole = tables[0].whole(layers[blocks[0]].kind, layers[blocks[0]].name)
-        table = whole.at(self._useful([whole], [whole], shared=False))
-        a, b = (
-            pairs_within(table.options.degrees[table.rows]) if self.problem.runs != 1 else (np.arange(0), np.arange(0))
-        )
-        return _Pairs(table, np.concatenate((a, b)), np.concatenate((b, a)))
+        whole, parts = tables[0].whole(layers[blocks[0]].kind, layers[blocks[0]].name), self.chunks.placed.shape[-1]
+        form, known = self.problem.form, tables[0].store.mixtures
+        key = (id(whole), parts, self.lean, form.freed, form.microbatches if form.freed else 0)
+        if key not in known:
+            table = whole.at(self._useful([whole], [whole], shared=False))
+            every, (a, b) = np.arange(len(table)), pairs_within(table.options.degrees[table.rows])
+            pairs = (np.concatenate(own) for own in ((a, b), (b, a)))
+            first, second = (np.concatenate((every, np.tile(own, parts - 1))) for own in pairs)
+            counts = np.repeat(np.arange(parts), [len(every), *[2 * len(a)] * (parts - 1)])
+            known[key] = Mixtures(table, first, second, counts)
+        return known[key]
 
-    def _mixed(self, rows: IntArray) -> _Part:
+    def _mixed(self, own: Mixtures, rows: IntArray) -> _Part:
         """What blocks take under some of the choices."""
-        assert self.pairs is not None
-        own = [self.pairs.at(number, rows) for number in range(self.chunks.placed.shape[-1])]
-        return _Part(len(rows), {place: own[number] for place, number in self.chunks.positions.items()})
+        first, second, count = own.first[rows], own.second[rows], own.count[rows]
+        parts = range(self.chunks.placed.shape[-1])
+        tables = [own.table.at(np.where(number < count, first, second)) for number in parts]
+        return _Part(len(rows), {place: tables[number] for place, number in self.chunks.positions.items()})
 
     @cached_property
     def least(self) -> FloatArray:
-        """(B,): a time that no plan with each choice for blocks beats, quickly: from blocks alone; infinite where the
-        first or the last group cannot hold them."""
-        pairs = self.pairs
-        if pairs is None:
+        """(B,): a time that no plan with each choice for blocks beats: layers around them at their least, moves between
+        these and blocks left out, and memory too."""
+        if self.mixtures is None:
             return np.zeros(self.parts[1].size)
-        every = np.arange(len(pairs.table))
-        found = [self._least(pairs.table, every, every, 0)]
-        if len(pairs.first):
-            parts = range(1, self.chunks.placed.shape[-1])
-            found += [self._least(pairs.table, pairs.first, pairs.second, count) for count in parts]
-        return np.concatenate(found) * (1 - 1e-9)
+        form, table, groups = self.problem.form, self.mixtures.table, list(self.alike.values())
+        first, second = self.mixtures.first, self.mixtures.second
+        placed = np.stack([self.chunks.placed[own[0]].sum(axis=0) for own in groups])[:, :, self.mixtures.count]
+        around = list(zip(*(self._around_blocks(own[0], table) for own in groups), strict=True))
+        columns = [
+            placed[:, 0] * own[first] + placed[:, 1] * own[second] + np.stack(others)[:, first]
+            for own, others in zip((*table.parts(form), table.figures.step), around, strict=True)
+        ]
+        counts, time = np.array([len(own) for own in groups]), columns[-1].max(axis=0)
+        for ramp, rounds, column in zip(form.ramp, form.rounds, columns, strict=False):
+            time = time + ramp * (counts @ column) + rounds * column.max(axis=0)
+        return np.asarray(time * (1 - 1e-9))
 
-    def _least(self, table: StrategyTable, first: IntArray, second: IntArray, count: int) -> FloatArray:
-        """``least`` where blocks of so many parts have the first of two strategies."""
-        form, shape, figures = self.problem.form, self.problem.shape, table.figures
-        placed = self.chunks.placed[..., count]
-        held = placed.sum(axis=1)
-        time = np.zeros(len(first))
-        for ramp, rounds, own in zip(form.ramp, form.rounds, table.parts(form), strict=True):
-            a, b = own[first], own[second]
-            slowest = reduce(np.maximum, (one * a + two * b for one, two in {*map(tuple, held.tolist())}))
-            one, two = held.sum(axis=0).tolist()
-            time = time + ramp * (one * a + two * b) + rounds * slowest
-        kept, states = figures.kept, figures.resting[:, 0]
+    def _around_blocks(self, group: int, blocks: StrategyTable) -> list[FloatArray]:
+        """(S,) each, of the parts of a group's micro-batch and its work once a step: sends by the strategy of blocks,
+        and other layers at the least."""
+        form, size = self.problem.form, len(blocks)
+        only = replace(self, settled=[_Part(1, {}), _Part(size, dict.fromkeys(self.ranges[1], blocks)), _Part(1, {})])
+        sends = only._sends(group)
+        sent = (*form.parts(*sends, 0 * sends[0]), 0 * sends[0])
+        total = [np.zeros(size) + own.reshape(-1) for own in sent]
+        tables = self.problem.tables[group]
+        for place in self.chunks.held[group].difference(self.ranges[1]):
+            layer = self.problem.graph.layers[place]
+            table = tables.whole(layer.kind, layer.name, self.sharing.get(place, ALONE))
+            for own, figure in zip(total, (*table.parts(form), table.figures.step), strict=True):
+                own += figure.min() if len(table) else np.inf
+        return total
+
+    @cached_property
+    def _order(self) -> IntArray:
+        return np.argsort(self.least, kind="stable")
+
+    def _first(self, count: int, top: float, runs: int | None) -> IntArray:
+        """At least so many choices for blocks, if there are, that the first and the last group can hold, in the order
+        of ``least``; none is left out that takes less than ``top`` and has no more runs."""
+        while True:
+            kept = (
+                self._kept if runs != 1 or self.mixtures is None else self._kept[self._kept < len(self.mixtures.table)]
+            )
+            if len(kept) >= count or self._looked >= len(self._order):
+                return kept
+            rows = self._order[self._looked : 2 * max(self._looked, _AT_ONCE)]
+            if self.least[rows[0]] >= top:
+                return kept
+            self._kept = np.concatenate((self._kept, rows[self._held(rows)]))
+            self._looked += len(rows)
+
+    def _held(self, rows: IntArray) -> NDArray[np.bool_]:
+        """Which choices for blocks the first and the last group can hold, for all that is known of blocks alone."""
+        fits, own = np.ones(len(rows), dtype=bool), self.mixtures
+        if own is None:
+            return fits
+        first, second, count = own.first[rows], own.second[rows], own.count[rows]
+        kept, states = own.table.figures.kept, own.table.figures.resting[:, 0]
+        for room, held, flying in self._rooms:
+            resting = held[0, count] * states[first] + held[1, count] * states[second]
+            flown = flying[:, 0, count] * kept[first] + flying[:, 1, count] * kept[second]
+            fits &= resting + flown.max(axis=0) <= room
+        return fits
+
+    @cached_property
+    def _rooms(self) -> list[tuple[int, IntArray, IntArray]]:
+        """Of the first and the last group: bytes, (2, parts) blocks, and (moments, 2, parts) micro-batches of them."""
+        shape, found = self.problem.shape, list[tuple[int, IntArray, IntArray]]()
         for group in (0, shape.stages - 1) if shape.microbatches > 1 else ():
             room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
-            one, two = held[group].tolist()
-            resting = one * states[first] + two * states[second]
             moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-            flying = np.array([counts for _, counts in moments]) @ placed[group]
-            for one, two in {*map(tuple, flying[pareto_rows(-flying)].tolist())}:
-                time[resting + one * kept[first] + two * kept[second] > room] = np.inf
-        return time
+            placed = self.chunks.placed[group]
+            flying = np.array([*{counts for _, counts in moments}]) @ placed.reshape(len(placed), -1)
+            found.append((room, placed.sum(axis=0), flying.reshape(-1, *placed.shape[1:])))
+        return found
 
-    def bound(self) -> float:
-        """A time that no uniform plan beats, quickly."""
-        if self.pairs is None:
-            return 0.0
-        return float(self.least.min(initial=np.inf))
+    def bound(self, limit: float = np.inf, runs: int | None = None) -> float:
+        """A time that no uniform plan of less than the limit and of so many runs beats, quickly."""
+        rows = self._first(1, limit, runs)
+        ahead = self.least[self._order[self._looked]] if self._looked < len(self._order) else np.inf
+        return float(self.least[rows[0]] if len(rows) else ahead)
 
-    def best(self, limit: int | None) -> Partition | None:
-        """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none."""
-        best, top = None, np.inf if limit is None else limit - _HALF
-        order = np.argsort(self.least, kind="stable")
-        order = order[self.least[order] < top]
-        if not len(order):
-            return None
-        before, after = (self._part(self.ranges[side]) for side in (0, 2))
-        for start in range(0, len(order), _AT_ONCE):
-            rows = order[start : start + _AT_ONCE]
+    def best(self, limit: int | None, runs: int | None = None) -> Partition | None:
+        """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none.
+
+        Args:
+            limit: picoseconds; None: any plan will do.
+            runs: see ``Problem``.
+        """
+        best, top, start = None, np.inf if limit is None else limit - _HALF, 0
+        while len(rows := self._first(start + _AT_ONCE, top, runs)[start : start + _AT_ONCE]):
             if self.least[rows[0]] >= top:
                 break
-            blocks = self._part(self.ranges[1]).at(rows) if self.pairs is None else self._mixed(rows)
-            own = replace(self, settled=[before, blocks, after])
+            start += len(rows)
+            rows, mixtures = rows[self.least[rows] < top], self.mixtures
+            blocks = self.parts[1].at(rows) if mixtures is None else self._mixed(mixtures, rows)
+            own = replace(self, settled=[self._edges[0], blocks, self._edges[1]])
             time = own.times(top)
             place = int(np.argmin(time)) if time.size else 0
             if time.size and np.isfinite(time.flat[place]):
@@ -292,15 +360,16 @@ class Uniform:
         """Groups by what their time depends on."""
         shape, found = self.problem.shape, dict[object, list[int]]()
         node = self.problem.pricer.profile.cluster.levels[0].size
-        strides = [stride_between(a, b, shape.stage_devices, node) for a, b in pairwise(range(shape.stages))]
-        ends = stride_between(shape.stages - 1, 0, shape.stage_devices, node)
+        simple = len({id(own) for own in self.problem.tables}) == 1 and not self.problem.graph.tensors
         for group, stages in enumerate(self.chunks.stages_of):
             edges = 0 in stages, shape.stages * shape.virtual - 1 in stages
             sizes = tuple(self.cuts[stage + 1] - self.cuts[stage] for stage in stages)
-            around = (strides[group - 1] if group else ends, strides[group] if group + 1 < shape.stages else ends)
-            simple = len({id(own) for own in self.problem.tables}) == 1 and not self.problem.graph.tensors
-            key = (sizes, edges, around) if simple and self.pairs is not None else group
-            found.setdefault(key, []).append(group)
+            sends = [Counter[object](), Counter[object]()]
+            for own, side in zip(sends, self.chunks.sends[group], strict=True):
+                for (axis, _, output, left, right), count in side.items():
+                    own[axis, output, stride_between(left, right, shape.stage_devices, node)] += count
+            key = (sizes, edges, *(frozenset(own.items()) for own in sends))
+            found.setdefault(key if simple and self.mixtures is not None else group, []).append(group)
         return found
 
     def times(self, limit: float = np.inf) -> FloatArray:
@@ -385,33 +454,31 @@ class Uniform:
 
     def _sends(self, group: int) -> tuple[IntArray, IntArray]:
         """Picoseconds of sends and host work of a micro-batch, forward and backward; axes as ``times``."""
-        overhead, layers = self.problem.tables[group].pricer.profile.overhead, len(self.problem.graph.layers)
-        sums = [np.zeros((1, 1, 1), dtype=np.int64) for _ in range(2)]
-        for stage in self.chunks.stages_of[group]:
-            start, stop = self.cuts[stage], self.cuts[stage + 1]
-            host = ticks(((start > 0) + (stop < layers)) * overhead.pipeline + overhead.microbatch / 2)
-            for number, (side, cut) in enumerate(((stage + 1, stop), (stage, start))):
-                sums[number] = sums[number] + self._sent_over(side, cut) + host
+        overhead, own = self.problem.tables[group].pricer.profile.overhead, self.chunks.stages_of[group]
+        ends = [len({0, len(self.cuts) - 2} & {*own}), len(own)]
+        host = sum(
+            count * ticks(sides * overhead.pipeline + overhead.microbatch / 2)
+            for sides, count in ((1, ends[0]), (2, ends[1] - ends[0]))
+        )
+        sums = [np.full((1, 1, 1), host) for _ in range(2)]
+        for number, sends in enumerate(self.chunks.sends[group]):
+            for (axis, place, *boundary), count in sends.items():
+                if place in self.parts[axis].tables:
+                    sent = self._sent_over(self.parts[axis].tables[place], *boundary)
+                    sums[number] = sums[number] + count * along(sent, axis)
         return sums[0], sums[1]
 
-    def _sent_over(self, stage: int, cut: int) -> IntArray:
-        """Picoseconds of sending the tensor before layer ``cut``, where a stage begins, by its sender's strategy."""
-        shape, graph = self.problem.shape, self.problem.graph
-        left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
-        if cut in (0, len(graph.layers)) or left == right:
-            return np.zeros((1, 1, 1), dtype=np.int64)
-        output = self.problem.tables[0].store.crossing[cut]
-        axis = int(cut > self.ranges[1].start)
-        key = (axis, left, right, output)
-        if key not in self._sent:
-            table = self.parts[axis].tables[cut - 1]
-            sent = np.zeros(len(table.options.layouts), dtype=np.int64)
-            for code in table.present:
-                sender = table.options.samples[code]
-                size = boundary_bytes(output, shape.microbatch, sender)
-                sent[code] = ticks(transfer_seconds(self.problem.pricer, size, sender, shape, (left, right)))
-            self._sent[key] = along(sent[table.codes], axis)
-        return self._sent[key]
+    def _sent_over(self, table: StrategyTable, output: int, left: int, right: int) -> IntArray:
+        """Picoseconds of sending so many bytes a sample from one group of devices to another, by sender's strategy."""
+        pricer, shape, sends = self.problem.pricer, self.problem.shape, self.problem.tables[0].store.sends
+        stride = stride_between(left, right, shape.stage_devices, pricer.profile.cluster.levels[0].size)
+        ends = (id(pricer.of_group(shape.stage_devices, group)) for group in (left, right))
+        key = (id(table.options), output, shape.microbatch, shape.stage_devices, stride, *ends)
+        if key not in sends:
+            sizes = [boundary_bytes(output, shape.microbatch, sender) for sender in table.options.samples]
+            pairs = zip(sizes, table.options.samples, strict=True)
+            sends[key] = np.array([ticks(transfer_seconds(pricer, *own, shape, (left, right))) for own in pairs])
+        return sends[key][table.codes]
 
     def agreeing(self) -> NDArray[np.bool_]:
         """Candidates whose layers that share parameters have one strategy."""
@@ -420,14 +487,13 @@ class Uniform:
             axes = sorted({axis for axis, part in enumerate(self.parts) for place in places if place in part.tables})
             for a, b in pairwise(axes):
                 left, right = (self._tied(axis, places) for axis in (a, b))
-                same = np.array([[one == other for other in right] for one in left], dtype=bool)
-                agree = agree & np.expand_dims(same, ({0, 1, 2} - {a, b}).pop())
+                agree = agree & np.expand_dims(left[:, None] == right, ({0, 1, 2} - {a, b}).pop())
         return agree
 
-    def _tied(self, axis: int, places: Sequence[int]) -> tuple[Strategy, ...]:
-        """Of the layers of a part that share parameters."""
+    def _tied(self, axis: int, places: Sequence[int]) -> IntArray:
+        """Numbers of the strategies of the layers of a part that share parameters."""
         tables = self.parts[axis].tables
-        return next(tables[place] for place in places if place in tables).strategies
+        return self.problem.tables[0].store.numbers(next(tables[place] for place in places if place in tables))
 
     def strategies(self, chosen: Sequence[int]) -> list[Strategy]:
         """Of every layer."""
@@ -436,3 +502,46 @@ class Uniform:
             for part, own, places in zip(self.parts, chosen, self.ranges, strict=True)
             for place in places
         ]  # fmt: skip
+
+
+def averaged(problems: Sequence[Problem]) -> FloatArray:
+    """(V,): times that no uniform plan under interleaved 1F1B beats, of shapes that differ in stages a group alone.
+
+    Quickly: all groups take their average of what blocks, sends and the least of other layers come to, and of memory
+    only blocks in the first group count, when it begins its first backward pass: p micro-batches of each of its v
+    stages, and where there are more p - 1 of the first besides. Of two strategies that only recompute differently
+    blocks have any shares.
+    """
+    own, graph, shape, tables = problems[0], problems[0].graph, problems[0].shape, problems[0].tables
+    stages = np.array([[problem.shape.virtual * shape.stages] for problem in problems])
+    uniform = Uniform(own, cuts_of(graph, int(stages[0, 0]))[0])
+    if uniform.mixtures is None:
+        return np.zeros(len(problems))
+    table, blocks = uniform.mixtures.table, uniform.ranges[1]
+    around = [tables[0].whole(one.kind, one.name) for one in graph.layers if one.role is not Role.BLOCK]
+    if not len(table) or not all(map(len, around)):
+        return np.full(len(problems), np.inf)
+    # Sends go over each boundary forth and back, but for one that other layers may send over; whole picoseconds differ.
+    pairs = ((0, 1), (shape.stages - 1, 0))
+    outputs = min(tables[0].store.crossing[blocks.start + 1 : blocks.stop], default=0)
+    sent = np.min([uniform._sent_over(table, outputs, *pair) for pair in pairs], axis=0)
+    overhead = own.pricer.profile.overhead
+    host = (4 * stages - 4) * ticks(overhead.pipeline) + stages * ticks(overhead.microbatch) - 8 * stages
+    layers = len(blocks) * table.both + sum(int(other.both.min()) for other in around)
+    steps = len(blocks) * table.figures.step + sum(int(other.figures.step.min()) for other in around)
+    ramps, rounds = (np.array([getattr(problem.form, name) for problem in problems]) for name in ("ramp", "rounds"))
+    time = (layers + (2 * stages - 4) * sent + host) * (ramps + rounds / shape.stages) + steps / shape.stages
+    shares = [[every[:: shape.stages] for every in _blocks_of(graph, int(count))] for (count,) in stages]
+    held = np.array([[min(map(sum, own))] for own in shares])
+    first = np.array([[min(chunks[0] for chunks in own)] for own in shares])
+    flying = shape.stages * held + (shape.microbatches > shape.stages) * (shape.stages - 1) * first
+    room = own.budgets[0] - tables[0].pricer.profile.cluster.device.context
+    over = held * table.figures.resting[:, 0] + flying * table.figures.kept - room
+    least = np.where(over <= 0, time, np.inf).min(axis=1)
+    a, b = pairs_within(table.options.degrees[table.rows])
+    if len(a):
+        a, b = np.concatenate((a, b)), np.concatenate((b, a))
+        span = np.maximum(over[:, b] - over[:, a], 1)
+        mixed = time[:, a] + np.minimum(-over[:, a] / span, 1.0) * (time[:, b] - time[:, a])
+        least = np.minimum(least, np.where((over[:, a] <= 0) & (over[:, b] > 0), mixed, np.inf).min(axis=1))
+    return np.asarray(least * (1 - 1e-9))

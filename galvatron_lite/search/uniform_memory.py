@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight, held_messages
 from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of
-from galvatron_lite.search.figures import MIDDLE, PEAK, PENDING, PREFETCHED, PREFIX, REST, UPDATED
+from galvatron_lite.search.chains.one_run import worst_moment
+from galvatron_lite.search.figures import REST, UPDATED
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import StrategyTable
 
@@ -77,23 +78,10 @@ def _waiting(runs: Sequence[Run], count: int) -> IntArray:
 
 
 def _worst(runs: Sequence[Run], held: int) -> IntArray:
-    """The worst moment of a chunk that computes (``cost.memory.worst_moment``), the optimizer's aside.
-
-    In a run of equal layers moments go up or down evenly, so that only those at its ends are looked at.
-    """
-    columns = [[along(table.figures.memory[:, name], axis) for name in range(7)] for axis, table, _ in runs]
-    worst, prefix = None, _ZERO
-    for number, (own, (_, _, count)) in enumerate(zip(columns, runs, strict=True)):
-        for place in sorted({0, min(1, count - 1), max(count - 2, 0), count - 1}):
-            before = own if place else columns[number - 1] if number else None
-            after = own if place + 1 < count else columns[number + 1] if number + 1 < len(runs) else None
-            end = own[MIDDLE] if after is None else own[MIDDLE] + after[PENDING]
-            moment = prefix + place * own[PREFIX] + np.maximum(own[PEAK], end)
-            moment = moment if before is None else moment + before[PREFETCHED]
-            worst = moment if worst is None else np.maximum(worst, moment)
-        prefix = prefix + count * own[PREFIX]
+    """The worst moment of a chunk that computes (``cost.memory.worst_moment``), the optimizer's aside."""
+    figures = [([along(column, axis) for column in table.figures.memory.T], count) for axis, table, count in runs]
     rest = _column(runs, lambda own: own.figures.memory[:, REST] + (held - 1) * own.figures.kept)
-    return rest if worst is None else worst + rest
+    return rest + worst_moment(figures)
 
 
 def _around(

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.cost.schedule import closed_form, makespan, order_of, simulate
+from galvatron_lite.cost.schedule import closed_form
 from galvatron_lite.cost.simulation import group_ends
 from galvatron_lite.cost.zero_bubble import run_zero_bubble
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Course
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 from galvatron_lite.plans.schema import Schedule
+from tests.cost.events import makespan, order_of, simulate
 
 SECONDS = st.floats(0.01, 10)
 SENDS = st.floats(0, 5)

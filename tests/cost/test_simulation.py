@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost import simulation
-from galvatron_lite.cost.schedule import closed_form, simulate
+from galvatron_lite.cost.schedule import closed_form
 from galvatron_lite.cost.simulation import group_ends, run
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Course, Pass, group_of, stage_actions, stage_at
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import Schedule
+from tests.cost.events import simulate
 
 SECONDS = st.floats(0.01, 10)
 INTERLEAVED = st.tuples(st.integers(2, 6), st.integers(1, 4), st.integers(1, 17))

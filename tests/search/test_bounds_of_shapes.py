@@ -13,7 +13,7 @@ from galvatron_lite.search.best_first import search
 from galvatron_lite.search.bounds.glance import Glance
 from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, settled, shapes_of
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.search.uniform import Uniform, cuts_of
+from galvatron_lite.search.uniform import Uniform, averaged, cuts_of
 from tests.search.instances import random_instance
 
 ROUNDING = 1 + 1e-9
@@ -38,6 +38,7 @@ def test_bounds_are_never_above_the_best_plan(seed: int) -> None:
         if shape.virtual > 1:
             ways = cuts_of(asked.profile.graph, shape.stages * shape.virtual)
             assert min(Uniform(problem, cuts).bound() for cuts in ways) <= best
+            assert shape.schedule is not Schedule.INTERLEAVED or averaged([problem])[0] <= best
             continue
         bounds = bounds_of(problem)
         assert bounds is not None

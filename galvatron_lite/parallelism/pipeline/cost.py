@@ -79,8 +79,9 @@ def chunks_in_flight(schedule: Schedule, pipeline: int, group: int, microbatches
         return (0, most), (1, most)
     if virtual == 1 and schedule is not Schedule.INTERLEAVED:
         return ((0, (in_flight(schedule, pipeline, group, microbatches),)),)
-    shown = min(microbatches, 3 * pipeline)
-    return moments_of(stage_actions(schedule, pipeline, group, shown, virtual), virtual)
+    if microbatches > 3 * pipeline:
+        return chunks_in_flight(schedule, pipeline, group, 3 * pipeline, virtual)
+    return moments_of(stage_actions(schedule, pipeline, group, microbatches, virtual), virtual)
 
 
 def buffer_bytes(left: Whole, right: Whole, microbatches: int, *, counted: bool = True) -> Whole:

@@ -16,6 +16,7 @@ first and the last stage). Other moves are left out (they cost no less than noth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,15 +25,16 @@ from numpy.typing import NDArray
 
 from galvatron_lite.model.graph import Role
 from galvatron_lite.search.even import offered
-from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.problem import Problem, part_of
 from galvatron_lite.search.tables import StrategyTable
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 _PRICES = 2.0 ** np.arange(-12, 13, 2)
 _TINY = 1e-9
-_EVERY, _BEST = 8, 3
-"""So many micro-batches in flight are told apart one by one; the best so many prices are kept for all ranges."""
+_EVERY, _BEST, _CLOSER = 8, 3, 4
+"""So many micro-batches in flight are told apart one by one; the best so many prices are kept for all ranges; rounds of
+prices, each between two of the one before, for the only stage."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +125,11 @@ def relaxed(problem: Problem, tables: Sequence[Sequence[StrategyTable]]) -> Rela
             if id(own) not in shared:
                 shared[id(own)] = _layers_of(problem, stage, own)
             layers = shared[id(own)]
-            bound = _theta(layers, levels[stage], filled, room, ends) if stages > 1 else _single(problem, layers, room)
+            bound = (
+                _theta(problem, layers, levels[stage], filled, room, ends)
+                if stages > 1
+                else _single(problem, layers, room)
+            )
             bound = bound + (form.microbatches - 1) * sends[stage]
             outside = before[stage][:, None] + (after[stage][-1] - after[stage])[None, :]
             known[key] = bound + outside - micro[-1], bound + sends[stage]
@@ -214,13 +220,18 @@ def _layers_of(problem: Problem, stage: int, tables: Sequence[StrategyTable]) ->
     return _Layers(which, kinds, 2.0 * problem.shape.microbatches * problem.least_move(stage))
 
 
-def _theta(layers: _Layers, held: int, filled: bool, room: float, ends: tuple[bool, bool]) -> FloatArray:
+def _theta(
+    problem: Problem, layers: _Layers, held: int, filled: bool, room: float, ends: tuple[bool, bool]
+) -> FloatArray:
     """(L + 1, L + 1): bound on theta of the layers i..j-1."""
     count = len(layers.which)
     extra = float(held - 1)
     time = [own[0] for own in layers.kinds]
     memory = [own[1] + extra * own[3] - filled * own[5] for own in layers.kinds]
     local = [own[2] + extra * own[3] for own in layers.kinds]
+    parts = part_of(problem.graph) if problem.runs == 1 and problem.alike_parts else []
+    if parts and max(parts.count(0), parts.count(2)) < 2 and not problem.tables[0].fixed.layers:
+        return _alike_theta(np.array(parts), layers, time, memory, local, room)
     prices = _best_prices(layers, time, memory, room)
     free, last = _least(time, memory, prices)[layers.which], _least(time, local, prices)[layers.which]
     bound = np.full((count + 1, count + 1), -np.inf)
@@ -241,6 +252,38 @@ def _theta(layers: _Layers, held: int, filled: bool, room: float, ends: tuple[bo
     return np.where(too_much | np.tri(count + 1, dtype=bool), np.inf, bound)
 
 
+def _alike_theta(
+    parts: IntArray,
+    layers: _Layers,
+    time: list[FloatArray],
+    memory: list[FloatArray],
+    local: list[FloatArray],
+    room: float,
+) -> FloatArray:
+    """``_theta`` where blocks of a stage have one strategy, in the wire's layout, as one of them is at a boundary: no
+    more than one layer is before them, and after them."""
+    blocks = np.concatenate(([0], np.cumsum(parts == 1)))
+    kind, count = layers.which[np.flatnonzero(parts == 1)[0]], np.arange(blocks[-1] + 1)[:, None]
+    own, size, end = (every[kind][layers.kinds[kind][4]] for every in (time, memory, local))
+    first, last = layers.which[0], layers.which[-1]
+    before = (time[first].min(), np.minimum(memory[first], local[first]).min()) if parts[0] == 0 else (0.0, 0.0)
+    after = (time[last].min(), local[last].min()) if parts[-1] == 2 else (0.0, 0.0)
+
+    def least(edges: float, around: FloatArray | float) -> FloatArray:
+        """(blocks + 1,): theta of so many blocks, and of layers around them, which need so many bytes."""
+        best = np.where(count * size + around <= room, count * own, np.inf).min(axis=1, initial=np.inf)
+        best[0] = 0.0
+        return np.asarray(best + edges)
+
+    alone = (end - size) * (count > 0)
+    bound = least(0.0, alone)[np.maximum(blocks[None, :] - blocks[:, None], 0)]
+    bound[0] = least(before[0], before[1] + alone)[blocks]
+    if parts[-1] == 2:
+        bound[:, -1] = least(after[0], after[1])[blocks[-1] - blocks]
+        bound[0, -1] = least(before[0] + after[0], before[1] + after[1])[-1]
+    return np.where(np.tri(len(blocks), dtype=bool), np.inf, bound)
+
+
 def _single(problem: Problem, layers: _Layers, room: float) -> FloatArray:
     """``_theta`` of the only stage, for all layers: layers between glued ones keep to the glue or move twice."""
     time, memory = [own[0] for own in layers.kinds], [own[1] - problem.filled(0) * own[5] for own in layers.kinds]
@@ -251,16 +294,44 @@ def _single(problem: Problem, layers: _Layers, room: float) -> FloatArray:
     prices = np.concatenate(([0.0], _PRICES * spreads[0] / (spreads[1] + 1.0)))
     edges = [layer.role is not Role.BLOCK for layer in problem.graph.layers]
     moves = (edges[0] + edges[-1]) * layers.move if problem.choice.glue is not None else 0.0
-    sums = []
-    for among in (None, [own[4] for own in layers.kinds]):
-        own = _least(time, memory, prices, among)[layers.which[:-1]].sum(axis=0)
-        sums.append(own + _least(time, local, prices, among)[layers.which[-1]])
     count = len(layers.which)
     bound = np.full((count + 1, count + 1), np.inf)
     lightest = sum(memory[which].min() for which in layers.which[:-1]) + local[layers.which[-1]].min()
     if lightest <= room:
-        bound[0, count] = float((np.minimum(sums[0] + moves, sums[1]) - prices * room).max())
+        best = -np.inf
+        for _ in range(_CLOSER):
+            sums = []
+            for among in (None, [own[4] for own in layers.kinds]):
+                own = _least(time, memory, prices, among)[layers.which[:-1]].sum(axis=0)
+                sums.append(own + _least(time, local, prices, among)[layers.which[-1]])
+            bounds = np.minimum(sums[0] + moves, sums[1]) - prices * room
+            # Bounds are concave in the price: the best is between the neighbours of the best so far.
+            place = int(np.argmax(bounds))
+            best = max(best, float(bounds[place]))
+            prices = np.linspace(prices[max(place - 1, 0)], prices[min(place + 1, len(prices) - 1)], len(prices))
+        bound[0, count] = max(best, _alike(problem, layers, time, memory, local, room, moves))
     return bound
+
+
+def _alike(
+    problem: Problem,
+    layers: _Layers,
+    time: list[FloatArray],
+    memory: list[FloatArray],
+    local: list[FloatArray],
+    room: float,
+    moves: float,
+) -> float:
+    """``_single`` where layers of one kind have one strategy: the best of the most frequent kind that fits."""
+    if problem.runs != 1 or not problem.alike_parts:
+        return -np.inf
+    inner, last = Counter(layers.which[:-1].tolist()), layers.which[-1]
+    ((most, count),) = inner.most_common(1)
+    others = [(kind, own) for kind, own in inner.items() if kind != most]
+    fits = count * memory[most] + sum(own * memory[kind].min() for kind, own in others) + local[last].min() <= room
+    around = sum(own * time[kind].min() for kind, own in others) + time[last].min()
+    whole = count * time[most] + np.where(layers.kinds[most][4], 0.0, moves) + around
+    return float(whole[fits].min(initial=np.inf))
 
 
 def _best_prices(layers: _Layers, time: list[FloatArray], memory: list[FloatArray], room: float) -> FloatArray:

@@ -32,6 +32,7 @@ of (1), one solution of each value.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,6 +48,7 @@ from galvatron_lite.search.chains.bounds import (
 )
 from galvatron_lite.search.chains.chain import Chain
 from galvatron_lite.search.chains.labels import OPTIMIZER, WAITING, WORST, ChainExtension, Search
+from galvatron_lite.search.chains.one_run import best_of_parts
 from galvatron_lite.search.chains.segments import FIRST, HEAD, PARTS, REST, SINGLE, TAIL, TIME, Segment
 
 _START, _GROWTH = 0.04, 1.7
@@ -91,6 +93,10 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) 
         beam: keep only so many labels a layer, the most promising by their Lagrangian bound. Where that drops any,
             the front is not complete, and says what paths through those may have cost at the least.
     """
+    if chain.runs == 1 and len(chain.weights) == 1:
+        with suppress(OverflowError):
+            best = best_of_parts(chain, np.inf if cap is None else cap)
+            return ChainFront(() if best is None else (Path((best[0],), best[1]),), len(chain.layers))
     line = line_of(chain)
     bounds = best_bounds(line)
     limit = np.inf if cap is None else float(cap)

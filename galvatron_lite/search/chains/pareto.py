@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
-_FIRST, _CHUNK, _PAIRS = 64, 256, 2**17
+_FIRST, _CHUNK, _PAIRS, _SMALL = 64, 256, 2**17, 96
+_EARLIER = np.tri(_SMALL, k=-1, dtype=bool)
 
 
 def pareto_rows(values: IntArray) -> IntArray:
@@ -75,6 +76,8 @@ def _more_columns(ordered: IntArray) -> IntArray:
     In that order few rows beat most others soon, which are then out of the way (Chomicki et al. 2003, "Skyline with
     presorting"; Bartolini et al. 2008 sort by sums as well). Places are compared instead of values: they are short.
     """
+    if len(ordered) <= _SMALL:
+        return np.flatnonzero(~(_beats(ordered.T, ordered.T) & _EARLIER[: len(ordered), : len(ordered)]).any(axis=1))
     ranks = _ranks(ordered)
     left = np.argsort(ranks.sum(axis=0, dtype=np.int64), kind="stable")
     columns, count = np.ascontiguousarray(ranks[:, left]), _FIRST
