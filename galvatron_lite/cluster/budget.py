@@ -44,9 +44,9 @@ class Budget:
         return Budget(self.least + size, tuple((name, own + size) for name, own in self.own))
 
 
-def as_budget(given: int | Budget) -> Budget:
+def as_budget(budget: int | Budget) -> Budget:
     """A budget that may be given as bytes, the same on every device."""
-    return Budget(given) if isinstance(given, int) else given
+    return Budget(budget) if isinstance(budget, int) else budget
 
 
 def bytes_on(budget: int | Budget, device: str) -> int:
@@ -54,12 +54,12 @@ def bytes_on(budget: int | Budget, device: str) -> int:
     return as_budget(budget).of(device)
 
 
-def budget_on(cluster: Cluster, given: str | int, field: str = "--mem") -> Budget:
+def budget_on(cluster: Cluster, value: str | int, field: str = "--mem") -> Budget:
     """A budget on the devices of a cluster.
 
     Args:
         cluster: the devices.
-        given: bytes on every device, or a text: a size (``40GB``), or a share of each device's own memory (``80%``).
+        value: bytes on every device, or a text: a size (``40GB``), or a share of each device's own memory (``80%``).
         field: what to call it in an error.
 
     Raises:
@@ -67,11 +67,11 @@ def budget_on(cluster: Cluster, given: str | int, field: str = "--mem") -> Budge
     """
     own: dict[str, int] = {}
     for device in (group.device for group in cluster.groups):
-        size = given if isinstance(given, int) else parse_budget(given, device.memory, field)
+        size = value if isinstance(value, int) else parse_budget(value, device.memory, field)
         if size > device.memory:
             share = "" if cluster.alike else f" {field} 90% is of each type's own memory."
             has = f"{device.name} has {format_budget(device.memory)} ({device.memory} bytes)."
-            raise InputError(field, given, f"{has}{share}")
+            raise InputError(field, value, f"{has}{share}")
         own[device.name] = size
     least = min(own.values())
     return Budget(least, () if least == max(own.values()) else tuple(own.items()))

@@ -157,11 +157,15 @@ def _expand(data: dict[str, Any], gpus: int | None, field: str) -> dict[str, Any
     return data
 
 
-def _levels(given: Any, gpus: int | None, place: str, field: str) -> list[dict[str, Any]]:
+def _levels(levels_data: Any, gpus: int | None, place: str, field: str) -> list[dict[str, Any]]:
     """A file's levels with what their links imply, cut to so many devices."""
-    if not isinstance(given, list) or not given or not all(isinstance(level, dict) for level in given):
-        raise FileFormatError(place, given, "Give a list of levels, innermost first.")
-    linked = [level_of_link(level, f"{place}.{number}") for number, level in enumerate(given)]
+    if (
+        not isinstance(levels_data, list)
+        or not levels_data
+        or not all(isinstance(level, dict) for level in levels_data)
+    ):
+        raise FileFormatError(place, levels_data, "Give a list of levels, innermost first.")
+    linked = [level_of_link(level, f"{place}.{number}") for number, level in enumerate(levels_data)]
     for number, level in enumerate(linked):  # those beyond so many devices, too
         size = _size(level.get("size"), f"{place}.{number}.size", number == len(linked) - 1)
         _level(level | {"size": size or 1}, f"{place}.{number}")
@@ -195,8 +199,8 @@ def _unlike(data: dict[str, Any], groups: list[dict[str, Any]], gpus: int | None
     return data
 
 
-def _level(given: dict[str, Any], place: str) -> Level:
-    return from_data(Level, given, place)
+def _level(data: dict[str, Any], place: str) -> Level:
+    return from_data(Level, data, place)
 
 
 def _groups(data: dict[str, Any], field: str) -> list[dict[str, Any]]:
@@ -217,13 +221,13 @@ def _groups(data: dict[str, Any], field: str) -> list[dict[str, Any]]:
     return [run | {"device": _device(run.get("device"), f"{field}, device")} for run in runs]
 
 
-def _device(given: Any, field: str) -> Any:
+def _device(data: Any, field: str) -> Any:
     """Plain data of a device given by name, or by figures with a readable memory size (``80GiB``)."""
-    if isinstance(given, str):
-        return to_data(device_named(given, field))
-    if isinstance(given, dict) and isinstance(given.get("memory"), str):
-        return given | {"memory": parse_bytes(given["memory"], f"{field}.memory")}
-    return given
+    if isinstance(data, str):
+        return to_data(device_named(data, field))
+    if isinstance(data, dict) and isinstance(data.get("memory"), str):
+        return data | {"memory": parse_bytes(data["memory"], f"{field}.memory")}
+    return data
 
 
 def _sized(levels: list[dict[str, Any]], gpus: int | None, field: str) -> list[dict[str, Any]]:
@@ -248,16 +252,16 @@ def _sized(levels: list[dict[str, Any]], gpus: int | None, field: str) -> list[d
     return sized
 
 
-def _size(given: Any, place: str, outermost: bool) -> int | None:
+def _size(value: Any, place: str, outermost: bool) -> int | None:
     """A level's size, the most of one filled evenly (``up to 17``); None where it takes as many as there are."""
-    if given == ANY and outermost:
+    if value == ANY and outermost:
         return None
-    if isinstance(given, str) and (most := given.removeprefix(UP_TO)) != given and most.isdecimal() and int(most):
+    if isinstance(value, str) and (most := value.removeprefix(UP_TO)) != value and most.isdecimal() and int(most):
         return int(most)
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         remedy = "Give a number, up to a number for even shares, or any for the outermost level."
-        raise FileFormatError(place, given, remedy)
-    return given
+        raise FileFormatError(place, value, remedy)
+    return value
 
 
 def _check_multiple(gpus: int, unit: int, level: str) -> None:

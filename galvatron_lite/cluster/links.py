@@ -189,17 +189,17 @@ def cluster_from_links(
     return Cluster(device.name, (DeviceGroup(device, n_gpus),), tuple(levels))
 
 
-def level_of_link(given: Mapping[str, Any], field: str) -> dict[str, Any]:
+def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
     """A level's mapping with what its ``link`` implies for keys that are not given; unchanged where it has none.
 
     Args:
-        given: the level as in a cluster file.
+        data: the level as in a cluster file.
         field: what to call it in an error.
 
     Raises:
         InputError: no such link type.
     """
-    level = dict(given)
+    level = dict(data)
     name = level.pop("link", None)
     if name is None:
         return level

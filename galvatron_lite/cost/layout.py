@@ -96,10 +96,10 @@ def received(left: IntArray, right: IntArray) -> FloatArray:
     return np.where(runs == 1, 0.0, np.maximum(share, 0.0))
 
 
-def _boxes(own: IntArray, device: IntArray) -> tuple[FloatArray, FloatArray]:
+def _boxes(layout: IntArray, device: IntArray) -> tuple[FloatArray, FloatArray]:
     """(6, ...): where what a device holds begins and ends along samples, tokens, planes, rows, columns and channels,
     each of which is 1 long."""
-    _, context, tensor, cut, shared = np.moveaxis(own, -1, 0)
+    _, context, tensor, cut, shared = np.moveaxis(layout, -1, 0)
     grid, channels = cut > GRID, cut == CHANNELS
     planes, rows = np.where(grid, np.divmod(cut - GRID, PLANE), 1)
     place, slot = device // tensor % context, device % tensor
@@ -107,7 +107,7 @@ def _boxes(own: IntArray, device: IntArray) -> tuple[FloatArray, FloatArray]:
     split = np.where((shared > 0) & ~channels, tensor, 1)
     one, zero = np.ones_like(place), np.zeros_like(place)
     ways = (
-        own[..., 0] * one,
+        layout[..., 0] * one,
         np.where(grid, 1, context * split),
         planes, rows, columns, np.where(channels, tensor, 1),
     )  # fmt: skip

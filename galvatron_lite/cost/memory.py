@@ -207,7 +207,7 @@ def group_memory(
 
 def backward_memory(
     chunks: Sequence[Sequence[LayerCost]],
-    own: int,
+    running: int,
     counts: Sequence[int],
     microbatches: int,
     buffers: int,
@@ -215,14 +215,14 @@ def backward_memory(
     *,
     filled: bool = False,
 ) -> MemoryBreakdown:
-    """Bytes at the worst moment of a backward pass of virtual stage ``own`` (forward moments of as many micro-batches
-    included), with so many micro-batches of every virtual stage in memory, its own one counted; else as
+    """Bytes at the worst moment of a backward pass of virtual stage ``running`` (forward moments of as many
+    micro-batches included), with so many micro-batches of every virtual stage in memory, its own one counted; else as
     ``group_memory``."""
     memory = stage_memory(
-        chunks[own], max(counts[own], 1), microbatches, buffers, context, optimizer=False, filled=filled
+        chunks[running], max(counts[running], 1), microbatches, buffers, context, optimizer=False, filled=filled
     )  # fmt: skip
     others = [
-        (_resting(chunk, microbatches), counts[place]) for place, chunk in enumerate(chunks) if place != own
+        (_resting(chunk, microbatches), counts[place]) for place, chunk in enumerate(chunks) if place != running
     ]  # fmt: skip
     return _beside(memory, others)
 

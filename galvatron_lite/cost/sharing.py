@@ -27,14 +27,14 @@ def sharing_of(graph: ModelGraph, inside: Container[int]) -> dict[int, Parameter
 
 
 def _joined(
-    known: ParameterSharing, tie: Tie, place: dict[str, int], index: int, inside: Container[int]
+    sharing: ParameterSharing, tie: Tie, place: dict[str, int], index: int, inside: Container[int]
 ) -> ParameterSharing:
     first, second = place[tie.first], place[tie.second]
     if first in inside and second in inside:
         owns = index == first and tie.parameters > 0
-        return ParameterSharing(known.grouped or owns, known.copied, known.exchanged)
+        return ParameterSharing(sharing.grouped or owns, sharing.copied, sharing.exchanged)
     copied = tie.parameters if index == second else 0
-    return ParameterSharing(known.grouped, known.copied + copied, known.exchanged + tie.parameters)
+    return ParameterSharing(sharing.grouped, sharing.copied + copied, sharing.exchanged + tie.parameters)
 
 
 def tied_groups(graph: ModelGraph) -> tuple[tuple[int, ...], ...]:

@@ -149,7 +149,7 @@ def _move(
     states: bool,
     width: int,
     received: FloatArray,
-    given: FloatArray,
+    sent: FloatArray,
     held: FloatArray,
 ) -> None:
     """Add a part's parameters (or optimizer states) to what each device takes over each level, gives, and holds."""
@@ -164,7 +164,7 @@ def _move(
         rows = slice(start, start + _ROWS)
         across = _covered(targets[0][rows], boxes[:, :2]) * part.items + part.whole * _first_slice(boxes, targets, rows)
         wanted = across * _covered(targets[1][rows], boxes[:, 2:]) * width
-        _route(cluster, ranks[rows], wanted, part.old + np.arange(part.before.devices), box_of, received, given)
+        _route(cluster, ranks[rows], wanted, part.old + np.arange(part.before.devices), box_of, received, sent)
 
 
 def _first_slice(boxes: FloatArray, targets: tuple[FloatArray, FloatArray], rows: slice) -> FloatArray:
@@ -186,7 +186,7 @@ def _covered(these: FloatArray, those: FloatArray) -> FloatArray:
 
 def _route(
     cluster: Cluster, ranks: IntArray, wanted: FloatArray, holders: IntArray, box_of: IntArray,
-    received: FloatArray, given: FloatArray,
+    received: FloatArray, sent: FloatArray,
 ) -> None:  # fmt: skip
     """Add (n, m) bytes that n devices want of m boxes to what is taken and given over the level of a nearest holder."""
     count = wanted.shape[1]
@@ -205,13 +205,13 @@ def _route(
         demand = np.zeros_like(inside)
         np.add.at(demand, blocks[ranks], taken)
         each = demand / np.maximum(inside, 1.0)
-        given[place] += (holding * each[blocks]).sum(axis=1)
+        sent[place] += (holding * each[blocks]).sum(axis=1)
         left = np.where(near, 0.0, left)
 
 
-def _level_seconds(cluster: Cluster, place: int, received: FloatArray, given: FloatArray) -> float:
+def _level_seconds(cluster: Cluster, place: int, received: FloatArray, sent: FloatArray) -> float:
     """Seconds of what goes over a level."""
     level, member = cluster.levels[place], int(np.prod([one.size for one in cluster.levels[:place]], dtype=int))
     starts = np.arange(0, len(received), member)
-    most = max(float(np.add.reduceat(side, starts).max()) for side in (received, given))
+    most = max(float(np.add.reduceat(side, starts).max()) for side in (received, sent))
     return level.latency + most / (level.bandwidth * level.efficiency) if most else 0.0

@@ -253,9 +253,9 @@ def _pass(done: Done, times: StageTimes, hidden: float, split: bool, factor: flo
     return TimedPass(action.what, stage, action.microbatch, *(moment * factor for moment in moments))
 
 
-def _closing(own: Sequence[StageCost], memory: GroupMemory, begin: float, factor: float) -> tuple[Closing, ...]:
+def _closing(costs: Sequence[StageCost], memory: GroupMemory, begin: float, factor: float) -> tuple[Closing, ...]:
     """What a group does once a step."""
-    layers = [layer for cost in own for layer in cost.layers]
+    layers = [layer for cost in costs for layer in cost.layers]
     resting, found = memory.resting(formed=True), []
     for name, seconds, held in (
         ("communication", sum(layer.step_exposed for layer in layers), resting),

@@ -45,12 +45,12 @@ class GroupMemory:
         context: bytes taken before the first tensor.
     """
 
-    def __init__(self, shape: Shape, own: Sequence[StageCost], context: int) -> None:
+    def __init__(self, shape: Shape, costs: Sequence[StageCost], context: int) -> None:
         self._microbatches, self._split = shape.microbatches, shape.schedule in ZERO_BUBBLE
         self._schedule = shape.schedule
-        self._own, self._context = tuple(own), context
-        self._chunks = tuple(cost.layers for cost in own)
-        self._buffers = sum(cost.buffers for cost in own)
+        self._own, self._context = tuple(costs), context
+        self._chunks = tuple(cost.layers for cost in costs)
+        self._buffers = sum(cost.buffers for cost in costs)
         self._at = lru_cache(maxsize=None)(self._during)
         self._rest = lru_cache(maxsize=None)(self._between)
 

@@ -17,13 +17,13 @@ OTHER_WORDS = {
 
 
 def check_keys(
-    data: Mapping[str, Any], known: Collection[str], needed: Sequence[str], field: str, lists: Collection[str] = ()
+    data: Mapping[str, Any], keys: Collection[str], needed: Sequence[str], field: str, lists: Collection[str] = ()
 ) -> None:
     """Whether a mapping has all keys that it needs and no others.
 
     Args:
         data: what was written.
-        known: keys it may have.
+        keys: keys it may have.
         needed: those it must have.
         field: what to name in an error, with what joins it to a key.
         lists: keys whose values must be lists; they are only told of where a key is unknown, as what belongs to one
@@ -34,11 +34,11 @@ def check_keys(
             missing one.
     """
     missing = [key for key in needed if key not in data]
-    unknown = next((key for key in data if key not in known), None)
+    unknown = next((key for key in data if key not in keys), None)
     if unknown is not None:
         lacks = f" {_listed(missing)} missing." if missing else ""
         lacks += "".join(f" Nor can {key}: {data[key]!r} be used: a list is needed." for key in _no_lists(data, lists))
-        remedy = f"There is no such key.{_meant(str(unknown), known)}{lacks}"
+        remedy = f"There is no such key.{_meant(str(unknown), keys)}{lacks}"
         if isinstance(data[unknown], list | Mapping):  # no value to show
             raise InputError(field.rstrip("., ") or "key", str(unknown), remedy)
         raise InputError(f"{field}{unknown}", data[unknown], remedy)
@@ -55,7 +55,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'}"
 
 
-def _meant(given: str, known: Collection[str]) -> str:
+def _meant(key: str, keys: Collection[str]) -> str:
     """``Did you mean X?`` after a space, or what there is."""
-    close = [OTHER_WORDS.get(given, "")] if OTHER_WORDS.get(given) in known else get_close_matches(given, known, 1)
-    return f" Did you mean {close[0]}?" if close else f" Known: {', '.join(sorted(known))}."
+    close = [OTHER_WORDS.get(key, "")] if OTHER_WORDS.get(key) in keys else get_close_matches(key, keys, 1)
+    return f" Did you mean {close[0]}?" if close else f" Known: {', '.join(sorted(keys))}."

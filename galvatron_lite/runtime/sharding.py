@@ -377,9 +377,9 @@ def _describe(
     names: tuple[str, ...],
     strategy: Strategy,
     meshes: Meshes,
-    known: tuple[Mapping[str, ParameterShard], Mapping[str, ParameterShard]],
+    described: tuple[Mapping[str, ParameterShard], Mapping[str, ParameterShard]],
 ) -> Owned:
-    shard, spread = (next((shards[name] for name in names if name in shards), None) for shards in known)
+    shard, spread = (next((shards[name] for name in names if name in shards), None) for shards in described)
     split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
     ways = 1 if spread is None else spread.degree
     groups, partial = meshes.groups(strategy), shard is not None and shard.placement is Placement.PARTIAL

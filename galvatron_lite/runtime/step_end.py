@@ -80,14 +80,14 @@ def finish_step(parallel: SteppedModel, loss: Tensor, largest: float | None) -> 
     return sums[0], is_finite
 
 
-def _refuse(parallel: SteppedModel, own: Tensor, loss: Tensor, overflows: bool) -> None:
+def _refuse(parallel: SteppedModel, local_loss: Tensor, loss: Tensor, overflows: bool) -> None:
     """Raise, unless only the gradient is not finite, where that is an overflow of scaled ones."""
     if overflows and bool(loss.isfinite()):
         return
-    every: list[Any] = [_not_finite(parallel, own)]
+    every: list[Any] = [_not_finite(parallel, local_loss)]
     if parallel.runtime.meshes.world > 1:
         every *= dist.get_world_size()
-        dist.all_gather_object(every, _not_finite(parallel, own), group=parallel.watch.group)
+        dist.all_gather_object(every, _not_finite(parallel, local_loss), group=parallel.watch.group)
     what, ranks = _report(every, float(loss))
     raise NonFiniteLossError(
         f"{what} The step was not taken, parameters are unchanged, and training can go on. Look at "

@@ -22,51 +22,51 @@ Look = Callable[[PlanTask], Plan]
 """Finds the best plan that keeps the pins of what is asked."""
 
 
-def with_alike(looked: Look, asked: PlanTask, runners_up: int) -> Plan:
+def with_alike(looked: Look, task: PlanTask, runners_up: int) -> Plan:
     """The quickest plan of all ways in which the backend may treat all layers alike.
 
     Args:
         looked: finds the best plan of one way.
-        asked: what is planned.
+        task: what is planned.
         runners_up: how many other plans to report.
 
     Raises:
         InfeasibleError: no way fits; with the smallest budget of all.
         InputError: pins leave no way, or the batch cannot be shared out.
     """
-    if not _fields(asked):
-        return looked(asked)
+    if not _fields(task):
+        return looked(task)
     found, errors = list[Plan](), list[InfeasibleError]()
-    for pins in _ways(asked):
-        pinned = replace(asked, request=replace(asked.request, fixed=_pinned(asked, pins)))
+    for pins in _ways(task):
+        pinned = replace(task, request=replace(task.request, fixed=_pinned(task, pins)))
         try:
             found.append(looked(pinned))
         except InfeasibleError as error:
             errors.append(error)
     if not found and not errors:
-        remedy = f"Backend {asked.backend.name} has no way to train with these pins; lift one of them."
-        raise InputError("--fix", _said(asked.request.fixed), remedy)
+        remedy = f"Backend {task.backend.name} has no way to train with these pins; lift one of them."
+        raise InputError("--fix", _pins_text(task.request.fixed), remedy)
     if not found:
         raise min(errors, key=lambda error: error.smallest_budget or float("inf"))
     found.sort(key=seconds_of)
     return _proven(led(found, runners_up), found)
 
 
-def _proven(best: Plan, found: Sequence[Plan]) -> Plan:
+def _proven(best: Plan, plans: Sequence[Plan]) -> Plan:
     """With a gap that counts what other ways' searches, where they ended early, may have left out."""
     if best.provenance is None:
         return best
-    least = min(seconds_of(plan) * (1.0 - plan.provenance.gap) for plan in found if plan.provenance is not None)
+    least = min(seconds_of(plan) * (1.0 - plan.provenance.gap) for plan in plans if plan.provenance is not None)
     gap = max(1.0 - least / seconds_of(best), best.provenance.gap, 0.0)
-    stopped = any(plan.provenance.interrupted for plan in found if plan.provenance is not None)
+    stopped = any(plan.provenance.interrupted for plan in plans if plan.provenance is not None)
     proof = Proof.FEASIBLE if gap > best.provenance.tolerance else best.provenance.proof
     return replace(best, provenance=replace(best.provenance, gap=gap, proof=proof, interrupted=stopped))
 
 
-def _ways(asked: PlanTask) -> Iterator[Pins]:
+def _ways(task: PlanTask) -> Iterator[Pins]:
     """Values of the fields that all layers share, of which every layer with parameters has a strategy."""
-    request, fields = asked.request, _fields(asked)
-    kinds = _kinds(asked)
+    request, fields = task.request, _fields(task)
+    kinds = _kinds(task)
     offered = []
     layers = [layer for layer in request.graph.layers if layer.kind in kinds]
     for (kind, _), layer in {(one.kind, request.fixed.pins_of(one.name)): one.name for one in layers}.items():
@@ -78,29 +78,29 @@ def _ways(asked: PlanTask) -> Iterator[Pins]:
             yield tuple(zip(fields, values, strict=True))
 
 
-def _pinned(asked: PlanTask, pins: Pins) -> Fixed:
+def _pinned(task: PlanTask, pins: Pins) -> Fixed:
     """What is pinned with one way; layer by layer where some have no parameters."""
-    fixed, graph = asked.request.fixed, asked.request.graph
-    kinds = _kinds(asked)
+    fixed, graph = task.request.fixed, task.request.graph
+    kinds = _kinds(task)
     if len(kinds) == len({layer.kind for layer in graph.layers}):
         return replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
     own = ((layer.name, *pin) for layer in graph.layers if layer.kind in kinds for pin in pins)
     return replace(fixed, layers=(*fixed.layers, *own))
 
 
-def _fields(asked: PlanTask) -> tuple[str, ...]:
+def _fields(task: PlanTask) -> tuple[str, ...]:
     """What is the same in all layers: names of attributes of ``Strategy``."""
-    samples = ("batch_degree",) if asked.request.graph.folded and asked.backend.uniform == () else ()
-    return (*asked.backend.uniform, *samples)
+    samples = ("batch_degree",) if task.request.graph.folded and task.backend.uniform == () else ()
+    return (*task.backend.uniform, *samples)
 
 
-def _kinds(asked: PlanTask) -> list[str]:
+def _kinds(task: PlanTask) -> list[str]:
     """Kinds of layers that are treated alike: those with parameters, or all where samples must be the same."""
-    graph = asked.request.graph
+    graph = task.request.graph
     names = dict.fromkeys(layer.kind for layer in graph.layers)
     return [name for name in names if graph.folded or graph.kinds[name].parameters.total > 0]
 
 
-def _said(fixed: Fixed) -> str:
+def _pins_text(fixed: Fixed) -> str:
     pins = [f"{name}={getattr(value, 'value', value)}" for name, value in fixed.pinned]
     return ", ".join([*pins, *(f"{layers}.{name}" for layers, name, _ in fixed.layers)]) or "nothing"

@@ -16,7 +16,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import Alternative, Plan, Schedule
-from galvatron_lite.search.best_first import MOST_WORK, Found, finished, search
+from galvatron_lite.search.best_first import MOST_WORK, SearchResult, finished, search
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.scenarios import Range
 from galvatron_lite.search.shapes import Request
@@ -36,7 +36,7 @@ class Finalist:
     """A plan whose step has been simulated."""
 
     name: str  # of its shape
-    found: Found  # what a search ended with
+    found: SearchResult  # what a search ended with
     plan: Plan  # with its prediction
     fits: bool  # whether that is within the budget
     range: Range | None = None  # of its step over scenarios; None: not asked for
@@ -63,9 +63,9 @@ class Finalist:
 def finalists(
     request: Request,
     pricer: LayerPricer,
-    found: Found,
+    best: SearchResult,
     wanted: int = 3,
-    given: Sequence[Found] = (),
+    further: Sequence[SearchResult] = (),
     simple: Sequence[Finalist] = (),
 ) -> tuple[Finalist, ...]:
     """What the search found, first, and good plans that differ materially from it and one another, not proven ones.
@@ -77,26 +77,26 @@ def finalists(
     Args:
         request: what was planned.
         pricer: of the profile.
-        found: what the search ended with.
+        best: what the search ended with.
         wanted: so many others are looked for; 0: none.
-        given: plans that the user has.
+        further: plans that the user has.
         simple: plans that were simulated before the search.
     """
-    first = _finalist(request, pricer, _name(found.problem.shape), found)
-    beside = [one for one in given if one.partition is not found.partition]
+    first = _finalist(request, pricer, _name(best.problem.shape), best)
+    beside = [one for one in further if one.partition is not best.partition]
     options = [first, *(_finalist(request, pricer, "given", one) for one in beside)]
     if not first.fits:
         options += _instead(request, pricer, first)
     for one in simple:
         _add(options, one)
-    if all(one.found.problem.shape != found.problem.shape for one in simple):
+    if all(one.found.problem.shape != best.problem.shape for one in simple):
         options += _less_interleaved(request, pricer, first)
     if wanted < 1:
         return tuple(options)
-    others = [other for other in found.others if other.partition is not found.partition]
+    others = [other for other in best.others if other.partition is not best.partition]
     for other in sorted(others, key=lambda other: other.partition.time)[:wanted]:
         _add(options, _finalist(request, pricer, _name(other.problem.shape), other))
-    for name, fixed in _others(request, found.problem.shape):
+    for name, fixed in _others(request, best.problem.shape):
         if len({option.name for option in options} - {"given"}) > wanted:
             break
         if name not in {option.name for option in options}:
@@ -104,7 +104,7 @@ def finalists(
     return tuple(options)
 
 
-def pipelines(request: Request, pricer: LayerPricer, best: Found, slack: float) -> tuple[Finalist, ...]:
+def pipelines(request: Request, pricer: LayerPricer, best: SearchResult, slack: float) -> tuple[Finalist, ...]:
     """For each pipeline degree the plan of least closed form, where that is near the best plan's, and the same with
     fewer stages a group; all simulated, for which of them is quickest the closed form does not tell.
 
@@ -290,7 +290,7 @@ def _searched(
     below: int | None = None,
     slack: float = 0.0,
     effort: int = MOST_WORK,
-) -> Found | None:
+) -> SearchResult | None:
     """What a search ends with; None where nothing fits, or the pins leave no plan of this shape."""
     try:
         return search(request, pricer, exact=exact, below=below, slack=slack, effort=effort)
@@ -298,6 +298,6 @@ def _searched(
         return None
 
 
-def _finalist(request: Request, pricer: LayerPricer, name: str, found: Found) -> Finalist:
-    plan = finished(request, pricer, found)
-    return Finalist(name, found, plan, request.fits(plan))
+def _finalist(request: Request, pricer: LayerPricer, name: str, result: SearchResult) -> Finalist:
+    plan = finished(request, pricer, result)
+    return Finalist(name, result, plan, request.fits(plan))

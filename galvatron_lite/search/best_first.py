@@ -43,14 +43,14 @@ _QUICK_WORK, _LOOK = 60_000, 20_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class SearchResult:
     """What the search ends with."""
 
     problem: Problem  # the winning shape
     partition: Partition  # its best plan
     gap: float = 0.0  # no plan of the space takes less than (1 - gap) of its time; 0.0: there is no better one
     # by pipeline degree and schedule the best plan met on the way, the winner among them
-    others: tuple[Found, ...] = ()
+    others: tuple[SearchResult, ...] = ()
     stopped: bool = False  # whether the user stopped the search
     given: bool = False  # whether the plan is one that the user gave
 
@@ -61,12 +61,12 @@ def search(
     progress: Progress | None = None,
     exact: bool = True,
     stoppable: bool = False,
-    known: Found | None = None,
+    start: SearchResult | None = None,
     effort: int = MOST_WORK,
     below: int | None = None,
     slack: float = 0.0,
     ahead: float = 0.0,
-) -> Found | None:
+) -> SearchResult | None:
     """The best plan over all shapes; None where nothing fits.
 
     Args:
@@ -75,17 +75,17 @@ def search(
         progress: see ``find_plan``.
         exact: False: a good plan, soon, from quick searches of the most promising shapes of 1F1B or GPipe alone.
         stoppable: whether Ctrl-C ends the search with the best plan so far; where there is none it is raised.
-        known: a plan to begin with: what is found beats it, or it is what the search ends with.
+        start: a plan to begin with: what is found beats it, or it is what the search ends with.
         effort: labels after which an exact search ends; looked at between one exact search of a shape and the next.
         below: picoseconds that a plan must take less than, to be of any use.
         slack: share by which a plan must be quicker than one that is there, to be of any use.
-        ahead: the same where the one that is there is ``known``.
+        ahead: the same where the one that is there is ``start``.
     """
     few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
     if not exact and few and (request.fixed.virtual or 1) == 1:
         request = replace(request, schedules=few)
-    walk = _Walk([], count(), effort if exact else _QUICK_WORK, exact, known, below=below, slack=slack)
-    walk.known, walk.ahead = known, max(ahead, slack)
+    walk = _Walk([], count(), effort if exact else _QUICK_WORK, exact, start, below=below, slack=slack)
+    walk.known, walk.ahead = start, max(ahead, slack)
     stopped = False
     try:
         _walk(walk, request, pricer, progress)
@@ -113,7 +113,7 @@ def _walk(walk: _Walk, request: Request, pricer: LayerPricer, progress: Progress
         if node.stage is _Stage.GLANCED:
             done += 1
         if progress is not None:
-            progress(done, total, _told(node.problem.shape))
+            progress(done, total, _shape_text(node.problem.shape))
         _look_into(walk, node)
         walk.inside = None
     if progress is not None:
@@ -143,7 +143,7 @@ def _begin(walk: _Walk) -> None:
             _solve_uniform(walk, _Node(problem, None, _Stage.TRIED, bound))
 
 
-def _told(shape: Shape) -> str:
+def _shape_text(shape: Shape) -> str:
     order = "" if shape.schedule is Schedule.ONE_F_ONE_B else f"{shape.schedule.value}, "
     return f"{shape.stages} stages, {order}{shape.microbatches} micro-batches"
 
@@ -285,19 +285,19 @@ class _Walk:
     order: Iterator[int]  # gives the numbers
     most_work: int  # labels after which the search ends; an exact one only once there is a plan
     exact: bool  # exact, below, slack: see ``search``
-    best: Found | None = None  # plan so far
+    best: SearchResult | None = None  # plan so far
     work: int = 0  # labels looked at
     open: float = inf  # a time that no plan beats in the nodes that were looked into but not to the end
     inside: _Node | None = None  # the node that is being looked into
     # best plan so far by pipeline degree and schedule
-    met: dict[tuple[int, Schedule], Found] = field(default_factory=dict)
+    met: dict[tuple[int, Schedule], SearchResult] = field(default_factory=dict)
     # bound by shape and layouts at the edges, whatever the strategies of tied layers
     edges: dict[tuple[object, ...], float] = field(default_factory=dict)
     # shapes of interleaved 1F1B by pipeline degree and micro-batches: they differ in the stages of each group
     interleaved: dict[tuple[int, int], list[Problem]] = field(default_factory=dict)
     below: int | None = None
     slack: float = 0.0
-    known: Found | None = None  # known, ahead: see ``search``
+    known: SearchResult | None = None  # known, ahead: see ``search``
     ahead: float = 0.0
 
     @property
@@ -358,11 +358,11 @@ class _Walk:
         key = (problem.shape.stages, problem.shape.schedule)
         known = self.met.get(key)
         if known is None or partition.time < known.partition.time:
-            self.met[key] = Found(problem, partition)
+            self.met[key] = SearchResult(problem, partition)
         if self.worth(partition.time):
-            self.best = Found(problem, partition)
+            self.best = SearchResult(problem, partition)
 
-    def end(self, stopped: bool) -> Found | None:
+    def end(self, stopped: bool) -> SearchResult | None:
         """The best plan, and how far from the best there is it may be."""
         if self.best is None:
             return None
@@ -374,21 +374,21 @@ class _Walk:
         return replace(self.best, gap=gap, others=(*self.met.values(), *before), stopped=stopped)
 
 
-def finished(request: Request, pricer: LayerPricer, found: Found) -> Plan:
+def finished(request: Request, pricer: LayerPricer, result: SearchResult) -> Plan:
     """The plan of a search's end, with its prediction."""
-    return price_plan(pricer, plain(request, found))
+    return price_plan(pricer, plain(request, result))
 
 
-def plain(request: Request, found: Found) -> Plan:
+def plain(request: Request, result: SearchResult) -> Plan:
     """The plan of a search's end, without prediction."""
-    shape = found.problem.shape
+    shape = result.problem.shape
     plan = plan_of(
         request.graph,
         devices=request.devices,
         global_batch=request.global_batch,
         microbatches=shape.microbatches,
-        cuts=found.partition.cuts,
-        strategies=[strategy for stage in found.partition.stages for strategy in stage.strategies],
+        cuts=result.partition.cuts,
+        strategies=[strategy for stage in result.partition.stages for strategy in stage.strategies],
         schedule=shape.schedule,
     )
     return replace(plan, virtual_stages=shape.virtual)

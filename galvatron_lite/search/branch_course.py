@@ -83,7 +83,7 @@ class BranchCourse:
         held, working = self._memory(trunk)
         outside = self._site(1, 1)
         sent = sum(
-            self._buffers(self._border(branch), outside, own=False)
+            self._buffers(self._border(branch), outside, holds_input=False)
             for region in self.parts.regions
             for branch in region.branches
         )
@@ -93,7 +93,9 @@ class BranchCourse:
         """A branch on so many devices as one of its options; ``least``: bytes that the trunk works with."""
         part = self.placed(branch, devices, strategies)
         held, working = self._memory(part)
-        entering = self._buffers(part.border, part.site, own=True) - self._buffers(part.border, part.site, own=False)
+        entering = self._buffers(part.border, part.site, holds_input=True) - self._buffers(
+            part.border, part.site, holds_input=False
+        )
         return Option(self.phases(part), held + entering, max(working, least))
 
     def _memory(self, part: PartCost) -> tuple[int, int]:
@@ -106,8 +108,8 @@ class BranchCourse:
     def _border(self, branch: Branch) -> BranchTraffic:
         return border_of(self.parts.pricer.profile.graph, set(branch.layers))
 
-    def _buffers(self, border: BranchTraffic, site: BranchSite, own: bool) -> int:
-        return buffer_bytes(border, site, own, self.parts.training)
+    def _buffers(self, border: BranchTraffic, site: BranchSite, holds_input: bool) -> int:
+        return buffer_bytes(border, site, holds_input, self.parts.training)
 
     def of_branch(self, branch: Branch, devices: int, room: int) -> Request:
         """What is searched of a branch by itself, within so many bytes."""

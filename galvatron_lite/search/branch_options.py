@@ -61,10 +61,10 @@ class BranchOptions:
         key = (likeness(request.graph), pins, devices, room)
         if key not in self._known:
             figures = self._figures.setdefault(branch.layers, PriceCache())
-            self._known[key] = self._found(branch, replace(request, known=figures))
+            self._known[key] = self._solved(branch, replace(request, known=figures))
         return self._known[key]
 
-    def _found(self, branch: Branch, request: Request) -> Strategies | None:
+    def _solved(self, branch: Branch, request: Request) -> Strategies | None:
         try:
             found = search(request, self.course.parts.of(branch.layers))
         except InputError:  # samples that its devices cannot share, or pins that leave it nothing

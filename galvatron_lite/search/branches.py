@@ -51,19 +51,19 @@ class _Split:
                 yield BranchPlacement(branch.name, branch.roots, group.first, group.devices, runs)
 
 
-def branch_plans(asked: PlanTask) -> list[Plan]:
+def branch_plans(task: PlanTask) -> list[Plan]:
     """The best plan with branches on devices of their own; none where the model has none or it is not asked for."""
-    request = asked.request
-    if not _open(asked) or not may_branch(request.graph):
+    request = task.request
+    if not _open(task) or not may_branch(request.graph):
         return []
-    parts = PartPricer(asked.session.pricer)
+    parts = PartPricer(task.session.pricer)
     best: Plan | None = None
     for count in microbatch_counts(request.global_batch, request.fixed) if parts.regions else ():
-        found = _best_at(asked, BranchCourse(request, parts, count))
+        found = _best_at(task, BranchCourse(request, parts, count))
         if best is not None and (found is None or _rank(found) >= _rank(best)):
             break
         best = found or best
-    return [] if best is None else [_told(asked, best)]
+    return [] if best is None else [_described(task, best)]
 
 
 def may_branch(graph: ModelGraph) -> bool:
@@ -72,11 +72,11 @@ def may_branch(graph: ModelGraph) -> bool:
     return bool(edges) and any((left.name, right.name) not in edges for left, right in pairwise(graph.layers))
 
 
-def _open(asked: PlanTask) -> bool:
+def _open(task: PlanTask) -> bool:
     """Whether devices and pins leave room for it: several of one type; no pipeline, no schedule, no delay alone."""
-    request, fixed = asked.request, asked.request.fixed
+    request, fixed = task.request, task.request.fixed
     pinned = fixed.pipeline not in (None, 1) or fixed.schedule is not None or fixed.virtual is not None
-    refused = "branches" in fixed.forbidden or (asked.delay is not None and asked.delay.only)
+    refused = "branches" in fixed.forbidden or (task.delay is not None and task.delay.only)
     return request.devices > 1 and request.cluster is None and not pinned and not refused
 
 
@@ -85,17 +85,17 @@ def _rank(plan: Plan) -> tuple[bool, float]:
     return not plan.fits, seconds_of(plan)
 
 
-def _best_at(asked: PlanTask, course: BranchCourse) -> Plan | None:
+def _best_at(task: PlanTask, course: BranchCourse) -> Plan | None:
     """The quickest plan that fits at a number of micro-batches, else the quickest; None where there is none."""
     if not course.request.fixed.allows(course.trunk_strategy):
         return None
     try:
-        splits = list(_splits(course, asked.certify))
+        splits = list(_splits(course, task.certify))
     except InputError:  # the profile has no figures for the trunk
         return None
     worth = [split for split in splits if split.gain > 0] or sorted(splits, key=lambda split: -split.gain)[:1]
     sets = [worth, splits] if len(worth) < len(splits) else [worth]
-    return min((_priced(asked, course, chosen) for chosen in sets if chosen), key=_rank, default=None)
+    return min((_priced(task, course, chosen) for chosen in sets if chosen), key=_rank, default=None)
 
 
 def _splits(course: BranchCourse, certify: bool) -> Iterator[_Split]:
@@ -113,7 +113,7 @@ def _splits(course: BranchCourse, certify: bool) -> Iterator[_Split]:
             room -= max(sum(option.held for _, option in group.branches) for group in found.groups)
 
 
-def _priced(asked: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> Plan:
+def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> Plan:
     """The plan of some regions' branches on their groups, with its prediction."""
     request, graph = course.request, course.request.graph
     trunk = course.trunk([split.region for split in chosen])
@@ -127,21 +127,21 @@ def _priced(asked: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> 
         graph.precision,
         (Stage(runs_of(trunk.layers, trunk.strategies)),),
         branches=tuple(one for split in chosen for one in split.placements(course)),
-        mode=asked.session.mode,
+        mode=task.session.mode,
     )
     priced = price_plan(course.parts.pricer, plan)
-    made_from = provenance(asked.session.profile, asked.budget, 0.0)
+    made_from = provenance(task.session.profile, task.budget, 0.0)
     said = "; ".join(filter(None, (split.certificate for split in chosen)))
     return replace(priced, provenance=replace(made_from, certificate=said))
 
 
-def _told(asked: PlanTask, plan: Plan) -> Plan:
+def _described(task: PlanTask, plan: Plan) -> Plan:
     """A priced plan with what is to be said of it."""
-    made_from, ordinary = plan.provenance, asked.ordinary
-    unsure = spread_note(asked.session.profile.origin)
-    notes = (*branch_notes(plan, ordinary), *plan_notes(asked.request.graph, plan), *unsure)
+    made_from, ordinary = plan.provenance, task.ordinary
+    unsure = spread_note(task.session.profile.origin)
+    notes = (*branch_notes(plan, ordinary), *plan_notes(task.request.graph, plan), *unsure)
     return replace(
         plan,
         provenance=None if made_from is None else replace(made_from, notes=notes, proof=Proof.FEASIBLE),
-        left_out=asked.backend.leaves_out(asked.session.mode) if ordinary is None else ordinary.left_out,
+        left_out=task.backend.leaves_out(task.session.mode) if ordinary is None else ordinary.left_out,
     )

@@ -56,7 +56,7 @@ def _check_together(layer: Layer, pins: Mapping[str, object]) -> None:
     remedy = "A layer has one of pixels (depth, height, width), filters and channels; lift all but one."
     if len(ways) == 1:
         remedy = f"A layer that shares pixels, filters or channels has no {' or '.join(beside)} beside it; lift one."
-    raise InputError(_said(layer, used), ", ".join(str(pins[field]) for field in used), remedy)
+    raise InputError(_fix_options(layer, used), ", ".join(str(pins[field]) for field in used), remedy)
 
 
 def _offered(request: Request, layer: Layer, without: str = "") -> list[Strategy]:
@@ -77,14 +77,14 @@ def _unoffered(request: Request, layer: Layer, pins: Mapping[str, object]) -> In
     )
     remedy = f"No strategy of {layer.name} {where} has all that is pinned for it; "
     remedy += f"beside the other pins it offers {' or '.join(ways)}." if ways else "lift some of the pins."
-    return InputError(_said(layer, list(pins)), ", ".join(_value(value) for value in pins.values()), remedy)
+    return InputError(_fix_options(layer, list(pins)), ", ".join(_value(value) for value in pins.values()), remedy)
 
 
 def _value(value: object) -> str:
     return str(getattr(value, "value", value))
 
 
-def _said(layer: Layer, fields: Sequence[str]) -> str:
+def _fix_options(layer: Layer, fields: Sequence[str]) -> str:
     return " ".join(f"--fix {layer.name}.{field}" for field in fields)
 
 

@@ -35,44 +35,44 @@ _RULES = (CyclicRule.V2, CyclicRule.V1)
 _ROUNDING = 1e-9
 
 
-def delayed_plans(asked: PlanTask) -> Sequence[Plan]:
+def delayed_plans(task: PlanTask) -> Sequence[Plan]:
     """The best plan of each setting; none where delayed gradients are not allowed.
 
     Raises:
         InputError: no other plan is wanted, and there is none.
     """
-    if asked.delay is None:
+    if task.delay is None:
         return ()
-    best = [_best(asked, list(_priced(asked, setting))) for setting in CyclicSetting]
+    best = [_best(task, list(_priced(task, setting))) for setting in CyclicSetting]
     found = [plan for plan in best if plan is not None]
-    if not found and asked.delay.only:
-        said = asked.delay.setting.value if asked.delay.setting else "cyclic"
-        why = "; ".join(why_not_delayed(asked))
-        raise InputError("--fix setting" if asked.delay.setting else "--fix schedule", said, f"{why}.")
-    return _made(asked, found) if found else ()
+    if not found and task.delay.only:
+        said = task.delay.setting.value if task.delay.setting else "cyclic"
+        why = "; ".join(why_not_delayed(task))
+        raise InputError("--fix setting" if task.delay.setting else "--fix schedule", said, f"{why}.")
+    return _with_origin(task, found) if found else ()
 
 
-def why_not_delayed(asked: PlanTask) -> Sequence[str]:
+def why_not_delayed(task: PlanTask) -> Sequence[str]:
     """Settings that are not offered, and why; nothing where delayed gradients are not allowed."""
-    if asked.delay is None:
+    if task.delay is None:
         return ()
-    whole = _never(asked)
+    whole = _never(task)
     if whole:
         return (f"cyclic: {whole}",)
     lines = []
     for setting in CyclicSetting:
-        why = _why_not(asked, setting)
-        if why and asked.delay.setting in (None, setting):
+        why = _why_not(task, setting)
+        if why and task.delay.setting in (None, setting):
             lines.append(f"cyclic: {setting.value}: {why}")
     return lines
 
 
-def _never(asked: PlanTask) -> str:
+def _never(task: PlanTask) -> str:
     """Why no setting will do; empty where one may."""
-    request, fixed = asked.request, asked.request.fixed
-    if not asked.backend.beside:
-        return f"{asked.backend.name} trains without delay alone"
-    if asked.session.mode is not Mode.TRAINING:
+    request, fixed = task.request, task.request.fixed
+    if not task.backend.beside:
+        return f"{task.backend.name} trains without delay alone"
+    if task.session.mode is not Mode.TRAINING:
         return "gradients are delayed in training only"
     if request.graph.whole:
         return f"the model allows {request.graph.whole}, and stages are needed"
@@ -86,9 +86,9 @@ def _never(asked: PlanTask) -> str:
     return ""
 
 
-def _why_not(asked: PlanTask, setting: CyclicSetting) -> str:
+def _why_not(task: PlanTask, setting: CyclicSetting) -> str:
     """Why a setting has no plan; empty where it has."""
-    request, counts = asked.request, _counts(asked, setting)
+    request, counts = task.request, _counts(task, setting)
     if not counts:
         return _devices_of(setting, request.devices)
     forbidden = {CyclicSetting.DATA: "data", CyclicSetting.ZERO: "zero", CyclicSetting.STAGES: "pipeline"}.get(setting)
@@ -96,9 +96,9 @@ def _why_not(asked: PlanTask, setting: CyclicSetting) -> str:
         return f"--forbid {forbidden} rules it out"
     if not any(request.global_batch % count == 0 for count in counts):
         return f"the batch of {request.global_batch} must divide by the {counts[0]} micro-batches"
-    if not any(_pinned(asked, setting, count) for count in counts):
+    if not any(_pinned(task, setting, count) for count in counts):
         return "it has as many micro-batches as stages: pins ask for others"
-    if not any(_cuts(asked, count) for count in counts):
+    if not any(_cuts(task, count) for count in counts):
         return _too_few(request.graph, counts[0])
     return ""
 
@@ -123,9 +123,9 @@ def _devices_of(setting: CyclicSetting, devices: int) -> str:
     return f"N stages take N(N+1)/2 devices: {' or '.join(near)}, not {devices}"
 
 
-def _counts(asked: PlanTask, setting: CyclicSetting) -> list[int]:
+def _counts(task: PlanTask, setting: CyclicSetting) -> list[int]:
     """How many stages there may be."""
-    request = asked.request
+    request = task.request
     if setting is CyclicSetting.SINGLE:
         most = min(MOST_STAGES, len(request.graph.layers))
         fewer = [count for count in divisors(request.global_batch) if 2 <= count <= most]
@@ -133,84 +133,84 @@ def _counts(asked: PlanTask, setting: CyclicSetting) -> list[int]:
     return [count for count in range(2, request.devices + 1) if device_count(setting, count) == request.devices]
 
 
-def _pinned(asked: PlanTask, setting: CyclicSetting, count: int) -> bool:
+def _pinned(task: PlanTask, setting: CyclicSetting, count: int) -> bool:
     """Whether a number of stages is what pins ask for."""
-    fixed = asked.request.fixed
+    fixed = task.request.fixed
     groups = count if setting is CyclicSetting.STAGES else 1
     return fixed.pipeline in (None, groups) and fixed.microbatches in (None, count)
 
 
-def _cuts(asked: PlanTask, count: int) -> tuple[int, ...]:
+def _cuts(task: PlanTask, count: int) -> tuple[int, ...]:
     from galvatron_lite.cost.cyclic_stages import split
 
-    if asked.request.global_batch % count:
+    if task.request.global_batch % count:
         return ()
     try:
-        return split(asked.session.pricer, count, asked.request.global_batch // count)
+        return split(task.session.pricer, count, task.request.global_batch // count)
     except InputError:  # the profile has no figures of a whole layer at that size
         return ()
 
 
-def _priced(asked: PlanTask, setting: CyclicSetting) -> Iterator[Plan]:
+def _priced(task: PlanTask, setting: CyclicSetting) -> Iterator[Plan]:
     """Every plan of a setting with its prediction; see the module for those left out."""
     from galvatron_lite.cost.plan import price_plan
 
-    if _never(asked) or _why_not(asked, setting) or asked.delay is None or asked.delay.setting not in (None, setting):
+    if _never(task) or _why_not(task, setting) or task.delay is None or task.delay.setting not in (None, setting):
         return
-    rules = [rule for rule in _RULES if asked.delay.rule in (None, rule)]
+    rules = [rule for rule in _RULES if task.delay.rule in (None, rule)]
     quickest = float("inf")
-    for count in _promising(asked, setting):
-        if _least_seconds(asked, count) >= quickest:
+    for count in _promising(task, setting):
+        if _least_seconds(task, count) >= quickest:
             return
-        if count > MOST_STAGES and not asked.delay.only and _hopeless(asked, setting, count):
+        if count > MOST_STAGES and not task.delay.only and _hopeless(task, setting, count):
             continue
         for rule in rules:
-            plan = price_plan(asked.session.pricer, _plan(asked, Cyclic(rule, setting), count))
-            if setting is CyclicSetting.SINGLE and plan.prediction and asked.request.fits(plan):
+            plan = price_plan(task.session.pricer, _plan(task, Cyclic(rule, setting), count))
+            if setting is CyclicSetting.SINGLE and plan.prediction and task.request.fits(plan):
                 quickest = min(quickest, plan.prediction.step_seconds)
             yield plan
 
 
-def _promising(asked: PlanTask, setting: CyclicSetting) -> list[int]:
+def _promising(task: PlanTask, setting: CyclicSetting) -> list[int]:
     """Numbers of stages of which there are plans, those that compute least first."""
-    counts = [count for count in _counts(asked, setting) if _pinned(asked, setting, count) and _cuts(asked, count)]
-    return sorted(counts, key=lambda count: (_least_seconds(asked, count), count))
+    counts = [count for count in _counts(task, setting) if _pinned(task, setting, count) and _cuts(task, count)]
+    return sorted(counts, key=lambda count: (_least_seconds(task, count), count))
 
 
-def _least_seconds(asked: PlanTask, count: int) -> float:
+def _least_seconds(task: PlanTask, count: int) -> float:
     """Seconds of compute of all micro-batches, one after the other."""
     from galvatron_lite.cost.cyclic_stages import layer_costs
 
-    costs = layer_costs(asked.session.pricer, asked.request.global_batch // count)
+    costs = layer_costs(task.session.pricer, task.request.global_batch // count)
     return count * sum(cost.forward + cost.backward + cost.recompute for cost in costs)
 
 
-def _hopeless(asked: PlanTask, setting: CyclicSetting, count: int) -> bool:
+def _hopeless(task: PlanTask, setting: CyclicSetting, count: int) -> bool:
     """Whether a plan of one micro-batch a device is known, before it is priced, not to be chosen."""
     from galvatron_lite.cost.cyclic_stages import layer_costs
 
-    if asked.ordinary is None or setting is CyclicSetting.STAGES:
+    if task.ordinary is None or setting is CyclicSetting.STAGES:
         return False
-    slower = _least_seconds(asked, count) / count >= _seconds(asked.ordinary)
-    costs = layer_costs(asked.session.pricer, asked.request.global_batch // count)
+    slower = _least_seconds(task, count) / count >= _seconds(task.ordinary)
+    costs = layer_costs(task.session.pricer, task.request.global_batch // count)
     states = sum(cost.parameters + cost.states for cost in costs) if setting is CyclicSetting.DATA else 0
-    return slower or states + sum(cost.kept for cost in costs) > bytes_on(asked.budget, "")
+    return slower or states + sum(cost.kept for cost in costs) > bytes_on(task.budget, "")
 
 
-def _plan(asked: PlanTask, cyclic: Cyclic, count: int) -> Plan:
+def _plan(task: PlanTask, cyclic: Cyclic, count: int) -> Plan:
     """Without prediction."""
-    request = asked.request
+    request = task.request
     plan = plan_of(
         request.graph, devices=request.devices, global_batch=request.global_batch, microbatches=count,
-        cuts=_cuts(asked, count), strategies=[Strategy()] * len(request.graph.layers), schedule=Schedule.CYCLIC,
+        cuts=_cuts(task, count), strategies=[Strategy()] * len(request.graph.layers), schedule=Schedule.CYCLIC,
     )  # fmt: skip
     return replace(plan, cyclic=cyclic)
 
 
-def _best(asked: PlanTask, plans: Sequence[Plan]) -> Plan | None:
+def _best(task: PlanTask, plans: Sequence[Plan]) -> Plan | None:
     """The quickest that fits, the first of equal ones; else the one that needs least; None of none."""
     best: Plan | None = None
-    for plan in (own for own in plans if asked.request.fits(own)):
+    for plan in (own for own in plans if task.request.fits(own)):
         if best is None or _seconds(plan) < _seconds(best) * (1.0 - _ROUNDING):
             best = plan
     return best or min(plans, key=lambda plan: plan.prediction.peak_memory if plan.prediction else 0, default=None)
@@ -220,16 +220,16 @@ def _seconds(plan: Plan) -> float:
     return plan.prediction.step_seconds if plan.prediction else float("inf")
 
 
-def _made(asked: PlanTask, plans: Sequence[Plan]) -> list[Plan]:
+def _with_origin(task: PlanTask, plans: Sequence[Plan]) -> list[Plan]:
     """With what they were made from."""
-    ordinary = asked.ordinary
+    ordinary = task.ordinary
     known = None if ordinary is None else ordinary.provenance
-    base = known or provenance(asked.session.profile, asked.budget, 0.0)
+    base = known or provenance(task.session.profile, task.budget, 0.0)
     made = []
     for plan in plans:
-        gap = _gap(asked, plan)
+        gap = _gap(task, plan)
         proof = Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN
-        notes = (*plan_notes(asked.request.graph, plan), *spread_note(asked.session.profile.origin))
+        notes = (*plan_notes(task.request.graph, plan), *spread_note(task.session.profile.origin))
         made_from = replace(
             base, gap=gap, proof=proof, certificate="", notes=notes, least_seconds=0.0, most_seconds=0.0
         )
@@ -237,9 +237,9 @@ def _made(asked: PlanTask, plans: Sequence[Plan]) -> list[Plan]:
     return made
 
 
-def _gap(asked: PlanTask, plan: Plan) -> float:
+def _gap(task: PlanTask, plan: Plan) -> float:
     """Share of a plan's time that some plan may be below it: all with delay are known, those without up to a gap."""
-    ordinary, only = asked.ordinary, asked.delay is not None and asked.delay.only
+    ordinary, only = task.ordinary, task.delay is not None and task.delay.only
     if only or ordinary is None or ordinary.provenance is None:
         return 0.0
     return max(1.0 - _seconds(ordinary) * (1.0 - ordinary.provenance.gap) / _seconds(plan), 0.0)

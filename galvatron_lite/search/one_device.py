@@ -13,17 +13,17 @@ from galvatron_lite.search.ways import PlanTask, seconds_of
 from galvatron_lite.units import format_seconds
 
 
-def with_one_device(plan: Plan, asked: PlanTask) -> Plan:
+def with_one_device(plan: Plan, task: PlanTask) -> Plan:
     """The plan, with a note where one device with no strategy at all is predicted to take less and fits.
 
     Args:
         plan: found, on all devices.
-        asked: what was planned.
+        task: what was planned.
     """
-    if plan.devices == 1 or plan.provenance is None or asked.request.cluster is not None:
+    if plan.devices == 1 or plan.provenance is None or task.request.cluster is not None:
         return plan
     counts = sorted({1, plan.microbatches})
-    quickest = min((one for count in counts if (one := _alone(asked, count)) is not None), key=seconds_of, default=None)
+    quickest = min((one for count in counts if (one := _alone(task, count)) is not None), key=seconds_of, default=None)
     if quickest is None or seconds_of(quickest) >= seconds_of(plan):
         return plan
     what = f"one device alone is predicted quicker, {format_seconds(seconds_of(quickest))}"
@@ -31,18 +31,18 @@ def with_one_device(plan: Plan, asked: PlanTask) -> Plan:
     return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, note)))
 
 
-def _alone(asked: PlanTask, count: int) -> Plan | None:
+def _alone(task: PlanTask, count: int) -> Plan | None:
     """The whole batch on one device in so many micro-batches; None where it does not fit or cannot be priced."""
-    request = asked.request
+    request = task.request
     layers = request.graph.layers
     stage = Stage(runs_of(layers, [Strategy()] * len(layers)))
     plan = Plan(
         PLAN_VERSION, request.graph.name, 1, request.global_batch, count, Schedule.ONE_F_ONE_B,
-        request.graph.precision, (stage,), mode=asked.session.mode,
+        request.graph.precision, (stage,), mode=task.session.mode,
     )  # fmt: skip
     try:
-        priced = price_plan(asked.session.pricer, plan)
+        priced = price_plan(task.session.pricer, plan)
     except InputError:
         return None
-    known = replace(priced, provenance=provenance(asked.session.profile, asked.budget, 0.0))
+    known = replace(priced, provenance=provenance(task.session.profile, task.budget, 0.0))
     return known if known.fits else None

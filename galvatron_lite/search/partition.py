@@ -99,7 +99,7 @@ def best_partition(problem: Problem, bounds: StageBounds | None, limit: int | No
         limit: picoseconds; None: any plan will do.
     """
     if problem.shape.stages == 1 or bounds is None:
-        return _whole(problem, limit)
+        return _one_stage(problem, limit)
     return _search(problem, bounds, limit)
 
 
@@ -114,7 +114,7 @@ def quick_plan(problem: Problem, cuts: tuple[int, ...], limit: int | None) -> Pa
     return Partition(time, cuts, found) if limit is None or time < limit else None
 
 
-def _whole(problem: Problem, limit: int | None) -> ShapeResult:
+def _one_stage(problem: Problem, limit: int | None) -> ShapeResult:
     """The plan of one stage."""
     layers = len(problem.graph.layers)
     stage, least = problem.quickest(0, range(layers), None if limit is None else limit - 1)

@@ -68,13 +68,13 @@ def choose(
     return None if total == inf else path
 
 
-def _from(seconds: Sequence[float], steps: int, last: int, own: int, switching: Callable[[int, int], float]) -> float:
+def _from(seconds: Sequence[float], steps: int, last: int, place: int, switching: Callable[[int, int], float]) -> float:
     """Seconds of a phase under a candidate behind another one; infinite where that is not allowed."""
-    if seconds[own] == inf or own == last:
-        return steps * seconds[own]
-    cost = switching(last, own)
-    pays = steps * (seconds[last] - seconds[own]) > cost
-    return cost + steps * seconds[own] if pays else inf
+    if seconds[place] == inf or place == last:
+        return steps * seconds[place]
+    cost = switching(last, place)
+    pays = steps * (seconds[last] - seconds[place]) > cost
+    return cost + steps * seconds[place] if pays else inf
 
 
 def plan_phases(cases: Sequence[PhaseCase]) -> PhasedPlan:

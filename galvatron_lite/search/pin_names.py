@@ -131,38 +131,38 @@ _OTHER_DIMENSIONS = dict.fromkeys(
 """Words that people may try, and what to say instead."""
 
 
-def pin_named(given: str) -> PinName:
+def pin_named(text: str) -> PinName:
     """The pin of a name; case and ``-`` for ``_`` do not matter."""
     known = {alias: pin for pin in NAMES for alias in (pin.name, *pin.aliases)}
-    name = given.lower().replace("-", "_")
+    name = text.lower().replace("-", "_")
     if name not in known:
         every = ", ".join("/".join((pin.name, *pin.aliases[:1])) for pin in NAMES)
-        raise InputError("--fix", given, f"{near(name, known, _OTHER_PINS)}Known: {every}.")
+        raise InputError("--fix", text, f"{near(name, known, _OTHER_PINS)}Known: {every}.")
     return known[name]
 
 
-def dimensions_named(given: str) -> tuple[str, ...]:
+def dimensions_named(text: str) -> tuple[str, ...]:
     """The dimensions that forbidding a name leaves out."""
-    name = given.lower()
+    name = text.lower()
     if name not in FORBIDDEN:
-        raise InputError("--forbid", given, f"{near(name, FORBIDDEN, _OTHER_DIMENSIONS)}Known: {', '.join(FORBIDDEN)}.")
+        raise InputError("--forbid", text, f"{near(name, FORBIDDEN, _OTHER_DIMENSIONS)}Known: {', '.join(FORBIDDEN)}.")
     return FORBIDDEN[name]
 
 
-def near(given: str, known: Iterable[str], others: Mapping[str, str] = NO_OTHERS) -> str:
+def near(text: str, names: Iterable[str], others: Mapping[str, str] = NO_OTHERS) -> str:
     """``Did you mean X?`` and a space; empty where nothing known is like it and ``others`` does not tell."""
-    close = [others[given]] if given in others else get_close_matches(given, list(known), n=1)
+    close = [others[text]] if text in others else get_close_matches(text, list(names), n=1)
     return f"Did you mean {close[0]}? " if close else ""
 
 
-def schedules_named(given: Sequence[Schedule | str] | None, pinned: Schedule | None) -> tuple[Schedule, ...] | None:
+def schedules_named(wanted: Sequence[Schedule | str] | None, pinned: Schedule | None) -> tuple[Schedule, ...] | None:
     """The schedules to choose from, in the order given; None where that is left to the search.
 
     Args:
-        given: names; None or none: not said.
+        wanted: names; None or none: not said.
         pinned: the only one that is wanted.
     """
-    named = tuple(dict.fromkeys(_schedule(name) for name in given or ()))
+    named = tuple(dict.fromkeys(_schedule(name) for name in wanted or ()))
     if pinned is None:
         return named or None
     if named and pinned not in named:
@@ -209,9 +209,9 @@ def check_backend(fix: Sequence[str], schedules: Sequence[str], backend: Backend
             raise _refused("--schedule", given, lacking, backend)
 
 
-def _refused(option: str, given: str, lacking: str, backend: Backend) -> InputError:
+def _refused(option: str, text: str, lacking: str, backend: Backend) -> InputError:
     other = f"; --backend {ANY.name} offers it" if backend.name != ANY.name else ""
-    return InputError(option, given, f"Backend {backend.name} cannot run {lacking}{other}.")
+    return InputError(option, text, f"Backend {backend.name} cannot run {lacking}{other}.")
 
 
 def _lacking(name: str, text: str, backend: Backend) -> str:

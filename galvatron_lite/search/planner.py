@@ -36,7 +36,7 @@ from galvatron_lite.profiler.unsure import spread_note
 from galvatron_lite.search.alike import with_alike
 from galvatron_lite.search.all_ways import WAYS, WHY
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, pipelines, quickest
-from galvatron_lite.search.best_first import MOST_WORK, Found, Progress, search
+from galvatron_lite.search.best_first import MOST_WORK, Progress, SearchResult, search
 from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
 from galvatron_lite.search.figures import TICKS
 from galvatron_lite.search.given import given_plans
@@ -66,7 +66,7 @@ def find_plan(
     progress: Progress | None = None,
     session: Session | None = None,
     stoppable: bool = True,
-    known: Sequence[Plan] = (),
+    plans: Sequence[Plan] = (),
     effort: int = MOST_WORK,
     mode: Mode = Mode.TRAINING,
     delay: Delay | None = None,
@@ -90,7 +90,7 @@ def find_plan(
         session: of the profile; makes a question that is like an earlier one quicker, and changes no answer.
         stoppable: whether Ctrl-C (KeyboardInterrupt) in the search returns the best plan so far, not proven; it is
             raised where there is none yet.
-        known: plans that the user has; the answer is none that takes longer than one of them that fits and keeps the
+        plans: plans that the user has; the answer is none that takes longer than one of them that fits and keeps the
             pins, even where a search ends early or the plan is not in the declared space.
         effort: labels after which the search ends early; 0: quick searches of the most promising shapes alone, whose
             gap says how far from the best the plan may be.
@@ -120,7 +120,7 @@ def find_plan(
     asked = PlanTask(
         kept, request, runner, request.budget, delay, certify=certify, tolerance=0.0 if certify else tolerance
     )
-    searched = partial(_ordinary, runners_up, progress, stoppable, known, effort)
+    searched = partial(_ordinary, runners_up, progress, stoppable, plans, effort)
     looked = partial(with_alike, searched, asked, runners_up)
     plan = with_one_device(with_ways(looked, asked, runners_up, WAYS if runner.beside else ()), asked)
     missing = [line for why in WHY for line in why(asked)]
@@ -136,16 +136,16 @@ def _ordinary(
     runners_up: int,
     progress: Progress | None,
     stoppable: bool,
-    known: Sequence[Plan],
+    plans: Sequence[Plan],
     effort: int,
-    asked: PlanTask,
+    task: PlanTask,
 ) -> Plan:
     """The fastest plan of stages in the model's order, for ``find_plan``."""
-    kept, request, profile = asked.session, asked.request, asked.session.profile
+    kept, request, profile = task.session, task.request, task.session.profile
     check_batch(request)
     pricer = kept.pricer
-    given = given_plans(request, pricer, known)
-    tolerance = asked.tolerance
+    given = given_plans(request, pricer, plans)
+    tolerance = task.tolerance
     first = given[0] if given else None
     ahead, contenders = 0.0, tuple[Finalist, ...]()
     if tolerance and effort:
@@ -155,7 +155,7 @@ def _ordinary(
         contenders = pipelines(replace(request, runs=1), pricer, first, SLACK * tolerance)
         ahead = ahead and _ahead(request, pricer, first, contenders, tolerance)
     looked = partial(
-        search, request, pricer, progress, stoppable=stoppable, known=first, effort=effort, ahead=ahead,
+        search, request, pricer, progress, stoppable=stoppable, start=first, effort=effort, ahead=ahead,
         slack=SLACK * tolerance,
     )  # fmt: skip
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
@@ -164,12 +164,12 @@ def _ordinary(
         from galvatron_lite.search.infeasible.lean import infeasible
 
         error = infeasible(request, pricer)
-        more = relief(request, kept, asked.backend.name) if runners_up else ""
+        more = relief(request, kept, task.backend.name) if runners_up else ""
         raise InfeasibleError(f"{error} {more}".strip(), error.smallest_budget)
     least = _closed(pricer, request, found.partition.time * (1.0 - found.gap))
     if tolerance and effort and not found.stopped:
         found = simplest(request, pricer, found, tolerance)
-    certificate = _certificate(found, progress) if asked.certify and not found.stopped else ""
+    certificate = _certificate(found, progress) if task.certify and not found.stopped else ""
     others = replace(request, runs=1) if tolerance else request
     options = finalists(others, pricer, found, 0 if found.stopped else runners_up, given, contenders)
     if tolerance:
@@ -183,13 +183,13 @@ def _ordinary(
         mode=kept.mode,
         alternatives=alternatives_to(options, chosen, runners_up),
         left_out=(
-            *asked.backend.leaves_out(kept.mode),
+            *task.backend.leaves_out(kept.mode),
             *reasons(profile.graph),
             *skipping(profile.graph),
             *unprofiled(request, pricer),
         ),
         provenance=replace(
-            provenance(profile, asked.budget, shown if simulated else gap, tolerance),
+            provenance(profile, task.budget, shown if simulated else gap, tolerance),
             simulated=simulated,
             certificate=certificate,
             interrupted=found.stopped,
@@ -203,13 +203,13 @@ def _ordinary(
     )
 
 
-def _certificate(found: Found, progress: Progress | None) -> str:
+def _certificate(result: SearchResult, progress: Progress | None) -> str:
     """What an integer programme of the same shape says, without the seconds it took: plans repeat."""
-    if found.given:
+    if result.given:
         return "not certified: the plan is one that was given"
     from galvatron_lite.search.programme.ilp import certify
 
-    certificate = certify(found.problem, found.partition)
+    certificate = certify(result.problem, result.partition)
     if progress is not None:
         progress(1, 1, f"certified in {certificate.taken:.1f} s")
     return str(certificate)
@@ -221,7 +221,7 @@ def _closed(pricer: LayerPricer, request: Request, ticks: float) -> float:
 
 
 def _ahead(
-    request: Request, pricer: LayerPricer, first: Found, contenders: Sequence[Finalist], tolerance: float
+    request: Request, pricer: LayerPricer, first: SearchResult, contenders: Sequence[Finalist], tolerance: float
 ) -> float:
     """By what share a plan's closed form must be below that of the first, to be quicker than the best plan that was
     simulated by more than the tolerance."""

@@ -143,7 +143,7 @@ class Problem:
         layer, tied = self.graph.layers[place], self._tied.get(place)
         # A layer that shares parameters, or a run, takes what is settled for all of them, be it of no help to this one.
         free = tied is None and (self.runs is None or self.alike_parts)
-        offered = self.tables[stage].table if free else self.tables[stage].whole
+        offered = self.tables[stage].table if free else self.tables[stage].unpruned
         whole = offered(layer.kind, layer.name, self._sharing(inside).get(place, ALONE))
         ends = (inside.start > 0 and place == inside.start) or (inside.stop < self._end and place == inside.stop - 1)
         wire = self.choice.wire if ends else None
@@ -233,10 +233,10 @@ class Problem:
         settled = self.choice.wire or self.choice.glue
         return 0 if settled is None else self.tables[stage].least_move(settled, self.graph)
 
-    def at_ends(self, own: Layout) -> bool:
+    def at_ends(self, layout: Layout) -> bool:
         """Whether layers at the ends of a stage may have a layout."""
         choice = self.choice
-        return choice.wire == own if choice.wire is not None else choice.glue in (None, glue_of(own))
+        return choice.wire == layout if choice.wire is not None else choice.glue in (None, glue_of(layout))
 
     def held(self, stage: int) -> int:
         """Micro-batches in flight in a stage."""

@@ -154,7 +154,7 @@ def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
     keys = [(layer.kind, layer.name if own.fixed.layers else "") for layer in problem.graph.layers]
     for key, layer in zip(keys, problem.graph.layers, strict=True):
         if key not in known:
-            known[key] = own.whole(layer.kind, layer.name)
+            known[key] = own.unpruned(layer.kind, layer.name)
     every = [known[key] for key in keys]
     for place, strategy in tied.items():
         every[place] = every[place].only(strategy)
@@ -190,13 +190,13 @@ def _open_problem(request: Request, pricer: LayerPricer, shape: Shape, fixed: Fi
     return Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike)
 
 
-def _tables(request: Request, own: LayerPricer, shape: Shape, fixed: Fixed) -> Tables:
+def _tables(request: Request, pricer: LayerPricer, shape: Shape, fixed: Fixed) -> Tables:
     """The figures of a shape by one pricer, made once."""
-    known, key = request.known, (id(own), shape, fixed)
+    known, key = request.known, (id(pricer), shape, fixed)
     if key not in known.tables:
-        if id(own) not in known.stores:
-            known.stores[id(own)] = Store(own, request.space)
-        known.tables[key] = Tables(known.stores[id(own)], shape, fixed)
+        if id(pricer) not in known.stores:
+            known.stores[id(pricer)] = Store(pricer, request.space)
+        known.tables[key] = Tables(known.stores[id(pricer)], shape, fixed)
     return known.tables[key]
 
 
@@ -263,7 +263,7 @@ def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
 
 
 def _layouts(problem: Problem, layer: Layer) -> list[Layout]:
-    table = problem.tables[0].whole(layer.kind, layer.name)
+    table = problem.tables[0].unpruned(layer.kind, layer.name)
     return [table.options.layouts[code] for code in table.present]
 
 
@@ -284,7 +284,7 @@ def _group_choices(problem: Problem, group: tuple[int, ...]) -> list[tuple[tuple
 def tied_tables(problem: Problem, group: tuple[int, ...]) -> list[StrategyTable]:
     """What strategies that all layers of a group offer cost each of them, whatever stages they may be in."""
     tables = [
-        own.whole(problem.graph.layers[place].kind, problem.graph.layers[place].name, sharing)
+        own.unpruned(problem.graph.layers[place].kind, problem.graph.layers[place].name, sharing)
         for own in {id(tables): tables for tables in problem.tables}.values()
         for place in group
         for sharing in _sharings(problem, group, place)

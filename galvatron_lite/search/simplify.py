@@ -24,7 +24,7 @@ from galvatron_lite.cost.step import bound_seconds, straggling
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.best_first import Found, search
+from galvatron_lite.search.best_first import SearchResult, search
 from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import StagePlan, is_glued, part_of
@@ -39,34 +39,34 @@ _WORK, _TRIALS = 400_000, 150
 timed, so that results repeat."""
 
 
-def simple(request: Request, pricer: LayerPricer, tolerance: float, known: Found | None) -> Found | None:
-    """A plan to begin with: the best whose layers change their strategy nowhere within a stage, or ``known``."""
+def simple(request: Request, pricer: LayerPricer, tolerance: float, start: SearchResult | None) -> SearchResult | None:
+    """A plan to begin with: the best whose layers change their strategy nowhere within a stage, or ``start``."""
     narrow = replace(request, runs=1)
-    return search(narrow, pricer, known=known, slack=SLACK * tolerance, effort=_WORK) or known
+    return search(narrow, pricer, start=start, slack=SLACK * tolerance, effort=_WORK) or start
 
 
-def simplest(request: Request, pricer: LayerPricer, found: Found, tolerance: float) -> Found:
+def simplest(request: Request, pricer: LayerPricer, result: SearchResult, tolerance: float) -> SearchResult:
     """The simplest plan that takes at most 1 / (1 - tolerance) of what the best plan takes at the least.
 
     Args:
         request: what was planned.
         pricer: of the profile.
-        found: what the search over everything ended with.
+        result: what the search over everything ended with.
         tolerance: share of the time.
     """
-    least = found.partition.time * (1.0 - found.gap)
-    limit = max(int(least / (1.0 - tolerance)), found.partition.time)
-    best, most = found, most_runs(request, found)
+    least = result.partition.time * (1.0 - result.gap)
+    limit = max(int(least / (1.0 - tolerance)), result.partition.time)
+    best, most = result, most_runs(request, result)
     for runs in range(1, min(most, _MOST_RUNS) + 1):
         below = partial(search, pricer=pricer, below=limit + 1, slack=SLACK * tolerance, effort=_WORK)
-        simple = found if runs == most else below(replace(_like(request, found.problem.shape), runs=runs))
+        simple = result if runs == most else below(replace(_like(request, result.problem.shape), runs=runs))
         if simple is not None:
             narrower = (below(replace(narrow, runs=runs)) for narrow in _narrower(request, simple.problem.shape))
             best = next((one for one in narrower if one is not None), simple)
             break
     best = _merged(request, pricer, best, limit)
     gap = max(1.0 - least / best.partition.time, 0.0)
-    return replace(best, gap=gap, others=(best, *(one for one in found.others if one is not found)), stopped=False)
+    return replace(best, gap=gap, others=(best, *(one for one in result.others if one is not result)), stopped=False)
 
 
 def _like(request: Request, shape: Shape) -> Request:
@@ -86,34 +86,34 @@ def _narrower(request: Request, shape: Shape) -> list[Request]:
     return narrower
 
 
-def most_runs(request: Request, found: Found) -> int:
+def most_runs(request: Request, result: SearchResult) -> int:
     """Of the stages of a plan: the most runs of equal strategies among the layers of one part of the model."""
     parts = part_of(request.graph)
     runs = [
         len(list(groupby(group, lambda pair: pair[1])))
-        for stage, (a, b) in zip(found.partition.stages, pairwise(found.partition.cuts), strict=True)
+        for stage, (a, b) in zip(result.partition.stages, pairwise(result.partition.cuts), strict=True)
         for _, group in groupby(zip(parts[a:b], stage.strategies, strict=True), lambda pair: pair[0])
     ]
     return max(runs)
 
 
-def _merged(request: Request, pricer: LayerPricer, found: Found, limit: int) -> Found:
+def _merged(request: Request, pricer: LayerPricer, result: SearchResult, limit: int) -> SearchResult:
     """The plan with as few changes of strategy, and as few strategies, as single replacements lead to."""
     trials = 0
     while trials < _TRIALS:
-        own = [strategy for stage in found.partition.stages for strategy in stage.strategies]
-        options = [_sorted(request, found, own), *sorted(_replacements(own), key=_changes)]
+        own = [strategy for stage in result.partition.stages for strategy in stage.strategies]
+        options = [_sorted(request, result, own), *sorted(_replacements(own), key=_changes)]
         for option in options:
-            if _changes(option) >= _changes(own) or trials >= _TRIALS or not _allowed(request, found, option):
+            if _changes(option) >= _changes(own) or trials >= _TRIALS or not _allowed(request, result, option):
                 continue
             trials += 1
-            partition = _priced(request, pricer, found, option)
+            partition = _priced(request, pricer, result, option)
             if partition is not None and partition.time <= limit:
-                found = replace(found, partition=partition)
+                result = replace(result, partition=partition)
                 break
         else:
-            return found
-    return found
+            return result
+    return result
 
 
 def _changes(strategies: Sequence[Strategy]) -> tuple[int, int]:
@@ -121,40 +121,40 @@ def _changes(strategies: Sequence[Strategy]) -> tuple[int, int]:
     return sum(a != b for a, b in pairwise(strategies)), len(set(strategies))
 
 
-def _sorted(request: Request, found: Found, own: Sequence[Strategy]) -> list[Strategy]:
+def _sorted(request: Request, result: SearchResult, strategies: Sequence[Strategy]) -> list[Strategy]:
     """With equal layers in one stage in the order of their strategies: the one used most first."""
-    used, cuts = Counter(own), found.partition.cuts
+    used, cuts = Counter(strategies), result.partition.cuts
     stages = [stage for stage, (a, b) in enumerate(pairwise(cuts)) for _ in range(a, b)]
-    places = zip(stages, (layer.kind for layer in request.graph.layers), own, strict=True)
+    places = zip(stages, (layer.kind for layer in request.graph.layers), strategies, strict=True)
     runs = groupby(places, key=lambda place: place[:2])
     return [one for _, run in runs for *_, one in sorted(run, key=lambda place: (-used[place[2]], place[2]))]
 
 
-def _replacements(own: Sequence[Strategy]) -> Iterator[list[Strategy]]:
+def _replacements(strategies: Sequence[Strategy]) -> Iterator[list[Strategy]]:
     """With one strategy in the place of another, everywhere and in single runs."""
-    kinds = list(dict.fromkeys(own))
+    kinds = list(dict.fromkeys(strategies))
     for a in kinds:
         for b in kinds:
             if a != b:
-                yield [b if one == a else one for one in own]
-    runs = [(strategy, len(list(group))) for strategy, group in groupby(own)]
+                yield [b if one == a else one for one in strategies]
+    runs = [(strategy, len(list(group))) for strategy, group in groupby(strategies)]
     start = 0
     for number, (_, count) in enumerate(runs):
         for other in {runs[beside][0] for beside in (number - 1, number + 1) if 0 <= beside < len(runs)}:
-            yield [*own[:start], *([other] * count), *own[start + count :]]
+            yield [*strategies[:start], *([other] * count), *strategies[start + count :]]
         start += count
 
 
-def _allowed(request: Request, found: Found, own: Sequence[Strategy]) -> bool:
+def _allowed(request: Request, result: SearchResult, strategies: Sequence[Strategy]) -> bool:
     """Whether every layer is offered its strategy, and the rules of ``problem`` hold."""
-    graph, shape = request.graph, found.problem.shape
+    graph, shape = request.graph, result.problem.shape
     fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
-    layers = list(zip(graph.layers, own, strict=True))
+    layers = list(zip(graph.layers, strategies, strict=True))
     for kind, name, strategy in {(layer.kind, layer.name if fixed.layers else "", one) for layer, one in layers}:
         offered = request.space.strategies(kind, shape.stage_devices, fixed.at_layer(name))
         if strategy not in offered or shape.microbatch % strategy.batch_degree:
             return False
-    if any(len({own[place] for place in group}) > 1 for group in tied_groups(graph)):
+    if any(len({strategies[place] for place in group}) > 1 for group in tied_groups(graph)):
         return False
     if shape.virtual > 1:
         parts = list(zip(part_of(graph), layers, strict=True))
@@ -164,20 +164,22 @@ def _allowed(request: Request, found: Found, own: Sequence[Strategy]) -> bool:
         }
         return len(kinds) == len({part for part, _ in kinds})
     if shape.stages > 1:
-        inner = found.partition.cuts[1:-1]
-        return len({layout(own[place]) for cut in inner for place in (cut - 1, cut)}) == 1
+        inner = result.partition.cuts[1:-1]
+        return len({layout(strategies[place]) for cut in inner for place in (cut - 1, cut)}) == 1
     edges = {glue_of(layout(one)) for layer, one in layers if layer.role is not Role.BLOCK}
     return len(edges) < 2 or not is_glued(graph)
 
 
-def _priced(request: Request, pricer: LayerPricer, found: Found, own: Sequence[Strategy]) -> Partition | None:
+def _priced(
+    request: Request, pricer: LayerPricer, result: SearchResult, strategies: Sequence[Strategy]
+) -> Partition | None:
     """The plan with other strategies; None where it does not fit, or where the profile has no figures for them."""
-    shape, cuts = found.problem.shape, found.partition.cuts
+    shape, cuts = result.problem.shape, result.partition.cuts
     sizes = [b - a for a, b in pairwise(cuts)]
-    costs = price_stages(pricer, shape, sizes, list(own), ordered=False)
-    budgets = found.problem.budgets
+    costs = price_stages(pricer, shape, sizes, list(strategies), ordered=False)
+    budgets = result.problem.budgets
     if any(cost.memory.total > min(budgets) for cost in costs):
         return None
     seconds = bound_seconds(pricer.profile, shape, costs) / straggling(pricer.profile, request.devices)
-    stages = tuple(StagePlan((), 0, tuple(own[a:b])) for a, b in pairwise(cuts))
+    stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(cuts))
     return Partition(ticks(seconds - pricer.profile.overhead.step), cuts, stages)

@@ -31,9 +31,9 @@ Glue = tuple[int, int, int, int]
 """A layout without the choice of tensor groups to share tokens."""
 
 
-def glue_of(own: Layout) -> Glue:
+def glue_of(layout: Layout) -> Glue:
     """What layouts must have in common to be glued: all but whether groups share what they hold."""
-    return own[:4]
+    return layout[:4]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,7 +341,7 @@ class Tables:
         """Prices the layers."""
         return self.store.pricer
 
-    def whole(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
+    def unpruned(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """Every strategy that a layer may take.
 
         Args:
@@ -359,7 +359,7 @@ class Tables:
 
     def table(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """The same without strategies that never help; with any sharing none is left out: another layer has a say."""
-        whole = self.whole(kind, layer, sharing)
+        whole = self.unpruned(kind, layer, sharing)
         if sharing != ALONE:
             return whole
         key = (kind, self.fixed.pins_of(layer))
@@ -383,7 +383,7 @@ class Tables:
         if smallest is None:
             return 0
         if not self._every:
-            found = {own for one in graph.layers for own in self.whole(one.kind, one.name).options.layouts}
+            found = {own for one in graph.layers for own in self.unpruned(one.kind, one.name).options.layouts}
             self._every = tuple(sorted(found))
             moved = self.store.pricer.redistributions(smallest, self.shape.microbatch, self._every, self._every)
             self._between = all_ticks(np.minimum(moved, moved.T))

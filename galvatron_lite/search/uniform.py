@@ -193,7 +193,7 @@ class Uniform:
             for place in held.intersection(places):
                 layer = self.problem.graph.layers[place]
                 own = self.problem.tables[group]
-                tables[place] = own.whole(layer.kind, layer.name, self.sharing.get(place, ALONE))
+                tables[place] = own.unpruned(layer.kind, layer.name, self.sharing.get(place, ALONE))
         if not tables:
             return _Part(1, {})
         distinct = list({id(table): table for _, table in sorted(tables.items())}.values())
@@ -225,7 +225,7 @@ class Uniform:
         kinds = {(layers[place].kind, fixed.pins_of(layers[place].name) if fixed.layers else ()) for place in blocks}
         if len(kinds) > 1 or len({id(own) for own in tables}) > 1 or self.sharing.keys() & set(blocks):
             return None
-        whole, parts = tables[0].whole(layers[blocks[0]].kind, layers[blocks[0]].name), self.chunks.placed.shape[-1]
+        whole, parts = tables[0].unpruned(layers[blocks[0]].kind, layers[blocks[0]].name), self.chunks.placed.shape[-1]
         form, known = self.problem.form, tables[0].store.mixtures
         key = (id(whole), parts, self.lean, form.freed, form.microbatches if form.freed else 0)
         if key not in known:
@@ -274,7 +274,7 @@ class Uniform:
         tables = self.problem.tables[group]
         for place in self.chunks.held[group].difference(self.ranges[1]):
             layer = self.problem.graph.layers[place]
-            table = tables.whole(layer.kind, layer.name, self.sharing.get(place, ALONE))
+            table = tables.unpruned(layer.kind, layer.name, self.sharing.get(place, ALONE))
             for own, figure in zip(total, (*table.parts(form), table.figures.step), strict=True):
                 own += figure.min() if len(table) else np.inf
         return total
@@ -518,7 +518,7 @@ def averaged(problems: Sequence[Problem]) -> FloatArray:
     if uniform.mixtures is None:
         return np.zeros(len(problems))
     table, blocks = uniform.mixtures.table, uniform.ranges[1]
-    around = [tables[0].whole(one.kind, one.name) for one in graph.layers if one.role is not Role.BLOCK]
+    around = [tables[0].unpruned(one.kind, one.name) for one in graph.layers if one.role is not Role.BLOCK]
     if not len(table) or not all(map(len, around)):
         return np.full(len(problems), np.inf)
     # Sends go over each boundary forth and back, but for one that other layers may send over; whole picoseconds differ.

@@ -255,10 +255,10 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, …, {', '.join(names[-2:])}"
 
 
-def _put(known: dict[str, object] | dict[tuple[str, str], object], key: object, value: object, given: str) -> None:
-    table: dict[object, object] = known  # type: ignore[assignment]
+def _put(pins: dict[str, object] | dict[tuple[str, str], object], key: object, value: object, text: str) -> None:
+    table: dict[object, object] = pins  # type: ignore[assignment]
     if table.setdefault(key, value) != value:
-        raise InputError("--fix", given, f"It is also fixed to {table[key]}, or forbidden: give one of them.")
+        raise InputError("--fix", text, f"It is also fixed to {table[key]}, or forbidden: give one of them.")
 
 
 def _check_forbidden(forbidden: Sequence[str], pinned: Sequence[tuple[str, object]]) -> None:

@@ -48,12 +48,12 @@ Why = Callable[[PlanTask], Sequence[str]]
 """What a way does not offer and why, a line each; nothing where it was not allowed."""
 
 
-def with_ways(ordinary: Callable[[], Plan], asked: PlanTask, runners_up: int, ways: Sequence[Way]) -> Plan:
+def with_ways(ordinary: Callable[[], Plan], task: PlanTask, runners_up: int, ways: Sequence[Way]) -> Plan:
     """The quickest plan that fits, the ordinary one of equal ones; the other is among its alternatives.
 
     Args:
         ordinary: finds the best plan of stages in the model's order.
-        asked: what is planned.
+        task: what is planned.
         runners_up: how many other plans to report.
         ways: to ask besides.
 
@@ -65,15 +65,15 @@ def with_ways(ordinary: Callable[[], Plan], asked: PlanTask, runners_up: int, wa
     try:
         first = ordinary()
     except (InfeasibleError, InputError) as error:
-        found = _plans(ways, asked)
-        fitting = _wanted(found, asked)
+        found = _plans(ways, task)
+        fitting = _wanted(found, task)
         if not fitting:
             raise (_needing(found, error) if isinstance(error, InfeasibleError) else error) from None
         return led(fitting, runners_up)
-    found = _plans(ways, replace(asked, ordinary=first)) if ways else []
+    found = _plans(ways, replace(task, ordinary=first)) if ways else []
     if not found:
         return first
-    only, fitting = asked.delay is not None and asked.delay.only, _wanted(found, asked)
+    only, fitting = task.delay is not None and task.delay.only, _wanted(found, task)
     if only and not fitting:
         raise _needing(found, InfeasibleError(f"No such plan of {first.model} fits."))
     quicker = [plan for plan in fitting if only or seconds_of(plan) < seconds_of(first) * (1.0 - _ROUNDING)]
@@ -81,9 +81,9 @@ def with_ways(ordinary: Callable[[], Plan], asked: PlanTask, runners_up: int, wa
     return led([*quicker, first, *others], runners_up)
 
 
-def _wanted(plans: Sequence[Plan], asked: PlanTask) -> list[Plan]:
+def _wanted(plans: Sequence[Plan], task: PlanTask) -> list[Plan]:
     """Those that fit; of delayed gradients alone where no others are wanted."""
-    only = asked.delay is not None and asked.delay.only
+    only = task.delay is not None and task.delay.only
     return [plan for plan in _fitting(plans) if plan.cyclic is not None or not only]
 
 
@@ -101,9 +101,9 @@ def _peak(plan: Plan) -> int:
     return plan.prediction.peak_memory if plan.prediction else 0
 
 
-def _plans(ways: Sequence[Way], asked: PlanTask) -> list[Plan]:
+def _plans(ways: Sequence[Way], task: PlanTask) -> list[Plan]:
     """Of all ways, quickest first."""
-    return sorted((plan for way in ways for plan in way(asked)), key=seconds_of)
+    return sorted((plan for way in ways for plan in way(task)), key=seconds_of)
 
 
 def _fitting(plans: Sequence[Plan]) -> list[Plan]:
@@ -112,7 +112,7 @@ def _fitting(plans: Sequence[Plan]) -> list[Plan]:
 
 def led(plans: Sequence[Plan], wanted: int) -> Plan:
     """The first of some plans, with the others told beside it, then their alternatives."""
-    told = {summary(plan): _told(plan, plans[0]) for plan in reversed(plans)}
+    told = {summary(plan): _comparison(plan, plans[0]) for plan in reversed(plans)}
     for other in (other for plan in plans for other in plan.alternatives):
         told.setdefault(other.summary, other)
     del told[summary(plans[0])]
@@ -122,7 +122,7 @@ def led(plans: Sequence[Plan], wanted: int) -> Plan:
     return replace(plans[0], alternatives=tuple(kept))
 
 
-def _told(plan: Plan, beside: Plan) -> Alternative:
+def _comparison(plan: Plan, beside: Plan) -> Alternative:
     """What is told of a plan beside the one that was chosen."""
     without = "without delay: " if beside.cyclic is not None and plan.cyclic is None else ""
     source = plan.provenance

@@ -26,7 +26,7 @@ from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import PHASES_VERSION, read_phased_plan, read_phases
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import read_profile
-from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest, Piece, Whole, read_manifest
+from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest, Piece, TensorRecord, read_manifest
 from galvatron_lite.runtime.checkpoint.sealed import write_sealed
 from tests.fuzz.damage import VALUES, damaged, hostile, nonsense, scrambled
 from tests.runs.lines import a_header, a_rank_header, text_of
@@ -200,7 +200,7 @@ def _job(draw: random.Random, folder: Path) -> tuple[Path, str]:
 
 def _manifest(_: random.Random) -> Any:
     files = {name: Content(8, "0" * 64) for name in ("training.pt", "rank-0.pt", "rank-0.safetensors")}
-    whole = Whole("float32", (4, 2), (Piece((0, 0), (4, 2), "rank-0.safetensors"),))
+    whole = TensorRecord("float32", (4, 2), (Piece((0, 0), (4, 2), "rank-0.safetensors"),))
     manifest = Manifest(
         FORMAT, 7, "0" * 64, 1, {"weight": "weight"}, {"weight": whole}, files, "AdamW", None, "a", 3, {"b": 2}
     )

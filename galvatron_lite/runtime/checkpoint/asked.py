@@ -35,7 +35,7 @@ class Resumed:
 class Saver(Protocol):
     """Writes and reads the checkpoints of a model; all ranks call its methods together."""
 
-    def save(self, place: Path, asked: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
+    def save(self, place: Path, extra_state: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
         """Write a checkpoint; see ``Saving.save``."""
         ...
 
@@ -43,10 +43,10 @@ class Saver(Protocol):
         """Wait until what is being written is on the disk. Raises what ``save`` does."""
         ...
 
-    def load(self, folder: Path, asked: ExtraState) -> Resumed:
+    def load(self, folder: Path, extra_state: ExtraState) -> Resumed:
         """Take a checkpoint; see ``Saving.load``."""
         ...
 
-    def load_latest(self, folder: Path, asked: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
+    def load_latest(self, folder: Path, extra_state: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
         """Take the newest whole checkpoint of a folder; None: there is none."""
         ...

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors
-from galvatron_lite.runtime.checkpoint.manifest import Manifest, Whole
+from galvatron_lite.runtime.checkpoint.manifest import Manifest, TensorRecord
 from galvatron_lite.runtime.checkpoint.plain import alone, check_plain, generators
 from galvatron_lite.runtime.pieces import Parallel, held_buffers, held_parameter, parameter_name
 from galvatron_lite.runtime.sharding import Owned
@@ -110,19 +110,19 @@ def _differs(buffer: Tensor) -> bool:
     return buffer.is_floating_point()
 
 
-def _blank(one: Owned, whole: Whole, of_parameter: tuple[int, ...]) -> Tensor:
+def _blank(one: Owned, record: TensorRecord, of_parameter: tuple[int, ...]) -> Tensor:
     """A tensor of a parameter's state, as this rank has it.
 
     Args:
         one: the parameter.
-        whole: the tensor, as it was saved.
+        record: the tensor, as it was saved.
         of_parameter: shape of the whole parameter.
     """
     like = one.updated.detach()
-    dtype: torch.dtype = getattr(torch, whole.dtype)
-    if whole.shape == of_parameter:
+    dtype: torch.dtype = getattr(torch, record.dtype)
+    if record.shape == of_parameter:
         return torch.zeros_like(like, dtype=dtype)
-    if len(whole.shape) == len(of_parameter) > 0:
-        extents = zip(whole.shape, of_parameter, like.shape, strict=True)
+    if len(record.shape) == len(of_parameter) > 0:
+        extents = zip(record.shape, of_parameter, like.shape, strict=True)
         return like.new_zeros([own if extent == full else extent for extent, full, own in extents], dtype=dtype)
-    return torch.zeros(whole.shape, dtype=dtype, device=like.device if whole.shape else "cpu")
+    return torch.zeros(record.shape, dtype=dtype, device=like.device if record.shape else "cpu")

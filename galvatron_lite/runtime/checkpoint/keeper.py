@@ -95,7 +95,7 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._lineage = Lineage()
 
-    def save(self, place: Path, asked: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
+    def save(self, place: Path, extra_state: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
         """Write a checkpoint; all ranks call it.
 
         Raises:
@@ -105,7 +105,7 @@ class Checkpointer:
         self.finish()
         if place.is_file():
             raise InputError(FIELD, place, "There is a file of that name: give a folder for this checkpoint alone.")
-        snapshot = self._snapshot(asked, step, asynchronous)
+        snapshot = self._snapshot(extra_state, step, asynchronous)
         if not asynchronous:
             self._write(place, snapshot, keep)
             return
@@ -119,7 +119,7 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def load(self, folder: Path, asked: ExtraState) -> Resumed:
+    def load(self, folder: Path, extra_state: ExtraState) -> Resumed:
         """Take a checkpoint; all ranks call it.
 
         Raises:
@@ -127,9 +127,9 @@ class Checkpointer:
             LaunchError: a process is gone.
         """
         self.finish()
-        return self._take(folder, self._verified(folder), asked)
+        return self._take(folder, self._verified(folder), extra_state)
 
-    def load_latest(self, folder: Path, asked: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
+    def load_latest(self, folder: Path, extra_state: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
         """Take the newest whole checkpoint of a folder; None: there is none. All ranks call it.
 
         Raises:
@@ -145,7 +145,7 @@ class Checkpointer:
                 errors.append(error)
                 continue
             self._warn(errors, f"{place.name} (step {step}) is loaded instead.")
-            return self._take(place, manifest, asked)
+            return self._take(place, manifest, extra_state)
         if errors and not ignore_damaged:
             remedy = "No checkpoint is whole. Repair or delete them, or give ignore_damaged=True to begin anew."
             raise InputError(FIELD, folder, f"{' '.join(map(str, errors))} {remedy}")
@@ -156,23 +156,23 @@ class Checkpointer:
         if errors and self._peers.rank == 0:
             warnings.warn(f"{' '.join(map(str, errors))} {instead}", stacklevel=5)
 
-    def _snapshot(self, asked: ExtraState, step: int, copied: bool) -> Snapshot:
+    def _snapshot(self, extra_state: ExtraState, step: int, copied: bool) -> Snapshot:
         parallel, peers = self._parallel, self._peers
-        parts = together(peers, lambda: self._plain(asked), FIELD)
+        parts = together(peers, lambda: self._plain(extra_state), FIELD)
         own = parts[peers.rank]
         plain = {process_file(peers.rank): own["own"]}
         if peers.rank == 0:
-            options = None if asked.optimizer is None else merged([part["options"] for part in parts])
+            options = None if extra_state.optimizer is None else merged([part["options"] for part in parts])
             steps = step if parallel.steering is None else parallel.steering.step
             plain[TRAINING] = {"optimizer": options, "scaler": own["scaler"], "extra": own["extra"], "steered": steps}
         buffers = held_buffers(parallel)
         held = [*held_parameters(parallel), *buffers]
-        held += [] if asked.optimizer is None else held_states(parallel, asked.optimizer)
+        held += [] if extra_state.optimizer is None else held_states(parallel, extra_state.optimizer)
         first = {one.name for one in buffers}
         mine = apportioned(held, first, peers)
         manifest = Manifest(
             FORMAT, step, layout_digest(parallel.plan), dist.get_world_size(), dict(parallel.entries.names), {}, {},
-            _kind(asked.optimizer), _kind(asked.scheduler),
+            _kind(extra_state.optimizer), _kind(extra_state.scheduler),
         )  # fmt: skip
         return Snapshot(
             [copied_held(one) for one in mine] if copied else mine,
@@ -182,15 +182,19 @@ class Checkpointer:
             config_text(parallel.module),
         )
 
-    def _plain(self, asked: ExtraState) -> dict[str, Any]:
+    def _plain(self, extra_state: ExtraState) -> dict[str, Any]:
         parallel = self._parallel
-        options = None if asked.optimizer is None else options_of(parallel, asked.optimizer, asked.scheduler)
+        options = (
+            None
+            if extra_state.optimizer is None
+            else options_of(parallel, extra_state.optimizer, extra_state.scheduler)
+        )
         scaler = parallel.scaler
         return {
-            "own": own_content(parallel, asked.data),
+            "own": own_content(parallel, extra_state.data),
             "options": options,
             "scaler": None if scaler is None else state_of(scaler, "scaler"),
-            "extra": states_of(asked.extra),
+            "extra": states_of(extra_state.extra),
         }
 
     def _write(self, place: Path, snapshot: Snapshot, keep: int | None) -> None:
@@ -198,9 +202,9 @@ class Checkpointer:
         folder = at_first(peers, lambda: begin(place), FIELD)
         try:
             writer = FolderWriter(folder, peers.rank)
-            with _told(place, ROOM):
+            with _explained(place, ROOM):
                 save({}, storage_writer=writer, planner=PiecesSaver(snapshot.held), process_group=peers.group)
-            with _told(place, ROOM):
+            with _explained(place, ROOM):
                 parts = together(peers, lambda: write_own(folder, snapshot, writer, peers.rank), FIELD)
                 at_first(
                     peers, lambda: finish_folder(folder, place, snapshot, writer, parts, keep, self._lineage), FIELD
@@ -226,15 +230,15 @@ class Checkpointer:
             raise InputError(FIELD, folder, "Processes see different ones under this name. Give all the same folder.")
         return manifest
 
-    def _take(self, folder: Path, manifest: Manifest, asked: ExtraState) -> Resumed:
+    def _take(self, folder: Path, manifest: Manifest, extra_state: ExtraState) -> Resumed:
         """Take a checkpoint whose files are whole. Ranks agree before anything is changed, and before tensors are."""
-        parallel, optimizer = self._parallel, asked.optimizer
+        parallel, optimizer = self._parallel, extra_state.optimizer
         exact = manifest.layout == layout_digest(parallel.plan)
         source = self._peers.rank if manifest.processes == dist.get_world_size() else 0
         read: list[tuple[Metadata, dict[str, Any], dict[str, Any], dict[str, Any], Resumed]] = []
 
         def look() -> None:
-            check_optimizer(manifest, optimizer, asked.scheduler)
+            check_optimizer(manifest, optimizer, extra_state.scheduler)
             metadata = metadata_of(folder, manifest)
             training, own = read_plain(folder / TRAINING), read_plain(folder / process_file(source))
             check_loadable([*held_parameters(parallel), *held_buffers(parallel)], metadata)
@@ -248,23 +252,23 @@ class Checkpointer:
 
         self._agreed(folder, look)
         ((metadata, training, own, random, resumed),) = read
-        go_back = _backed_up(parallel, asked)
+        go_back = _backed_up(parallel, extra_state)
 
         def put() -> None:
             if optimizer is not None:
                 blanks = blank_states(parallel, manifest, training["optimizer"]["values"])
                 put_options(parallel, optimizer, training["optimizer"], blanks)
                 check_loadable(held_states(parallel, optimizer), metadata)
-                if asked.scheduler is not None:
-                    put_schedule(parallel, optimizer, asked.scheduler, training["optimizer"])
+                if extra_state.scheduler is not None:
+                    put_schedule(parallel, optimizer, extra_state.scheduler, training["optimizer"])
             if training["scaler"] is not None:
                 give(parallel.scaler, training["scaler"])
             put_generators(random)
             if exact:
                 for stream, state in zip(getattr(parallel, "streams", ()), own["streams"], strict=True):
                     stream.set_state(state)
-            give(asked.data, own["data"])
-            for name, target in (asked.extra or {}).items():
+            give(extra_state.data, own["data"])
+            for name, target in (extra_state.extra or {}).items():
                 if name in training["extra"]:
                     give(target, training["extra"][name])
 
@@ -275,7 +279,7 @@ class Checkpointer:
             raise
         held = [*held_parameters(parallel), *held_buffers(parallel)]
         held += [] if optimizer is None else held_states(parallel, optimizer)
-        with _told(folder, TORN), torch.no_grad():
+        with _explained(folder, TORN), torch.no_grad():
             load({}, storage_reader=PiecesReader(metadata), planner=PiecesLoader(held), process_group=self._peers.group)
             if exact:
                 put_own_buffers(parallel, own)
@@ -305,15 +309,15 @@ class Checkpointer:
         return 0 if alike else self._peers.rank % manifest.processes
 
 
-def _backed_up(parallel: SavableModel, asked: ExtraState) -> Callable[[], None]:
+def _backed_up(parallel: SavableModel, extra_state: ExtraState) -> Callable[[], None]:
     """What puts everything back that is changed before tensors are; what ``extra`` names is not."""
     random = generators()
     streams = [(stream, stream.state()) for stream in getattr(parallel, "streams", ())]
-    optimizer = asked.optimizer
+    optimizer = extra_state.optimizer
     # torch replaces both when it takes a state
     before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
     takers: list[Any] = [
-        one for one in (asked.scheduler, parallel.scaler, asked.data) if hasattr(one, "load_state_dict")
+        one for one in (extra_state.scheduler, parallel.scaler, extra_state.data) if hasattr(one, "load_state_dict")
     ]
     states = [(one, copy.deepcopy(one.state_dict())) for one in takers]
 
@@ -341,7 +345,7 @@ def _checkpoints(folder: Path) -> tuple[list[tuple[Path, int]], list[FileFormatE
 
 
 @contextmanager
-def _told(place: Path, remedy: str) -> Iterator[None]:
+def _explained(place: Path, remedy: str) -> Iterator[None]:
     """Turns the errors of ``torch.distributed.checkpoint``, of the disk and of lost processes into ours."""
     try:
         yield

@@ -42,7 +42,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class TensorRecord:
     """A tensor: ``float32``, its extents, and its pieces, which hold every item once."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -62,7 +62,7 @@ class Manifest:
     processes: Devices  # that wrote it
     names: dict[str, str]  # every entry of the model's ``state_dict()``, and the first name of the tensor behind it
     # parameters and buffers by their first name, states of the optimizer as ``PARAMETER/exp_avg``
-    tensors: dict[str, Whole]
+    tensors: dict[str, TensorRecord]
     files: dict[str, Content]  # what they hold, by name
     optimizer: str | None = None  # its class; None where none was saved
     scheduler: str | None = None  # its class; None where none was saved

@@ -136,9 +136,9 @@ def _owned(parallel: Parallel) -> dict[int, tuple[str, Owned]]:
     }
 
 
-def _group_of(group: Mapping[str, Any], known: Mapping[int, tuple[str, Owned]], kept: Mapping[str, Any]) -> int:
+def _group_of(group: Mapping[str, Any], parameters: Mapping[int, tuple[str, Owned]], kept: Mapping[str, Any]) -> int:
     """Which kept group a rank's group is like; the first where the rank's is empty."""
-    names = (known[id(parameter)][0] for parameter in group["params"])
+    names = (parameters[id(parameter)][0] for parameter in group["params"])
     return next((kept["members"][name] for name in names if name in kept["members"]), 0)
 
 
@@ -149,11 +149,11 @@ def _as_before(value: Any, before: Any) -> Any:
 
 
 def _keep_dtypes(
-    optimizer: torch.optim.Optimizer, known: Mapping[int, tuple[str, Owned]], blanks: Mapping[str, dict[str, Any]]
+    optimizer: torch.optim.Optimizer, parameters: Mapping[int, tuple[str, Owned]], blanks: Mapping[str, dict[str, Any]]
 ) -> None:
     """Undo torch's conversion of states to their parameter's dtype."""
     for parameter, state in optimizer.state.items():
-        for key, blank in blanks.get(known[id(parameter)][0], {}).items():
+        for key, blank in blanks.get(parameters[id(parameter)][0], {}).items():
             if isinstance(blank, Tensor) and state[key].dtype != blank.dtype:
                 state[key] = state[key].to(blank.dtype)
 

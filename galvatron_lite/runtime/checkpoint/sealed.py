@@ -72,13 +72,13 @@ def write_sealed(folder: Path, manifest: Kind) -> None:
     write_value(folder / META, replace(manifest, digest=_digest(manifest)))
 
 
-def read_sealed(kind: type[Kind], folder: Path, known: int) -> Kind:
+def read_sealed(kind: type[Kind], folder: Path, size: int) -> Kind:
     """The manifest of a folder; the other files are not looked at.
 
     Args:
         kind: of manifest.
         folder: a checkpoint.
-        known: format that can be read.
+        size: format that can be read.
 
     Raises:
         FileFormatError: there is no such folder; or no manifest, so it was not written to its end; or it is changed,
@@ -92,8 +92,8 @@ def read_sealed(kind: type[Kind], folder: Path, known: int) -> Kind:
     manifest = read_value(kind, folder / META)
     if manifest.digest != _digest(manifest):
         raise FileFormatError("file", folder / META, f"Its content has changed since it was written. {TORN}")
-    if manifest.format != known:
-        remedy = f"Format {known} can be read. Use the version of galvatron_lite that wrote it."
+    if manifest.format != size:
+        remedy = f"Format {size} can be read. Use the version of galvatron_lite that wrote it."
         raise FileFormatError("checkpoint", folder, remedy)
     if manifest.step < 0:
         raise FileFormatError("file", folder / META, f"It is of step {manifest.step}, which cannot be. {TORN}")
@@ -139,7 +139,7 @@ def content_errors(folder: Path) -> Iterator[None]:
         raise FileFormatError("checkpoint", folder, f"Its contents do not fit ({reason}). Use another one.") from error
 
 
-def survey(kind: type[Kind], folder: Path, known: int) -> tuple[list[tuple[Path, Kind]], list[FileFormatError]]:
+def survey(kind: type[Kind], folder: Path, size: int) -> tuple[list[tuple[Path, Kind]], list[FileFormatError]]:
     """The checkpoints of a folder, the newest first, and what is wrong with those whose manifest cannot be read.
 
     Only manifests are looked at. The newest is the one written last: after going back to an earlier checkpoint, what is
@@ -150,7 +150,7 @@ def survey(kind: type[Kind], folder: Path, known: int) -> tuple[list[tuple[Path,
     for place in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
             if place.is_dir() and any(_FILES.fullmatch(file.name) for file in place.iterdir()):
-                readable.append((place, read_sealed(kind, place, known)))
+                readable.append((place, read_sealed(kind, place, size)))
         except FileFormatError as error:
             damaged += [] if place.name.startswith(".") else [error]
         except OSError as error:

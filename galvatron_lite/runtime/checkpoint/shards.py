@@ -122,10 +122,10 @@ class TensorFile:
             raise self._wrong("its header is no mapping")
         return start, header
 
-    def _place(self, name: str, said: Any) -> FileRange:
+    def _place(self, name: str, entry: Any) -> FileRange:
         try:
-            dtype, shape = CODES[said["dtype"]], tuple(said["shape"])
-            start, stop = said["data_offsets"]
+            dtype, shape = CODES[entry["dtype"]], tuple(entry["shape"])
+            start, stop = entry["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise self._wrong(f"{name!r} is not described") from error
         numbers = (*shape, start, stop)

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from galvatron_lite.errors import FileFormatError
 from galvatron_lite.folders import Content
-from galvatron_lite.runtime.checkpoint.manifest import Manifest, Piece, Whole, key_of, tensors_file
+from galvatron_lite.runtime.checkpoint.manifest import Manifest, Piece, TensorRecord, key_of, tensors_file
 from galvatron_lite.runtime.checkpoint.shards import CODES, TensorFile, write_tensors
 from galvatron_lite.runtime.layout import Box
 from galvatron_lite.runtime.pieces import part_of
@@ -56,7 +56,7 @@ class FolderWriter(StorageWriter):
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._file = folder, tensors_file(rank)
         self.content: Content | None = None
-        self.tensors: dict[str, Whole] = {}
+        self.tensors: dict[str, TensorRecord] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """It is used once."""
@@ -93,7 +93,7 @@ class FolderWriter(StorageWriter):
                 Piece(tuple(chunk.offsets), tuple(chunk.sizes), files[MetadataIndex(name, chunk.offsets)])
                 for chunk in one.chunks
             )
-            self.tensors[name] = Whole(_dtype_name(one.properties.dtype), tuple(one.size), pieces)
+            self.tensors[name] = TensorRecord(_dtype_name(one.properties.dtype), tuple(one.size), pieces)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
@@ -178,7 +178,7 @@ def metadata_of(folder: Path, manifest: Manifest) -> Metadata:
     return Metadata(dict(wholes), storage_data=places)
 
 
-def _is_sound(one: Whole, manifest: Manifest) -> bool:
+def _is_sound(one: TensorRecord, manifest: Manifest) -> bool:
     """Whether pieces in files of the checkpoint hold every item of a tensor once, and are not larger than the files."""
     pieces, items = one.pieces, prod(one.shape)
     if getattr(torch, one.dtype, None) not in CODES.values():

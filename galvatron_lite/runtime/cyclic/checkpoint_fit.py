@@ -27,28 +27,28 @@ def check_rule(folder: Path, manifest: CyclicManifest, rule: CyclicRule, workers
         raise InputError(FIELD, folder, remedy)
 
 
-def check_stage(stage: int, written: StageRecord, own: StageRecord) -> None:
+def check_stage(stage: int, written: StageRecord, record: StageRecord) -> None:
     """Refuse a stage of other parameters, optimizer or scheduler.
 
     Args:
         stage: its number.
         written: what the checkpoint has.
-        own: what this process has.
+        record: what this process has.
 
     Raises:
         InputError: names the first that differs.
     """
-    for name in sorted(written.parameters.keys() ^ own.parameters.keys()):
+    for name in sorted(written.parameters.keys() ^ record.parameters.keys()):
         where = "the checkpoint" if name in written.parameters else "this plan"
         remedy = f"Only {where} has it in stage {stage}. Use the same model, cut into the same stages."
         raise InputError("parameter", name, remedy)
-    for name, described in own.parameters.items():
+    for name, described in record.parameters.items():
         if written.parameters[name] != described:
             remedy = f"{name} is {described} in this model. Use the same model and precision."
             raise InputError("parameter", written.parameters[name], remedy)
     for what, there, here in (
-        ("optimizer", written.optimizer, own.optimizer),
-        ("scheduler", written.scheduler, own.scheduler),
+        ("optimizer", written.optimizer, record.optimizer),
+        ("scheduler", written.scheduler, record.scheduler),
     ):
         if there is not None and there != here:
             remedy = f"The checkpoint has the states of a {there}. Make one with optimizer(factory, ...) before load."

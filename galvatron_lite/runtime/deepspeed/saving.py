@@ -81,35 +81,35 @@ class DeepSpeedSaver:
         self._mirror = Mirror(parallel.plan, pristine, alone(pristine).entries)
         self._keeper = Checkpointer(self._mirror)
 
-    def save(self, place: Path, asked: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
+    def save(self, place: Path, extra_state: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
         """Write a checkpoint; see ``Saving.save``.
 
         Raises:
             InputError: the optimizer is none that ``optimizer(factory, **options)`` made.
         """
-        inner = self._mirrored(asked.optimizer)
+        inner = self._mirrored(extra_state.optimizer)
         if inner is not None:
             states = whole_states(self._parallel.engine, self._parallel.module)
             named = dict(self._mirror.module.named_parameters())
             for name, state in states.items():
                 inner.state[named[name]] = state
-        self._keeper.save(place, _with(asked, inner), step, keep, asynchronous)
+        self._keeper.save(place, _with(extra_state, inner), step, keep, asynchronous)
 
     def finish(self) -> None:
         """Wait until what is being written is on the disk."""
         self._keeper.finish()
 
-    def load(self, folder: Path, asked: ExtraState) -> Resumed:
+    def load(self, folder: Path, extra_state: ExtraState) -> Resumed:
         """Take a checkpoint."""
-        inner = self._mirrored(asked.optimizer)
-        resumed = self._keeper.load(folder, _with(asked, inner))
+        inner = self._mirrored(extra_state.optimizer)
+        resumed = self._keeper.load(folder, _with(extra_state, inner))
         self._take(inner, resumed)
         return resumed
 
-    def load_latest(self, folder: Path, asked: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
+    def load_latest(self, folder: Path, extra_state: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
         """Take the newest whole checkpoint of a folder; None: there is none."""
-        inner = self._mirrored(asked.optimizer)
-        resumed = self._keeper.load_latest(folder, _with(asked, inner), ignore_damaged)
+        inner = self._mirrored(extra_state.optimizer)
+        resumed = self._keeper.load_latest(folder, _with(extra_state, inner), ignore_damaged)
         if resumed is not None:
             self._take(inner, resumed)
         return resumed
@@ -147,8 +147,8 @@ class DeepSpeedSaver:
             own |= {key: value for key, value in group.items() if key != "params"}
 
 
-def _with(asked: ExtraState, inner: torch.optim.Optimizer | None) -> ExtraState:
-    return ExtraState(inner, asked.scheduler, asked.data, asked.extra)
+def _with(extra_state: ExtraState, inner: torch.optim.Optimizer | None) -> ExtraState:
+    return ExtraState(inner, extra_state.scheduler, extra_state.data, extra_state.extra)
 
 
 def _replaced(pristine: nn.Module, values: Mapping[str, Tensor]) -> Iterator[tuple[int, Any]]:

@@ -32,7 +32,7 @@ def together(phase: str, device: torch.device, work: Callable[[], Result]) -> Re
     if not int(failed):
         assert result is not None
         return result[0]
-    _fail(phase, error, _gathered(None if error is None else _told(error)))
+    _fail(phase, error, _gathered(None if error is None else _description(error)))
     raise AssertionError  # never reached
 
 
@@ -56,12 +56,12 @@ def _gathered(value: Any) -> list[Any]:
     return everyone
 
 
-def _fail(phase: str, error: Exception | None, told: list[str | None]) -> None:
+def _fail(phase: str, error: Exception | None, messages: list[str | None]) -> None:
     if isinstance(error, InputError):
         raise error
-    rank = next(rank for rank, text in enumerate(told) if text is not None)
-    raise SwitchError(phase, rank, str(told[rank])) from error
+    rank = next(rank for rank, text in enumerate(messages) if text is not None)
+    raise SwitchError(phase, rank, str(messages[rank])) from error
 
 
-def _told(error: Exception) -> str:
+def _description(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -18,7 +18,7 @@ def live_buffers(parallel: Parallel, layers: Sequence[Layer]) -> list[Held]:
 def wanted_buffers(parallel: Parallel, blanks: Sequence[tuple[str, Tensor]]) -> list[Held]:
     """The buffers without values of a new split: what it works on, whole but for the channels of other ranks."""
     held = {id(one.tensor): one for one in held_buffers(parallel)}
-    return [_renamed(parallel, held.get(id(blank)) or _whole(name, blank)) for name, blank in blanks]
+    return [_renamed(parallel, held.get(id(blank)) or _held_buffer(name, blank)) for name, blank in blanks]
 
 
 def _others(parallel: Parallel, layers: Sequence[Layer]) -> Iterator[Held]:
@@ -27,7 +27,7 @@ def _others(parallel: Parallel, layers: Sequence[Layer]) -> Iterator[Held]:
         own = {placed.layer.name for placed in runtime.stage} | ({""} if place == 0 else set())
         for name, buffer in tree.named_buffers():
             if name not in parallel.entries.names and _home(name, layers) in own:
-                yield _whole(name, buffer)
+                yield _held_buffer(name, buffer)
 
 
 def _home(name: str, layers: Sequence[Layer]) -> str:
@@ -35,7 +35,7 @@ def _home(name: str, layers: Sequence[Layer]) -> str:
     return max(found, default=(0, ""))[1]
 
 
-def _whole(name: str, buffer: Tensor) -> Held:
+def _held_buffer(name: str, buffer: Tensor) -> Held:
     box = all_of(buffer.shape)
     return Held(name, tuple(buffer.shape), buffer, (ItemRun(box, box),) if box.items else ())
 

@@ -26,7 +26,7 @@ class HeldItems:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TensorReport:
     """What a rank tells the others of a tensor."""
 
     shape: tuple[int, ...]  # of the whole tensor
@@ -43,11 +43,11 @@ class Hold:
 
     def __init__(self, held: Iterable[Held]) -> None:
         self.parts: dict[str, list[HeldItems]] = {}
-        self.told: dict[str, Told] = {}
+        self.told: dict[str, TensorReport] = {}
         for one in held:
             self.parts.setdefault(one.name, []).extend(HeldItems(one.tensor, chunk) for chunk in one.chunks)
             boxes = tuple(part.chunk.whole for part in self.parts[one.name])
-            self.told[one.name] = Told(one.shape, one.tensor.dtype, boxes)
+            self.told[one.name] = TensorReport(one.shape, one.tensor.dtype, boxes)
 
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
         """This rank's tensors of some names."""
@@ -151,14 +151,16 @@ def _exchange(
     return sent.nbytes
 
 
-def items_of(before: Sequence[Mapping[str, Told]], after: Sequence[Mapping[str, Told]]) -> list[MovedTensor]:
+def items_of(
+    before: Sequence[Mapping[str, TensorReport]], after: Sequence[Mapping[str, TensorReport]]
+) -> list[MovedTensor]:
     """Every tensor of two plans that a rank wants after, in the order in which ranks name them; alike on every rank.
 
     Args:
         before: what each rank holds.
         after: what each is to hold.
     """
-    first: dict[str, Told] = {}
+    first: dict[str, TensorReport] = {}
     for told in (*before, *after):
         for name, one in told.items():
             first.setdefault(name, one)
@@ -169,5 +171,5 @@ def items_of(before: Sequence[Mapping[str, Told]], after: Sequence[Mapping[str, 
     ]
 
 
-def _boxes(name: str, ranks: Sequence[Mapping[str, Told]]) -> Everyone:
+def _boxes(name: str, ranks: Sequence[Mapping[str, TensorReport]]) -> Everyone:
     return tuple(told[name].boxes if name in told else () for told in ranks)

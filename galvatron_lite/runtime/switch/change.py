@@ -29,7 +29,7 @@ from galvatron_lite.runtime.setup import Prepared, SetupOptions, StageRuntime, b
 from galvatron_lite.runtime.switch.agree import gathered, together
 from galvatron_lite.runtime.switch.blanks import Blanks
 from galvatron_lite.runtime.switch.buffers import live_buffers, wanted_buffers
-from galvatron_lite.runtime.switch.cargo import Hold, Told, items_of
+from galvatron_lite.runtime.switch.cargo import Hold, TensorReport, items_of
 from galvatron_lite.runtime.switch.carry import Carrying
 from galvatron_lite.runtime.switch.memory import available
 from galvatron_lite.runtime.switch.optimizer import (
@@ -135,7 +135,7 @@ class PlanChange:
         self._origin, self._batch, self._observe = parallel.origin, batch, observe
         self._groups = ProcessGroups(parallel.origin.options.groups)
         self._told = Described()
-        self._before: list[dict[str, Told]] = []
+        self._before: list[dict[str, TensorReport]] = []
         self._old: Old | None = None
         self._new: New | None = None
         self._carrying: Carrying | None = None
@@ -160,8 +160,8 @@ class PlanChange:
     def make_groups(self) -> None:
         """Make the process groups of the plan that the old one does not have."""
         self._together("groups", lambda: None)
-        self._known.meshes = build_meshes(self._plan, self._parallel.device.type, self._groups)
-        make_pipeline_groups(self._known.prepared, self._groups)
+        self._new_model.meshes = build_meshes(self._plan, self._parallel.device.type, self._groups)
+        make_pipeline_groups(self._new_model.prepared, self._groups)
 
     def build(self) -> None:
         """Split the modules by the plan, without values."""
@@ -173,7 +173,7 @@ class PlanChange:
         Args:
             free: bytes that may be taken; what is free if not given.
         """
-        new, old, device = self._known, self._left, self._parallel.device
+        new, old, device = self._new_model, self._left, self._parallel.device
         after = self._gathered("carry", lambda: new.hold.told)
         items = items_of(self._before, after)
         self._carrying = Carrying(items, old.hold, new.hold, new.blank, new.buffers, device, self._observe)
@@ -186,7 +186,7 @@ class PlanChange:
 
     def commit(self) -> None:
         """Train under the plan from now on; give up what is left of the old one."""
-        new, old, parallel, before = self._known, self._left, self._parallel, self._origin.options.groups
+        new, old, parallel, before = self._new_model, self._left, self._parallel, self._origin.options.groups
         _close(parallel.runtimes)
         allocate(new.gradients)
         parallel.adopt(self._plan, new.runtimes, new.options)
@@ -214,7 +214,7 @@ class PlanChange:
         self._groups.destroy(kept=self._origin.options.groups)
 
     @property
-    def _known(self) -> New:
+    def _new_model(self) -> New:
         assert self._new is not None
         return self._new
 
@@ -239,7 +239,7 @@ class PlanChange:
         self._observe(phase)
         return work()
 
-    def _checked(self) -> tuple[Described, dict[str, Told]]:
+    def _checked(self) -> tuple[Described, dict[str, TensorReport]]:
         parallel = self._parallel
         check_plan(self._plan, parallel)
         if parallel.plan_check is not None:
@@ -269,7 +269,7 @@ class PlanChange:
         self._new = New(options, origin.prepare(self._plan, options, self._example, dist.get_rank()))
 
     def _built(self) -> None:
-        origin, new, parallel = self._origin, self._known, self._parallel
+        origin, new, parallel = self._origin, self._new_model, self._parallel
         assert new.meshes is not None
         shapes = {name: told.shape for held in self._before for name, told in held.items()}
         blanks = Blanks(origin.layers, parallel.device, shapes)
@@ -335,9 +335,9 @@ def _names(entries: Entries, runtimes: Iterable[StageRuntime]) -> dict[nn.Parame
     return {one.updated: entries.names.get(one.names[0], one.names[0]) for runtime in runtimes for one in runtime.owned}
 
 
-def _cut_states(told: Described) -> set[str]:
+def _cut_states(described: Described) -> set[str]:
     """Names of the optimizer's tensors that are cut as their parameters are."""
-    return {f"{name}/{key}" for name, kept in told.states.items() for key, entry in kept.items() if entry.dtype}
+    return {f"{name}/{key}" for name, kept in described.states.items() for key, entry in kept.items() if entry.dtype}
 
 
 def _blank(held: Iterable[Held]) -> dict[str, Sized]:

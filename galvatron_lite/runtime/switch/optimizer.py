@@ -104,12 +104,12 @@ class States:
     state: Mapping[Tensor, dict[str, Any]] = field(default_factory=dict)
 
 
-def blank_states(told: Described, names: Mapping[nn.Parameter, str]) -> States:
+def blank_states(described: Described, names: Mapping[nn.Parameter, str]) -> States:
     """The states of this rank's parameters under the other plan; tensors of a parameter's shape without values."""
     return States({
-        parameter: {key: _blank(entry, parameter) for key, entry in told.states[name].items()}
+        parameter: {key: _blank(entry, parameter) for key, entry in described.states[name].items()}
         for parameter, name in names.items()
-        if name in told.states
+        if name in described.states
     })  # fmt: skip
 
 
@@ -142,7 +142,7 @@ class Regrouping:
 
 
 def regroup(
-    optimizer: torch.optim.Optimizer, told: Described, names: Mapping[nn.Parameter, str], scheduler: Any
+    optimizer: torch.optim.Optimizer, described: Described, names: Mapping[nn.Parameter, str], scheduler: Any
 ) -> Regrouping:
     """Which group each parameter of the other plan goes to.
 
@@ -152,13 +152,13 @@ def regroup(
     Raises:
         InputError: this rank had no group of the user's group.
     """
-    fixed = scheduler is None and any("initial_lr" in options for options in told.options.values())
+    fixed = scheduler is None and any("initial_lr" in options for options in described.options.values())
     known = [group.get(PART_OF, place) for place, group in enumerate(optimizer.param_groups)]
     filled: list[list[nn.Parameter]] = [[] for _ in known]
     added: list[tuple[Options, int | None]] = []
     mixed: list[int] = []
-    for number in sorted(told.options):
-        members = [parameter for parameter, name in names.items() if told.groups.get(name) == number]
+    for number in sorted(described.options):
+        members = [parameter for parameter, name in names.items() if described.groups.get(name) == number]
         cut = [group["params"] for group in split_groups(members)] if members else []
         free = [place for place, own in enumerate(known) if own == number]
         if fixed and free and len(cut) > len(free):
@@ -166,7 +166,7 @@ def regroup(
             cut = [*cut[: len(free) - 1], [one for rest in cut[len(free) - 1 :] for one in rest]]
         for place, parameters in zip(free, cut, strict=False):
             filled[place] = parameters
-        options = {**told.options[number], PART_OF: number}
+        options = {**described.options[number], PART_OF: number}
         added += [({**options, "params": more}, free[0] if free else None) for more in cut[len(free) :]]
     if added and fixed:
         raise _unknown_scheduler()

@@ -67,7 +67,7 @@ class OriginalModel:
         known = self.examined.pop(key, None)
         if known is None:
             if self.options.tensor_plans is None:
-                options = replace(options, tensor_plans=self._known(plan))
+                options = replace(options, tensor_plans=self._tensor_plans_for(plan))
             known = prepare(self.model, plan, self.layers, batch, rank // plan.stage_devices, options)
             for one in known.known:
                 self.tensor_plans.update(one.plans.tensor)
@@ -76,7 +76,7 @@ class OriginalModel:
             del self.examined[next(iter(self.examined))]
         return replace(known, plan=plan)
 
-    def _known(self, plan: Plan) -> Mapping[str, TensorPlan] | None:
+    def _tensor_plans_for(self, plan: Plan) -> Mapping[str, TensorPlan] | None:
         placed = [one for stage in place_layers(plan, self.layers) for one in stage]
         wanted = {one.layer.name for one in placed if one.strategy.tensor > 1}
         return self.tensor_plans if wanted <= self.tensor_plans.keys() else None

@@ -12,9 +12,9 @@ Place = tuple[int, int, int]
 """A stage, its first layer and the one behind its last."""
 
 
-def equals(problem: Problem, own: Place) -> Iterator[Place]:
+def equals(problem: Problem, place: Place) -> Iterator[Place]:
     """Places that pose the same problem as one of them, that one included."""
-    stage, start, stop = own
+    stage, start, stop = place
     runs, others = _runs(problem), _alike(problem)[stage]
     for first in range(*runs[start]) if runs[start] == runs[stop - 1] else (start,):
         last = first + stop - start

@@ -48,9 +48,9 @@ def score(scores: Scores, tied: tuple[tuple[int, Strategy], ...]) -> float:
     return min(others, max((own for _, own in known), default=0.0))
 
 
-def _through(problem: Problem, own: Place, place: int) -> dict[Strategy, float]:
+def _through(problem: Problem, start: Place, place: int) -> dict[Strategy, float]:
     """Picoseconds that a stage alone takes at the least with each strategy of one of its layers."""
-    stage, inside = own[0], range(*own[1:])
+    stage, inside = start[0], range(*start[1:])
     built = problem.chain(stage, inside, scalar=True)
     if built is None:
         return {}

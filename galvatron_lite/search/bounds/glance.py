@@ -55,10 +55,10 @@ class Glance:
         (r)."""
         key = (devices, microbatch, freed)
         if key not in self._least:
-            self._least[key] = self._found(*key)
+            self._least[key] = self._bounds_at(*key)
         return self._least[key]
 
-    def _found(self, devices: int, microbatch: int, freed: float) -> tuple[FloatArray, FloatArray]:
+    def _bounds_at(self, devices: int, microbatch: int, freed: float) -> tuple[FloatArray, FloatArray]:
         both, ramp = np.full(len(self._numbers), np.inf), np.full(len(self._numbers), np.inf)
         for degree, (kinds, _) in self._groups.items():
             if devices % degree == 0:

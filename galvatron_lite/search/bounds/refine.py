@@ -204,17 +204,17 @@ def refined(problem: Problem, bounds: Refined, limit: int | None) -> tuple[Refin
     return bounds, best
 
 
-def _timed(problem: Problem, bounds: Refined, own: Place, limit: int | None) -> Refined:
-    stage, start, stop = own
-    cap = None if limit is None else limit - 1 - bounds.others(*own)
-    return bounds.with_theta(list(equals(problem, own)), problem.quickest(stage, range(start, stop), cap)[1])
+def _timed(problem: Problem, bounds: Refined, place: Place, limit: int | None) -> Refined:
+    stage, start, stop = place
+    cap = None if limit is None else limit - 1 - bounds.others(*place)
+    return bounds.with_theta(list(equals(problem, place)), problem.quickest(stage, range(start, stop), cap)[1])
 
 
-def _ramped(problem: Problem, bounds: Refined, own: Place, limit: int) -> Refined:
-    stage, start, stop = own
-    cap = limit - bounds.others(*own)
+def _ramped(problem: Problem, bounds: Refined, place: Place, limit: int) -> Refined:
+    stage, start, stop = place
+    cap = limit - bounds.others(*place)
     least = (problem.lightest(stage, range(start, stop))[1] - cap) / HEAVY
-    return bounds.with_ramp(list(equals(problem, own)), least)
+    return bounds.with_ramp(list(equals(problem, place)), least)
 
 
 def _plan(problem: Problem, cuts: tuple[int, ...], stages: Sequence[Place], limit: int | None) -> Partition | None:

@@ -54,7 +54,7 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
             f"{request.global_batch}: no way to split its layers divides the batch and has figures in the profile. "
             + (unglued(request) or "Give another batch, other devices, or profile more tensor degrees.")
         )
-    given = _told(request.budget, request.margin)
+    given = _before_margin(request.budget, request.margin)
     return InfeasibleError(
         f"No plan of {request.graph.name} fits {given} a device on {request.devices} devices. "
         f"{_needed(request, lean, slack)}, with {summary(plan_from(request, lean))}. "
@@ -73,7 +73,7 @@ def plan_from(request: Request, lean: Lean) -> Plan:
     return replace(plan, virtual_stages=shape.virtual)
 
 
-def _told(less: int | Budget, margin: float) -> str:
+def _before_margin(less: int | Budget, margin: float) -> str:
     """The budget as it was before a margin was taken off."""
     budget = as_budget(less).scaled(1.0 / (1.0 - margin)).plus(1) if margin else as_budget(less)
     own = budget.own
@@ -159,8 +159,8 @@ class _Walk:
     def _solve(self, stages: Stages) -> None:
         self._keep(stages.best(self.limit, self.slack))
 
-    def _keep(self, found: Lean | None) -> None:
-        self.best = found or self.best
+    def _keep(self, lean: Lean | None) -> None:
+        self.best = lean or self.best
 
 
 def _boundary(problem: Problem) -> int:

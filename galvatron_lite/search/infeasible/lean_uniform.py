@@ -45,7 +45,7 @@ class LeanUniform:
         counts = [Counter((layer.kind, tables.fixed.pins_of(layer.name)) for layer in chunk) for chunk in blocks]
         total = np.zeros(len(held) + 1)
         for kind, layer in alike.items():
-            table = tables.whole(layer.kind, layer.name)
+            table = tables.unpruned(layer.kind, layer.name)
             if not len(table):
                 return float("inf")
             total += _moments(table, [chunk[kind] for chunk in counts], held)

@@ -94,7 +94,7 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
         own, fits = _priced(problem, *model.path(answer.values))
         # A solver's tolerance is about a ten-billionth of the memory: a solution that exceeds it by so much is a bound.
         answer, own = (answer, own) if fits else (answer.unsure(), inf)
-    bound = own if answer.verdict is SolverVerdict.PROVEN else _whole(problem, model, answer.bound)
+    bound = own if answer.verdict is SolverVerdict.PROVEN else _step_seconds(problem, model, answer.bound)
     return Certificate(answer.verdict, found, own, bound, answer.solver, perf_counter() - began, free)
 
 
@@ -109,7 +109,7 @@ def _priced(problem: Problem, sizes: Sequence[int], strategies: Sequence[Strateg
     )
 
 
-def _whole(problem: Problem, model: ShapeModel, objective: float) -> float:
+def _step_seconds(problem: Problem, model: ShapeModel, objective: float) -> float:
     """Seconds of a step from a value of the objective: what no variable stands for comes on top."""
     profile, shape = problem.pricer.profile, problem.shape
     alone = objective * model.unit + model.offset + profile.overhead.step

@@ -48,17 +48,19 @@ def assign_by_programme(
     return _assignment(solve(programme, seconds), groups, offered, chosen)
 
 
-def certify_assignment(found: Assignment, jobs: Sequence[Job], devices: int, room: int, node: int, least: int) -> str:
+def certify_assignment(
+    assignment: Assignment, jobs: Sequence[Job], devices: int, room: int, node: int, least: int
+) -> str:
     """What an integer programme of the same branches says of an assignment, in a line; empty where none is proven.
 
     Raises:
         GalvatronError: both are proven, and are not equal.
     """
-    other = assign_by_programme(jobs, devices, room, node, least) if found.proven else None
+    other = assign_by_programme(jobs, devices, room, node, least) if assignment.proven else None
     if other is None or not other.proven:
         return ""
-    said = f"groups of {len(jobs)} branches: {found.seconds:.9g} s, integer programme {other.seconds:.9g} s"
-    if abs(other.seconds - found.seconds) > _ROUNDING * found.seconds:
+    said = f"groups of {len(jobs)} branches: {assignment.seconds:.9g} s, integer programme {other.seconds:.9g} s"
+    if abs(other.seconds - assignment.seconds) > _ROUNDING * assignment.seconds:
         raise GalvatronError(f"The assignment and the integer programme disagree: {said}. Please report this.")
     return said
 

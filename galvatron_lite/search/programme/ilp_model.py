@@ -144,7 +144,7 @@ class ShapeModel:
         sharing = sharing_of(self.problem.graph, inside).get(place, ALONE)
         tied = any(place in group for group in tied_groups(self.problem.graph))
         tables = self.problem.tables[stage]
-        return (tables.whole if tied else tables.table)(layer.kind, layer.name, sharing)
+        return (tables.unpruned if tied else tables.table)(layer.kind, layer.name, sharing)
 
     def _pricer(self, stage: int) -> LayerPricer:
         """Of the devices that run a stage."""
@@ -383,9 +383,9 @@ def choosable(problem: Problem) -> bool:
     return problem.shape.stages == 1 or (not problem.graph.tensors and apart)
 
 
-def row_of(own: Sequence[int], values: Iterable[float]) -> Terms:
+def row_of(columns: Sequence[int], values: Iterable[float]) -> Terms:
     """A value for each of a layer's variables."""
-    return {number: float(value) for number, value in zip(own, values, strict=True)}
+    return {number: float(value) for number, value in zip(columns, values, strict=True)}
 
 
 def added(*terms: tuple[Terms, float]) -> Terms:

@@ -49,7 +49,7 @@ class UniformModel(ShapeModel):
     def _table(self, place: int, stage: int) -> StrategyTable:
         layer = self.problem.graph.layers[place]
         sharing = sharing_of(self.problem.graph, self._places(self._group(stage))).get(place, ALONE)
-        return self.problem.tables[self._group(stage)].whole(layer.kind, layer.name, sharing)
+        return self.problem.tables[self._group(stage)].unpruned(layer.kind, layer.name, sharing)
 
     def _add_agreements(self) -> None:
         """As for every shape; and one strategy for all layers of a role, or of two sets of them."""

@@ -73,9 +73,11 @@ def _memory_differs(run: RoleRun, predicted: MemoryBreakdown) -> Iterator[str]:
             yield _line(run, name, seen, said)
 
 
-def _line(run: RoleRun, what: str, seen: int, said: int) -> str:
-    share = f" ({(seen - said) / said:+.1%})" if said else ""
-    return f"Rank {run.rank} (stage {run.stage}): {what} {format_bytes(seen)}, predicted {format_bytes(said)}{share}."
+def _line(run: RoleRun, what: str, seen: int, predicted: int) -> str:
+    share = f" ({(seen - predicted) / predicted:+.1%})" if predicted else ""
+    return (
+        f"Rank {run.rank} (stage {run.stage}): {what} {format_bytes(seen)}, predicted {format_bytes(predicted)}{share}."
+    )
 
 
 def _budget(
@@ -105,12 +107,12 @@ def _budget(
     return Check(BUDGET, Verdict.FAILED, f"{_first_of(lines)} {remedy}", tuple(lines[1:]))
 
 
-def _over(run: RoleRun, own: int, budget: int, context: int, reserve: int) -> str:
+def _over(run: RoleRun, room: int, budget: int, context: int, reserve: int) -> str:
     driver = f", {format_bytes(context)} of the driver included" * (context > 0)
-    where = f"Rank {run.rank} (stage {run.stage}): {format_bytes(own)} at the peak{driver}, "
-    line = f"{where}{format_bytes(own - budget)} more than the budget of {format_bytes(budget)}"
+    where = f"Rank {run.rank} (stage {run.stage}): {format_bytes(room)} at the peak{driver}, "
+    line = f"{where}{format_bytes(room - budget)} more than the budget of {format_bytes(budget)}"
     within = f", within the {format_bytes(reserve)} that {DEFAULT_BUDGET} of the device leaves free"
-    return f"{line}{within if 0 < own - budget <= reserve else ''}."
+    return f"{line}{within if 0 < room - budget <= reserve else ''}."
 
 
 def _left_free(made_from: Provenance, stage: Stage, cluster: Cluster | None) -> int:
