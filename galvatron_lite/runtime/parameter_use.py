@@ -31,7 +31,7 @@ def is_alone(plan: Plan) -> bool:
     return plan.devices == 1 and plan.microbatches == 1
 
 
-class SplitModel(Protocol):
+class CallingModel(Protocol):
     """A ``ParallelModel``."""
 
     plan: Plan
@@ -42,7 +42,7 @@ class SplitModel(Protocol):
         ...
 
 
-def refuse_direct_calls(model: nn.Module, parallel: SplitModel) -> None:
+def refuse_direct_calls(model: nn.Module, parallel: CallingModel) -> None:
     """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own.
 
     Args:

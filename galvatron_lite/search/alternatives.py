@@ -16,7 +16,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import Alternative, Plan, Schedule
-from galvatron_lite.search.best_first import MOST_WORK, SearchResult, finished, search
+from galvatron_lite.search.best_first import MOST_WORK, SolvedPlan, finished, search
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.scenarios import Range
 from galvatron_lite.search.shapes import Request
@@ -36,7 +36,7 @@ class Finalist:
     """A plan whose step has been simulated."""
 
     name: str  # of its shape
-    found: SearchResult  # what a search ended with
+    found: SolvedPlan  # what a search ended with
     plan: Plan  # with its prediction
     fits: bool  # whether that is within the budget
     range: Range | None = None  # of its step over scenarios; None: not asked for
@@ -63,9 +63,9 @@ class Finalist:
 def finalists(
     request: Request,
     pricer: LayerPricer,
-    best: SearchResult,
+    best: SolvedPlan,
     wanted: int = 3,
-    further: Sequence[SearchResult] = (),
+    further: Sequence[SolvedPlan] = (),
     simple: Sequence[Finalist] = (),
 ) -> tuple[Finalist, ...]:
     """What the search found, first, and good plans that differ materially from it and one another, not proven ones.
@@ -104,7 +104,7 @@ def finalists(
     return tuple(options)
 
 
-def pipelines(request: Request, pricer: LayerPricer, best: SearchResult, slack: float) -> tuple[Finalist, ...]:
+def pipelines(request: Request, pricer: LayerPricer, best: SolvedPlan, slack: float) -> tuple[Finalist, ...]:
     """For each pipeline degree the plan of least closed form, where that is near the best plan's, and the same with
     fewer stages a group; all simulated, for which of them is quickest the closed form does not tell.
 
@@ -290,7 +290,7 @@ def _searched(
     below: int | None = None,
     slack: float = 0.0,
     effort: int = MOST_WORK,
-) -> SearchResult | None:
+) -> SolvedPlan | None:
     """What a search ends with; None where nothing fits, or the pins leave no plan of this shape."""
     try:
         return search(request, pricer, exact=exact, below=below, slack=slack, effort=effort)
@@ -298,6 +298,6 @@ def _searched(
         return None
 
 
-def _finalist(request: Request, pricer: LayerPricer, name: str, result: SearchResult) -> Finalist:
+def _finalist(request: Request, pricer: LayerPricer, name: str, result: SolvedPlan) -> Finalist:
     plan = finished(request, pricer, result)
     return Finalist(name, result, plan, request.fits(plan))

@@ -43,14 +43,14 @@ _QUICK_WORK, _LOOK = 60_000, 20_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SearchResult:
+class SolvedPlan:
     """What the search ends with."""
 
     problem: Problem  # the winning shape
     partition: Partition  # its best plan
     gap: float = 0.0  # no plan of the space takes less than (1 - gap) of its time; 0.0: there is no better one
     # by pipeline degree and schedule the best plan met on the way, the winner among them
-    others: tuple[SearchResult, ...] = ()
+    others: tuple[SolvedPlan, ...] = ()
     stopped: bool = False  # whether the user stopped the search
     given: bool = False  # whether the plan is one that the user gave
 
@@ -61,12 +61,12 @@ def search(
     progress: Progress | None = None,
     exact: bool = True,
     stoppable: bool = False,
-    start: SearchResult | None = None,
+    start: SolvedPlan | None = None,
     effort: int = MOST_WORK,
     below: int | None = None,
     slack: float = 0.0,
     ahead: float = 0.0,
-) -> SearchResult | None:
+) -> SolvedPlan | None:
     """The best plan over all shapes; None where nothing fits.
 
     Args:
@@ -285,19 +285,19 @@ class _Walk:
     order: Iterator[int]  # gives the numbers
     most_work: int  # labels after which the search ends; an exact one only once there is a plan
     exact: bool  # exact, below, slack: see ``search``
-    best: SearchResult | None = None  # plan so far
+    best: SolvedPlan | None = None  # plan so far
     work: int = 0  # labels looked at
     open: float = inf  # a time that no plan beats in the nodes that were looked into but not to the end
     inside: _Node | None = None  # the node that is being looked into
     # best plan so far by pipeline degree and schedule
-    met: dict[tuple[int, Schedule], SearchResult] = field(default_factory=dict)
+    met: dict[tuple[int, Schedule], SolvedPlan] = field(default_factory=dict)
     # bound by shape and layouts at the edges, whatever the strategies of tied layers
     edges: dict[tuple[object, ...], float] = field(default_factory=dict)
     # shapes of interleaved 1F1B by pipeline degree and micro-batches: they differ in the stages of each group
     interleaved: dict[tuple[int, int], list[Problem]] = field(default_factory=dict)
     below: int | None = None
     slack: float = 0.0
-    known: SearchResult | None = None  # known, ahead: see ``search``
+    known: SolvedPlan | None = None  # known, ahead: see ``search``
     ahead: float = 0.0
 
     @property
@@ -358,11 +358,11 @@ class _Walk:
         key = (problem.shape.stages, problem.shape.schedule)
         known = self.met.get(key)
         if known is None or partition.time < known.partition.time:
-            self.met[key] = SearchResult(problem, partition)
+            self.met[key] = SolvedPlan(problem, partition)
         if self.worth(partition.time):
-            self.best = SearchResult(problem, partition)
+            self.best = SolvedPlan(problem, partition)
 
-    def end(self, stopped: bool) -> SearchResult | None:
+    def end(self, stopped: bool) -> SolvedPlan | None:
         """The best plan, and how far from the best there is it may be."""
         if self.best is None:
             return None
@@ -374,12 +374,12 @@ class _Walk:
         return replace(self.best, gap=gap, others=(*self.met.values(), *before), stopped=stopped)
 
 
-def finished(request: Request, pricer: LayerPricer, result: SearchResult) -> Plan:
+def finished(request: Request, pricer: LayerPricer, result: SolvedPlan) -> Plan:
     """The plan of a search's end, with its prediction."""
     return price_plan(pricer, plain(request, result))
 
 
-def plain(request: Request, result: SearchResult) -> Plan:
+def plain(request: Request, result: SolvedPlan) -> Plan:
     """The plan of a search's end, without prediction."""
     shape = result.problem.shape
     plan = plan_of(

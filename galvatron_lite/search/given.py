@@ -11,14 +11,14 @@ from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.search.best_first import SearchResult
+from galvatron_lite.search.best_first import SolvedPlan
 from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import StagePlan
 from galvatron_lite.search.shapes import Request, open_problem
 
 
-def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) -> tuple[SearchResult, ...]:
+def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) -> tuple[SolvedPlan, ...]:
     """The plans that fit the budget and keep the pins, as what a search might have ended with, quickest first.
 
     They need not be in the declared space: what its rules leave out is priced all the same.
@@ -53,7 +53,7 @@ def _keeps(request: Request, pricer: LayerPricer, plan: Plan) -> bool:
     return all(backend.runs(own) and fixed.allows(own) and fixed.allows_in(layer.name, own) for layer, own in pairs)
 
 
-def _as_result(request: Request, pricer: LayerPricer, plan: Plan) -> SearchResult:
+def _as_result(request: Request, pricer: LayerPricer, plan: Plan) -> SolvedPlan:
     """A plan with its closed form, in the search's own unit."""
     strategies = strategies_of(plan, pricer.profile)
     shape = shape_of(plan, strategies)
@@ -62,4 +62,4 @@ def _as_result(request: Request, pricer: LayerPricer, plan: Plan) -> SearchResul
     work = seconds / straggling(pricer.profile, plan.devices) - pricer.profile.overhead.step
     cuts = (0, *accumulate(sizes))
     stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(cuts))
-    return SearchResult(open_problem(request, pricer, shape), Partition(ticks(work), cuts, stages), given=True)
+    return SolvedPlan(open_problem(request, pricer, shape), Partition(ticks(work), cuts, stages), given=True)

@@ -36,7 +36,7 @@ from galvatron_lite.profiler.unsure import spread_note
 from galvatron_lite.search.alike import with_alike
 from galvatron_lite.search.all_ways import WAYS, WHY
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, pipelines, quickest
-from galvatron_lite.search.best_first import MOST_WORK, Progress, SearchResult, search
+from galvatron_lite.search.best_first import MOST_WORK, Progress, SolvedPlan, search
 from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
 from galvatron_lite.search.figures import TICKS
 from galvatron_lite.search.given import given_plans
@@ -203,7 +203,7 @@ def _ordinary(
     )
 
 
-def _certificate(result: SearchResult, progress: Progress | None) -> str:
+def _certificate(result: SolvedPlan, progress: Progress | None) -> str:
     """What an integer programme of the same shape says, without the seconds it took: plans repeat."""
     if result.given:
         return "not certified: the plan is one that was given"
@@ -221,7 +221,7 @@ def _closed(pricer: LayerPricer, request: Request, ticks: float) -> float:
 
 
 def _ahead(
-    request: Request, pricer: LayerPricer, first: SearchResult, contenders: Sequence[Finalist], tolerance: float
+    request: Request, pricer: LayerPricer, first: SolvedPlan, contenders: Sequence[Finalist], tolerance: float
 ) -> float:
     """By what share a plan's closed form must be below that of the first, to be quicker than the best plan that was
     simulated by more than the tolerance."""

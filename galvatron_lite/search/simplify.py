@@ -24,7 +24,7 @@ from galvatron_lite.cost.step import bound_seconds, straggling
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.best_first import SearchResult, search
+from galvatron_lite.search.best_first import SolvedPlan, search
 from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.partition import Partition
 from galvatron_lite.search.problem import StagePlan, is_glued, part_of
@@ -39,13 +39,13 @@ _WORK, _TRIALS = 400_000, 150
 timed, so that results repeat."""
 
 
-def simple(request: Request, pricer: LayerPricer, tolerance: float, start: SearchResult | None) -> SearchResult | None:
+def simple(request: Request, pricer: LayerPricer, tolerance: float, start: SolvedPlan | None) -> SolvedPlan | None:
     """A plan to begin with: the best whose layers change their strategy nowhere within a stage, or ``start``."""
     narrow = replace(request, runs=1)
     return search(narrow, pricer, start=start, slack=SLACK * tolerance, effort=_WORK) or start
 
 
-def simplest(request: Request, pricer: LayerPricer, result: SearchResult, tolerance: float) -> SearchResult:
+def simplest(request: Request, pricer: LayerPricer, result: SolvedPlan, tolerance: float) -> SolvedPlan:
     """The simplest plan that takes at most 1 / (1 - tolerance) of what the best plan takes at the least.
 
     Args:
@@ -86,7 +86,7 @@ def _narrower(request: Request, shape: Shape) -> list[Request]:
     return narrower
 
 
-def most_runs(request: Request, result: SearchResult) -> int:
+def most_runs(request: Request, result: SolvedPlan) -> int:
     """Of the stages of a plan: the most runs of equal strategies among the layers of one part of the model."""
     parts = part_of(request.graph)
     runs = [
@@ -97,7 +97,7 @@ def most_runs(request: Request, result: SearchResult) -> int:
     return max(runs)
 
 
-def _merged(request: Request, pricer: LayerPricer, result: SearchResult, limit: int) -> SearchResult:
+def _merged(request: Request, pricer: LayerPricer, result: SolvedPlan, limit: int) -> SolvedPlan:
     """The plan with as few changes of strategy, and as few strategies, as single replacements lead to."""
     trials = 0
     while trials < _TRIALS:
@@ -121,7 +121,7 @@ def _changes(strategies: Sequence[Strategy]) -> tuple[int, int]:
     return sum(a != b for a, b in pairwise(strategies)), len(set(strategies))
 
 
-def _sorted(request: Request, result: SearchResult, strategies: Sequence[Strategy]) -> list[Strategy]:
+def _sorted(request: Request, result: SolvedPlan, strategies: Sequence[Strategy]) -> list[Strategy]:
     """With equal layers in one stage in the order of their strategies: the one used most first."""
     used, cuts = Counter(strategies), result.partition.cuts
     stages = [stage for stage, (a, b) in enumerate(pairwise(cuts)) for _ in range(a, b)]
@@ -145,7 +145,7 @@ def _replacements(strategies: Sequence[Strategy]) -> Iterator[list[Strategy]]:
         start += count
 
 
-def _allowed(request: Request, result: SearchResult, strategies: Sequence[Strategy]) -> bool:
+def _allowed(request: Request, result: SolvedPlan, strategies: Sequence[Strategy]) -> bool:
     """Whether every layer is offered its strategy, and the rules of ``problem`` hold."""
     graph, shape = request.graph, result.problem.shape
     fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
@@ -171,7 +171,7 @@ def _allowed(request: Request, result: SearchResult, strategies: Sequence[Strate
 
 
 def _priced(
-    request: Request, pricer: LayerPricer, result: SearchResult, strategies: Sequence[Strategy]
+    request: Request, pricer: LayerPricer, result: SolvedPlan, strategies: Sequence[Strategy]
 ) -> Partition | None:
     """The plan with other strategies; None where it does not fit, or where the profile has no figures for them."""
     shape, cuts = result.problem.shape, result.partition.cuts

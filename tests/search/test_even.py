@@ -11,7 +11,7 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.plans.schema import Plan, Schedule
-from galvatron_lite.search.best_first import SearchResult, search
+from galvatron_lite.search.best_first import SolvedPlan, search
 from galvatron_lite.search.even import even_cuts
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.problem import Problem
@@ -46,7 +46,7 @@ def by_hand(problem: Problem) -> float:
     return best
 
 
-def searched(seed: int, fixed: Fixed, budget: int = 10**9) -> tuple[Session, SearchResult | None]:
+def searched(seed: int, fixed: Fixed, budget: int = 10**9) -> tuple[Session, SolvedPlan | None]:
     session = Session(random_profile(random.Random(seed), blocks=4 if seed % 4 else 3))
     request = request_of(session, 4, 8, budget, fixed, None, GALVATRON)
     return session, search(request, session.pricer)

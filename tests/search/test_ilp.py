@@ -13,7 +13,7 @@ import pytest
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.best_first import SearchResult, finished, search
+from galvatron_lite.search.best_first import SolvedPlan, finished, search
 from galvatron_lite.search.programme.ilp import certify
 from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable
 from galvatron_lite.search.programme.ilp_uniform import UniformModel, first_blocks
@@ -37,7 +37,7 @@ def mid_size(seed: int) -> tuple[Request, Profile]:
     return Request(profile.graph, devices, 8, 10**9, fixed, (draw.choice(FREE),), space), profile
 
 
-def tighter(request: Request, pricer: LayerPricer, share: float) -> SearchResult | None:
+def tighter(request: Request, pricer: LayerPricer, share: float) -> SolvedPlan | None:
     """What is found where only some of the memory that the fastest plan takes is there."""
     found = search(request, pricer)
     if found is None:
