@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import (
     branch_rows,
@@ -20,6 +21,7 @@ from galvatron_lite.plans.describe import (
 from galvatron_lite.plans.schema import (
     PLAN_VERSION,
     BranchPlacement,
+    Cyclic,
     LayerRun,
     MemoryBreakdown,
     Mode,
@@ -142,6 +144,8 @@ def test_of_many_groups_the_ends_and_the_fullest_have_bars(fullest: int, bars: i
     assert drawn == sorted({0, 1, 2, fullest, 17, 18, 19})
     assert len(drawn) == bars
     assert shown.count(None) == bars - 5
+    cyclic = replace(plan, cyclic=Cyclic(CyclicRule.V1, CyclicSetting.SINGLE))
+    assert shown_groups(cyclic, plan.stages[0]) == [range(20)]
     near = shown_groups(plan, plan.stages[4])
     assert [group and group[0] for group in near] == [0, 1, 2, None, 4, None, 17, 18, 19]
 

@@ -171,6 +171,8 @@ def test_a_plan_s_own_tool_trains_with_it() -> None:
     held = [replace(one, strategy=replace(one.strategy, zero=2, data=1, zero_stage=3))
             for one in PLANS["zero-bubble"].stages[1].runs]  # fmt: skip
     stages = (PLANS["zero-bubble"].stages[0], Stage(tuple(held)))
+    left_out = export(replace(PLANS["zero-bubble"], stages=stages), "megatron").left_out
+    assert any("layers.4 … layers.7: zero3x2, instead of data2" in line for line in left_out)
     with pytest.raises(InputError, match=r"plan, stages.1, strategy of layers.4: 'zero3x2' .*needs zero 1"):
         check_runs(replace(PLANS["zero-bubble"], stages=stages))
     out = Strategy(data=2, offload=Offload.ACTIVATIONS, recompute=Recompute.SELECTIVE)

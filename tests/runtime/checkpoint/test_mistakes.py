@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.runtime.checkpoint import storage
 from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest
 from galvatron_lite.runtime.checkpoint.sealed import survey
 from galvatron_lite.runtime.checkpoint.shards import write_tensors
@@ -43,6 +44,8 @@ def test_a_file_without_a_tensor_and_a_folder_that_cannot_be_read(
     with pytest.raises(FileFormatError, match="holds no 'bias'") as caught:
         metadata_of_files({"bias": tmp_path / "one.safetensors"}, {})
     assert (caught.value.field, caught.value.value) == ("file", tmp_path / "one.safetensors")
+    with pytest.raises(FileFormatError, match=r"^dtype: 'nn' .*none of torch's"):
+        storage._dtype("nn")
     place = tmp_path / "step-1"
     place.mkdir()
     monkeypatch.setattr(
