@@ -59,7 +59,9 @@ def targets(backend: str) -> Iterator[Question]:
         ("gpt3-175b", None, "a100-80gb", 1024, 1536, None, 1.0),
         ("llama3-405b", None, "h100", 16384, 2048, None, 3.0),
         ("llama2-7b", None, "a100-40gb", 8, 64, None, 0.2),
-        ("pyramid", 300, "a100-80gb", 64, 1024, None, 5.0),
+        ("llama3-70b", None, "h100", 64, 256, None, 1.0),
+        ("mixtral-8x7b", None, "h100", 64, 256, None, 1.0),
+        ("pyramid", 300, "a100-80gb", 64, 1024, None, 2.0),
     ):
         yield Question(f"targets, {backend}", gpus, model, layers, cluster, gpus, batch, backend, (), budget, target)
 

@@ -134,9 +134,7 @@ def _averaged(walk: _Walk, problem: Problem) -> float:
 def _begin(walk: _Walk) -> None:
     """A uniform plan to begin with: of the shapes that look best the one of least bound that fits."""
     every = [own for family in walk.interleaved.values() for own in family]
-    for own in every:
-        _averaged(walk, own)
-    few = sorted(every, key=lambda own: own.answers.averaged)[:_FEW]
+    few = sorted((own for own in every if own.answers.averaged), key=lambda own: own.answers.averaged)[:_FEW]
     bounds = [min(way.bound(runs=own.runs) for way in _uniform(own)) for own in few]
     for bound, problem in sorted(zip(bounds, few, strict=True), key=lambda pair: pair[0]):
         if 0.0 < bound < inf and walk.limit is None:
