@@ -83,7 +83,7 @@ def test_every_plan_is_written_alike_each_time_and_comments_say_what_is_missing(
 
 @pytest.mark.parametrize("tool", sorted(TOOLS))
 def test_what_is_written_changes_on_purpose_alone(tool: str) -> None:
-    """``exported.json`` was read through: remake it with what this compares, and read the difference."""
+    """``exported.json`` is what was written before, of the same plans: where it differs, read the difference first."""
     written = {name: export(PLANS[name], tool) for name in EVERY}
     kept = json.loads((Path(__file__).parent / "exported.json").read_text())[tool]
     assert {name: [one.text.splitlines()[1:], list(one.left_out)] for name, one in written.items()} == kept
