@@ -181,7 +181,7 @@ def compare(case: Sequence[Published], calibration: Calibration, chosen: argpars
     def search(known: Sequence[Plan]) -> Plan:
         return find_plan(
             session.profile, devices=theirs.devices, global_batch=theirs.global_batch, budget=budget, fixed=fixed,
-            backend="any", session=session, plans=known, effort=int(chosen.effort),
+            backend="any", session=session, known=known, effort=int(chosen.effort),
         )  # fmt: skip
 
     alone = search(())

@@ -87,7 +87,7 @@ def test_plans_for_another_question_are_refused(field: str, value: int) -> None:
 
 def test_it_is_said_that_a_given_plan_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     best = planned(2, runners_up=0)
-    monkeypatch.setattr(planner, "search", lambda *_, known, **__: known)
+    monkeypatch.setattr(planner, "search", lambda *_, start, **__: start)
     again = planned(2, known=[bare(best)], certify=True, runners_up=0)
     assert bare(again) == bare(best)
     assert again.provenance is not None

@@ -67,7 +67,7 @@ def test_a_published_plan_is_where_a_search_begins_that_ends_with_a_slower_one(
 
     def poor(*arguments: Any, known: Any, **options: Any) -> Any:
         one = {"fixed": plans.Fixed(pipeline=1, forbidden=("tensor",)), "budget": 2**50}
-        return find_plan(*arguments, plans=known, **(options if known else options | one))
+        return find_plan(*arguments, known=known, **(options if known else options | one))
 
     honest = plans.compare(case, calibration, plans.options([]))
     assert not honest.given

@@ -69,7 +69,7 @@ def answer(question: PlanQuery) -> Replanned:
             stoppable=False,
             tolerance=0.0 if plan.provenance is None else plan.provenance.tolerance,
             margin=0.0 if plan.provenance is None else plan.provenance.margin,
-            plans=(plain(plan),),
+            known=(plain(plan),),
         )
         return Replanned(check_runs(found))
     except GalvatronError as error:
