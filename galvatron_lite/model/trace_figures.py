@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
@@ -84,9 +85,14 @@ def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
 
 def _check_alike(small: Recording, large: Recording) -> None:
     names = [[(call.path, call.name) for call in recording.calls] for recording in (small, large)]
-    if names[0] != names[1] or small.sizes.keys() != large.sizes.keys():
-        remedy = "The model must run the same operators whatever the batch size; name its blocks yourself (blocks=)."
-        raise TraceError("model", f"batch sizes {SAMPLES}", remedy)
+    if names[0] == names[1] and small.sizes.keys() == large.sizes.keys():
+        return
+    pairs = zip_longest(*names, fillvalue=("", "nothing"))
+    unlike = next((f"{a[1]} and {b[1]} in {a[0] or b[0] or 'it'}" for a, b in pairs if a != b), "tensors kept")
+    remedy = (
+        f"The model must run the same operators whatever the batch size ({unlike} differ); name its blocks (blocks=)."
+    )
+    raise TraceError("model", f"batch sizes {SAMPLES}", remedy)
 
 
 def _growth(small: Mapping[int, int], large: Mapping[int, int]) -> dict[int, int]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import socket
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -151,12 +151,14 @@ def process_name() -> str:
 def line_of(thread: int) -> tuple[str, bool]:
     """The line of code that a thread of this process is at, and whether it waits for other ranks there."""
     frame = sys._current_frames().get(thread)  # documented for finding deadlocks
-    found = [] if frame is None else traceback.extract_stack(frame)
-    if not found:
+    if frame is None:
         return "", False
-    last = found[-1]
-    waits = "torch/distributed" in last.filename or any(word in (last.line or "") for word in _WAITS)
-    return f"{Path(last.filename).name}:{last.lineno} in {last.name}", waits
+    code, number = frame.f_code, frame.f_lineno
+    # A frame keeps its variables: a gradient held here is copied by autograd in the other thread, not moved.
+    del frame
+    line = linecache.getline(code.co_filename, number)
+    waits = "torch/distributed" in code.co_filename or any(word in line for word in _WAITS)
+    return f"{Path(code.co_filename).name}:{number} in {code.co_name}", waits
 
 
 def publish(
