@@ -238,11 +238,11 @@ def read_value(kind: type[T], path: Path) -> T:
 
 def write_text(path: Path, text: str | Iterator[str]) -> None:
     """Write a file, of a text or its parts, so that it is either the old one or the whole new one, never half."""
-    check_regular(path).parent.mkdir(parents=True, exist_ok=True)
     try:
+        check_regular(path).parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:
-        raise type(error)(error.errno, f"{error.strerror}; give another place", str(path)) from None
+        raise type(error)(error.errno, f"It cannot be written ({error.strerror}): give another place", str(path)) from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.writelines([text] if isinstance(text, str) else text)

@@ -99,7 +99,8 @@ def main() -> None:
         keep(error)
         sys.exit(1)
     except OSError as error:
-        print(f"galvatron: {error}", file=sys.stderr)
+        place = "" if error.filename is None else f"{error.filename}: "
+        print(f"galvatron: {place}{error.strerror or error}", file=sys.stderr)
         sys.exit(1)
 
 
