@@ -105,6 +105,7 @@ PLANS = {
     "data": DATA,
     "pipeline": PIPELINE,
     "recompute": AGAIN,
+    "states": planned(Strategy(zero=2, zero_stage=1)),
     "shards": planned(Strategy(zero=2, zero_stage=3)),
     "tensor": planned(Strategy(tensor=2, sequence_parallel=True)),
     "mixed": planned(Strategy(data=2, tensor=2), blocks_1=Strategy(data=4)),

@@ -216,7 +216,7 @@ class _Run:
     """One rank, set up."""
 
     def __init__(self, subject: Subject, plan: Plan, place: RankPlace, log: MessageLog, ledger: Ledger) -> None:
-        self.subject, self.plan, self.place, self.ledger = subject, plan, place, ledger
+        self.subject, self.plan, self.place, self.ledger, self._log = subject, plan, place, ledger, log
         self.kept: dict[str, int] = {}
         self._wholes = {name: tuple(one.shape) for name, one in subject.model.named_parameters(remove_duplicate=False)}
         model = without_values(subject.model)
@@ -253,13 +253,15 @@ class _Run:
         return [one for runtime in self.parallel.runtimes for one in runtime.owned]
 
     def _make_states(self) -> None:
-        """The states that the optimizer makes in its first step."""
+        """The states that the optimizer makes in its first step, which is not the one that is looked at."""
         self.place.phase = During.OPTIMIZER
+        sent = len(self._log.messages)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        del self._log.messages[sent:]
 
     def _sort(self) -> None:
         """What everything at rest is for."""
