@@ -242,7 +242,9 @@ def write_text(path: Path, text: str | Iterator[str]) -> None:
         check_regular(path).parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:
-        raise type(error)(error.errno, f"It cannot be written ({error.strerror}): give another place", str(path)) from None
+        raise type(error)(
+            error.errno, f"It cannot be written ({error.strerror}): give another place", str(path)
+        ) from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.writelines([text] if isinstance(text, str) else text)

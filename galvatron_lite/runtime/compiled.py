@@ -37,12 +37,14 @@ def check_compile(wanted: bool | str, plan: Plan | None = None) -> str:
     """How blocks are compiled: empty (not at all), ``auto``, or the name of a backend of ``torch.compile``.
 
     Raises:
-        InputError: there is no such backend; or the plan has tensor parallelism, whose compiled blocks torch before
-            2.12 trains wrong.
+        InputError: there is no such backend; or the plan has tensor parallelism, whose blocks torch before 2.12 trains
+            wrong with backends that leave backward to autograd.
     """
     parts = () if plan is None else (*(one.runs for one in plan.stages), *(one.runs for one in plan.branches))
-    if wanted and any(run.strategy.tensor > 1 for runs in parts for run in runs) and _torch_version() < (2, 12):
-        remedy = f"torch {torch.__version__} trains compiled blocks wrong under tensor parallelism: use 2.12, or False."
+    is_traced = wanted in {True, AUTO, DEFAULT} or str(wanted).startswith("aot_")
+    has_tensor = any(run.strategy.tensor > 1 for runs in parts for run in runs)
+    if wanted and not is_traced and has_tensor and _torch_version() < (2, 12):
+        remedy = f"torch {torch.__version__} trains tensor parallel blocks wrong with it: use 2.12, or {DEFAULT}."
         raise InputError("compile", str(wanted), remedy)
     if isinstance(wanted, bool):
         return DEFAULT if wanted else ""

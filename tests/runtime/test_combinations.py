@@ -75,7 +75,7 @@ def steps(run: Run, *numbers: int) -> list[float]:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "compile": {"compile": "eager"},
+    "compile": {"compile": "aot_eager"},
     "fp16": {"precision": "fp16"},
     "same draws": {"randomness": "same", "rate": 0.3},
 }

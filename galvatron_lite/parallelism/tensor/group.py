@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
@@ -41,10 +42,17 @@ class TensorGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessTensorGroup(Processes):
-    """Processes of ``torch.distributed``."""
+    """Processes of ``torch.distributed``.
+
+    Compiled code calls functional collectives: torch 2.11 loses writes of the others in backward passes that it traces.
+    They have no public home; ``tests/runtime/test_compiled.py`` trains with them.
+    """
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the group."""
+        if torch.compiler.is_compiling():
+            summed: Tensor = funcol.all_reduce(tensor, "sum", self._traced)
+            return summed
         result = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, group=self.process_group)
         return result
@@ -52,6 +60,9 @@ class ProcessTensorGroup(Processes):
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The group's tensors one after the other along ``dim``."""
         dim %= tensor.dim()
+        if torch.compiler.is_compiling():
+            gathered: Tensor = funcol.all_gather_tensor(tensor.contiguous(), dim, self._traced)
+            return gathered
         result = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         all_gather(result, tensor.contiguous(), self.process_group)
         return result.view(self.size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1)
@@ -59,10 +70,17 @@ class ProcessTensorGroup(Processes):
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This process's share along ``dim`` of the sum over the group."""
         share = _share_extent(tensor, dim, self.size)
+        if torch.compiler.is_compiling():
+            scattered: Tensor = funcol.reduce_scatter_tensor(tensor, "sum", dim, self._traced)
+            return scattered
         pieces = torch.cat(torch.split(tensor, share, dim))
         result = tensor.new_empty((tensor.shape[0], *pieces.shape[1:]) if dim else (share, *pieces.shape[1:]))
         reduce_scatter(result, pieces, self.process_group)
         return result
+
+    @property
+    def _traced(self) -> Any:
+        return dist.group.WORLD if self.process_group is None else self.process_group
 
 
 @dataclass(frozen=True, slots=True)
