@@ -69,6 +69,12 @@ def _rms_norm(
     return _RmsNorm.apply(input, weight, len(shape))  # type: ignore[no-untyped-call]
 
 
+def _narrow(function: Function, *args: Any, **kwargs: Any) -> Any:
+    """In the precision of its input: autocast widens it on CPUs alone."""
+    with torch.autocast("cpu", enabled=False):
+        return function(*args, **kwargs)
+
+
 class _RmsNorm(torch.autograd.Function):
     """The tensors of one kernel, and no values."""
 
@@ -89,4 +95,5 @@ _KERNELS: dict[tuple[Any, str], Function] = {
     (attention, "scaled_dot_product_attention"): _attention,
     (functional, "dropout"): _dropout,
     (functional, "rms_norm"): _rms_norm,
+    (functional, "avg_pool3d"): _narrow,
 }
