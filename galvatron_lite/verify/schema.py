@@ -95,6 +95,7 @@ class ParameterSplit:
     on_host: bool = False  # whether the optimizer updates it in host memory
     # shape of what this rank computes with: ``held``, or what is gathered of it; empty: not known
     used: tuple[int, ...] = ()
+    trains: bool = True  # whether the loss depends on it
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,19 @@ def test_plans_that_are_followed_pass(name: str) -> None:
     assert failed(right_runs(PLANS[name]), PLANS[name]) == {}
 
 
+@pytest.mark.parametrize("name", ["shards", "states", "data"])
+def test_parameters_that_the_loss_does_not_need(name: str) -> None:
+    """They have no gradient to sum, in one process either."""
+    with torch.device("meta"):
+        spare = GPT(CONFIG)
+        spare.blocks[0].spare = torch.nn.Linear(64, 64)
+    plan = PLANS[name]
+    examined = subject_of(spare, plan, batch(), optimizer=torch.optim.SGD)
+    runs = [dry_run(examined, plan, rank)[0] for rank in range(plan.devices)]
+    assert examined.unreached == {"blocks.0.spare.weight", "blocks.0.spare.bias"}
+    assert gradients_summed(runs, plan, trace(spare, batch())).verdict is Verdict.PASSED
+
+
 def test_a_missing_sum_of_gradients_on_one_rank() -> None:
     """The other rank waits for it; and the rank's gradients are not summed."""
     fault = patch("galvatron_lite.parallelism.data.apply._launch", lambda _bucket: None)

@@ -178,7 +178,7 @@ _SIZES = {"float64": 8, "bfloat16": 2, "float16": 2}
 
 def _needed(run: RoleRun, split: LayerSplit, planned: PlannedLayers) -> Iterator[Needed]:
     strategy = planned.strategies[split.layer]
-    for one in split.parameters:
+    for one in (one for one in split.parameters if one.trains):
         for ranks, scattered, items in _sums_of(run, one, strategy, planned):
             if len(ranks) > 1:
                 yield Needed(split.layer, ranks, scattered, items)

@@ -13,10 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.model.batch import LossFn, batch_size, map_tensors, resize_batch, tensors_of
+from galvatron_lite.model.batch import (
+    LossFn,
+    batch_size,
+    call_model,
+    loss_of,
+    map_tensors,
+    resize_batch,
+    tensors_of,
+)
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.discover_blocks import BlockNames
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.model.trace_record import Recorder
+from galvatron_lite.model.trace_run import shapes_only
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.runtime.clip import local_tensor
@@ -57,6 +68,7 @@ class Subject:
     # makes one of parameter groups: ``torch.optim.AdamW``
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     precision: str | None = None  # of compute; the plan's if None
+    unreached: frozenset[str] = frozenset()  # parameters that get no gradient, whatever the plan
 
 
 def subject_of(
@@ -88,7 +100,21 @@ def subject_of(
     everything = [placed for stage in place_layers(plan, layers) for placed in stage]
     whole = resize_batch(map_tensors(batch, lambda one: one.to("meta")), plan.global_batch)
     known = tensor_plans(model, everything, batch)
-    return Subject(model, layers, whole, loss_fn, known, optimizer, precision)
+    unreached = _unreached(model, map_tensors(batch, lambda one: one.to("meta")), loss_fn)
+    return Subject(model, layers, whole, loss_fn, known, optimizer, precision, unreached)
+
+
+def _unreached(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> frozenset[str]:
+    """Names of the parameters that the loss does not depend on; none where that cannot be seen without values."""
+    twin = meta_copy(model)
+    named = {name: one for name, one in twin.named_parameters() if one.requires_grad}
+    try:
+        with shapes_only(Recorder()):
+            loss = loss_of(call_model(twin, batch), batch, loss_fn)
+            reached = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    except Exception:  # whatever the model's code does that there are no shapes for
+        return frozenset()
+    return frozenset(name for name, gradient in zip(named, reached, strict=True) if gradient is None)
 
 
 def dry_run(
@@ -394,6 +420,7 @@ class _Run:
         return ParameterSplit(
             one.names[0], self._wholes.get(one.names[0], ()), tuple(held.shape), updated.numel(),
             one.is_zero, one.host is not None, tuple(one.parameter.shape),
+            not self.subject.unreached.issuperset(one.names),
         )  # fmt: skip
 
 
