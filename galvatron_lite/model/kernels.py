@@ -33,6 +33,9 @@ class Kernels:
     # of plain attention: scale, mask and softmax are one kernel that keeps its output only; else softmax runs and is
     # kept in fp32
     fused_softmax: bool = False
+    # a relative bias of scores and the mask are added in a tensor of their own that the fused kernel keeps (PyTorch's
+    # ``scaled_dot_product_attention``); else the kernel adds the bias
+    bias_in_mask: bool = False
     fused_norm: bool = True  # a normalisation is one kernel
     # bias and activation (GELU, SwiGLU's product too) are one kernel that keeps its input only
     fused_activation: bool = False

@@ -39,14 +39,24 @@ def attention(
         heads: sizes.
         causal: whether a query sees no later key.
         dropout: probability on the attention weights; the fused kernel keeps no mask of it.
-        biased: whether a bias by distance is added to the scores; inside the fused kernel it costs nothing.
+        biased: whether a bias by distance is added to the scores; where the fused kernel does it that costs nothing.
     """
     if tape.kernels.flash_attention:
-        return _flash(tape, f"{name}.scores", (q, k, v), heads, causal=causal)
+        bias = _bias(tape, f"{name}.bias", q, k, heads) if biased and tape.kernels.bias_in_mask else None
+        return _flash(tape, f"{name}.scores", (q, k, v), heads, causal=causal, bias=bias)
     return _plain(tape, name, (q, k, v), heads, causal=causal, dropout=dropout, biased=biased)
 
 
-def _flash(tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads, *, causal: bool) -> Value:
+def _bias(tape: Tape, name: str, q: Value, k: Value, heads: Heads) -> Value:
+    """The mask with the bias of every pair of a query and a key, a head."""
+    queries, keys = q.items // (heads.queries * heads.size), k.items // (heads.keys * heads.size)
+    out = tape.value(heads.queries * queries * keys, q.part)
+    return tape.record(ShapeCall((), out), memory_operator(name, out, 3 * out.bytes, out.bytes))
+
+
+def _flash(
+    tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads, *, causal: bool, bias: Value | None = None
+) -> Value:
     """Flash attention (Dao 2023): keeps q, k, v, its output and one fp32 log-sum a query and head.
 
     FLOPs count the whole score matrix, causal or not: 2 x queries x keys x heads x (head size + value size) forward
@@ -57,12 +67,14 @@ def _flash(tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads,
     out = tape.value(queries * heads.queries * heads.values, q.part)
     sums = tape.value(queries * heads.queries, q.part, FP32, grad=False)
     flops = 2 * queries * keys * heads.queries * (heads.size + heads.values)
-    touched = q.bytes + k.bytes + v.bytes + out.bytes
+    biases = () if bias is None else (bias,)
+    touched = q.bytes + k.bytes + v.bytes + out.bytes + sum(one.bytes for one in biases)
     operator = Operator(
         name, OperatorClass.ATTENTION, (heads.queries, heads.keys, queries, keys, heads.size), 1, flops, flops * 5 // 2,
         touched + sums.bytes, 2 * touched + sums.bytes, 0, sharding_of(q), causal,
     )  # fmt: skip
-    return tape.record(ShapeCall((q, k, v), out, saved=(q, k, v, out, sums), anchor=(out, sums), core=True), operator)
+    saved = (q, k, v, *biases, out, sums)
+    return tape.record(ShapeCall((q, k, v, *biases), out, saved=saved, anchor=(out, sums), core=True), operator)
 
 
 def _plain(

@@ -3,8 +3,8 @@
 The bridge is the encoder's final norm with the decoder's embedding. From there on two tensors travel: the decoder's
 hidden state and the encoder's output, which every decoder block reads and which is counted once, with the bridge.
 
-Relative position biases are taken to be added inside a memory-efficient attention kernel, so scores are not kept; each
-stack's table of buckets is held by the layer before it (``before``, ``bridge``).
+By PyTorch's own kernels they run as transformers' T5 does: relative biases are added to the mask. Each stack's table of
+buckets is held by the layer before it (``before``, ``bridge``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def encoder_decoder_graph(
     shape: EncoderDecoderShape, precision: str, item_bytes: int, kernels: Kernels = EAGER
 ) -> ModelGraph:
     """``before``, encoder blocks, ``bridge``, decoder blocks, ``after``."""
+    if kernels == EAGER and shape.positions == "relative":
+        kernels = replace(kernels, bias_in_mask=True)
     kinds = (
         _before_kind(shape, item_bytes, kernels),
         pre_norm_block(shape, shape.seq_len, item_bytes, "encoder_block", causal=False, kernels=kernels),

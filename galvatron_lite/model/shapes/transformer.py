@@ -37,7 +37,7 @@ def attend(
     if shape.positions == "rotary":
         q, k = ops.rotary(tape, f"{name}.rotary_q", q), ops.rotary(tape, f"{name}.rotary_k", k)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
-    biased = shape.positions in ("alibi", "relative")
+    biased = shape.positions in ("alibi", "relative") and source is None
     mixed = attention(tape, name, q, k, v, heads, causal=causal, dropout=shape.dropout, biased=biased)
     out = ops.linear(
         tape, f"{name}.out", mixed, shape.attention_width, shape.hidden, Division.SEQUENCE, bias=shape.biases,
@@ -93,7 +93,8 @@ def _inner(tape: Tape, shape: TransformerShape, x: Value, ffn: int, name: str) -
     """What the down projection takes."""
     relu, kernels = shape.activation == "relu", tape.kernels
     if not shape.gated_mlp:
-        return ops.activation(tape, f"{name}.act", _column(tape, shape, f"{name}.up", x, ffn), keeps_output=relu)
+        made = ops.activation(tape, f"{name}.act", _column(tape, shape, f"{name}.up", x, ffn), keeps_output=relu)
+        return _dropped(tape, shape, name, made)
     if kernels.merged_projections:
         both = _column(tape, shape, f"{name}.gate_up", x, 2 * ffn)
         return ops.gated(tape, view(both, both.items // 2), view(both, both.items // 2), keeps_output=relu)
@@ -101,7 +102,13 @@ def _inner(tape: Tape, shape: TransformerShape, x: Value, ffn: int, name: str) -
     if kernels.compiled or kernels.fused_activation:
         return ops.gated(tape, gate, _column(tape, shape, f"{name}.up", x, ffn), keeps_output=relu)
     gate = ops.activation(tape, f"{name}.act", gate, keeps_output=relu)
-    return ops.multiply(tape, f"{name}.product", gate, _column(tape, shape, f"{name}.up", x, ffn))
+    product = ops.multiply(tape, f"{name}.product", gate, _column(tape, shape, f"{name}.up", x, ffn))
+    return _dropped(tape, shape, name, product)
+
+
+def _dropped(tape: Tape, shape: TransformerShape, name: str, inner: Value) -> Value:
+    """T5 drops inside the MLP, too (Raffel et al. 2019, section 2.1)."""
+    return ops.dropout(tape, f"{name}.dropout", inner, shape.dropout if shape.positions == "relative" else 0.0)
 
 
 def split_degree(shape: TransformerShape) -> int:

@@ -45,10 +45,19 @@ def _on_plain(kernel: Function, function: Function, *args: Any, **kwargs: Any) -
 
 
 def _attention(function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Leave the dropout out: one kernel keeps no mask of it, but the state that its random numbers began with."""
+    """Leave the dropout out: one kernel keeps no mask of it, but the state that its random numbers began with.
+
+    CPUs have no such kernel for a mask that is trained (a relative bias).
+    """
     kwargs.pop("dropout_p", None)
     args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-    return function(*args, **kwargs)
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if mask is None or not mask.requires_grad or not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    operands = [*args[:3], *(kwargs[name] for name in ("query", "key", "value")[len(args) :])]
+    if torch.is_autocast_enabled("cpu"):
+        operands = [one.to(torch.get_autocast_dtype("cpu")) for one in operands]
+    return _BiasedAttention.apply(*operands, mask.to(operands[0].dtype))  # type: ignore[no-untyped-call]
 
 
 def _dropout(
@@ -73,6 +82,21 @@ def _narrow(function: Function, *args: Any, **kwargs: Any) -> Any:
     """In the precision of its input: autocast widens it on CPUs alone."""
     with torch.autocast("cpu", enabled=False):
         return function(*args, **kwargs)
+
+
+class _BiasedAttention(torch.autograd.Function):
+    """The tensors of one kernel, and no values."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        *batch, heads, queries, _ = query.shape
+        output = query.new_empty((*batch, queries, heads, value.shape[-1])).transpose(-3, -2)
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
+        return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:4])
 
 
 class _RmsNorm(torch.autograd.Function):
