@@ -167,7 +167,7 @@ def train_alone(model: nn.Module, batches: Sequence[Any], loss_fn: Any) -> Refer
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """The optimizer of the check; its eps keeps gradients that are rounding alone from becoming whole updates."""
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6)
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6, weight_decay=0.5)
 
 
 def train(seed: int, prepared: Prepared, dtype: torch.dtype) -> tuple[str, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
@@ -91,6 +93,54 @@ def test_plans_drop_what_one_process_drops(pool: WorkerPool) -> None:
         for seen, parameters in found:
             assert seen == pytest.approx(losses, rel=1e-5)
             assert_equal_tensors(parameters, state)
+
+
+class Between(nn.Module):
+    """Drops in code between blocks; its table is frozen, and the head's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(32, 8), nn.Linear(8, 32, bias=False)
+        self.head.weight = self.table.weight.requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(4))
+        self.drop = nn.Dropout(RATE)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = hidden + functional.dropout(self.drop(block(hidden)), RATE, self.training)
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+DECAYING = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, weight_decay=0.5)
+
+
+def train_between(layers: tuple[Layer, ...], plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
+    given = batches()
+    parallel = ParallelModel(Between(), plan, layers, given[0], device="cpu", seed=SEED, randomness="same")
+    optimizer = parallel.optimizer(DECAYING)
+    return [float(parallel.train_step(batch, optimizer)) for batch in given], parallel.full_state_dict()
+
+
+def test_stages_drop_between_blocks_and_keep_what_is_frozen(pool: WorkerPool) -> None:
+    model, given, losses = Between(), batches(), []
+    optimizer = DECAYING(p for p in model.parameters() if p.requires_grad)
+    with same_randomness(model, given[0], SEED):
+        for batch in given:
+            optimizer.zero_grad()
+            loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    layers = discover_layers(Between(), given[0])
+    names = [layer.name for layer in layers]
+    plan = write_plan(
+        [names[:3], names[3:]], dict.fromkeys(names, Strategy()), devices=2, batch=SAMPLES, microbatches=2
+    )
+    for seen, parameters in pool.run(2, train_between, layers=layers, plan=plan):
+        assert seen == pytest.approx(losses, rel=1e-5)
+        assert_equal_tensors(parameters, model.state_dict())
 
 
 def test_steps_and_seeds_draw_unlike() -> None:

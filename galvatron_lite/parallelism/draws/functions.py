@@ -19,6 +19,8 @@ from galvatron_lite.parallelism.cuts.tensor import Rules as CutRules
 class NumberSource(Protocol):
     """Numbers for a draw: of a share's shape, on a device; by how the share is cut."""
 
+    drawn: int  # draws so far
+
     def uniform(self, name: str, shape: torch.Size, cuts: Cuts, device: torch.device) -> Tensor:
         """In [0, 1); float32."""
         ...

@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.parallelism.cuts.tensor import Call, Cuts, name_of
 from galvatron_lite.parallelism.draws.functions import NO_RULES, RANDOM, REFUSED, NumberSource, draws_nothing
 from galvatron_lite.parallelism.draws.numbers import normal, stream_of, uniform
 from galvatron_lite.parallelism.draws.sites import REMEDY, Drawn, DrawSite, Lot, SampleRows, Sites, places_of
+from galvatron_lite.parallelism.pipeline.unknown import UnknownTensor, shape_of, sources_of, unknown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +91,8 @@ class Drawing(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do a call."""
         given, name = kwargs or {}, name_of(func)
+        if name in RANDOM and any(isinstance(one, UnknownTensor) for one in tensors_of((args, given))):
+            return self._of_unknown(Call(func, name, tuple(args), given, NO_RULES))
         if name in RANDOM:
             made = RANDOM[name](Call(func, name, tuple(args), given, NO_RULES), self._source)
             if made is not NotImplemented:
@@ -96,6 +100,18 @@ class Drawing(TorchFunctionMode):
         elif name in REFUSED and not draws_nothing(Call(func, name, tuple(args), given, NO_RULES)):
             raise InputError("randomness", "same", f"torch's {name} cannot be drawn share by share. {REMEDY}")
         return func(*args, **given)
+
+    def _of_unknown(self, call: Call) -> Any:
+        """Another stage's values: counted among the draws, as that stage counts them; no numbers."""
+        (args, kwargs), noted = map_tensors((call.args, call.kwargs), shape_of), Noted("", 0, {})
+        made = RANDOM[call.name](Call(call.function, call.name, args, kwargs, NO_RULES), noted)
+        self._source.drawn += noted.drawn
+        if made is NotImplemented:
+            return call.function(*call.args, **call.kwargs)
+        if call.name.endswith("_"):
+            return call.args[0]
+        home = next(one.home for one in tensors_of((call.args, call.kwargs)) if isinstance(one, UnknownTensor))
+        return unknown(made, sources_of((call.args, call.kwargs)), home)
 
 
 def sites_of(few: dict[DrawSite, Any], more: dict[DrawSite, Any], counts: tuple[int, int]) -> dict[DrawSite, Drawn]:

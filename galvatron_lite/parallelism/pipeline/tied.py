@@ -128,6 +128,8 @@ class SharedCopies:
     def reduce(self) -> None:
         """Sum the gradients of the copies. Call it once a step, when every other reduction is done."""
         for copies in self._copies:
+            if not any(parameter.requires_grad for parameter in copies.parameters):
+                continue  # a gradient of zeros would let the optimizer decay it
             carriers = [self._reduced.get(parameter, parameter) for parameter in copies.parameters]
             for carrier in carriers:
                 if carrier.grad is None:
