@@ -14,6 +14,7 @@ from itertools import product
 
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.plans.schema import Plan, Proof
+from galvatron_lite.search.pin_names import typed_name
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.search.ways import PlanTask, led, seconds_of
 
@@ -102,5 +103,6 @@ def _kinds(task: PlanTask) -> list[str]:
 
 
 def _pins_text(fixed: Fixed) -> str:
-    pins = [f"{name}={getattr(value, 'value', value)}" for name, value in fixed.pinned]
-    return ", ".join([*pins, *(f"{layers}.{name}" for layers, name, _ in fixed.layers)]) or "nothing"
+    named = [*fixed.pinned, *((f"{layers}.{name}", value) for layers, name, value in fixed.layers)]
+    pins = [(*name.rpartition("."), getattr(value, "value", value)) for name, value in named]
+    return ", ".join(f"{layers}{dot}{typed_name(name)}={value}" for layers, dot, name, value in pins) or "nothing"

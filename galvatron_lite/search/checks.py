@@ -10,8 +10,9 @@ from galvatron_lite.cost.layout import layout
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.registry import REFUSING
+from galvatron_lite.parallelism.registry import CHOSEN, REFUSING
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.search.pin_names import typed_name
 from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.shapes import Request, shapes_of
 from galvatron_lite.search.space import Fixed, microbatch_counts
@@ -85,7 +86,7 @@ def _value(value: object) -> str:
 
 
 def _fix_options(layer: Layer, fields: Sequence[str]) -> str:
-    return " ".join(f"--fix {layer.name}.{field}" for field in fields)
+    return " ".join(f"--fix {layer.name}.{typed_name(field)}" for field in fields)
 
 
 def _taken(request: Request, layer: Layer, devices: int) -> tuple[Strategy, ...]:
@@ -126,15 +127,25 @@ def check_batch(request: Request) -> None:
             return
         units.append(unit)
     if not units:
-        raise InputError(
-            "fixed", dict(request.fixed.strategy), f"No layer can be split that way over {request.devices} devices."
-        )
+        raise _nothing_left(request)
     step = min(unit * (request.fixed.microbatches or 1) for unit in units)
     below = request.global_batch // step * step
     offered = " or ".join(str(batch) for batch in (below, below + step) if batch)
     raise InputError(
         "--batch", request.global_batch, f"It cannot be shared among {request.devices} devices; the nearest: {offered}."
     )
+
+
+def _nothing_left(request: Request) -> InputError:
+    """That some layers have no strategy with all that is pinned; names a few, and why the first cannot."""
+    sizes = [request.devices // stages for stages in request.pipelines]
+    unable = [one for one in request.graph.layers if not any(_degrees(request, one, size) for size in sizes)]
+    names = ", ".join(one.name for one in unable[:3]) + (", ..." if len(unable) > 3 else "")
+    kind = request.graph.kinds[unable[0].kind] if unable else None
+    reasons = [] if kind is None else [reason for one in CHOSEN if (reason := one.reason(kind))]
+    pins = " ".join(f"{typed_name(name)}={_value(value)}" for name, value in request.fixed.pinned) or "nothing"
+    remedy = f"On {request.devices} devices nothing is left for {names or 'the layers'}; lift one of the pins."
+    return InputError("--fix", pins, " ".join([remedy, *reasons[:2]]))
 
 
 def _units(request: Request) -> Iterator[int]:

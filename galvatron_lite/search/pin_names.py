@@ -149,6 +149,11 @@ def dimensions_named(text: str) -> tuple[str, ...]:
     return FORBIDDEN[name]
 
 
+def typed_name(field: str) -> str:
+    """How a user writes a pin of a field."""
+    return next((pin.name for pin in NAMES if pin.field == field), field)
+
+
 def near(text: str, names: Iterable[str], others: Mapping[str, str] = NO_OTHERS) -> str:
     """``Did you mean X?`` and a space; empty where nothing known is like it and ``others`` does not tell."""
     close = [others[text]] if text in others else get_close_matches(text, list(names), n=1)

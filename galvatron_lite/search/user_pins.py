@@ -6,7 +6,7 @@ A pin is ``NAME=VALUE`` for the whole plan, or ``LAYERS.NAME=VALUE`` for some la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -18,7 +18,7 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import CHOSEN
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.pin_names import NAMES, PinName, dimensions_named, near, pin_named
+from galvatron_lite.search.pin_names import NAMES, PinName, dimensions_named, near, pin_named, typed_name
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
 from galvatron_lite.search.ways import Delay
 
@@ -123,7 +123,7 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
     _check_counts(once)
     own = {name: once.pop(name, None) for name in ("microbatch", "device_samples")}
     own["delay"] = _delay(once)
-    whole, partly = _offered(every, graph)
+    whole, partly = _offered(every, some, graph)
     fixed = Fixed(
         **once,  # type: ignore[arg-type]
         strategy=whole,
@@ -196,11 +196,12 @@ def _read(given: str, graph: ModelGraph) -> tuple[str | None, PinName, object]:
 
 
 def _offered(
-    every: dict[str, object], graph: ModelGraph
+    every: dict[str, object], some: Mapping[tuple[str, str], object], graph: ModelGraph
 ) -> tuple[tuple[tuple[str, object], ...], tuple[tuple[str, str, object], ...]]:
     """Pins of every layer as those that all layers offer, and those of the layers that do.
 
-    An embedding has no experts and nothing to recompute: ``recompute=full`` means the layers that can be.
+    An embedding has no experts and nothing to recompute: ``recompute=full`` means the layers that can be. What is said
+    of some layers (``some``) holds there instead.
     """
     whole, partly = list[tuple[str, object]](), list[tuple[str, str, object]]()
     for field_name, value in every.items():
@@ -210,9 +211,15 @@ def _offered(
         for group in ({graph.layers[place].name for place in group} for group in tied_groups(graph)):
             able = able if group <= {*able} else [name for name in able if name not in group] or able
         if not able:
-            offered = ", ".join(sorted({str(one) for values in known.values() for one in values}, key=_by_length))
-            name = next(pin.name for pin in NAMES if pin.field == field_name)
-            raise InputError(f"--fix {name}", str(value), f"No layer of {graph.name} offers it: {offered}.")
+            others = {one for values in known.values() for one in values} - {getattr(Strategy(), field_name, None)}
+            offered = ", ".join(sorted((str(_shown(one)) for one in others), key=_by_length))
+            owners = [one for one in CHOSEN if field_name in STRATEGY_FIELDS.get(one.name, ())]
+            kinds = [graph.kinds[layer.kind] for layer in graph.layers if layer.role is Role.BLOCK]
+            reason = next((why for kind in kinds for one in owners if (why := one.reason(kind))), "")
+            remedy = f"No layer of {graph.name} offers it{f', only {offered}' if offered else ''}. {reason}".rstrip()
+            raise InputError(f"--fix {typed_name(field_name)}", str(_shown(value)), remedy)
+        apart = [layers for layers, name in some if name == field_name]
+        able = [name for name in able if not any(fnmatchcase(name, layers) for layers in apart)]
         if len(able) == len(graph.layers):
             whole.append((field_name, value))
         else:

@@ -110,7 +110,7 @@ def test_where_no_number_of_gpus_is_enough_the_table_is_shown_and_the_status_is_
         (["--fix", "layers.9.tp=2"], "--fix"),
         (["--forbid", "sleep"], "--forbid"),
         (["--fix", "tp=3"], "It must divide the 4 devices"),
-        (["--fix", "ep=2"], "No layer of flags offers it: 1."),
+        (["--fix", "ep=2"], "No layer of flags offers it."),
         (["--fix", "tp=8"], "It must divide the 4 devices"),
         (["--schedule", "dapple"], "Give one of gpipe, 1f1b"),
         (["--backend", "megatron"], "--backend"),

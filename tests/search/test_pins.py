@@ -80,10 +80,17 @@ def test_what_every_layer_chooses(given: str, name: str, value: object) -> None:
 
 
 def test_what_no_layer_offers() -> None:
-    with pytest.raises(InputError, match=r"--fix expert: '8' cannot be used. No layer of test offers it: 1"):
+    with pytest.raises(InputError, match=r"--fix expert: '8' cannot be used. No layer of test offers it\."):
         pins("ep=8")
-    with pytest.raises(InputError, match=r"--fix recompute: 'full'.*No layer of test offers it: none"):
+    with pytest.raises(InputError, match=r"--fix recompute: 'full'.*No layer of test offers it\."):
         pins("recompute=full")
+
+
+def test_what_is_said_of_a_layer_holds_there_beside_what_is_said_of_all() -> None:
+    fixed = pins("l3.tp=1", "tp=2").fixed
+    assert fixed.strategy == ()
+    assert dict(fixed.pins_of("l3")) == {"tensor": 1}
+    assert all(dict(fixed.pins_of(f"l{place}")) == {"tensor": 2} for place in range(12) if place != 3)
 
 
 def test_patterns_of_layers() -> None:

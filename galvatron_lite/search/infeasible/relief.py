@@ -11,9 +11,11 @@ from dataclasses import replace
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import ANY, backend_named
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import plain, search
+from galvatron_lite.search.pin_names import typed_name
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
@@ -80,10 +82,17 @@ def _lifted(fixed: Fixed) -> Iterator[tuple[str, Fixed]]:
         if value is not None:
             yield f"without --fix {name}", without
     for pin in fixed.strategy:
-        yield f"without --fix {pin[0]}", replace(fixed, strategy=tuple(own for own in fixed.strategy if own != pin))
+        yield (
+            f"without --fix {typed_name(pin[0])}",
+            replace(fixed, strategy=tuple(own for own in fixed.strategy if own != pin)),
+        )
     for own in fixed.layers:
-        rest = tuple(other for other in fixed.layers if other != own)
-        yield f"without --fix {own[0]}.{own[1]}", replace(fixed, layers=rest)
+        layers, name, pinned_value = own
+        plain = getattr(Strategy(), name)
+        if pinned_value != plain:
+            rest = tuple((layers, name, plain) if other == own else other for other in fixed.layers)
+            said = getattr(plain, "value", plain)
+            yield f"with --fix {layers}.{typed_name(name)}={said}", replace(fixed, layers=rest)
     for dimension in fixed.forbidden:
         rest_of = tuple(other for other in fixed.forbidden if other != dimension)
         yield f"without --forbid {dimension}", replace(fixed, forbidden=rest_of)
