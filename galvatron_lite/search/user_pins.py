@@ -207,8 +207,12 @@ def _offered(
     for field_name, value in every.items():
         known = {kind: _values(graph.kinds[kind], field_name, value) for kind in {one.kind for one in graph.layers}}
         able = [layer.name for layer in graph.layers if value in known[layer.kind]]
-        # layers that share parameters have one strategy: a pin holds for all of them or for none
-        for group in ({graph.layers[place].name for place in group} for group in tied_groups(graph)):
+        # layers that share parameters have one strategy, those around the blocks one layout: a pin holds for all
+        # or for none of them
+        tied = [{graph.layers[place].name for place in group} for group in tied_groups(graph)]
+        if any(pin.field == field_name and pin.splits for pin in NAMES):
+            tied.append({one.name for one in graph.layers if one.role is not Role.BLOCK})
+        for group in tied:
             able = able if group <= {*able} else [name for name in able if name not in group] or able
         if not able:
             others = {one for values in known.values() for one in values} - {getattr(Strategy(), field_name, None)}
