@@ -3,6 +3,7 @@ Torch is imported for the latter alone."""
 
 from __future__ import annotations
 
+from galvatron_lite.capture.factory import graph_of_factory, is_factory
 from galvatron_lite.capture.huggingface import find_config, graph_of_config
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
@@ -15,7 +16,8 @@ def graph_named(name: str, *, sequence: int | None = None, precision: str = "bf1
 
     Args:
         name: of ``configs/models`` (``llama2-7b``), the path of such a file, or of the zoo (``gpt-tiny``); or a
-            configuration of transformers: ``config.json``, its folder, or a name in the hub's local cache.
+            configuration of transformers: ``config.json``, its folder, or a name in the hub's local cache; or
+            ``FILE.py:FACTORY``.
         sequence: tokens a sample; the model's own if not given.
         precision: of compute.
 
@@ -23,6 +25,10 @@ def graph_named(name: str, *, sequence: int | None = None, precision: str = "bf1
         InputError: no such name: tells all.
         FileFormatError: the file cannot be read.
     """
+    if is_factory(name):
+        if sequence is not None:
+            raise InputError("--seq", sequence, f"{name} decides how long its samples are: leave --seq out.")
+        return graph_of_factory(name, precision)
     config = find_config(name)
     if config is not None:
         return graph_of_config(config, sequence=sequence, precision=precision)

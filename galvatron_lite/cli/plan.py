@@ -121,7 +121,10 @@ def plan_command(
         str | None, typer.Option("--cluster", help="Name (a100-80gb) or YAML file; needed with --model.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Name (llama2-7b), YAML file or transformers' config.json; estimated.")
+        str | None,
+        typer.Option(
+            "--model", help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated."
+        ),
     ] = None,
     profile: Annotated[
         Path | None, typer.Option("--profile", help="Profile to plan from; the last one made here if not given.")

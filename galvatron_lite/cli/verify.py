@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from galvatron_lite.capture.factory import find_factory, is_factory
 from galvatron_lite.cli.terminal import interruptible, plain_table, print_json, progress_bar, wide_console
 from galvatron_lite.units import format_bytes, format_count
 
@@ -189,11 +190,7 @@ def verify_command(
 
 def _target(model: str | None) -> Any:
     """A name, or the function that ``FILE.py:FACTORY`` names."""
-    if model is None or ".py:" not in model:
-        return model
-    from galvatron_lite.cli.profile import find_factory
-
-    return find_factory(model)
+    return model if model is None or not is_factory(model) else find_factory(model)
 
 
 def _identity(model: str | None, sequence: int | None) -> str:
