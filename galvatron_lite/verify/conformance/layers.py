@@ -343,12 +343,12 @@ def _other_layer_kept(run: RoleRun, name: str, kept: int, planned: PlannedLayers
 
 
 def _in_steps(kind: LayerKind) -> int:
-    """Bytes a sample that norms keep where they are captured in steps, and not in a kernel of an accelerator."""
-    norms = {
-        name: operator
-        for operator in kind.operators
-        if operator.kind is OperatorClass.MEMORY and "norm" in (name := operator.name.rpartition(".")[0])
-    }
+    """Bytes a sample that norms keep where they are captured in steps, and not in a kernel of an accelerator.
+
+    What multiplies by weights, item by item, is taken to be one, by whatever name the model calls it.
+    """
+    memory = [(one.name.rpartition(".")[0], one) for one in kind.operators if one.kind is OperatorClass.MEMORY]
+    norms = {name: operator for name, operator in memory if "norm" in name or (operator.weight_bytes and name)}
     return sum(4 * operator.shape[0] for operator in norms.values())
 
 
