@@ -33,21 +33,13 @@ COLLECTIVES = (
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Of one task, setting ``data``, rule ``cdp-v2``; bytes.
+    """Of one task, setting ``data``, rule ``cdp-v2``; bytes."""
 
-    Attributes:
-        task: its name.
-        stages: gradients of each stage.
-        programme: sent by each worker at each time step of one training step in steady state.
-        counted: the same, counted where the processes send.
-        collectives: calls of collectives of all processes in that training step, counted.
-    """
-
-    task: str
-    stages: list[int]
-    programme: list[list[int]]
-    counted: list[list[int]]
-    collectives: int
+    task: str  # its name
+    stages: list[int]  # gradients of each stage
+    programme: list[list[int]]  # sent by each worker at each time step of one training step in steady state
+    counted: list[list[int]]  # the same, counted where the processes send
+    collectives: int  # calls of collectives of all processes in that training step, counted
 
 
 def measure_messages(names: Sequence[str]) -> list[Messages]:

@@ -29,34 +29,21 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a panel.
+    """One line of a panel."""
 
-    Attributes:
-        name: in the legend.
-        place: of its colour and mark.
-        points: of it.
-        band: the least and the greatest around each point; empty: none.
-    """
-
-    name: str
-    place: int
-    points: list[Point]
-    band: list[Point]
+    name: str  # in the legend
+    place: int  # of its colour and mark
+    points: list[Point]  # of it
+    band: list[Point]  # the least and the greatest around each point; empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One of the four.
+    """One of the four."""
 
-    Attributes:
-        title: above it.
-        across: what lies along its foot.
-        lines: in it.
-    """
-
-    title: str
-    across: str
-    lines: list[Line]
+    title: str  # above it
+    across: str  # what lies along its foot
+    lines: list[Line]  # in it
 
 
 def figure(found: Study) -> str:

@@ -19,23 +19,14 @@ LAST = 3
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Everything that was measured.
+    """Everything that was measured."""
 
-    Attributes:
-        date: day.
-        machine: where.
-        command: that made it.
-        runs: trainings.
-        memory: by task.
-        messages: by task.
-    """
-
-    date: str
-    machine: dict[str, str]
-    command: str
-    runs: list[Run]
-    memory: list[Memory]
-    messages: list[Messages]
+    date: str  # day
+    machine: dict[str, str]  # where
+    command: str  # that made it
+    runs: list[Run]  # trainings
+    memory: list[Memory]  # by task
+    messages: list[Messages]  # by task
 
 
 def learned_table(found: Study) -> str:

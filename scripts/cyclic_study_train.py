@@ -30,27 +30,16 @@ WARM_UP = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training.
+    """One training."""
 
-    Attributes:
-        task: its name.
-        rule: ``dp``, ``cdp-v1`` or ``cdp-v2``.
-        rate: highest learning rate.
-        seed: of initial values and of the order of batches.
-        steps: training steps.
-        curve: training loss, means of every ``POINT`` steps.
-        figure: of the trained model; see the task.
-        cpu: seconds of training.
-    """
-
-    task: str
-    rule: str
-    rate: float
-    seed: int
-    steps: int
-    curve: list[float]
-    figure: float
-    cpu: float
+    task: str  # its name
+    rule: str  # ``dp``, ``cdp-v1`` or ``cdp-v2``
+    rate: float  # highest learning rate
+    seed: int  # of initial values and of the order of batches
+    steps: int  # training steps
+    curve: list[float]  # training loss, means of every ``POINT`` steps
+    figure: float  # of the trained model; see the task
+    cpu: float  # seconds of training
 
 
 def begin() -> None:

@@ -35,17 +35,11 @@ recomputation approximate."""
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan.
+    """One plan."""
 
-    Attributes:
-        gpus: that it takes.
-        again: whether every block is computed again.
-        found: the plan; None: nothing fits.
-    """
-
-    gpus: int
-    again: bool
-    found: Plan | None
+    gpus: int  # that it takes
+    again: bool  # whether every block is computed again
+    found: Plan | None  # the plan; None: nothing fits
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -38,19 +38,12 @@ TOLERANCE, MARGIN = 0.01, 0.053
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a search took.
+    """What a search took."""
 
-    Attributes:
-        cpu: seconds.
-        memory: bytes beyond what the process began with.
-        step: predicted seconds of the plan; None: nothing fits.
-        proven, gap: of the plan.
-    """
-
-    cpu: float
-    memory: int
-    step: float | None
-    proven: bool
+    cpu: float  # seconds
+    memory: int  # bytes beyond what the process began with
+    step: float | None  # predicted seconds of the plan; None: nothing fits
+    proven: bool  # of the plan
     gap: float
 
 

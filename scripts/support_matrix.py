@@ -40,11 +40,7 @@ Row = dict[str, Any]
 
 
 def own_family(target: str) -> Family:
-    """A user's model, from ``FILE.py:FACTORY``.
-
-    Raises:
-        InputError: the factory gives no example batch, or one of too few samples.
-    """
+    """A user's model, from ``FILE.py:FACTORY``."""
     import torch
 
     model, batch, loss_fn = load_factory(target)

@@ -115,19 +115,12 @@ Maker = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Family:
-    """A model to try.
+    """A model to try."""
 
-    Attributes:
-        name: its type in transformers, or the target of a user's own.
-        model: with random weights.
-        batches: makes a batch of so many samples.
-        loss_fn: of a model that gives none.
-    """
-
-    name: str
-    model: nn.Module
-    batches: Maker
-    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    name: str  # its type in transformers, or the target of a user's own
+    model: nn.Module  # with random weights
+    batches: Maker  # makes a batch of so many samples
+    loss_fn: Callable[[Any, Any], Tensor] | None = None  # of a model that gives none
 
 
 def known_families() -> tuple[str, ...]:
@@ -137,11 +130,7 @@ def known_families() -> tuple[str, ...]:
 
 
 def build(name: str) -> Family:
-    """A tiny model of a family, in training mode, always the same.
-
-    Raises:
-        ValueError: transformers has no such type with a loss.
-    """
+    """A tiny model of a family, in training mode, always the same."""
     if name.startswith("zoo:"):
         return _of_zoo(name)
     from transformers import AutoConfig, logging

@@ -45,23 +45,14 @@ CATEGORIES = tuple(one.name for one in fields(MemoryBreakdown) if one.name != "c
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model on a cluster, and what plans of it may be asked for.
+    """A model on a cluster, and what plans of it may be asked for."""
 
-    Attributes:
-        cluster: by name.
-        devices: of it.
-        samples: of a micro-batch on all devices of a stage, to choose from.
-        microbatches: a step, to choose from.
-        sequence: tokens a sample; None: the model's own.
-        pins: what may be pinned; nothing is, where a choice is empty.
-    """
-
-    cluster: str
-    devices: int
-    samples: tuple[int, ...]
-    microbatches: tuple[int, ...]
-    sequence: int | None
-    pins: Mapping[str, tuple[str, ...]]
+    cluster: str  # by name
+    devices: int  # of it
+    samples: tuple[int, ...]  # of a micro-batch on all devices of a stage, to choose from
+    microbatches: tuple[int, ...]  # a step, to choose from
+    sequence: int | None  # tokens a sample; None: the model's own
+    pins: Mapping[str, tuple[str, ...]]  # what may be pinned; nothing is, where a choice is empty
 
 
 RECOMPUTE = ("", "recompute=none", "recompute=full", "recompute=selective")
@@ -108,29 +99,19 @@ DEFAULT = ("gpt2", "vit-huge", "bert-large", "convnext-l", "llama3-8b")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a plan is asked for.
+    """What a plan is asked for."""
 
-    Attributes:
-        model: by name.
-        batch, microbatch: samples a step, and of a micro-batch.
-        pins: of the plan.
-    """
-
-    model: str
-    batch: int
+    model: str  # by name
+    batch: int  # samples a step, and of a micro-batch
     microbatch: int
-    pins: tuple[str, ...]
+    pins: tuple[str, ...]  # of the plan
 
 
 @dataclass(frozen=True, slots=True)
 class StageSeen:
-    """One stage's fullest rank.
+    """One stage's fullest rank."""
 
-    Attributes:
-        dry, predicted: bytes by category.
-    """
-
-    dry: MemoryBreakdown
+    dry: MemoryBreakdown  # bytes by category
     predicted: MemoryBreakdown
 
     @property
@@ -141,21 +122,13 @@ class StageSeen:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A plan that was run.
+    """A plan that was run."""
 
-    Attributes:
-        case: what was asked for.
-        plan: strategies of its runs.
-        stages: in the order of the groups of devices.
-        seconds: of processor time.
-        reason: why it cannot be run without data; empty where it was.
-    """
-
-    case: Case
-    plan: tuple[str, ...]
-    stages: tuple[StageSeen, ...]
-    seconds: float
-    reason: str = ""
+    case: Case  # what was asked for
+    plan: tuple[str, ...]  # strategies of its runs
+    stages: tuple[StageSeen, ...]  # in the order of the groups of devices
+    seconds: float  # of processor time
+    reason: str = ""  # why it cannot be run without data; empty where it was
 
     @property
     def off(self) -> float:

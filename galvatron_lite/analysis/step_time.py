@@ -138,13 +138,6 @@ def caused_by(
 ) -> dict[str, Caused]:
     """Communication of a layer by cause: what the dimensions say. Copies to host memory and shared parameters are left
     out.
-
-    Args:
-        pricer: of the layer's devices.
-        kind: of layer.
-        strategy: of it.
-        microbatch: samples of one over the stage.
-        cost: the layer's.
     """
     sent = pricer.work(pricer.profile.graph.kinds[kind], strategy, microbatch).communications
     timed = [(one, float(seconds)) for one, seconds in zip(sent, pricer.links.timed(sent), strict=True)]
@@ -363,12 +356,7 @@ _WORDS = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward", Pass.WEIGHT: "grad
 
 
 def memory_of(priced: PricedStages, budget: Budget) -> tuple[StageMemory, ...]:
-    """Memory of each group of devices at its worst moment.
-
-    Args:
-        priced: the plan.
-        budget: a device.
-    """
+    """Memory of each group of devices at its worst moment."""
     plan = priced.plan
     timed: Sequence[GroupTimeline | None] = [None] * plan.pipeline
     if not untimed(plan):

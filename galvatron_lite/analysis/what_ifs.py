@@ -100,11 +100,6 @@ def with_faster_links(profile: Profile, place: int, factor: float = 2.0) -> Prof
 
     Measured collectives that go over that level take the latency of the straight line that was fitted to them, and the
     rest of their seconds by the factor less; where there is no line, the cluster's levels stand for them.
-
-    Args:
-        profile: of the cluster as it is.
-        place: of the level, 0 innermost.
-        factor: on its bandwidth.
     """
     cluster = profile.cluster
     groups = tuple(replace(group, levels=_faster(group.levels, place, factor)) for group in cluster.groups)
@@ -321,15 +316,7 @@ def _links_faster(place: int) -> Callable[[Profile], Profile]:
 
 
 def what_ifs(setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget, rate: float) -> tuple[WhatIf, ...]:
-    """What each change would give.
-
-    Args:
-        setting: what the plan is chosen from.
-        clock: time for it.
-        plan: for its devices and batch.
-        budget: a device.
-        rate: samples a second of the fastest plan now.
-    """
+    """What each change would give."""
     return tuple(_what_if(setting, clock, plan, change, rate) for change in changes(setting, plan, budget))
 
 

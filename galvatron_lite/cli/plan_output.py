@@ -38,15 +38,7 @@ _FULL = 0.97
 def print_plan(
     plan: Plan, source: str, accuracy: str = "", verbose: bool = False, runners_up: int = RUNNERS_UP
 ) -> None:
-    """Print a plan with its memory, its step time and its runner-ups.
-
-    Args:
-        plan: what to print.
-        source: what its costs come from.
-        accuracy: how far off they may be; empty: not printed.
-        verbose: print memory of every stage, all runner-ups and notes instead of at most 15 lines.
-        runners_up: how many to print in the short form.
-    """
+    """Print a plan with its memory, its step time and its runner-ups."""
     console = wide_console()
     console.print(headline(plan), style="bold")
     if not verbose:

@@ -20,11 +20,7 @@ WIDE = 200
 
 
 def wide_console(folded: bool = True) -> Console:
-    """A console without markup, on standard output.
-
-    Args:
-        folded: whether tables fold to ``COLUMNS`` in files and pipes.
-    """
+    """A console without markup, on standard output."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False, soft_wrap=True)

@@ -29,13 +29,7 @@ _STYLES = {"passed": "green", "differs": "yellow", "failed": "bold red", "skippe
 
 
 def print_verification(verification: Verification, plan: Plan, moments: bool) -> None:
-    """A verdict for each check, then memory and messages of the role that needs most memory.
-
-    Args:
-        verification: what to print.
-        plan: that was verified; its prediction stands beside.
-        moments: whether memory is shown moment by moment.
-    """
+    """A verdict for each check, then memory and messages of the role that needs most memory."""
     console = wide_console()
     _verdicts(console, verification)
     if not verification.roles:

@@ -20,11 +20,7 @@ Stretch = tuple[float, float]
 
 
 class Cover:
-    """The union of some stretches: disjoint and in order.
-
-    Args:
-        stretches: (start, end), in any order.
-    """
+    """The union of some stretches: disjoint and in order."""
 
     __slots__ = ("_ends", "_starts", "_sums")
 

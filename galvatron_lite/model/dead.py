@@ -1,4 +1,4 @@
-"""What is said of parameters that train nothing. No torch here."""
+"""What is said of parameters that train nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ _NAMED = 4
 
 
 def dead_note(dead: Collection[DeadParameters], parameters: int, goal: str) -> tuple[str, ...]:
-    """A line on dead parameters, where there are some: how many, which, what they cost, what to do.
-
-    Args:
-        dead: the parameters, by module.
-        parameters: items of the whole model.
-        goal: what they never reach.
-    """
+    """A line on dead parameters, where there are some: how many, which, what they cost, what to do."""
     if not dead:
         return ()
     items = sum(one.items for one in dead)

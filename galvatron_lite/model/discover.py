@@ -115,16 +115,7 @@ class Watched:
 
 
 def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
-    """Run a model and find its blocks; those that the user names are what they are.
-
-    Args:
-        twin: the model on the meta device.
-        batch: on the meta device.
-        blocks: see ``discover_layers``.
-
-    Raises:
-        TraceError: an unknown block, or the model does not run.
-    """
+    """Run a model and find its blocks; those that the user names are what they are."""
     paths, flow = find_blocks(twin, blocks), DataFlow(twin, batch)
     seen = observe(twin, batch, unit_paths(twin, paths), flow)
     forked = None

@@ -29,14 +29,7 @@ _NEARLY_ALL = 0.75
 
 
 def forked_blocks(model: nn.Module, flow: DataFlow, order: Sequence[str], blocks: list[str]) -> list[str] | None:
-    """Blocks such that no layer mixes modules that do not depend on each other; None where the model does not fork.
-
-    Args:
-        model: that ran.
-        flow: of its run.
-        order: paths of modules in the order they ran.
-        blocks: as found without looking at dependences; kept outside of branches.
-    """
+    """Blocks such that no layer mixes modules that do not depend on each other; None where the model does not fork."""
     forks = _Forks(model, flow, Counter(order), dict(zip(dict.fromkeys(order), count(), strict=False)))
     found = forks.blocks_of("", blocks)
     if found is None:

@@ -28,9 +28,6 @@ def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None
         model: what it is for.
         samples: of the batch.
         sequence: tokens a sample of a transformers model; as many as it has positions, 512 at most, if not given.
-
-    Raises:
-        InputError: the model does not say what it takes.
     """
     own = getattr(model, "example_batch", None)
     if callable(own):

@@ -1,4 +1,4 @@
-"""What is trained: a model as layers, with everything the planner needs to know of each. No torch here.
+"""What is trained: a model as layers, with everything the planner needs to know of each.
 
 Conventions
     Every figure is for ONE sample (one row of the batch) unless its name says otherwise, at the graph's sequence

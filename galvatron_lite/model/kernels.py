@@ -1,4 +1,4 @@
-"""Which kernels the training software runs where there are several ways. No torch here."""
+"""Which kernels the training software runs where there are several ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sides of pictures that windows pass over, as the shapes of operators tell them. No torch here."""
+"""The sides of pictures that windows pass over, as the shapes of operators tell them."""
 
 from __future__ import annotations
 
@@ -56,9 +56,6 @@ def sides_told(figures: tuple[int, ...]) -> tuple[Side, ...]:
 
     Strides of a transposed convolution are negative. Where paddings and dilations are left out, windows that overlap
     are padded by half of the kernel and others not at all, and no window is dilated.
-
-    Raises:
-        InputError: as many figures as no number of sides has.
     """
     told = {parts * sides: (parts, sides) for parts in (3, 5) for sides in (1, 2, 3)}
     if len(figures) not in told:

@@ -52,11 +52,7 @@ class RegionFigures:
 
 
 def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
-    """Figures for one sample from runs at the two batch sizes ``SAMPLES``.
-
-    Raises:
-        TraceError: the region does other things at another batch size.
-    """
+    """Figures for one sample from runs at the two batch sizes ``SAMPLES``."""
     _check_alike(small.recording, large.recording)
     sizes = _growth(small.recording.sizes, large.recording.sizes)
     recording = large.recording

@@ -180,15 +180,7 @@ _ELEMENTWISE = ("relu", "act", "gelu", "swish", "silu", "sigmoid")
 
 
 def network_of(graph: ModelGraph, seconds: float, source: str, samples: int, batch: int) -> Network:
-    """The table of a model.
-
-    Args:
-        graph: the model.
-        seconds: of forward and backward of one sample.
-        source: what ``seconds`` come from.
-        samples: of an epoch.
-        batch: samples of a replica.
-    """
+    """The table of a model."""
     for kind in graph.kinds.values():
         if kind.dims.sequence > 1 or any(one.kind is OperatorClass.ATTENTION for one in kind.operators):
             remedy = "The closed forms are of convolutional networks; leave --formulas paradl out."

@@ -1,4 +1,4 @@
-"""The figure of a forecast as SVG: epochs over GPUs, and what each strategy's epoch and memory are made of. No torch.
+"""The figure of a forecast as SVG: epochs over GPUs, and what each strategy's epoch and memory are made of.
 
 Above, seconds of an epoch of every strategy, both axes logarithmic. Below, a panel a strategy: bars of what an epoch is
 made of (shares, so that bars of 1 and 1,024 GPUs can be read alike) and under them bars of a device's memory, with a

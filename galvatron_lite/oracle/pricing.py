@@ -80,16 +80,7 @@ def _unshared(cluster: Cluster) -> Cluster:
 def machine_of(
     graph: ModelGraph, cluster: str, devices: int, precision: str, batch: int, stack: Stack = GALVATRON
 ) -> ClusterCosts:
-    """The costs of a model from data sheets, for up to so many devices.
-
-    Args:
-        graph: the model, in ``precision``.
-        cluster: name or path.
-        devices: the most that are asked about.
-        precision: of compute.
-        batch: samples of a replica, which are estimated beside ``SAMPLES``.
-        stack: the training software.
-    """
+    """The costs of a model from data sheets, for up to so many devices."""
     return ClusterCosts(cluster, profile_on(graph, load_cluster(cluster, devices), precision, batch, stack))
 
 

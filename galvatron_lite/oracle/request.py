@@ -34,13 +34,7 @@ SIDE, CLASSES = 224, 1000
 
 
 def graph_named(name: str, precision: str, image: str | None = None) -> ModelGraph:
-    """The planner's model of a name or file: shipped ones, then image networks by their published names.
-
-    Args:
-        name: ``resnet50``, ``vgg16``, ``regnety_032``, or the path of a model file.
-        precision: of activations and compute.
-        image: pixels of a picture, ``224`` or ``512x1024``; None: the model's own.
-    """
+    """The planner's model of a name or file: shipped ones, then image networks by their published names."""
     plain = canonical(name)
     if Path(name).suffix in (".yaml", ".yml", ".json") or name in model_names():
         sizes = sizes_of(load_shape(name), name, image) if image else None

@@ -86,14 +86,7 @@ def degree_of(kind: Method, strategy: Strategy) -> int:
 
 
 def options(layer: LayerKind, kind: Method, group: int, batch: int) -> list[Strategy]:
-    """Strategies of a group for a kind of layer, those first that split it most ways; none where the batch is small.
-
-    Args:
-        layer: kind of layer.
-        kind: the oracle's word.
-        group: devices.
-        batch: samples of the group.
-    """
+    """Strategies of a group for a kind of layer, those first that split it most ways; none where the batch is small."""
     wanted = dict(_PLAIN)
     own = (SLICES[kind],) if kind in SLICES else _PIXELS
     wanted |= {name: (1,) for name in ("filters", "channels", *_PIXELS) if name not in own}

@@ -1,4 +1,4 @@
-"""The table of the planner's own cost model: strategies over numbers of devices, with how far each scales. No torch.
+"""The table of the planner's own cost model: strategies over numbers of devices, with how far each scales.
 
 A strategy scales as far as some layer can still be split among all devices of a group.
 """

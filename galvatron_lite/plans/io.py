@@ -32,14 +32,7 @@ def read_plan(path: Path | str) -> Plan:
 
 @contextmanager
 def file_named(plan: object) -> Iterator[None]:
-    """While a plan from a file is put to use: errors about parts of it (``plan.stages[1]: layers``) name the file.
-
-    Args:
-        plan: as it was given; its file is not known where it is none.
-
-    Raises:
-        InputError: the one that was raised within, with the file in its field.
-    """
+    """While a plan from a file is put to use: errors about parts of it (``plan.stages[1]: layers``) name the file."""
     try:
         yield
     except InputError as error:
@@ -64,10 +57,6 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 def check_plan(plan: Plan, field: str = "plan") -> Plan:
     """The plan itself, once its numbers agree with one another.
-
-    Args:
-        plan: what to check.
-        field: what to name in an error, usually the file.
 
     Raises:
         InputError: names the first number that does not fit, and what would.

@@ -1,4 +1,4 @@
-"""Keys that people write, held against those there are. No torch here."""
+"""Keys that people write, held against those there are."""
 
 from __future__ import annotations
 
@@ -28,10 +28,6 @@ def check_keys(
         field: what to name in an error, with what joins it to a key.
         lists: keys whose values must be lists; they are only told of where a key is unknown, as what belongs to one
             of them may then stand under that key.
-
-    Raises:
-        InputError: names the first unknown key with the one it may be meant to be, and what is missing; or the first
-            missing one.
     """
     missing = [key for key in needed if key not in data]
     unknown = next((key for key in data if key not in keys), None)

@@ -30,12 +30,7 @@ def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
 
 
 def other_size(plan: Plan, parameters: int) -> tuple[str, ...]:
-    """That a plan was made for a model of the same layers and another width, where it was: a sentence, or nothing.
-
-    Args:
-        plan: that is put to use.
-        parameters: items of the model's parameters, shared ones counted once.
-    """
+    """That a plan was made for a model of the same layers and another width, where it was: a sentence, or nothing."""
     known = 0 if plan.provenance is None else plan.provenance.parameters
     if not known or abs(parameters - known) <= _SAME_SIZE * known:
         return ()

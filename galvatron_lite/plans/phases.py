@@ -1,4 +1,4 @@
-"""Phases of a training run: batches and sequences that change at given steps, and the plan of each. No torch here."""
+"""Phases of a training run: batches and sequences that change at given steps, and the plan of each."""
 
 from __future__ import annotations
 
@@ -132,12 +132,7 @@ def _split(plan: Plan) -> tuple[object, ...]:
 
 
 def read_phases(path: Path) -> tuple[Phase, ...]:
-    """The phases of a file, ramps in their parts.
-
-    Raises:
-        FileFormatError: missing, corrupt, or of another version.
-        InputError: readable, but with numbers that cannot be.
-    """
+    """The phases of a file, ramps in their parts."""
     data = read_data(path)
     version = data.get("version") if isinstance(data, dict) else None
     if version != PHASES_VERSION:
@@ -185,12 +180,7 @@ def is_phased(data: object) -> bool:
 
 
 def read_phased_plan(path: Path) -> PhasedPlan:
-    """A plan in phases from a YAML or JSON file, checked.
-
-    Raises:
-        FileFormatError: missing, corrupt, or of another version.
-        InputError: readable, but its numbers contradict one another.
-    """
+    """A plan in phases from a YAML or JSON file, checked."""
     data = read_data(path)
     version = data.get("version") if isinstance(data, dict) else kind_of(data)
     if version != PHASES_VERSION or not is_phased(data):
@@ -204,11 +194,7 @@ def write_phased_plan(plan: PhasedPlan, path: Path) -> None:
 
 
 def check_phased(plan: PhasedPlan, field: str = "plan") -> PhasedPlan:
-    """The plan itself, once its phases follow one another, on the same devices.
-
-    Raises:
-        InputError: names the first number that does not fit.
-    """
+    """The plan itself, once its phases follow one another, on the same devices."""
     if not plan.phases:
         raise InputError(f"{field}, phases", "none", "A plan in phases has at least one.")
     first, devices = 0, plan.phases[0].plan.devices

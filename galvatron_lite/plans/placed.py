@@ -1,4 +1,4 @@
-"""The branches of a model that a plan places, and which layers that leaves. No torch here."""
+"""The branches of a model that a plan places, and which layers that leaves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from galvatron_lite.plans.schema import Plan
 
 
 def placed_branches(graph: ModelGraph, plan: Plan) -> list[Branch]:
-    """The branches that a plan places, in its order.
-
-    Raises:
-        InputError: one that the model does not have, or that it places twice.
-    """
+    """The branches that a plan places, in its order."""
     known = {branch.name: branch for region in find_regions(graph) for branch in region.branches}
     placed: list[Branch] = []
     for number, one in enumerate(plan.branches):
@@ -28,11 +24,7 @@ def placed_branches(graph: ModelGraph, plan: Plan) -> list[Branch]:
 
 
 def layers_of_parts(graph: ModelGraph, plan: Plan) -> list[tuple[Layer, ...]]:
-    """The layers of the trunk, then those of each branch that a plan places, in its order.
-
-    Raises:
-        InputError: see ``placed_branches``.
-    """
+    """The layers of the trunk, then those of each branch that a plan places, in its order."""
     placed = placed_branches(graph, plan)
     known = {layer.name: layer for layer in graph.layers}
     return [trunk_of(graph, placed), *(tuple(known[name] for name in branch.layers) for branch in placed)]

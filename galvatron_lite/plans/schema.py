@@ -1,4 +1,4 @@
-"""The plan: how every layer is split, what that is predicted to cost, and what it was made from. No torch here."""
+"""The plan: how every layer is split, what that is predicted to cost, and what it was made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words of a plan file that somebody edited: keys that there are, strategies in short form. No torch here."""
+"""Words of a plan file that somebody edited: keys that there are, strategies in short form."""
 
 from __future__ import annotations
 
@@ -15,15 +15,7 @@ from galvatron_lite.plans.strategy_text import parse_strategy
 
 
 def spelled_out(data: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The plain data of a whole plan, its strategies spelled out where they are written in short form.
-
-    Args:
-        data: what a file holds.
-        field: names the file in errors.
-
-    Raises:
-        FileFormatError: a key or a word of a strategy that there is none of; says what may be meant.
-    """
+    """The plain data of a whole plan, its strategies spelled out where they are written in short form."""
     try:
         parts = {"stages": Stage, "branches": BranchPlacement}
         _check(data, Plan, f"{field}, ", parts)

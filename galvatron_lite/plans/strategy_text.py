@@ -1,4 +1,4 @@
-"""Strategies as people write them: ``zero3x8 tensor2+sp recompute``. The inverse of ``str(strategy)``. No torch."""
+"""Strategies as people write them: ``zero3x8 tensor2+sp recompute``. The inverse of ``str(strategy)``."""
 
 from __future__ import annotations
 
@@ -31,15 +31,7 @@ _FIXED: dict[str, dict[str, object]] = {
 
 
 def parse_strategy(text: str, field: str = "strategy") -> Strategy:
-    """A strategy from its short form.
-
-    Args:
-        text: words in any order.
-        field: what to name in an error.
-
-    Raises:
-        InputError: a word that is none, or two that set the same.
-    """
+    """A strategy from its short form."""
     chosen: dict[str, object] = {}
     for word in text.split():
         fields = _fields(word)

@@ -1,4 +1,4 @@
-"""A profile from data sheets: the same schema as a measured one, no GPU needed. No torch here.
+"""A profile from data sheets: the same schema as a measured one, no GPU needed.
 
 Forward and backward of a layer are the sums of its operators' rooflines (``roofline``), but no less than the host
 takes to launch their kernels (``estimate_layer``); recompute ``full`` adds the whole forward to backward, ``selective``
@@ -47,17 +47,7 @@ _FP32 = 4
 def optimizer_cost(
     machines: Sequence[Machine], name: str, states: StateLayout | None = None, stack: StackConstants | None = None
 ) -> OptimizerCost:
-    """Update time from memory traffic: every item of parameter, gradient and state passes through memory.
-
-    Args:
-        machines: the slowest counts.
-        name: a key of ``OPTIMIZERS``.
-        states: precisions at rest; None: all in fp32.
-        stack: factors of the training software; None: none.
-
-    Raises:
-        InputError: an optimizer whose traffic is not known.
-    """
+    """Update time from memory traffic: every item of parameter, gradient and state passes through memory."""
     if name not in OPTIMIZERS:
         raise InputError("--optimizer", name, f"Known for estimates: {', '.join(OPTIMIZERS)}.")
     traffic, stack = OPTIMIZERS[name], stack or StackConstants()
@@ -137,9 +127,6 @@ def estimate_profile(
             them. Points that a kind does not offer are left out.
         expert: devices that the experts of a mixture are spread over, where ``wanted`` says what to estimate.
         context: devices that share the tokens of a sample.
-
-    Raises:
-        InputError: an unknown precision or optimizer, or a graph of another precision.
     """
     stack, calibration = stack or GALVATRON, calibration or load_calibration()
     host = _of_graph(stack_constants(stack, calibration), graph)

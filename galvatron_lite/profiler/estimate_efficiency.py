@@ -1,4 +1,4 @@
-"""Every constant the estimates rest on besides the data sheets, in one place. No torch here.
+"""Every constant the estimates rest on besides the data sheets, in one place.
 
 [Empirical] marks round figures from public benchmarks of large kernels rather than a formula; they are meant to be
 right within some ten per cent, and ``galvatron profile`` on the machine itself replaces them.

@@ -1,4 +1,4 @@
-"""Straight lines through measured communication: ``seconds = latency + size / bandwidth``. No torch here."""
+"""Straight lines through measured communication: ``seconds = latency + size / bandwidth``."""
 
 from __future__ import annotations
 

@@ -79,12 +79,6 @@ def measure_profile(
             shares of pixels.
         graph: of the model, where it was traced already.
         branch_seconds: measures what a call of a branch with devices of its own costs; data sheets' if not given.
-
-    Returns:
-        The profile, the same on every rank.
-
-    Raises:
-        TraceError: the model, or a block of it, cannot be captured.
     """
     place = pick_device(device)
     if "RANK" in os.environ:

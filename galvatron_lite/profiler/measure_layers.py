@@ -80,9 +80,6 @@ def measure_block(
         rule: how long to time.
         plan: how the block is split; found out if needed and not given.
         precision: of compute, as the runtime has it.
-
-    Returns:
-        Seconds per call and bytes.
     """
     chosen = plan or (infer_block(block, call.args, call.kwargs) if setting.tensor > 1 else TensorPlan())
     share = local_call(call, setting.tensor if setting.sequence_parallel else 1)

@@ -119,16 +119,7 @@ def measure_overhead(
     device: torch.device,
     rule: TimingRule = DEFAULT_RULE,
 ) -> HostOverhead:
-    """Measure the overhead of every kind of machinery that this world can use.
-
-    Args:
-        block: a block of the model on ``device``; copied.
-        call: what it is called with, few samples.
-        kind: of the block.
-        batch: the example batch.
-        device: where.
-        rule: how long to time each.
-    """
+    """Measure the overhead of every kind of machinery that this world can use."""
     step = time_call(lambda: _prepare_batch(batch, device), device, rule).seconds
     plain = chain_seconds(BlockChain(block), call, device, rule)
     data = max(_data_seconds(block, call, device, rule) - plain, 0.0)
@@ -225,13 +216,6 @@ def measure_waiting(
     rule: TimingRule = DEFAULT_RULE,
 ) -> BlockingCost:
     """Measure it on the largest tensor-parallel group that this world and the block allow.
-
-    Args:
-        block: a whole block on ``device``; copied.
-        plan: how it is split.
-        calls: what it is called with at few and at many samples.
-        device: where.
-        rule: how long to time each.
 
     Returns:
         Zero where the world or the block allows no tensor parallelism.

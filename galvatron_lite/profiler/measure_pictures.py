@@ -57,14 +57,7 @@ def cut_pictures(value: Any, kind: LayerKind, grid: Grid) -> Any:
 
 
 def on_share(block: nn.Module, call: SegmentCall, kind: LayerKind, grid: Grid) -> nn.Module:
-    """The block, changed to work on the first device's pixels as training does, without the other devices.
-
-    Args:
-        block: takes plain tensors of the device's pixels then, and returns such.
-        call: what the block is called with, pictures whole.
-        kind: of layer.
-        grid: of devices.
-    """
+    """The block, changed to work on the first device's pixels as training does, without the other devices."""
     lines = tuple(ShapeOnlyLine(degree) if degree > 1 else None for degree in grid)
     cuts = PixelGrid((lines[0], lines[1], lines[2]), ShapeOnlyLine(prod(grid))).cuts
     plain, sides = block.forward, _sides(kind)

@@ -33,11 +33,6 @@ class MeasureTask:
 def run_tasks(tasks: Sequence[MeasureTask], journal: Journal | None, progress: Progress | None = None) -> Results:
     """Run what is not finished yet, in order, and keep each result at once.
 
-    Args:
-        tasks: the same on every rank.
-        journal: rank 0's; None on the other ranks.
-        progress: see ``Progress``; called on rank 0 only.
-
     Returns:
         Plain data by key, the same (rank 0's) on every rank.
     """

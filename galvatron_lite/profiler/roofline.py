@@ -1,4 +1,4 @@
-"""Seconds of one operator on one device from its shape and the data sheet (roofline). No torch here.
+"""Seconds of one operator on one device from its shape and the data sheet (roofline).
 
 Matmuls and convolutions have modules of their own; here are fused attention and memory-bound kernels.
 """
@@ -25,16 +25,7 @@ def operator_seconds(
     sequence_parallel: bool = False,
     expert: int = 1,
 ) -> Seconds:
-    """Forward and backward seconds of an operator, all calls together.
-
-    Args:
-        machine: the device at a precision.
-        operator: what is called.
-        samples: samples on the device.
-        degree: tensor-parallel degree.
-        sequence_parallel: whether tokens are shared between sharded operators.
-        expert: devices that the experts of grouped matmuls are spread over.
-    """
+    """Forward and backward seconds of an operator, all calls together."""
     sharding = operator.sharding
     shared = degree if sharding is Sharding.TENSOR or (sequence_parallel and sharding is Sharding.SEQUENCE) else 1
     kind = operator.kind

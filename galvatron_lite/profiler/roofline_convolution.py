@@ -1,4 +1,4 @@
-"""Seconds of convolutions by shape and memory layout. No torch here.
+"""Seconds of convolutions by shape and memory layout.
 
 A dense convolution is an implicit matrix product of output pixels x (input channels x kernel) x output channels
 (Chetlur et al. 2014, arXiv:1410.0759, section 3), and so are the gradients of its input and of its weights. Tensor
@@ -62,14 +62,7 @@ LAST = MemoryLayout(conversions=0.0, grouped=0.11, width=4.0, even=32, uneven=0.
 
 
 def convolution(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
-    """Forward and backward seconds of a convolution.
-
-    Args:
-        machine: the device at a precision.
-        operator: a convolution.
-        samples: on the device.
-        shared: devices that its output channels are spread over.
-    """
+    """Forward and backward seconds of a convolution."""
     inputs, outputs, groups = operator.shape[:3]
     kernel = prod(side.kernel for side in sides_of(operator))
     # outputs are what the FLOPs say: padding is not in the shape

@@ -1,4 +1,4 @@
-"""Seconds of matmuls by shape: tiles, waves, split inner extents, grouped and batched ones. No torch here.
+"""Seconds of matmuls by shape: tiles, waves, split inner extents, grouped and batched ones.
 
 A matmul's output is cut into tiles, and the device works through them in waves of one tile a multiprocessor: the last
 wave is paid in full (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantisation). The kernel

@@ -1,4 +1,4 @@
-"""What layers and communication cost, measured or estimated, in one schema. No torch here."""
+"""What layers and communication cost, measured or estimated, in one schema."""
 
 from __future__ import annotations
 

@@ -81,9 +81,6 @@ def time_laps(
         rule: when to stop.
         across: how the ranks' figures become one; the ranks are those of ``group``.
         group: the process group; None takes the default group where one exists.
-
-    Returns:
-        The same figures on every rank.
     """
     place = torch.device(device)
     for _ in range(rule.warmup):
@@ -138,17 +135,7 @@ def time_difference(
     rule: TimingRule = DEFAULT_RULE,
     group: dist.ProcessGroup | None = None,
 ) -> Difference:
-    """Time all terms in turn, again and again; longer than the rule says where they hardly differ.
-
-    Args:
-        terms: what is added up.
-        device: see ``time_laps``.
-        rule: for each term.
-        group: see ``time_laps``.
-
-    Returns:
-        The same on every rank.
-    """
+    """Time all terms in turn, again and again; longer than the rule says where they hardly differ."""
     place, across = torch.device(device), [term.across for term in terms]
 
     def in_turn() -> list[float]:

@@ -1,4 +1,4 @@
-"""What a plan's reader should know of the measurements that it was made from. No torch here."""
+"""What a plan's reader should know of the measurements that it was made from."""
 
 from __future__ import annotations
 

@@ -49,12 +49,7 @@ _PARTITIONING = ("torchgpipe",)
 
 
 def image_model(run: PublishedRun, stack: Stack) -> ModelGraph | Skipped:
-    """The graph of a run's network, or why there is none.
-
-    Args:
-        run: of an image network.
-        stack: its software; its kernels decide attention's operators.
-    """
+    """The graph of a run's network, or why there is none."""
     if not run.model:
         return Skipped("no model named")
     precision = _item_precision(run.precision)

@@ -2,7 +2,7 @@
 
 To the left every scored step, both axes logarithmic, with the line of equality and bands of 10 and 25 % around it. To
 the right a row a family, which is the legend too: its mark and name, its runs, a tick at predicted / measured of each,
-a bar at their median and a line below the middle half, and the median of absolute errors. No torch here.
+a bar at their median and a line below the middle half, and the median of absolute errors.
 """
 
 from __future__ import annotations

@@ -39,12 +39,6 @@ def peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tupl
 
     The last rank's stage, all devices together, or the fullest stage. What is counted: what ``nvidia-smi`` shows, what
     PyTorch reserved, or (where nothing is said) what it allocated, libraries' workspaces included.
-
-    Args:
-        run: what was published.
-        stack: its software.
-        plan: priced.
-        device: of its cluster.
     """
     memories = [stage.memory for stage in plan.stages[-plan.pipeline :]]
     workspaces = workspace_bytes(stack, device)

@@ -77,14 +77,7 @@ def check_dry(
 
 
 def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Profile | None) -> list[Check]:
-    """Every check of runs that have been done.
-
-    Args:
-        runs: of one rank of each role.
-        plan: that they are to have followed, by names of the model's layers.
-        graph: of the model.
-        profile: that communication is priced with; None: it is not looked at.
-    """
+    """Every check of runs that have been done."""
     seconds = sum(run.seconds for run in runs)
     said = f"{len(runs)} of {plan.devices} ranks did a whole step without data, in {seconds:.0f} s of processor time."
     cluster = None if profile is None else profile.cluster
@@ -119,11 +112,7 @@ def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
 def run_all(
     subject: Subject, plan: Plan, kept: Journal | None, progress: Progress, *, chained: bool = False
 ) -> list[RoleRun]:
-    """One rank of each role; those that a journal has are not run again. See ``run_roles``.
-
-    Raises:
-        DryRunError: the plan or the model cannot be followed without data.
-    """
+    """One rank of each role; those that a journal has are not run again. See ``run_roles``."""
     finished = {} if kept is None else kept.finished
     done = {int(rank): from_data(RoleRun, data, "journal") for rank, data in finished.items()}
     count = len(done)

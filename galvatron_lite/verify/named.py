@@ -46,9 +46,6 @@ def build_named(name: str, sequence: int | None = None) -> nn.Module:
         name: of the zoo (``gpt-tiny``), of ``configs/models`` (``llama3-70b``), or the path of such a YAML file; or a
             configuration of transformers, see ``model.huggingface.find_config``.
         sequence: tokens a sample; the model's own if not given; a transformers model's batch decides it.
-
-    Raises:
-        InputError: no such name, or a shape that no model here is built of.
     """
     config = find_config(name)
     if config is not None:
@@ -60,11 +57,7 @@ def build_named(name: str, sequence: int | None = None) -> nn.Module:
 
 
 def build_shape(shape: Shape, sequence: int | None = None) -> nn.Module:
-    """A module of a shape.
-
-    Raises:
-        InputError: nothing here is built so.
-    """
+    """A module of a shape."""
     match shape:
         case MoeShape():
             return _mixture(shape, sequence or shape.seq_len)

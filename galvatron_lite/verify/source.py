@@ -57,11 +57,7 @@ def emptied(model: nn.Module) -> nn.Module:
 
 
 def example_of(parts: ModelParts, samples: int | None = None) -> Any:
-    """An example batch of a model: the one that came with it, or its own; resized, then without storages.
-
-    Raises:
-        InputError: the model does not say what it takes.
-    """
+    """An example batch of a model: the one that came with it, or its own; resized, then without storages."""
     model, batch, _ = parts
     found = example_batch(model) if batch is None else batch
     return found if samples is None else resize_batch(found, samples)

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def page(shown: Sequence[Shown]) -> str:
-    """The HTML of a report.
-
-    Args:
-        shown: the plans, at least one.
-    """
+    """The HTML of a report."""
     plans = [check_priced(one).plan for one in shown]
     looks = looks_of(plans)
     views = [view_of(one, number, looks) for number, one in enumerate(shown)]

@@ -183,12 +183,7 @@ class Map:
 
 
 def maps_of(plan: Plan, node: int) -> list[Map]:
-    """A map of the pipeline's groups, and of every dimension that the plan's most frequent strategies use.
-
-    Args:
-        plan: in stages.
-        node: devices of a node.
-    """
+    """A map of the pipeline's groups, and of every dimension that the plan's most frequent strategies use."""
     found = []
     if plan.pipeline > 1:
         size = plan.stage_devices

@@ -44,12 +44,7 @@ class PlanMark:
 
 
 def front_figure(shown: Sequence[PlanMark], budget: int) -> Markup:
-    """The figure; marks far beyond the others are left to the table.
-
-    Args:
-        shown: at least one, the plan.
-        budget: bytes a device may take; 0: not known.
-    """
+    """The figure; marks far beyond the others are left to the table."""
     near = near_marks(shown, budget)
     most = 1.1 * max(budget, *(mark.memory for mark in near))
     quick, slow = _range([mark.seconds for mark in near])
@@ -161,12 +156,7 @@ class RunMeasurement:
 
 
 def measured(run: RecordedRun, plan: Plan) -> RunMeasurement | None:
-    """What a run measured under its last plan; None where it has no steps.
-
-    Args:
-        run: of training.
-        plan: with its prediction.
-    """
+    """What a run measured under its last plan; None where it has no steps."""
     steps = counted(run.own_steps)
     if not steps or plan.prediction is None:
         return None

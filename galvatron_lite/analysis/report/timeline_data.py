@@ -32,13 +32,7 @@ KINDS = (Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHT)
 
 
 def packed(step: Timeline, budgets: Sequence[int], devices: Sequence[str]) -> dict[str, Any]:
-    """A timeline for the page's script.
-
-    Args:
-        step: the timeline.
-        budgets: bytes a device of each group may take; 0: not known.
-        devices: of each group, in words.
-    """
+    """A timeline for the page's script."""
     tick = step.span / TICKS
     levels: dict[MemoryBreakdown, int] = {}
     planes = b"".join(_planes(group, tick, levels) for group in step.groups)
@@ -111,12 +105,7 @@ Event = dict[str, Any]
 
 
 def write_trace(path: Path, steps: Sequence[tuple[str, Timeline]]) -> None:
-    """Write the timelines of some plans, whole or not at all.
-
-    Args:
-        path: of the file.
-        steps: each plan's name and timeline.
-    """
+    """Write the timelines of some plans, whole or not at all."""
     write_text(path, _lines(steps))
 
 

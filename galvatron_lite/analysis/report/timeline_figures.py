@@ -142,13 +142,7 @@ def shown_groups(step: Timeline) -> list[GroupTimeline]:
 
 
 def course_of(group: GroupTimeline, step: Timeline, budget: int) -> MemoryCurve:
-    """The memory of one group over a step.
-
-    Args:
-        group: which.
-        step: whole.
-        budget: bytes a device of it may take; 0: not known.
-    """
+    """The memory of one group over a step."""
     top = 1.06 * max(group.peak.memory.total, budget)
     right, low = WIDTH - _RIGHT, HEIGHT - _BOTTOM
     across, up = (right - _LEFT) / step.span, (low - _TOP) / top

@@ -18,13 +18,7 @@ from galvatron_lite.model.shapes.keeping import Record
 
 
 def compile_records(records: Sequence[Record], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Record]:
-    """The calls as a compiler runs them.
-
-    Args:
-        records: of one layer, in running order.
-        inputs: boundary tensors that enter.
-        outputs: boundary tensors that leave.
-    """
+    """The calls as a compiler runs them."""
     lean = _without_rebuilt(records, inputs)
     needed = _readers(lean)
     done: list[Record] = []

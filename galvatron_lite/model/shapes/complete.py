@@ -30,11 +30,7 @@ _LARGEST = {"layers": LAYERS, "decoder_layers": LAYERS, "depths": LAYERS // 4, "
 
 
 def complete(shape: Shape) -> Shape:
-    """The shape with sizes that follow from others filled in.
-
-    Raises:
-        InputError: a size below 1, a dropout outside [0, 1), or sizes that do not fit one another.
-    """
+    """The shape with sizes that follow from others filled in."""
     _check_sizes(shape)
     match shape:
         case EncoderDecoderShape():

@@ -1,4 +1,4 @@
-"""What a model file holds: one frozen dataclass an architecture family. No torch here.
+"""What a model file holds: one frozen dataclass an architecture family.
 
 Sizes that follow from others may be left at 0: ``kv_heads`` (= heads), ``head_dim`` (= hidden / heads), ``ffn_hidden``
 (= 4 x hidden), ``moe_ffn`` (= ffn_hidden), ``position_entries`` (= seq_len), ``decoder_layers`` (= layers),

@@ -1,4 +1,4 @@
-"""Which tensors of a layer's calls are kept from forward to backward, by what is recomputed. No torch here."""
+"""Which tensors of a layer's calls are kept from forward to backward, by what is recomputed."""
 
 from __future__ import annotations
 

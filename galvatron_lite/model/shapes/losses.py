@@ -13,14 +13,7 @@ from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
 
 def cross_entropy(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
-    """Mean cross-entropy of logits (rows, classes); see ``Kernels`` for its kinds.
-
-    Args:
-        tape: where it is written down.
-        name: of the operators.
-        logits: their precision is that of the head's matmul.
-        labels: indices of the right classes.
-    """
+    """Mean cross-entropy of logits (rows, classes); see ``Kernels`` for its kinds."""
     if tape.kernels.inplace_loss:
         return _inplace(tape, name, logits, labels)
     if tape.kernels.compiled_loss:

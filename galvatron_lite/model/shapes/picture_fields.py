@@ -1,4 +1,4 @@
-"""What a model file of a convolutional network holds, beside ResNet and ConvNeXt (``fields``). No torch here."""
+"""What a model file of a convolutional network holds, beside ResNet and ConvNeXt (``fields``)."""
 
 from __future__ import annotations
 

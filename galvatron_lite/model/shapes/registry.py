@@ -120,12 +120,6 @@ def load_model(
 ) -> ModelGraph:
     """The graph of a shipped model or of a model file.
 
-    Args:
-        name_or_path: ``gpt2``, hyphens as you like (``resnet-50``), or a path that ends in .yaml, .yml or .json.
-        overrides: fields of the shape to change (``{"layers": 4}``).
-        sequence: see ``build_graph``.
-        precision: see ``build_graph``.
-
     Raises:
         InputError: an unknown name (lists the closest and all), or fields that do not fit.
         FileFormatError: the file cannot be read.
@@ -159,12 +153,7 @@ def _find(name_or_path: str) -> Path:
 
 
 def shape_from_data(data: Mapping[str, object], field: str = "model", *, strict: bool = True) -> Shape:
-    """The shape that a mapping describes; ``arch`` names its family (``decoder`` where it is missing).
-
-    Raises:
-        FileFormatError: an unknown or missing field, or a value of the wrong kind.
-        InputError: an unknown family, or sizes that do not fit one another.
-    """
+    """The shape that a mapping describes; ``arch`` names its family (``decoder`` where it is missing)."""
     arch = data.get("arch", "decoder")
     if not isinstance(arch, str) or arch not in SHAPES:
         raise InputError(f"{field}, arch", arch, f"Choose one of {', '.join(SHAPES)}.")
@@ -176,9 +165,6 @@ def shape_from_flags(flags: Mapping[str, str]) -> Shape:
 
     Names are fields of the family that ``arch`` names (``decoder`` where missing), with ``-`` for ``_``; short ones are
     ``seq``, ``ffn``, ``experts``, ``topk``, ``image``, ``tied``. Lists are written ``3,4,6,3``.
-
-    Raises:
-        InputError: an unknown flag, a missing one, or a value that does not fit.
     """
     named = {flag.lstrip("-").replace("-", "_"): value for flag, value in flags.items()}
     data: dict[str, Any] = {_FLAGS.get(name, name): value for name, value in named.items()}

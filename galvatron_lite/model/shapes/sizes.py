@@ -1,4 +1,4 @@
-"""Pictures of another size for a model described by its shape. No torch here."""
+"""Pictures of another size for a model described by its shape."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ _SIDES = re.compile(r"^([1-9]\d*)(?:x([1-9]\d*))?$")
 
 
 def sides_of(image: str) -> tuple[int, int]:
-    """Height and width.
-
-    Raises:
-        InputError: no number of pixels.
-    """
+    """Height and width."""
     found = _SIDES.match(image.lower())
     if found is None:
         raise InputError("--image", image, "Give pixels as 224, or height and width as 512x1024.")
@@ -23,16 +19,7 @@ def sides_of(image: str) -> tuple[int, int]:
 
 
 def sizes_of(shape: Shape, name: str, image: str) -> dict[str, object]:
-    """Fields of a shape for pictures of another size.
-
-    Args:
-        shape: of the model.
-        name: of the model, for errors.
-        image: pixels, ``224`` or ``512x1024``.
-
-    Raises:
-        InputError: no number of pixels, or the model takes no such pictures.
-    """
+    """Fields of a shape for pictures of another size."""
     height, width = sides_of(image)
     sizes: dict[str, object] = (
         {"image_height": height, "image_width": width} if height != width else {"image_size": height}

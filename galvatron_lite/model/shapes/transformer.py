@@ -73,13 +73,6 @@ def mlp(tape: Tape, shape: TransformerShape, x: Value, width: int = 0, name: str
     """The MLP of ``x`` (tokens, hidden): two projections, or three where it is gated.
 
     The result is summed over the tensor group, its dropout not yet done.
-
-    Args:
-        tape: where it is written down.
-        shape: of the model.
-        x: input.
-        width: inner extent; 0: the shape's ``ffn_hidden``.
-        name: of its operators.
     """
     ffn = width or shape.ffn_hidden
     inner = _inner(tape, shape, tape.gather(x), ffn, name)

@@ -38,12 +38,6 @@ def birds_eye_view(scans: Sequence[Tensor], grid: VoxelGrid, count: int = 16) ->
         scans: point clouds (points, 3) of x, y and z in metres, oldest first, the current one last; on one device.
         grid: where to look.
         count: scans that are needed.
-
-    Returns:
-        (1, count, side, side) in fp32 on the device of the scans.
-
-    Raises:
-        InputError: another number of scans, or a scan that is no cloud of floating-point numbers.
     """
     if isinstance(scans, Tensor) or len(scans) != count:
         given = tuple(scans.shape) if isinstance(scans, Tensor) else len(scans)

@@ -1,4 +1,4 @@
-"""Config fields of every named size of the reference models, by family. No torch here."""
+"""Config fields of every named size of the reference models, by family."""
 
 from __future__ import annotations
 

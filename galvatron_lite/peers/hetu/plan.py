@@ -68,14 +68,7 @@ class HetuPlan:
 
 
 def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch: int = 0) -> HetuPlan:
-    """A plan from its JSON, of searched plans (figures of each layer) or of GLOBAL mode (one strategy by flags).
-
-    Args:
-        data: what the file holds.
-        field: names the file in errors.
-        devices: GPUs, for files without ``world_size`` (v2.4.0's).
-        batch: samples a step, for files without ``global_bsz``.
-    """
+    """A plan from its JSON, of searched plans (figures of each layer) or of GLOBAL mode (one strategy by flags)."""
     if "tp_sizes_enc" not in data:
         return _global_plan(data, field, devices, batch)
     stages = _integer(data, "pp_deg", field)
@@ -261,14 +254,7 @@ def _shares_tokens(profile: Profile) -> bool:
 
 
 def our_strategy(one: HetuStrategy, tokens: bool, zero2: int = 1, *, alone: bool = False) -> Strategy:
-    """Our strategy of one of theirs.
-
-    Args:
-        one: theirs.
-        tokens: as in ``to_plan``.
-        zero2: the stage that stands for its ``zero2``.
-        alone: whether the Ulysses group of a single replica shards states.
-    """
+    """Our strategy of one of theirs."""
     replicated = one.kind is DataType.DDP or (one.shards if alone else one.data) == 1
     stage = 3 if one.kind is DataType.ZERO3 else zero2
     return Strategy(

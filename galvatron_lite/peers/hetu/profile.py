@@ -47,13 +47,7 @@ EXCHANGES = 2
 
 
 def to_cluster(hardware: HetuHardware, precision: str, memory: int) -> Cluster:
-    """The devices, which its files say nothing of but their number, in nodes.
-
-    Args:
-        hardware: its profile.
-        precision: of compute, so that the devices have it.
-        memory: bytes of one device.
-    """
+    """The devices, which its files say nothing of but their number, in nodes."""
     device = Device("gpu", memory, 1.0, {precision: 1.0}, context=CONTEXT_MB * MB, source=hardware.source)
     levels = [Level("node", hardware.gpus, hardware.near[hardware.gpus] * PER_MS, 0.0, source="measured")]
     if hardware.nodes > 1:
@@ -197,17 +191,7 @@ def import_profile(
     engine: Engine = Engine.MAIN,
     memory: int = DEVICE_MEMORY,
 ) -> Profile:
-    """Our profile from its files.
-
-    Args:
-        folder: of the model's computation and memory profile.
-        sizes: of its layer types.
-        nodes, gpus: nodes and GPUs of each.
-        hardware: folder of the hardware profile; the model's or the one beside it called ``hardware`` or
-            ``hardware_configs`` if not given.
-        engine: whose communication counts.
-        memory: bytes of one device.
-    """
+    """Our profile from its files."""
     places = (folder, folder / "hardware", folder.parent / "hardware", folder.parent / "hardware_configs")
     found = hardware or next((place for place in places if any(place.glob("allreduce_bandwidth_*.json"))), folder)
     model = read_model(folder, sizes, engine=engine)

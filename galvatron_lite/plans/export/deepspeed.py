@@ -1,4 +1,4 @@
-"""For DeepSpeed: its JSON configuration. No torch."""
+"""For DeepSpeed: its JSON configuration."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ _LACKING = {
 
 
 def exported(plan: Plan) -> Exported:
-    """The file for ``deepspeed.initialize(config=...)``.
-
-    Raises:
-        InputError: a precision that DeepSpeed does not compute in.
-    """
+    """The file for ``deepspeed.initialize(config=...)``."""
     main = main_strategy(plan)
     config = config_of(plan, main)
     text = json.dumps(to_data(config), indent=2) + "\n"

@@ -68,18 +68,7 @@ def config_of(
     max_grad_norm: float | None = None,
     pinned: bool = True,
 ) -> DeepSpeedConfig:
-    """The configuration that does to all layers what a strategy says.
-
-    Args:
-        plan: gives batch and micro-batches.
-        strategy: of all layers.
-        precision: ``fp32``, ``bf16`` or ``fp16``; the plan's if not given.
-        max_grad_norm: clip the gradient to this norm; None: do not.
-        pinned: whether host memory is locked for copies to GPUs.
-
-    Raises:
-        InputError: a precision that DeepSpeed does not compute in.
-    """
+    """The configuration that does to all layers what a strategy says."""
     compute = plan.precision if precision is None else precision
     if compute not in ("fp32", "bf16", "fp16"):
         raise InputError("precision", compute, "DeepSpeed trains in fp32, bf16 or fp16.")

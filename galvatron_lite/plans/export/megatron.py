@@ -1,6 +1,6 @@
 """For Megatron-LM: flags of ``pretrain_gpt.py`` and its like (``megatron/training/arguments.py``), one a line.
 
-``xargs`` takes the file as it is: ``grep -v '^#' megatron.args | xargs torchrun pretrain_gpt.py ...``. No torch.
+``xargs`` takes the file as it is: ``grep -v '^#' megatron.args | xargs torchrun pretrain_gpt.py ...``.
 """
 
 from __future__ import annotations

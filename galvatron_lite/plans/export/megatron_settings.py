@@ -1,5 +1,5 @@
 """Megatron Core's settings of a plan, by the names of its dataclasses (ModelParallelConfig, TransformerConfig,
-DistributedDataParallelConfig, OptimizerConfig), for Megatron-LM's flags and Megatron-Bridge's YAML. No torch."""
+DistributedDataParallelConfig, OptimizerConfig), for Megatron-LM's flags and Megatron-Bridge's YAML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For NeMo Framework: a YAML file of Megatron-Bridge, whose settings override those of a recipe. No torch.
+"""For NeMo Framework: a YAML file of Megatron-Bridge, whose settings override those of a recipe.
 
 The framework's training of language models is Megatron-Bridge (nemo_toolkit 3 holds speech alone); sections and keys
 are those of its ``ConfigContainer``.

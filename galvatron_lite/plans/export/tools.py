@@ -1,4 +1,4 @@
-"""The tools that plans are written for, by name. No torch."""
+"""The tools that plans are written for, by name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ TOOLS: Mapping[str, Callable[[Plan], Exported]] = {
 
 def export(plan: Plan, tool: str, *, strict: bool = False) -> Exported:
     """A plan in a tool's words; the same plan gives the same text.
-
-    Args:
-        plan: what to say.
-        tool: ``deepspeed``, ``megatron``, ``torchtitan``, ``accelerate`` or ``nemo``.
-        strict: whether all of the plan must be said.
 
     Raises:
         InputError: no such tool, a plan that contradicts itself, or (strict) something that the tool's file cannot say.

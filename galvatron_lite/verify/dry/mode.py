@@ -38,9 +38,6 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     positions and announcements need their values; so are tensors on the meta device what they always are. Whether
     something is finite, which is asked behind every step, is answered with yes. Where numbers stand in a sorted tensor
     without data is answered as if it held each as often as the others: routers send every expert as many tokens.
-
-    Args:
-        ledger: where storages are entered.
     """
 
     def __init__(self, ledger: Ledger) -> None:

@@ -18,9 +18,6 @@ def named_for(plan: Plan, layers: Sequence[Layer]) -> Plan:
     """The plan with its layers called as the model's, which are taken in order; itself where it knows them.
 
     A layer between an encoder and a decoder may be several of the model's.
-
-    Raises:
-        InputError: it has another number of layers, or names most of the model's layers and others, too.
     """
     names, start = [layer.name for layer in layers], 0
     runs = [run for stage in plan.stages for run in stage.runs]

@@ -43,11 +43,7 @@ class CachedOutputs:
 
 
 class OpCache:
-    """Operations that were run, and what they returned.
-
-    Args:
-        fake: who runs what is not known.
-    """
+    """Operations that were run, and what they returned."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self._fake = fake

@@ -40,16 +40,7 @@ def shortened(plan: Plan) -> Plan:
 
 
 def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan) -> tuple[Message, ...]:
-    """The messages of all micro-batches of a plan.
-
-    Args:
-        messages: of a step of fewer micro-batches.
-        starts: how many messages there were when the forward of each micro-batch began, in order.
-        plan: whole.
-
-    Raises:
-        UnlikeError: the two micro-batches that are held against each other did not send the same.
-    """
+    """The messages of all micro-batches of a plan."""
     missing = plan.microbatches - len(starts)
     if missing <= 0:
         return tuple(messages)

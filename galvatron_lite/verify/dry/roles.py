@@ -69,14 +69,7 @@ def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool =
 def _places(
     strategies: Sequence[Strategy], entering: Sequence[Strategy], width: int, *, even: bool, apart: bool
 ) -> dict[str, list[int]]:
-    """Places of a stage whose ranks do the same.
-
-    Args:
-        strategies: of its layers.
-        entering: of layers of other stages, as which it may be given what they make.
-        width: ranks of the stage.
-        even, apart: see ``roles_of``.
-    """
+    """Places of a stage whose ranks do the same."""
     if not _alike([*strategies, *entering]):
         repeats = width if apart else _repeats([*strategies, *entering], width)
         said = f"of {width}" if repeats == width else f"of every {repeats}"
@@ -120,13 +113,6 @@ def run_roles(
     more than once) is begun again once that has been run so far.
 
     Micro-batches that repeat others are not run (``dry_repeat``); all are where some turn out not to.
-
-    Args:
-        subject: what is trained.
-        plan: how.
-        done: roles that were run before, by rank; of a plan with one stage, as stages must hear one another.
-        each: told of every role.
-        chained: see ``roles_of``.
 
     Raises:
         DryRunError: what runs depends on values, or ranks wait for one another.

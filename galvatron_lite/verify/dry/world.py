@@ -58,11 +58,7 @@ class MessageLog:
     heard: dict[tuple[int, str], int] = field(default_factory=dict)  # how much of it was listened to
 
     def listen(self, source: int, purpose: str, place: int) -> Tensor:
-        """The next of these announcements.
-
-        Raises:
-            UnheardError: that rank was not run so far.
-        """
+        """The next of these announcements."""
         number = self.heard.get((source, purpose), 0)
         self.heard[source, purpose] = number + 1
         found = None if self.hear is None else self.hear(source, purpose, place, number)
@@ -109,10 +105,6 @@ class DryGroup(dist.ProcessGroup):
     """A process group of which this rank alone is there.
 
     Its methods are those that ``torch.distributed`` calls of every group; names of 2.11 and of 2.13.
-
-    Args:
-        options: what torch makes a group of.
-        log: where its calls are written down.
     """
 
     def __init__(self, options: Any, log: MessageLog) -> None:
@@ -323,11 +315,7 @@ def _fill_from_each(output: Tensor, whole: Tensor, given: Sequence[int], size: i
 
 @contextmanager
 def dry_world(rank: int, size: int, log: MessageLog) -> Iterator[None]:
-    """Be one rank of a world of so many, of which no other is there.
-
-    Raises:
-        LaunchError: this process has joined a world already.
-    """
+    """Be one rank of a world of so many, of which no other is there."""
     if dist.is_initialized():
         raise LaunchError("A world of processes runs here already; dry runs need a process of their own.")
     if not dist.is_backend_available(DRY_BACKEND):

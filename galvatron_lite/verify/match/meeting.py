@@ -1,4 +1,4 @@
-"""Whether the messages of all ranks of the world meet, as they would on the cluster. No torch here.
+"""Whether the messages of all ranks of the world meet, as they would on the cluster.
 
 Every rank does what its role was seen to do, with its own groups and partners (``match_places``). A collective happens
 once all ranks of its group have come to it, in the order in which each starts those of the group; a message from rank
@@ -34,9 +34,6 @@ def match(runs: Sequence[RoleRun], plan: Plan, *, in_order: bool = True) -> list
         plan: that they ran.
         in_order: whether the messages of one group happen one after the other on each rank, those from rank to rank
             that start alone in order with the ones of the same partner, as NCCL runs them; else as gloo does.
-
-    Returns:
-        Whether what meets fits (``FIT``), and whether every rank comes to its end (``PROGRESS``).
     """
     scripts = [script_of(run) for run in runs]
     parts = {part.rank: part for script in scripts for part in parts_of(script, plan.stage_devices)}

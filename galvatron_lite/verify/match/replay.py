@@ -78,12 +78,7 @@ def rank_message(part: RankRole, number: int) -> RankMessage:
 
 
 class Replay:
-    """Plays the world.
-
-    Args:
-        parts: what every rank does.
-        in_order: see ``match``.
-    """
+    """Plays the world."""
 
     def __init__(self, parts: Mapping[int, RankRole], *, in_order: bool) -> None:
         self._in_order = in_order

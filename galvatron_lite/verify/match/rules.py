@@ -1,4 +1,4 @@
-"""When the messages of several ranks are one: what must be alike, and how it is told where it is not. No torch here."""
+"""When the messages of several ranks are one: what must be alike, and how it is told where it is not."""
 
 from __future__ import annotations
 

@@ -88,17 +88,7 @@ class Small:
 
 
 def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Recipe:
-    """How to make a small model and a plan for it that uses what ``plan`` uses.
-
-    Args:
-        source: the large model.
-        plan: for it.
-        processes: the most there may be; if not given 4, or 8 where 4 have no room for all that the plan uses.
-
-    Raises:
-        TooLargeError: neither the model's sizes nor its blocks can be made few enough to run it here.
-        InputError: the plan is not for this model.
-    """
+    """How to make a small model and a plan for it that uses what ``plan`` uses."""
     made = source.on_meta()
     layers = discover_layers(made[0], example_of(made))
     named = named_for(plan, layers)
@@ -232,11 +222,7 @@ def _size_lines(spots: Sequence[Spot], kept: Sequence[Spot], graph: ModelGraph) 
 
 
 def make_small(source: ModelSource, recipe: Recipe) -> Small:
-    """The small model with values, always the same ones; its batches differ from one another.
-
-    Raises:
-        InputError: a batch of values can be had neither from the factory nor from the model.
-    """
+    """The small model with values, always the same ones; its batches differ from one another."""
     torch.manual_seed(0)
     model, given, loss_fn = source.on_meta() if recipe.ways else source.make()
     made = narrowed(model, recipe.ways, source.configured) if recipe.ways else None
@@ -257,11 +243,7 @@ def make_small(source: ModelSource, recipe: Recipe) -> Small:
 
 
 def _with_values(source: ModelSource, model: nn.Module, batch: Any) -> Any:
-    """The user's batch; where it was made without values, made again beside the whole model, if that is not too large.
-
-    Returns:
-        None where the model is to make its own.
-    """
+    """The user's batch; made again beside the full model where it has no values and that is not too large; or None."""
     if batch is None or not any(tensor.is_meta for tensor in tensors_of(batch)):
         return batch
     whole = sum(parameter.numel() for parameter in model.parameters())

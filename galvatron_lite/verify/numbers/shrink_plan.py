@@ -1,4 +1,4 @@
-"""A plan for few processes that uses all that a large one does, each degree as small as it can be. No torch here."""
+"""A plan for few processes that uses all that a large one does, each degree as small as it can be."""
 
 from __future__ import annotations
 
@@ -111,13 +111,7 @@ def _worth(strategy: Strategy) -> tuple[int, int, tuple[int, ...]]:
 
 
 def choose_size(plan: Plan, strategies: Sequence[Strategy], processes: int) -> Size:
-    """How few processes keep most of what a plan uses: its pipeline, the features of its strategies, its stages.
-
-    Args:
-        plan: the large one.
-        strategies: those it uses.
-        processes: the most there may be; at least 2.
-    """
+    """How few processes keep most of what a plan uses: its pipeline, the features of its strategies, its stages."""
     choices = [
         (groups, devices)
         for groups in range(min(2, plan.pipeline), min(plan.pipeline, processes) + 1)
@@ -169,15 +163,7 @@ def legal_for(kinds: Sequence[LayerKind], devices: int) -> Legal:
 def small_plan(
     plan: Plan, size: Size, kept: Sequence[Spot], names: Sequence[str], chosen: Mapping[str, Strategy]
 ) -> Plan:
-    """The plan for the small model.
-
-    Args:
-        plan: the large one.
-        size: how many processes there are.
-        kept: layers of the large model that stay.
-        names: what they are called in the small one.
-        chosen: what becomes of the strategy of each, by its name in the large one.
-    """
+    """The plan for the small model."""
     stages = len(plan.stages)
     layers: list[list[tuple[str, Strategy]]] = [[] for _ in range(size.stages)]
     for spot, name in zip(kept, names, strict=True):

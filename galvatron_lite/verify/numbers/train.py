@@ -26,24 +26,15 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceTraining:
-    """What one process computes.
+    """What one process computes."""
 
-    Attributes:
-        initial: the model's state before the first step.
-        losses: of every step, and of one more batch.
-        norm: of the first gradient.
-        first, last: gradients of the first step and of the last batch.
-        parameters: after the steps.
-        draws: whether a forward pass gives another loss when it is run again: it draws random numbers.
-    """
-
-    initial: dict[str, Tensor]
-    losses: list[float]
-    norm: float
-    first: dict[str, Tensor]
+    initial: dict[str, Tensor]  # the model's state before the first step
+    losses: list[float]  # of every step, and of one more batch
+    norm: float  # of the first gradient
+    first: dict[str, Tensor]  # gradients of the first step and of the last batch
     last: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-    draws: bool
+    parameters: dict[str, Tensor]  # after the steps
+    draws: bool  # whether a forward pass gives another loss when it is run again: it draws random numbers
 
 
 @dataclass(slots=True)

@@ -41,12 +41,7 @@ Work = Callable[[], None]
 
 
 class Nursery:
-    """A fork of this process that starts others, made before anything that forbids forking has happened.
-
-    Args:
-        source: the model, which the processes build for themselves.
-        patience: seconds that a rank waits for another.
-    """
+    """A fork of this process that starts others, made before anything that forbids forking has happened."""
 
     def __init__(self, source: ModelSource, patience: float = PATIENCE) -> None:
         self._ours, theirs = Pipe()
@@ -57,11 +52,6 @@ class Nursery:
 
     def train(self, recipe: Recipe, folder: Path, timeout: float) -> dict[int, dict[str, Any]]:
         """Run the small plan of a recipe.
-
-        Args:
-            recipe: how model and plan are made.
-            folder: empty; results are written there.
-            timeout: seconds, after which ranks that are still running are ended.
 
         Returns:
             By rank (-1: the one process that trains alone) what it wrote: ``wrong``, ``held``, or ``error``.

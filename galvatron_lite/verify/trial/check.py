@@ -58,11 +58,7 @@ class Findings:
     unsaid: InputError | None = None  # what has to be said of the loss before a batch can be shared out; None: nothing
 
     def pins(self) -> dict[str, tuple[str, ...]]:
-        """What the planner keeps to: ``fix`` and ``forbid`` of ``galvatron plan``.
-
-        Raises:
-            InputError: something has to be said of the loss first.
-        """
+        """What the planner keeps to: ``fix`` and ``forbid`` of ``galvatron plan``."""
         if self.unsaid is not None:
             raise self.unsaid
         fix = ("dp=1", "microbatches=1") if self.whole else ()
@@ -160,18 +156,7 @@ def try_model(
     reduction: str = "mean",
     init_fn: Callable[[nn.Module], None] | None = None,
 ) -> Findings:
-    """Find out what of a model depends on how a batch is shared.
-
-    Args:
-        model: it is not changed.
-        batch: an example, with values.
-        layers: of the model.
-        loss_fn: see ``model.batch.loss_of``.
-        weight: the user's ``loss_weight``.
-        reduction: the user's ``loss_reduction``.
-        init_fn: initial values of a model on the meta device.
-
-    """
+    """Find out what of a model depends on how a batch is shared."""
     try:
         double = make_double(model, batch, layers, init_fn)
         observer = CallObserver(double, model)

@@ -56,9 +56,6 @@ def make_double(
     """Copy a model without most of its equal blocks; narrower, too, where it is large and made of a configuration.
 
     A model that does not run without some of its blocks is copied with all of them.
-
-    Raises:
-        SkippedError: it cannot be copied, has no values, or is too large.
     """
     gone = _left_out(model, layers)
     try:

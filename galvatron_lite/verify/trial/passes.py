@@ -45,20 +45,7 @@ def run_pass(
     seed: int = 0,
     terms: ShareScale = ShareScale(),  # noqa: B008 - it is frozen
 ) -> PassResult:
-    """Run the copy on some samples; buffers and random state are left as they were.
-
-    Args:
-        double: the copy.
-        batch: samples.
-        loss_fn: of the model.
-        scale: of the loss, before backward.
-        observer: sees the forward pass and the loss.
-        seed: of random numbers.
-        terms: what terms of the loss are multiplied by.
-
-    Raises:
-        SkippedError: it does not run, or the loss has no gradient.
-    """
+    """Run the copy on some samples; buffers and random state are left as they were."""
     model = double.model
     before = {name: one.detach().clone() for name, one in model.named_buffers()}
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -90,12 +77,7 @@ class ObservedPass:
 
 
 class CallObserver(TorchFunctionMode):
-    """Sees functions called while a copy runs.
-
-    Args:
-        double: the copy.
-        original: the user's model, whose parameters a ``loss_fn`` may hold on to.
-    """
+    """Sees functions called while a copy runs."""
 
     def __init__(self, double: Double, original: nn.Module) -> None:
         super().__init__()
@@ -211,16 +193,7 @@ def _same(one: TargetCount, other: TargetCount) -> bool:
 
 
 def relative_error(reference: PassResult, shares: Sequence[PassResult], parts: Sequence[float]) -> float:
-    """How far the weighted sum of shares' losses and gradients is from that of the batch.
-
-    Args:
-        reference: of the batch.
-        shares: of its shares.
-        parts: what each counts; shares that count nothing are not looked at.
-
-    Returns:
-        The largest error of the loss, or of a gradient, in its largest entry.
-    """
+    """How far the weighted sum of shares' losses and gradients is from that of the batch."""
     used = [(part, share) for part, share in zip(parts, shares, strict=True) if part]
     worst = abs(sum(part * share.loss for part, share in used) - reference.loss) / (abs(reference.loss) or 1.0)
     noise = 1e-3 * max((float(one.abs().max()) for one in reference.gradients.values() if one.numel()), default=0.0)

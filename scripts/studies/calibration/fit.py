@@ -1,4 +1,4 @@
-"""Fits calibrated constants to measured step times: robust least squares with priors. No torch here.
+"""Fits calibrated constants to measured step times: robust least squares with priors.
 
 With e_i = predicted_i / measured_i - 1 (what is scored), weights w_i, and unknowns x on a scale without bounds
 (``parameters``) it minimises
@@ -242,17 +242,7 @@ def fit(
     steps: int = 8,
     report: Callable[[int, Fit], None] | None = None,
 ) -> Fit:
-    """The unknowns that fit best.
-
-    Args:
-        problem: rows.
-        unknowns: what is fitted.
-        predict: the cost model.
-        start: places to start from; None: the priors.
-        jacobian: derivatives to begin with; None: those at the start.
-        steps: at most so many.
-        report: called after each with its number and the fit so far.
-    """
+    """The unknowns that fit best."""
     places = unknowns.prior.copy() if start is None else start
     if jacobian is None:
         jacobian = jacobian_of(problem, unknowns, places, predict)
@@ -286,12 +276,6 @@ def family_weights(families: Sequence[str], groups: NDArray[np.int64], grades: S
 
     Within a family half is shared by rows alike and half by groups alike, so that a family's many rows of one group do
     not govern it. Families of few rows count less: n rows count n / (n + 2).
-
-    Args:
-        families: of each row.
-        groups: as in ``Problem``.
-        grades: factor on each row for the quality of its measurement.
-        total: weight of a family of many rows.
     """
     names = np.array(families)
     weights: Array = np.zeros(len(names))

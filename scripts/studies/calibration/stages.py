@@ -1,4 +1,4 @@
-"""Calibrates in two stages: what stacks have in common, then each stack's own. No torch here.
+"""Calibrates in two stages: what stacks have in common, then each stack's own.
 
 1. Devices, links and the default stack are fitted as if all rows ran on one stack. What is documented of a stack (which
    communication it overlaps, which attention kernel it runs) stays: its numbers are the default's times the ratio of

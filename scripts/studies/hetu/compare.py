@@ -68,55 +68,36 @@ class How(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A plan by both cost models.
+    """A plan by both cost models."""
 
-    Attributes:
-        plan: ours.
-        seconds: a step by our model.
-        memory: MB of the fullest device by ours.
-        their_seconds, their_memory: the same by their formulas; None where they cannot say it: other than even splits,
-            unlike embedding and head, dimensions that they do not know.
-        cpu: seconds of the search.
-        how: it was found.
-    """
-
-    plan: Plan
-    seconds: float
-    memory: int
+    plan: Plan  # ours
+    seconds: float  # a step by our model
+    memory: int  # MB of the fullest device by ours
+    # the same by their formulas; None where they cannot say it: other than even splits, unlike embedding and head,
+    # dimensions that they do not know
     their_seconds: float | None
     their_memory: int | None
-    cpu: float = 0.0
-    how: How = How.OURS
+    cpu: float = 0.0  # seconds of the search
+    how: How = How.OURS  # it was found
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One recorded search; see the module.
+    """One recorded search; see the module."""
 
-    Attributes:
-        search: what was asked, and what they found.
-        theirs: their plan; None where they found none.
-        ours, chosen, by_theirs: ours; None where nothing fits.
-    """
-
-    search: RecordedSearch
-    theirs: Priced | None
-    ours: Priced | None
+    search: RecordedSearch  # what was asked, and what they found
+    theirs: Priced | None  # their plan; None where they found none
+    ours: Priced | None  # ours; None where nothing fits
     chosen: Priced | None
     by_theirs: Priced | None
 
 
 @dataclass(slots=True)
 class Bench:
-    """What both are given.
+    """What both are given."""
 
-    Attributes:
-        peer: their space, with their profiles.
-        single, several: our profile of the same, for plans of one stage and of several.
-    """
-
-    peer: PeerSearch
-    single: Profile
+    peer: PeerSearch  # their space, with their profiles
+    single: Profile  # our profile of the same, for plans of one stage and of several
     several: Profile
     _sessions: dict[bool, Session] = field(default_factory=dict)
 
@@ -152,11 +133,6 @@ class Bench:
         """A plan of the common space and a pipeline degree, and its picoseconds by the closed form.
 
         The best by our model without a pipeline; with one, the best that a quick search meets.
-
-        Args:
-            degree: of the pipeline.
-            budget: MB.
-            below: what these must be less than.
         """
         asked, session = self.peer.asked, self.session(single=degree == 1)
         fixed = replace(pins_of(asked), pipeline=degree)
@@ -190,11 +166,7 @@ def bench_for(search: RecordedSearch, folder: Path) -> Bench:
 
 
 def compare(search: RecordedSearch, folder: Path) -> Comparison:
-    """A recorded search beside ours.
-
-    Raises:
-        InputError: a profile that cannot be read.
-    """
+    """A recorded search beside ours."""
     bench = bench_for(search, folder)
     warm(bench.single)
     theirs = bench.of(search.hetu_plan()) if search.status == "ok" else None

@@ -1,4 +1,4 @@
-"""RepVGG in training: 3 x 3 and 1 x 1 convolutions and the picture itself, each normalised, summed. No torch here.
+"""RepVGG in training: 3 x 3 and 1 x 1 convolutions and the picture itself, each normalised, summed.
 
 Source: Ding et al. 2021 (arXiv:2101.03697, tables 2 and 3).
 """

@@ -1,4 +1,4 @@
-"""VGG and DenseNet. No torch here.
+"""VGG and DenseNet.
 
 Sources: Simonyan and Zisserman 2014 (arXiv:1409.1556, table 1), Huang et al. 2017 (arXiv:1608.06993, table 1).
 """

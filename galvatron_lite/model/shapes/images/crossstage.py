@@ -1,4 +1,4 @@
-"""Darknets and cross-stage-partial networks (Redmon 2018; Wang et al. 2020, arXiv:1911.11929; YOLOv5's CS3). No torch.
+"""Darknets and cross-stage-partial networks (Redmon 2018; Wang et al. 2020, arXiv:1911.11929; YOLOv5's CS3).
 
 A cross stage splits its picture by channels, passes one half through the blocks and puts both together again.
 """

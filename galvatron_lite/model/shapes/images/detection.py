@@ -1,4 +1,4 @@
-"""SSD300 over ResNet-50 (Liu et al. 2016, arXiv:1512.02325; NVIDIA DeepLearningExamples' variant). No torch here."""
+"""SSD300 over ResNet-50 (Liu et al. 2016, arXiv:1512.02325; NVIDIA DeepLearningExamples' variant)."""
 
 from __future__ import annotations
 

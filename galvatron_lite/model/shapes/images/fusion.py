@@ -1,4 +1,4 @@
-"""A network's graph where batch normalisation, the addition of a shortcut and ReLU are one kernel. No torch here.
+"""A network's graph where batch normalisation, the addition of a shortcut and ReLU are one kernel.
 
 cuDNN has such kernels for 16 bits channels last (CUDNN_BATCHNORM_OPS_BN_ADD_ACTIVATION; "cuDNN Developer Guide",
 cudnnBatchNormalizationForwardTrainingEx), which NVIDIA's MXNet, PaddlePaddle and OneFlow use; XLA makes them for any

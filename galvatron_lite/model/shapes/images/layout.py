@@ -1,4 +1,4 @@
-"""A network's graph with its pictures channels last in memory. No torch here."""
+"""A network's graph with its pictures channels last in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""U-Nets for medical pictures and volumes: the original one, and nnU-Net's plans for brain tumours. No torch here.
+"""U-Nets for medical pictures and volumes: the original one, and nnU-Net's plans for brain tumours.
 
 Sources: Ronneberger et al. 2015 (arXiv:1505.04597, figure 1: 572 x 572, convolutions without padding); Isensee et al.
 2021 (nnU-Net; plans of BraTS as NVIDIA's DeepLearningExamples train them: patches of 192 x 160 and of 128^3, 32

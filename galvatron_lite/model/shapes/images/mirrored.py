@@ -14,16 +14,7 @@ LEVELS = 5
 
 
 def mirrored_graph(name: str, convolutions: int, base: int, side: int, precision: str, item_bytes: int) -> ModelGraph:
-    """Levels that halve the picture and double its channels, the way back with the pictures kept on the way down.
-
-    Args:
-        name: of the model.
-        convolutions: a level.
-        base: channels of the first level.
-        side: pixels along each side of the picture.
-        precision: of activations.
-        item_bytes: of an activation item.
-    """
+    """Levels that halve the picture and double its channels, the way back with the pictures kept on the way down."""
     net = NetworkBuilder(name, item_bytes, 3, (side, side))
     widths = [base * 2**level for level in range(LEVELS)]
     net.stem(_level, inner=base, out=base, count=convolutions, halve=True)

@@ -1,4 +1,4 @@
-"""MixNet: inverted bottlenecks whose depthwise convolutions mix kernel sizes (Tan and Le 2019). No torch here.
+"""MixNet: inverted bottlenecks whose depthwise convolutions mix kernel sizes (Tan and Le 2019).
 
 Source: arXiv:1907.09595, figure 5 (S and M; L is M at 1.3 of the width).
 """

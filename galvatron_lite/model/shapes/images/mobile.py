@@ -1,4 +1,4 @@
-"""Networks of inverted bottlenecks: MobileNet V2 and V3, MNASNet, EfficientNet and its kin. No torch here.
+"""Networks of inverted bottlenecks: MobileNet V2 and V3, MNASNet, EfficientNet and its kin.
 
 Sources: Sandler et al. 2018 (arXiv:1801.04381, table 2), Howard et al. 2019 (arXiv:1905.02244, tables 1 and 2), Tan et
 al. 2018 (arXiv:1807.11626, figure 7), Tan and Le 2019 and 2021 (arXiv:1905.11946, table 1; arXiv:2104.00298, table 4),

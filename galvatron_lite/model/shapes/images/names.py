@@ -1,4 +1,4 @@
-"""From an image network's published name to its graph, by rules a family. No torch here.
+"""From an image network's published name to its graph, by rules a family.
 
 Names follow the common convention of model zoos (``resnext50_32x4d``, ``regnety_032``, ``tf_efficientnet_b3_ns``): what
 only tells how or by whom the weights were trained is dropped. A name no rule knows has no graph: ``summary`` may do.

@@ -1,4 +1,4 @@
-"""Networks without normalisation: NFNet-F, its light kin, NF-ResNet, NF-RegNet (Brock et al. 2021). No torch here.
+"""Networks without normalisation: NFNet-F, its light kin, NF-ResNet, NF-RegNet (Brock et al. 2021).
 
 Sources: arXiv:2102.06171 (table 1), arXiv:2101.08692. Weights are standardised before every convolution, which costs
 passes over the weights, not over the picture.

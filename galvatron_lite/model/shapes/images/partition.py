@@ -1,4 +1,4 @@
-"""Layers that software treats as one: each partition of a pipeline that recomputes as a whole. No torch here.
+"""Layers that software treats as one: each partition of a pipeline that recomputes as a whole.
 
 torchgpipe checkpoints a partition of its pipeline, not the layers in it (Kim et al. 2020, arXiv:2004.09910, section 3):
 of every micro-batch only what enters the partition is kept.
@@ -23,9 +23,6 @@ def partitioned(graph: ModelGraph, balance: Sequence[int]) -> ModelGraph:
     Args:
         graph: a chain of layers.
         balance: layers of each partition; the last layer (the head) is one of the last partition's and stays apart.
-
-    Raises:
-        InputError: a balance that does not add up to the layers.
     """
     if sum(balance) != len(graph.layers) or min(balance) < 1 or balance[-1] < 2:
         raise InputError("balance", list(balance), f"Give layers a partition that add up to {len(graph.layers)}.")

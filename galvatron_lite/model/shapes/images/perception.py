@@ -1,4 +1,4 @@
-"""The perception network from its shape: two encoder-decoders side by side. No torch here.
+"""The perception network from its shape: two encoder-decoders side by side.
 
 Sah and Chinara 2024 (arXiv:2412.18165), as the reference model (``model.zoo.perception``) has them: layers are the
 levels of each network's way down and up, and the convolutions through which pictures go across.

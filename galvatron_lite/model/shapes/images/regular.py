@@ -1,4 +1,4 @@
-"""RegNet X and Y: widths from a line, quantised (Radosavovic et al. 2020, arXiv:2003.13678). No torch here."""
+"""RegNet X and Y: widths from a line, quantised (Radosavovic et al. 2020, arXiv:2003.13678)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residual networks: ResNet, ResNeXt, wide and squeeze-and-excitation ones, their stems and shortcuts. No torch here.
+"""Residual networks: ResNet, ResNeXt, wide and squeeze-and-excitation ones, their stems and shortcuts.
 
 Sources: He et al. 2015 (arXiv:1512.03385), the stride in the 3 x 3 convolution as in ResNet v1.5; Xie et al. 2017
 (ResNeXt); He et al. 2019 (arXiv:1812.01187: variants C and D); Hu et al. 2018 (SE); Bello et al. 2021

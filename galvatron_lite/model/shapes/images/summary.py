@@ -1,4 +1,4 @@
-"""An image network of which only totals are known: multiply-adds, activations, parameters. No torch here.
+"""An image network of which only totals are known: multiply-adds, activations, parameters.
 
 It becomes so many equal layers, each a dense convolution with its normalisation and activation, whose multiply-adds,
 outputs and weights add up to the totals. Multiply-adds over activations is the inner extent of the mean convolution
@@ -63,11 +63,7 @@ class ImageTotals:
 
 
 def summary_graph(totals: ImageTotals, precision: str, item_bytes: int) -> ModelGraph:
-    """Equal layers that add up to the totals, between an empty stem and a classifier.
-
-    Raises:
-        InputError: totals that are not positive.
-    """
+    """Equal layers that add up to the totals, between an empty stem and a classifier."""
     for field in ("macs", "activations", "parameters"):
         if getattr(totals, field) <= 0:
             raise InputError(field, getattr(totals, field), "Give the network's total, above 0.")

@@ -1,4 +1,4 @@
-"""Networks of equal blocks over the patches of a picture: XCiT and ConvMixer. No torch here.
+"""Networks of equal blocks over the patches of a picture: XCiT and ConvMixer.
 
 Sources: El-Nouby et al. 2021 (arXiv:2106.09681, table 1), Trockman and Kolter 2022 (arXiv:2201.09792).
 """
