@@ -14,9 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.errors import GalvatronError, TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
-from galvatron_lite.model.fused_kernels import FusedAttention, GroupedExperts
 from galvatron_lite.model.own_checkpoints import left_to_the_plan
 from galvatron_lite.model.trace_flow import DataFlow
+from galvatron_lite.model.trace_operators import FusedAttention, GroupedExperts
 from galvatron_lite.model.trace_record import Recorder, Recording, ValuesReadError
 
 

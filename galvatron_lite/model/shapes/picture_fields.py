@@ -1,7 +1,8 @@
-"""What a model file of a convolutional network holds, beside ResNet and ConvNeXt (``fields``)."""
+"""Model files of convolutional networks beside ResNet and ConvNeXt (``fields``), and pictures of another size."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import STRICT
 from galvatron_lite.limits import Name
+from galvatron_lite.model.shapes.fields import Shape
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -171,3 +173,36 @@ def _check_levels(shape: PerceptionShape) -> None:
 def _same_number(field: str, values: tuple[int, ...], like: Sequence[int]) -> None:
     if len(values) != len(like):
         raise InputError(field, values, f"Give {len(like)} numbers.")
+
+
+_SIDES = re.compile(r"^([1-9]\d*)(?:x([1-9]\d*))?$")
+
+
+def sides_of(image: str) -> tuple[int, int]:
+    """Height and width."""
+    found = _SIDES.match(image.lower())
+    if found is None:
+        raise InputError("--image", image, "Give pixels as 224, or height and width as 512x1024.")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def sizes_of(shape: Shape, name: str, image: str) -> dict[str, object]:
+    """Fields of a shape for pictures of another size."""
+    height, width = sides_of(image)
+    sizes: dict[str, object] = (
+        {"image_height": height, "image_width": width} if height != width else {"image_size": height}
+    )
+    if all(hasattr(shape, field) for field in sizes):
+        return sizes
+    if hasattr(shape, "image_size"):
+        raise not_square(name, image)
+    raise InputError("--image", image, f"{name}: It takes no pictures.")
+
+
+def not_square(name: str, image: str) -> InputError:
+    """That a model is priced with square pictures only, and what else there is."""
+    side = min(sides_of(image))
+    remedy = (
+        f"models of this family are priced with square pictures: give {side}, or trace your own with SCRIPT:FACTORY."
+    )
+    return InputError("--image", image, f"{name}: {remedy}")

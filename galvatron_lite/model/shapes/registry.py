@@ -94,8 +94,7 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
 def _picture_graph(
     shape: PictureShape | ResNetShape | ConvNextShape, precision: str, item_bytes: int, kernels: Kernels
 ) -> ModelGraph:
-    from galvatron_lite.model.shapes.convnet import convnext_graph, resnet_graph
-    from galvatron_lite.model.shapes.pictures import picture_graph
+    from galvatron_lite.model.shapes.convnet import convnext_graph, picture_graph, resnet_graph
 
     match shape:
         case ResNetShape():
