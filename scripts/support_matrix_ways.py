@@ -13,7 +13,7 @@ from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.parallelism.spatial.cost import splits_pixels
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
-from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.search.strategies import strategies_for
 
 RANKS, SAMPLES = 2, 8

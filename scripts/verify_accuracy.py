@@ -30,8 +30,7 @@ from galvatron_lite.plans.schema import MemoryBreakdown, Plan
 from galvatron_lite.profiler.store import data_hash
 from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.units import format_bytes
-from galvatron_lite.verify.dry.names import named_for
-from galvatron_lite.verify.dry.roles import run_roles
+from galvatron_lite.verify.dry.roles import named_for, run_roles
 from galvatron_lite.verify.dry.step import subject_of
 from galvatron_lite.verify.source import example_of, named_source
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 
-from galvatron_lite.analysis.expected_error import ExpectedError, expected_error
 from galvatron_lite.analysis.explanation import (
     Bound,
     Constants,
     Constraint,
+    ExpectedError,
     Explanation,
     MemoryPrice,
     Neighbour,
@@ -26,6 +26,7 @@ from galvatron_lite.analysis.explanation import (
     TimeClass,
     Trust,
     WhatIf,
+    expected_error,
 )
 from galvatron_lite.analysis.neighbours import choices, runners_up
 from galvatron_lite.analysis.setting import PlanSetting

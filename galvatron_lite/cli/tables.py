@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def accuracy(profile: Profile) -> str:
     """How far off estimated costs of this kind of model are, as published runs tell; nothing of measured ones."""
-    from galvatron_lite.analysis.expected_error import expected_error
+    from galvatron_lite.analysis.explanation import expected_error
     from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.profiler.schema import OriginKind
 

@@ -110,7 +110,7 @@ def _print_lines(
 def _draw(path: Path, judged: list[Judged], key: Callable[[PublishedRun], str]) -> None:
     """The figure."""
     from galvatron_lite.files import write_text
-    from galvatron_lite.validate.plot import scatter
+    from galvatron_lite.validate.report import scatter
 
     if all(one.time is None for one in judged):
         raise InputError("--plot", str(path), "No step time is scored, so that there is nothing to draw.")

@@ -26,7 +26,7 @@ from galvatron_lite.oracle.links import Fabric, wires_of, wires_of_cluster
 from galvatron_lite.oracle.pricing import machine_of, row_of
 from galvatron_lite.oracle.rows import Forecast
 from galvatron_lite.oracle.strategies import RowQuestion, check_text
-from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.units import activation_bytes
 
 SIDE, CLASSES = 224, 1000

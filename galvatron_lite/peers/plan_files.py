@@ -14,8 +14,7 @@ from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.plans.written import plan_from
-from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.profiler.unsure import spread_note
+from galvatron_lite.profiler.schema import Profile, spread_note
 from galvatron_lite.search.result import provenance
 
 UNNAMED = "hetu"

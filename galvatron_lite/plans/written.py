@@ -26,9 +26,8 @@ from galvatron_lite.files import from_data, kind_of, to_data
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan
-from galvatron_lite.plans.keys import check_keys
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Plan, Stage
-from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.spelled import check_keys, parse_strategy
 
 
 def plan_from(data: object, graph: ModelGraph, field: str) -> Plan:

@@ -14,10 +14,16 @@ from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.profiler.measure_bench import LayerBench
-from galvatron_lite.profiler.measure_collectives import GroupShape, group_shapes, make_group, measure_collective
-from galvatron_lite.profiler.measure_hardware import measure_optimizer, measure_throughput
+from galvatron_lite.profiler.measure_hardware import (
+    GroupShape,
+    group_shapes,
+    make_group,
+    measure_collective,
+    measure_optimizer,
+    measure_overlap,
+    measure_throughput,
+)
 from galvatron_lite.profiler.measure_layers import LayerSetting
-from galvatron_lite.profiler.measure_overlap import measure_overlap
 from galvatron_lite.profiler.measure_pictures import measured_grids, measured_slices, share_on
 from galvatron_lite.profiler.measure_tasks import MeasureTask
 from galvatron_lite.profiler.timing import TimingRule

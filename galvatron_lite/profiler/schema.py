@@ -32,6 +32,7 @@ from galvatron_lite.parallelism.base import SPARING, PictureSplit
 if TYPE_CHECKING:
     from pydantic import ConfigDict
 
+
 PROFILE_VERSION = 1
 
 
@@ -273,3 +274,17 @@ class Profile:
         return replace(
             self, cluster=cluster, types=(), layers=own.layers, optimizer=own.optimizer, overhead=own.overhead
         )
+
+
+UNSURE = 0.2
+"""Spread of a profile above which it is told."""
+
+
+def spread_note(origin: Origin) -> tuple[str, ...]:
+    """That what a plan was made from was measured on a busy machine, where it was: a line, or nothing."""
+    if origin.spread <= UNSURE:
+        return ()
+    return (
+        f"repeated measurements differ by {origin.spread:.0%} (spread of the profile; below 10% on a machine that does "
+        "nothing else), so other plans may be faster: end what else runs there, and profile again",
+    )

@@ -90,7 +90,7 @@ class Stack:
     # whether the memory it reports is what PyTorch's allocator reserved, not what it allocated
     reports_reserved: bool = False
     # whether batch normalisation, addition and ReLU are one kernel, where there is one for it
-    # (``model.shapes.images.fusion``)
+    # (``model.shapes.images.layout``)
     fuses_norms: bool = False
     transport: Transport = STRAIGHT  # how it sends
     pictures: PictureSplit = SPARING  # how it splits pictures

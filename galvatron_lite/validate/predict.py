@@ -26,8 +26,7 @@ from galvatron_lite.stacks.schema import Stack, workspace_bytes
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.checks import cluster_of, not_understood
 from galvatron_lite.validate.fitting import fitting
-from galvatron_lite.validate.images import image_model
-from galvatron_lite.validate.model import shape_of
+from galvatron_lite.validate.model import image_model, shape_of
 from galvatron_lite.validate.plans import Batch, batch_of, compute_precision, plan_of
 from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Skipped, judge
 from galvatron_lite.validate.rows import PublishedRun

@@ -22,8 +22,7 @@ from galvatron_lite.verify.conformance.groups import gradients_summed, groups_fi
 from galvatron_lite.verify.conformance.layers import layer_checks
 from galvatron_lite.verify.conformance.volume import VOLUME, volume
 from galvatron_lite.verify.dry.mode import DryRunError
-from galvatron_lite.verify.dry.names import named_for
-from galvatron_lite.verify.dry.roles import run_roles
+from galvatron_lite.verify.dry.roles import named_for, run_roles
 from galvatron_lite.verify.dry.step import Subject, subject_of
 from galvatron_lite.verify.match.meeting import match
 from galvatron_lite.verify.numbers.check import check_numbers

@@ -31,9 +31,9 @@ from galvatron_lite.model.shapes.convolution import (
 )
 from galvatron_lite.model.shapes.fields import ConvNextShape, ResNetShape
 from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.mirrored import perception_graph
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify, compare
-from galvatron_lite.model.shapes.images.perception import perception_graph
-from galvatron_lite.model.shapes.images.regular import regular_block
+from galvatron_lite.model.shapes.images.residual import regular_block
 from galvatron_lite.model.shapes.ops import layer_norm_in_steps
 from galvatron_lite.model.shapes.picture_fields import (
     AlexNetShape,

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import STRICT
 from galvatron_lite.limits import Name
-from galvatron_lite.model.shapes.fields import Shape
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
+
+    from galvatron_lite.model.shapes.fields import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, kind_of, read_data
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
-from galvatron_lite.model.shapes.complete import complete
 from galvatron_lite.model.shapes.fields import (
     SHAPES,
     ConvNextShape,
@@ -25,6 +24,7 @@ from galvatron_lite.model.shapes.fields import (
     Shape,
     TransformerShape,
     VitShape,
+    complete,
 )
 from galvatron_lite.model.shapes.picture_fields import PictureShape
 from galvatron_lite.units import ITEM_BYTES, activation_bytes

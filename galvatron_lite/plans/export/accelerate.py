@@ -24,7 +24,7 @@ from galvatron_lite.plans.export.common import (
     recomputed,
     unlike,
 )
-from galvatron_lite.plans.export.deepspeed_config import zero_stage
+from galvatron_lite.plans.export.deepspeed import zero_stage
 from galvatron_lite.plans.schema import LayerRun, Plan, TrainedBy
 
 TOOL = "accelerate"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import yaml
 
 from galvatron_lite.plans.export.common import Exported, head
-from galvatron_lite.plans.export.megatron_settings import settings_of
+from galvatron_lite.plans.export.megatron import settings_of
 from galvatron_lite.plans.schema import Plan
 
 TOOL = "nemo"

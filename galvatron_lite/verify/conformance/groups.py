@@ -19,7 +19,7 @@ from galvatron_lite.verify.conformance.layers import (
     line_of,
     together,
 )
-from galvatron_lite.verify.match.words import rank_list, where
+from galvatron_lite.verify.match.meeting import rank_list, where
 from galvatron_lite.verify.schema import Check, During, LayerSplit, Message, MessageType, ParameterSplit, RoleRun
 
 GROUPS = "groups are the plan's"

@@ -43,7 +43,11 @@ class CachedOutputs:
 
 
 class OpCache:
-    """Operations that were run, and what they returned."""
+    """Operations that were run, and what they returned.
+
+    Args:
+        fake: who runs what is not known.
+    """
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self._fake = fake

@@ -21,7 +21,7 @@ from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.placement import place_layers
 from galvatron_lite.units import format_count
-from galvatron_lite.verify.dry.names import named_for
+from galvatron_lite.verify.dry.roles import named_for
 from galvatron_lite.verify.numbers.shrink_model import (
     calmed,
     can_drop,

@@ -30,8 +30,19 @@ from galvatron_lite.runtime.loss_weight import (
     share_scales,
     weighted,
 )
-from galvatron_lite.verify.trial.double import SAMPLES, Double, SkippedError, make_double, masks_of
-from galvatron_lite.verify.trial.passes import CallObserver, PassResult, counts_of, relative_error, run_pass, terms_of
+from galvatron_lite.verify.trial.double import (
+    SAMPLES,
+    CallObserver,
+    Double,
+    PassResult,
+    SkippedError,
+    counts_of,
+    make_double,
+    masks_of,
+    relative_error,
+    run_pass,
+    terms_of,
+)
 
 SHARES = 2
 ENOUGH = 5.0
