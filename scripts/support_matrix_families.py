@@ -142,7 +142,7 @@ def build(name: str) -> Family:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(unsettled(kind(config))).train()
     if "loss" in dir(model):  # a model's own attribute would be taken for its loss
         raise ValueError(f"{name}: the model has an attribute loss")
-    return Family(name, model, _batches(model), None if _gives_loss(model) else distance)
+    return Family(name, model, _batches(model), None if _takes(model, "labels") else distance)
 
 
 def unsettled(model: nn.Module) -> nn.Module:
@@ -222,10 +222,6 @@ def _small(key: str, own: Any) -> Any:
 
 def _takes(model: nn.Module, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
-
-
-def _gives_loss(model: nn.Module) -> bool:
-    return _takes(model, "labels")
 
 
 def _batches(model: nn.Module) -> Maker:

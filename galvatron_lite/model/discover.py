@@ -68,8 +68,8 @@ def arrange_layers(
         path
         for path in ran[first : last + 1]
         if path in set(blocks)
-        or (path in seen and _has_parameters(model, path))
-        or (path in once and _resizes(model, path))
+        or (path in seen and any(True for _ in model.get_submodule(path).parameters()))
+        or (path in once and (type(model.get_submodule(path)).__module__ in _RESIZING))
     ]
     keys = [(signatures or {}).get(path) or signature(model.get_submodule(path)) for path in middle]
     kinds = kind_names(keys)
@@ -89,15 +89,6 @@ def _first_runs(units: list[str], order: list[str] | None) -> list[str]:
         if path not in ran:
             ran.insert(ran.index(units[place - 1]) + 1 if place else 0, path)
     return ran
-
-
-def _has_parameters(model: nn.Module, path: str) -> bool:
-    return any(True for _ in model.get_submodule(path).parameters())
-
-
-def _resizes(model: nn.Module, path: str) -> bool:
-    """Whether a module is pooling or interpolation."""
-    return type(model.get_submodule(path)).__module__ in _RESIZING
 
 
 _RESIZING = ("torch.nn.modules.pooling", "torch.nn.modules.upsampling")

@@ -54,7 +54,7 @@ class RegionFigures:
 def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
     """Figures for one sample from runs at the two batch sizes ``SAMPLES``."""
     _check_alike(small.recording, large.recording)
-    sizes = _growth(small.recording.sizes, large.recording.sizes)
+    sizes = {number: _slope(small.recording.sizes[number], size) for number, size in large.recording.sizes.items()}
     recording = large.recording
     made = {event for event in recording.events if event > 0}.difference(large.leaving)
     taken = set(large.chain).difference(large.leaving)
@@ -89,10 +89,6 @@ def _check_alike(small: Recording, large: Recording) -> None:
         f"The model must run the same operators whatever the batch size ({unlike} differ); name its blocks (blocks=)."
     )
     raise TraceError("model", f"batch sizes {SAMPLES}", remedy)
-
-
-def _growth(small: Mapping[int, int], large: Mapping[int, int]) -> dict[int, int]:
-    return {number: _slope(small[number], size) for number, size in large.items()}
 
 
 def _slope(small: int, large: int) -> int:

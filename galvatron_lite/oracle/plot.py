@@ -71,7 +71,7 @@ def _epochs(lines: Sequence[StrategyLine]) -> Iterator[str]:
     yield f'<path class="grid" d="M{_LEFT} {_TOP}V{_DEEP}H{_RIGHT}"/>'
     for value in decades(up.low, up.high):
         yield f'<path class="grid" d="M{_LEFT} {up.at(value):.1f}H{_RIGHT}"/>'
-        yield caption(_LEFT - 8, up.at(value) + 4, _seconds(value), "end", "soft")
+        yield caption(_LEFT - 8, up.at(value) + 4, (f"{value:,.0f} s" if value >= 1 else f"{value:g} s"), "end", "soft")
     for count in sorted({row.devices for row in rows}):
         yield caption(across.at(count), _DEEP + 18, f"{count:,}", "middle", "soft")
     yield caption((_LEFT + _RIGHT) / 2, _DEEP + 38, "GPUs", "middle")
@@ -106,10 +106,6 @@ def _scale(values: Sequence[float], start: float, end: float) -> Scale:
     """A little beyond the outermost values."""
     low, high = min(values), max(values)
     return Scale(low / 1.15, high * 1.15, start, end)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.0f} s" if value >= 1 else f"{value:g} s"
 
 
 def _apart(places: Sequence[tuple[float, int]], least: float) -> dict[int, float]:

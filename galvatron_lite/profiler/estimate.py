@@ -13,7 +13,7 @@ from itertools import product
 
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import constants_for_device, constants_for_stack, load_calibration
-from galvatron_lite.cluster.cluster import Cluster, Device
+from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute
 from galvatron_lite.parallelism.channel.cost import BY
@@ -132,7 +132,7 @@ def estimate_profile(
     host = _of_graph(stack_constants(stack, calibration), graph)
     if context > 1:
         host = replace(host, attention=host.attention * host.ring)
-    devices = _devices(cluster)
+    devices = list({group.device.name: group.device for group in cluster.groups}.values())
     machines = [
         machine_of(
             item, precision, constants_for_device(calibration, item.name, item.source), host, stack.uneven_shares
@@ -153,7 +153,13 @@ def estimate_profile(
             device,
             tuple(_points(graph, machines, stack, asked)),
             optimizer_cost(machines, optimizer or stack.optimizer, states, host),
-            _overhead(host, _copying(machines) if stack.copies_gathered else 0.0),
+            HostOverhead(
+                step=host.step_host,
+                pipeline=HOST.pipeline,
+                branch=HOST.branch,
+                gathered_per_byte=_copying(machines) if stack.copies_gathered else 0.0,
+                microbatch=host.microbatch_host,
+            ),
         )
 
     slowest, unlike = figures(machines, ""), zip(machines, devices, strict=True) if len(devices) > 1 else ()
@@ -202,24 +208,9 @@ def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
     return tuple(degree for degree in range(1, largest + 1) if kind.tensor_degrees % degree == 0)
 
 
-def _devices(cluster: Cluster) -> list[Device]:
-    """The devices of a cluster, each kind once."""
-    return list({group.device.name: group.device for group in cluster.groups}.values())
-
-
 def _gathered(precision: str, wide: str) -> str:
     """Parameters are gathered in the precision of compute where it is as wide as the stack's."""
     return wide if ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(precision, 1) == ITEM_BYTES[wide] else precision
-
-
-def _overhead(host: StackConstants, copying: float) -> HostOverhead:
-    return HostOverhead(
-        step=host.step_host,
-        pipeline=HOST.pipeline,
-        branch=HOST.branch,
-        gathered_per_byte=copying,
-        microbatch=host.microbatch_host,
-    )
 
 
 def _copying(machines: Sequence[Machine]) -> float:

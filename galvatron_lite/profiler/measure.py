@@ -92,7 +92,7 @@ def measure_profile(
     scope = Scope(
         graph=graph,
         parameter_precision=precision_of(whole),
-        samples=_ends(counts) if brief else counts,
+        samples=tuple(dict.fromkeys((counts[0], counts[-1]))) if brief else counts,
         degrees=tuple(tensor_degrees or divisors(_world())),
         world=_world(),
         cluster=machine,
@@ -117,10 +117,6 @@ def sample_counts(most: int) -> tuple[int, ...]:
     """1, 2, 4 ... up to and including ``most``."""
     powers = [2**power for power in range(most.bit_length())]
     return tuple(sorted({*powers, most}))
-
-
-def _ends(counts: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((counts[0], counts[-1])))
 
 
 def machine_name(cluster: Cluster) -> str:

@@ -136,14 +136,9 @@ def assemble(name: str, scope: Scope, results: Results) -> Profile:
         gather_precision=scope.graph.precision,
         reduce_precision=scope.parameter_precision,
         parameter_precision=scope.parameter_precision,
-        copied_bytes=_copied(scope),
+        copied_bytes=(0 if scope.graph.precision == scope.parameter_precision else ITEM_BYTES[scope.graph.precision]),
         versions=software(),
     )
-
-
-def _copied(scope: Scope) -> int:
-    """Bytes of an item of a copy of a weight, where compute is in another precision than parameters."""
-    return 0 if scope.graph.precision == scope.parameter_precision else ITEM_BYTES[scope.graph.precision]
 
 
 def with_links(cluster: Cluster, fits: tuple[CollectiveFit, ...]) -> Cluster:

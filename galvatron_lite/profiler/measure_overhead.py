@@ -120,7 +120,7 @@ def measure_overhead(
     rule: TimingRule = DEFAULT_RULE,
 ) -> HostOverhead:
     """Measure the overhead of every kind of machinery that this world can use."""
-    step = time_call(lambda: _prepare_batch(batch, device), device, rule).seconds
+    step = time_call(lambda: move_batch(slice_batch(batch, 0, batch_size(batch)), device), device, rule).seconds
     plain = chain_seconds(BlockChain(block), call, device, rule)
     data = max(_data_seconds(block, call, device, rule) - plain, 0.0)
     spatial = _spatial_seconds(block, call, kind, device, rule)
@@ -128,10 +128,6 @@ def measure_overhead(
         return HostOverhead(data=data, step=step, spatial=spatial)
     zero = _zero_seconds(block, call, device, rule)
     return HostOverhead(zero=zero, data=data, step=step, pipeline=_pipeline(device, rule), spatial=spatial)
-
-
-def _prepare_batch(batch: Any, device: torch.device) -> object:
-    return move_batch(slice_batch(batch, 0, batch_size(batch)), device)
 
 
 def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:

@@ -219,7 +219,7 @@ def to_plan(
         engine: v2.4.0 shards the states of embedding and head over a Ulysses group of one replica too.
     """
     layers = _layers(plan, profile)
-    shared = _shares_tokens(profile) if profile else tokens
+    shared = all(point.sequence_parallel for point in profile.layers if point.tensor > 1) if profile else tokens
     stage = 1 if async_reduce and (plan.chunks > 1 or (profile is not None and profile.accumulates)) else 2
     edges = our_strategy(plan.edges, shared, stage, alone=engine is Engine.V240)
     strategies = [edges, *(our_strategy(one, shared, stage) for one in plan.layers), edges]
@@ -247,10 +247,6 @@ def _layers(plan: HetuPlan, profile: Profile | None) -> list[Layer]:
         remedy = f"The profile's model {profile.graph.name} has {len(layers) - 2} between embedding and head."
         raise InputError("tp_sizes_enc", len(plan.layers), remedy)
     return layers
-
-
-def _shares_tokens(profile: Profile) -> bool:
-    return all(point.sequence_parallel for point in profile.layers if point.tensor > 1)
 
 
 def our_strategy(one: HetuStrategy, tokens: bool, zero2: int = 1, *, alone: bool = False) -> Strategy:

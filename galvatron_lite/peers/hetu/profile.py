@@ -57,22 +57,6 @@ def to_cluster(hardware: HetuHardware, precision: str, memory: int) -> Cluster:
     return Cluster(name, (DeviceGroup(device, hardware.devices),), tuple(levels), {"profiled-by": "Hetu-Galvatron"})
 
 
-def to_fits(hardware: HetuHardware) -> tuple[CollectiveFit, ...]:
-    """A straight line for every collective and shape of group."""
-    return tuple(fit for ranks, stride in _groups(hardware) for fit in _fits(hardware, ranks, stride))
-
-
-def to_collectives(hardware: HetuHardware) -> tuple[CollectivePoint, ...]:
-    """The points of the latency tables, for groups of neighbours."""
-    return tuple(
-        point
-        for ranks, stride in _groups(hardware)
-        if stride == 1
-        for kind, table, share, scale in _tables(hardware, ranks)
-        for point in _points(hardware, kind, ranks, table, share, scale)
-    )
-
-
 def _groups(hardware: HetuHardware) -> Iterator[tuple[int, int]]:
     """Ranks and stride of groups in powers of two."""
     ranks = 2
@@ -169,8 +153,14 @@ def to_profile(
         communication_origin=Origin(OriginKind.MEASURED, f"Hetu-Galvatron ({engine.value}): {hardware.source}"),
         layers=to_points(model, single=single),
         optimizer=OptimizerCost("adam", 16 - 2 * compute, 0.0),
-        collectives=to_collectives(hardware),
-        fits=to_fits(hardware),
+        collectives=tuple(
+            point
+            for ranks, stride in _groups(hardware)
+            if stride == 1
+            for kind, table, share, scale in _tables(hardware, ranks)
+            for point in _points(hardware, kind, ranks, table, share, scale)
+        ),
+        fits=tuple(fit for ranks, stride in _groups(hardware) for fit in _fits(hardware, ranks, stride)),
         overlap=Overlap(hardware.overlap, hardware.overlap),
         hidden=dict(HIDDEN),
         gather_precision=model.precision,

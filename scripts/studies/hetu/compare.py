@@ -120,7 +120,7 @@ class Bench:
             said: tuple[float | None, int | None] = (theirs.seconds, max(theirs.memory))
         except InputError:
             said = (None, None)
-        return Priced(known, known.prediction.step_seconds, _mb(known.prediction.peak_memory), *said, cpu, how)
+        return Priced(known, known.prediction.step_seconds, (-(-known.prediction.peak_memory // MB)), *said, cpu, how)
 
     def of(self, plan: HetuPlan, cpu: float = 0.0, how: How = How.THEIRS) -> Priced:
         """A plan of theirs by both models."""
@@ -272,7 +272,3 @@ def _even(plan: HetuPlan) -> HetuPlan:
     if len(set(plan.division)) > 1:
         raise InputError("pp_division", plan.division, "Its formulas hold for even splits only.")
     return plan
-
-
-def _mb(size: int) -> int:
-    return -(-size // MB)
