@@ -328,18 +328,18 @@ def _pooled(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     return (*whole, *kernel, *stride, *_each(padding, sides), *_each(dilation, sides))
 
 
-def _adapted(whole: Sequence[int], left: Sequence[int]) -> tuple[int, ...]:
-    stride = [max(extent // output, 1) for extent, output in zip(whole[1:], left, strict=True)]
+def _adapted(picture: Sequence[int], outputs: Sequence[int]) -> tuple[int, ...]:
+    stride = [max(extent // output, 1) for extent, output in zip(picture[1:], outputs, strict=True)]
     kernel = [
-        max(extent - (output - 1) * step, 1) for extent, output, step in zip(whole[1:], left, stride, strict=True)
+        max(extent - (output - 1) * step, 1) for extent, output, step in zip(picture[1:], outputs, stride, strict=True)
     ]
-    return (*whole, *kernel, *stride, *(0 for _ in left), *(1 for _ in left))
+    return (*picture, *kernel, *stride, *(0 for _ in outputs), *(1 for _ in outputs))
 
 
-def _enlarged(whole: Sequence[int], after: Sequence[int], *, blends: bool) -> tuple[int, ...]:
+def _enlarged(picture: Sequence[int], outputs: Sequence[int], *, blends: bool) -> tuple[int, ...]:
     """Where a side is not enlarged by a whole number, a window that reads one pixel on either end."""
-    rows = [_enlarging(extent, output, blends) for extent, output in zip(whole[1:], after, strict=True)]
-    return (*whole, *(figure for place in range(3) for figure in (row[place] for row in rows)), *(1 for _ in rows))
+    rows = [_enlarging(extent, output, blends) for extent, output in zip(picture[1:], outputs, strict=True)]
+    return (*picture, *(figure for place in range(3) for figure in (row[place] for row in rows)), *(1 for _ in rows))
 
 
 def _enlarging(extent: int, output: int, blends: bool) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.limits import SAMPLES, check_range
+from galvatron_lite.plans.io import refuse_phases
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.plans.written import plan_from
@@ -24,6 +25,7 @@ UNNAMED = "hetu"
 def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Plan:
     """A plan from a file: ours, one written by hand (``plans.written``), or Hetu-Galvatron's."""
     data = read_data(path)
+    refuse_phases(data, path)
     if isinstance(data, Mapping) and ("tp_sizes_enc" in data or "global_tp_deg" in data):
         from galvatron_lite.peers.hetu.plan import read_hetu_plan, to_plan
 

@@ -24,10 +24,21 @@ def read_plan(path: Path | str) -> Plan:
     """
     path = Path(path)
     data = read_data(path)
+    refuse_phases(data, path)
     version = data.get("version") if isinstance(data, dict) else None
     if version != PLAN_VERSION:
         raise FileFormatError(f"{path}, version", version, _remedy(data, path))
     return check_plan(from_data(Plan, spelled_out(data, str(path)), str(path)), str(path))
+
+
+def refuse_phases(data: object, path: Path) -> None:
+    """Refuse a plan in phases where one plan is needed."""
+    if isinstance(data, dict) and "phases" in data:
+        remedy = (
+            "It holds the plans of several phases, and one is needed. Copy what stands under the plan: of a phase into "
+            "a file of its own, or plan the phase alone: galvatron plan --batch BATCH --seq TOKENS -o FILE."
+        )
+        raise InputError(f"{path}, phases", data["phases"] and f"{len(data['phases'])} phases", remedy)
 
 
 @contextmanager

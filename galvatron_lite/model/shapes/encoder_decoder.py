@@ -82,8 +82,8 @@ def _bridge_kind(shape: EncoderDecoderShape, item_bytes: int, kernels: Kernels) 
     memory = norm(tape, shape, "norm", tape.enter(shape.seq_len * shape.hidden))
     memory = ops.dropout(tape, "norm.dropout", memory, shape.dropout)
     tape.keep(memory)
-    own = not shape.tied_embeddings
-    x = ops.dropout(tape, "dropout", embed(tape, shape, shape.decoder_seq_len, own=own), shape.dropout)
+    embedded = embed(tape, shape, shape.decoder_seq_len, tied=shape.tied_embeddings)
+    x = ops.dropout(tape, "dropout", embedded, shape.dropout)
     return edge_kind(tape, shape, "bridge", (x, memory), shape.decoder_seq_len)
 
 

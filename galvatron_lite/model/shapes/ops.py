@@ -183,7 +183,7 @@ def linear(
     part: Division,
     *,
     bias: bool,
-    own: bool = True,
+    tied: bool = False,
     keeps: Value | None = None,
     fp8: bool = False,
 ) -> Value:
@@ -198,7 +198,7 @@ def linear(
         part: TENSOR for a weight split by columns, SEQUENCE for one split by rows whose output is reduced, WHOLE for
             one that every device holds.
         bias: whether a bias is added.
-        own: whether the weight belongs to this layer (a tied head's does not).
+        tied: whether the weight is another layer's (a tied head's).
         keeps: the tensor whose storage is kept where the input is a view of it.
         fp8: whether it runs in fp8.
     """
@@ -207,7 +207,7 @@ def linear(
     out = tape.value(rows * columns, Division.TENSOR if part is Division.TENSOR else Division.WHOLE)
     flops = 2 * rows * inner * columns
     weight = inner * columns
-    if own:
+    if not tied:
         tape.count(weight, Division.TENSOR if split else Division.WHOLE)
     tape.count(columns * bias, Division.TENSOR if part is Division.TENSOR else Division.WHOLE)
     sharding = sharding_of(out if part is Division.TENSOR else x)

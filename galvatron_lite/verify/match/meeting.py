@@ -276,8 +276,8 @@ def _verdicts(ended: ReplayResult, parts: Mapping[int, RankRole]) -> list[Check]
     ]
 
 
-def _failed(name: str, told: tuple[str, list[str]]) -> Check:
-    return Check(name, Verdict.FAILED, told[0], tuple(told[1]))
+def _failed(name: str, text: tuple[str, list[str]]) -> Check:
+    return Check(name, Verdict.FAILED, text[0], tuple(text[1]))
 
 
 def _ended(failed: Check) -> list[Check]:
