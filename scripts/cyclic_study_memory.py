@@ -17,8 +17,7 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from measured import peak_of
 
-ROUND = 2 * MICRO_BATCHES
-"""Time steps of a training step."""
+ROUND = 2 * MICRO_BATCHES  # time steps of a training step
 RATE = 1e-3
 
 

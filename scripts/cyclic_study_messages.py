@@ -23,8 +23,7 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 WORKERS, ROUND = MICRO_BATCHES, 2 * MICRO_BATCHES
 SETTLED, STEPS = 2, 4
 """Training step from which on messages are counted, and training steps that are run."""
-LIMIT = 300.0
-"""Seconds."""
+LIMIT = 300.0  # seconds
 COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce", "barrier",
     "all_to_all_single", "gather", "scatter",

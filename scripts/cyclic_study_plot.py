@@ -18,8 +18,7 @@ from galvatron_lite.svg import caption, colour, style
 _SIDE, _HIGH, _LEFT, _TOP, _ACROSS, _DOWN = 360, 210, 64, 84, 90, 320
 _WIDTH, _HEIGHT = 2 * _SIDE + _LEFT + _ACROSS + 24, _TOP + _DOWN + _HIGH + 104
 _TICKS = 5
-_LETTER, _GAP = 6.4, 38
-"""Pixels of a letter of the legend, at most, and between two names."""
+_LETTER, _GAP = 6.4, 38  # pixels of a letter of the legend, at most, and between two names
 _DASHES = ("", "7 3", "2 2.5")
 _MIB = 2.0**20
 _KIB = 2.0**10

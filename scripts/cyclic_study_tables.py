@@ -13,8 +13,7 @@ from cyclic_study_train import PLAIN, POINT, RULES, Run
 
 from galvatron_lite.units import format_bytes
 
-LAST = 3
-"""Points of a curve whose mean is the loss at its end."""
+LAST = 3  # points of a curve whose mean is the loss at its end
 
 
 @dataclass(frozen=True, slots=True)

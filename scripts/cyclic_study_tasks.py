@@ -16,8 +16,7 @@ from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
 from galvatron_lite.model.zoo.resnet import ResNet, ResNetConfig
 
 Batch = dict[str, Tensor]
-MICRO_BATCHES = 4
-"""Workers and stages, N."""
+MICRO_BATCHES = 4  # workers and stages, N
 CLASSES, SIDE, SMOOTH = 10, 24, 5
 BYTES, CONTEXT, HIDDEN = 256, 32, 32
 """Vocabulary (bytes as they are), tokens of a sample, width of the GPT."""

@@ -22,8 +22,7 @@ from galvatron_lite.runtime.cyclic.model import CyclicModel
 
 PLAIN = "dp"
 RULES = (PLAIN, CyclicRule.V1.value, CyclicRule.V2.value)
-POINT = 10
-"""Training steps that a point of a curve is the mean of."""
+POINT = 10  # training steps that a point of a curve is the mean of
 WARM_UP = 0.1
 """Of all steps; the learning rate rises linearly to its height, and falls linearly to 0 afterwards."""
 

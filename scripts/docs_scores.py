@@ -34,8 +34,7 @@ COLUMNS = (
 )  # fmt: skip
 """Heading, way, field of ``Scores``, digits."""
 
-Ways = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Scores by way and family."""
+Ways = Mapping[str, Mapping[str, Mapping[str, Any]]]  # scores by way and family
 
 
 def ways_of(data: Mapping[str, Any]) -> Ways:

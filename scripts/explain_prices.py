@@ -44,12 +44,9 @@ MODELS = (
     "resnet152",
     "convnext-l",
 )
-SAMPLES = (4, 8, 16, 32)
-"""A device."""
-WITHIN = 0.2
-"""Share of the change by which a price may be off."""
-NOTHING = 1e-6
-"""Share of a step below which a change is none."""
+SAMPLES = (4, 8, 16, 32)  # A device
+WITHIN = 0.2  # share of the change by which a price may be off
+NOTHING = 1e-6  # share of a step below which a change is none
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,8 @@ from galvatron_lite.search.space import Fixed
 from galvatron_lite.units import format_bytes
 
 EFFORT = 60_000_000
-SHARE = 0.95
-"""Of a device's memory that is the budget."""
-TOLERANCE, MARGIN = 0.01, 0.053
-"""Of ``galvatron plan`` for estimated profiles."""
+SHARE = 0.95  # of a device's memory that is the budget
+TOLERANCE, MARGIN = 0.01, 0.053  # of ``galvatron plan`` for estimated profiles
 
 
 @dataclass(frozen=True, slots=True)

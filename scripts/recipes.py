@@ -34,8 +34,7 @@ from galvatron_lite.units import format_bytes
 
 FILE = Path(__file__).with_suffix(".yaml")
 SHAPE = ("layers", "hidden", "heads", "vocab")
-TOLERANCE, MARGIN = 0.01, 0.053
-"""Of ``galvatron plan`` for estimated profiles."""
+TOLERANCE, MARGIN = 0.01, 0.053  # of ``galvatron plan`` for estimated profiles
 Recipe = Mapping[str, Any]
 
 

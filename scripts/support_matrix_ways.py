@@ -17,8 +17,7 @@ from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.search.strategies import strategies_for
 
 RANKS, SAMPLES = 2, 8
-ALIKE = Strategy(data=RANKS)
-"""What a layer does that cannot do what is tried."""
+ALIKE = Strategy(data=RANKS)  # what a layer does that cannot do what is tried
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,16 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan
+from galvatron_lite.profiler.measure_tasks import Journal
 from galvatron_lite.profiler.store import data_hash
-from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.dry.roles import named_for, run_roles
 from galvatron_lite.verify.dry.step import subject_of
 from galvatron_lite.verify.source import example_of, named_source
 
-WITHIN = 0.05
-"""Share of the prediction by which a peak may differ."""
+WITHIN = 0.05  # share of the prediction by which a peak may differ
 PLAIN: Mapping[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False, "width": 250}
-LEAST = 0.005
-"""Share of a predicted peak from which on a category's difference is shown."""
+LEAST = 0.005  # share of a predicted peak from which on a category's difference is shown
 CATEGORIES = tuple(one.name for one in fields(MemoryBreakdown) if one.name != "context")
 
 

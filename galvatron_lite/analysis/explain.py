@@ -100,8 +100,7 @@ def _missing(estimated: bool, expected: ExpectedError) -> list[str]:
     return said
 
 
-WORTH = 0.01
-"""Share of a step that a constraint must cost to be called one."""
+WORTH = 0.01  # share of a step that a constraint must cost to be called one
 
 
 def bounds(
@@ -239,10 +238,8 @@ def _balance(priced: PricedStages) -> Iterator[Bound]:
     yield Bound(Constraint.BALANCE, text, longer, longer > WORTH * priced.prediction.step_seconds)
 
 
-SECONDS = 120.0
-"""For planning anew, where nobody says."""
-MOST_ASKED = 24
-"""Searches that an explanation makes, about."""
+SECONDS = 120.0  # for planning anew, where nobody says
+MOST_ASKED = 24  # searches that an explanation makes, about
 _NOT_WANTED = "prices by planning anew, runner-ups and what-ifs: not asked for (--no-what-if)"
 
 

@@ -78,8 +78,7 @@ def _groups(cluster: Cluster, devices: int) -> tuple[DeviceGroup, ...]:
     return tuple(groups)
 
 
-SAMPLES_PER_DEVICE = 8
-"""Samples a step and device where no batch is given."""
+SAMPLES_PER_DEVICE = 8  # samples a step and device where no batch is given
 
 Progress = Callable[[int, int, str], None]
 

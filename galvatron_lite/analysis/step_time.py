@@ -185,8 +185,7 @@ NAMES = {
     OperatorClass.MEMORY: "memory-bound",
 }
 OTHER = "other"
-Shares = Mapping[str, float]
-"""Share of a pass's compute by class of operation; they add up to 1."""
+Shares = Mapping[str, float]  # share of a pass's compute by class of operation; they add up to 1
 
 
 @dataclass(slots=True)
@@ -253,8 +252,7 @@ def _shares(seconds: Mapping[str, float]) -> Shares:
 
 REDISTRIBUTION, SHARED, OFFLOAD = "redistribution", "shared parameters", "host memory"
 BUBBLE, SLOWEST = "other stages (bubble)", "the slowest of many devices"
-_ROUNDING = 1e-9
-"""Share of a step below which what is left over is rounding."""
+_ROUNDING = 1e-9  # share of a step below which what is left over is rounding
 
 Key = tuple[TimeClass, str]
 Item = tuple[Key, float, float]

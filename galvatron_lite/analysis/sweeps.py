@@ -68,8 +68,7 @@ def _quotient(points: tuple[LayerPoint, ...], batch: int) -> float:
 
 MOST_SAMPLES_PER_DEVICE = 64
 """Samples a device up to which batches are looked at where nothing else is said."""
-SATURATED = 0.01
-"""Share of the best throughput by which the batch that saturates may fall behind."""
+SATURATED = 0.01  # share of the best throughput by which the batch that saturates may fall behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +221,7 @@ def _met(setting: PlanSetting, target: Target, point: Point) -> bool:
 
 
 HOUR = 3600.0
-MILLION = 1e6
-"""Tokens that a run trains where nothing is said."""
+MILLION = 1e6  # tokens that a run trains where nothing is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +330,7 @@ def _cost(run: TrainingAmount, price: float, point: Point, sequence: int) -> Run
     return RunCost(point, seconds, hours, hours * price)
 
 
-STEPS = 32
-"""Least step of the budget, as a part of the whole."""
+STEPS = 32  # least step of the budget, as a part of the whole
 
 
 @dataclass(frozen=True, slots=True)

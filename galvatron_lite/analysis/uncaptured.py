@@ -12,10 +12,8 @@ from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, 
 from galvatron_lite.search.pin_names import dimensions_named, pin_named
 from galvatron_lite.units import format_bytes
 
-STATES = 2
-"""Tensors that an Adam keeps of each parameter, beside it and its gradient."""
-LARGE = 0.5
-"""Share of the budget beyond which states are shared and activations computed again."""
+STATES = 2  # tensors that an Adam keeps of each parameter, beside it and its gradient
+LARGE = 0.5  # share of the budget beyond which states are shared and activations computed again
 
 
 def uncaptured_plan(

@@ -177,8 +177,7 @@ GIB = 2**30
 SHARE = 8
 """A price is of 1 GiB, or of this part of the budget where that is less: a model that takes 100 MB is another one with
 1 GiB more."""
-MOST_STAIRS = 4
-"""Plans between the two budgets that are looked for."""
+MOST_STAIRS = 4  # plans between the two budgets that are looked for
 
 
 def added_bytes(budget: Budget) -> int:
@@ -280,8 +279,7 @@ def _over(plan: Plan, budget: Budget) -> tuple[int, ...]:
     return tuple(dict.fromkeys(group_of(plan.schedule, plan.pipeline, number) for number in full))
 
 
-MEMORY_CHANGE = 0.1
-"""Of memory, more or less."""
+MEMORY_CHANGE = 0.1  # of memory, more or less
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 
     from galvatron_lite.plans.schema import Alternative, Plan, Prediction, Provenance
 
-MOST_LINES = 15
-"""Of the short form."""
+MOST_LINES = 15  # of the short form
 LEAST_ROWS = 3
 MOST_NOTES = 3
 RUNNERS_UP = 2
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
-_FULL = 0.97
-"""Share of the memory that plans may use from which memory is named as a bound."""
+_FULL = 0.97  # share of the memory that plans may use from which memory is named as a bound
 
 
 def print_plan(

@@ -37,10 +37,8 @@ def plain_table(*columns: str) -> Table:
 
 
 NO_PLAN = "Interrupted before a first plan was found."
-PATIENCE = 2.0
-"""Seconds before a bar is shown."""
-_INTERRUPTED = 128 + 2
-"""Exit status of a program that SIGINT ended."""
+PATIENCE = 2.0  # seconds before a bar is shown
+_INTERRUPTED = 128 + 2  # exit status of a program that SIGINT ended
 
 
 @contextmanager

@@ -208,11 +208,9 @@ def _memory(run: RecordedRun | None, plan: Plan) -> tuple[MemoryRow, ...]:
     return tuple(found)
 
 
-_LEAST, _MOST = 0.02, 1e4
-"""Factors on the time a byte takes that are looked for."""
+_LEAST, _MOST = 0.02, 1e4  # factors on the time a byte takes that are looked for
 _ROUNDS = 40
-_NEAR = 0.02
-"""Relative difference below which nothing is corrected."""
+_NEAR = 0.02  # relative difference below which nothing is corrected
 
 
 def updated(profile: Profile, source: DiagnosisInput) -> tuple[Profile, tuple[str, ...]]:

@@ -9,8 +9,7 @@ from statistics import median, median_low
 
 from galvatron_lite.diagnose.expected import Expected, GroupExpected, LayersExpected, RankTimes, Where
 
-_SHARE = 0.02
-"""Of the predicted step: what a cause must cost to be named."""
+_SHARE = 0.02  # of the predicted step: what a cause must cost to be named
 _CONCENTRATED = 0.8
 """Share of what a rank is slower by, from which one run of layers is the cause rather than the rank."""
 _OF_LAYERS = (

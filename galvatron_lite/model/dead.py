@@ -9,8 +9,7 @@ from galvatron_lite.units import format_bytes, format_count
 
 _ADAM = 16
 """Bytes that a trainable parameter item costs with Adam in fp32: itself, its gradient and two moments."""
-_NAMED = 4
-"""Modules that a note names at most."""
+_NAMED = 4  # modules that a note names at most
 
 
 def dead_note(dead: Collection[DeadParameters], parameters: int, goal: str) -> tuple[str, ...]:

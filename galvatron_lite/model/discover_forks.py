@@ -24,8 +24,7 @@ from galvatron_lite.model.trace_flow import DataFlow, Needs, holders_of, needs_o
 
 _SHARE = 0.02
 """Of the model's work that all parts of a region but the largest must do: they are the most that a fork could save."""
-_NEARLY_ALL = 0.75
-"""Of the model's work: a module that does as much stands for the model."""
+_NEARLY_ALL = 0.75  # of the model's work: a module that does as much stands for the model
 
 
 def forked_blocks(model: nn.Module, flow: DataFlow, order: Sequence[str], blocks: list[str]) -> list[str] | None:

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 SAMPLES = 8
 _LONGEST = 512
-_SOUND, _SPOKEN = 16000, 16
-"""Samples of a second of sound, and tokens spoken in it."""
+_SOUND, _SPOKEN = 16000, 16  # samples of a second of sound, and tokens spoken in it
 _SIDE = 224
 """Pixels along each side of pictures where a configuration does not say: a network of convolutions takes any."""
 

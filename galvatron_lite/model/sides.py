@@ -8,8 +8,7 @@ from functools import lru_cache
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Operator, OperatorClass
 
-SIDES = ("depth", "height", "width")
-"""Of a volume; a picture has the last two, a line the last one."""
+SIDES = ("depth", "height", "width")  # of a volume; a picture has the last two, a line the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,7 @@ def sides_of(one: Operator) -> tuple[Side, ...]:
     return ()
 
 
-_NORM = 2
-"""Figures in the shape of a batch normalisation; a pooling window has more."""
+_NORM = 2  # figures in the shape of a batch normalisation; a pooling window has more
 
 
 @lru_cache(maxsize=4096)

@@ -14,8 +14,7 @@ from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.model.trace_record import OperatorCall, Recording
 from galvatron_lite.model.trace_run import RegionRun
 
-SAMPLES = (2, 4)
-"""The two batch sizes a region is run at."""
+SAMPLES = (2, 4)  # the two batch sizes a region is run at
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,10 +286,8 @@ _COPIES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
 """Interpolations that read one pixel for each of theirs."""
 _BLENDS = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
 """Those that read the two nearest along each side."""
-_PADDED, _DILATED = 3, 4
-"""Places of padding and dilation among the arguments of a pooling operator."""
-_LINES = 3
-"""Of a batch of lines."""
+_PADDED, _DILATED = 3, 4  # places of padding and dilation among the arguments of a pooling operator
+_LINES = 3  # of a batch of lines
 
 
 def convolution_shape(args: Sequence[Any]) -> tuple[int, ...]:

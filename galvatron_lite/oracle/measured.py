@@ -214,8 +214,7 @@ def _epoch(row: MeasuredRow, seconds: float) -> float:
     return seconds * iterations_of(network_named(row.model).samples, question.global_batch)
 
 
-DIGITS = 12
-"""Significant digits of a figure: those that the released oracle prints."""
+DIGITS = 12  # significant digits of a figure: those that the released oracle prints
 
 
 def rounded(value: Any) -> Any:

@@ -31,10 +31,8 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.stacks.schema import Stack
 
-WIDEST = 512
-"""Devices among which the channels of convolutions are split at most."""
-SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Samples a device that are estimated."""
+WIDEST = 512  # devices among which the channels of convolutions are split at most
+SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # samples a device that are estimated
 
 
 @dataclass(slots=True)

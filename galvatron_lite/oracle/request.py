@@ -29,8 +29,7 @@ from galvatron_lite.oracle.strategies import RowQuestion, check_text
 from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.units import activation_bytes
 
-SIDE, CLASSES = 224, 1000
-"""Pixels of a picture's side and classes of networks known by name only."""
+SIDE, CLASSES = 224, 1000  # pixels of a picture's side and classes of networks known by name only
 
 
 def graph_named(name: str, precision: str, image: str | None = None) -> ModelGraph:

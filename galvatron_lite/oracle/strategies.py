@@ -152,8 +152,7 @@ def allowed(layer: LayerKind) -> str:
     return ", ".join(f"{name} up to {most}" for name, most in found.items() if most > 1)
 
 
-Way = tuple[float, Chosen]
-"""Seconds of a step in a layer, and what it does."""
+Way = tuple[float, Chosen]  # seconds of a step in a layer, and what it does
 
 
 def picked(pricer: LayerPricer, question: RowQuestion) -> list[Chosen]:

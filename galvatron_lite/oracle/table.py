@@ -15,8 +15,7 @@ from galvatron_lite.oracle.rows import Forecast, ForecastRow, Limit, StrategyLin
 from galvatron_lite.oracle.strategies import RowQuestion, degree_of, options
 from galvatron_lite.parallelism.strategy import Strategy
 
-MOST = 4096
-"""Devices up to which limits are looked for."""
+MOST = 4096  # devices up to which limits are looked for
 SHARING = (Method.SPATIAL, Method.FILTER, Method.CHANNEL, *HYBRIDS)
 """Words for devices that share layers."""
 

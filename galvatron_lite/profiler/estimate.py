@@ -79,8 +79,7 @@ def handling_bytes(states: StateLayout) -> int:
 SAMPLES = (1, 2, 4, 8, 16, 32, 64)
 """Samples a device that are estimated; the cost model interpolates between them."""
 
-LARGEST_DEGREE = 64
-"""Tensor-parallel degrees above this are not estimated."""
+LARGEST_DEGREE = 64  # tensor-parallel degrees above this are not estimated
 
 Wanted = tuple[str, int, bool, Recompute, float]
 """Kind, tensor degree, sequence parallel, recompute choice, samples."""

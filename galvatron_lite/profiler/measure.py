@@ -22,10 +22,9 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.measure_assemble import assemble, software
 from galvatron_lite.profiler.measure_bench import BranchTimer, LayerBench
 from galvatron_lite.profiler.measure_scope import Scope, make_tasks
-from galvatron_lite.profiler.measure_tasks import Progress, agree, first_rank, run_tasks
+from galvatron_lite.profiler.measure_tasks import Journal, Progress, agree, first_rank, run_tasks
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash, journal_path, save_profile, unwritable
-from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.profiler.timing import BRIEF_RULE, DEFAULT_RULE, TimingRule
 from galvatron_lite.world import join, pick_device
 

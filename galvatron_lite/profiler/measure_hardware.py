@@ -137,8 +137,7 @@ def _working(tensors: int, items: int, device: torch.device) -> int:
     return tracked.peak
 
 
-SIZES = tuple(4096 * 4**power for power in range(8))
-"""Message sizes in bytes, 4 KiB to 64 MiB."""
+SIZES = tuple(4096 * 4**power for power in range(8))  # message sizes in bytes, 4 KiB to 64 MiB
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from galvatron_lite.profiler.segments import SegmentCall
 WHOLE: Grid = (1, 1, 1)
 WAYS = (2, 4, 8)
 """Devices whose shares are measured, however many there are here; between them, and below, time is a straight line."""
-_PICTURE = 2
-"""Dims of samples and channels, before those of the sides."""
+_PICTURE = 2  # dims of samples and channels, before those of the sides
 
 
 def measured_grids(kind: LayerKind) -> tuple[Grid, ...]:
@@ -121,5 +120,4 @@ class Slicing:
         return tensor.narrow(1, *share(tensor.shape[1], self.plan.degree, 0)).contiguous()
 
 
-UNSLICED = Slicing()
-"""The whole layer."""
+UNSLICED = Slicing()  # the whole layer

@@ -28,8 +28,7 @@ from galvatron_lite.profiler.measure_pictures import measured_grids, measured_sl
 from galvatron_lite.profiler.measure_tasks import MeasureTask
 from galvatron_lite.profiler.timing import TimingRule
 
-EDGES = "before and after"
-"""First part of the key of what is measured around the blocks."""
+EDGES = "before and after"  # first part of the key of what is measured around the blocks
 
 
 @dataclass(frozen=True, slots=True)

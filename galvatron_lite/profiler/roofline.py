@@ -159,11 +159,9 @@ def _with_sums(machine: Machine, operator: Operator, samples: float, seconds: Se
 TILES = ((128, 1.0), (64, 0.9), (32, 0.75))
 """Output channels of a tile and its rate beside the widest's; order after the guide, rates [Empirical]."""
 
-INNER = 32
-"""Inner items that are computed at once."""
+INNER = 32  # inner items that are computed at once
 
-RAMP = 64
-"""[Empirical] inner items that filling the pipeline and writing a tile cost."""
+RAMP = 64  # [Empirical] inner items that filling the pipeline and writing a tile cost
 
 DEPTHWISE = (1.38, 3.6)
 """[Empirical] times a depthwise convolution moves its input and output, forward and backward: an RTX 3090 under

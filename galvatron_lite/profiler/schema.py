@@ -276,8 +276,7 @@ class Profile:
         )
 
 
-UNSURE = 0.2
-"""Spread of a profile above which it is told."""
+UNSURE = 0.2  # spread of a profile above which it is told
 
 
 def spread_note(origin: Origin) -> tuple[str, ...]:

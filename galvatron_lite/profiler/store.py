@@ -15,8 +15,7 @@ from galvatron_lite.files import from_data, read_data, read_text, to_data, write
 from galvatron_lite.limits import FILE_BYTES, PARAMETERS
 from galvatron_lite.profiler.schema import PROFILE_VERSION, Profile
 
-LAST = "last"
-"""File in the profiles folder that holds the relative path of the profile made last."""
+LAST = "last"  # file in the profiles folder that holds the relative path of the profile made last
 
 
 def profile_path(folder: Path, machine: str, name: str) -> Path:

@@ -21,8 +21,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-Lap: TypeAlias = Callable[[], None]
-"""Called by the timed code at the end of each of its parts."""
+Lap: TypeAlias = Callable[[], None]  # called by the timed code at the end of each of its parts
 
 
 class Across(StrEnum):
@@ -48,8 +47,7 @@ BRIEF_RULE = TimingRule(warmup=1, least=3, most=6, spread=0.1, seconds=0.1)
 """For figures that decide little: whether one device computes again what it could keep."""
 _PATIENCE = 4
 """How many times longer a rule allows to time a difference that does not stand out of its noise."""
-_CLEAR = 2.0
-"""A difference stands out where it is so many times its noise."""
+_CLEAR = 2.0  # A difference stands out where it is so many times its noise
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,7 @@ _LAST_STACKS = ("tensorflow", "mxnet", "paddle", "oneflow", "pytorch-ddp", "mxne
 nhwc``, ``--data-layout NHWC``, MXNet's NHWC input layout) and TensorFlow's layout optimizer on tensor cores."""
 
 
-_SHIPPED = ("alexnet",)
-"""Networks of ``configs/models`` that no rule of names knows."""
+_SHIPPED = ("alexnet",)  # networks of ``configs/models`` that no rule of names knows
 
 _LAST_RECIPES = (("pytorch-ddp", "ssd300_resnet50"),)
 """Recipes that keep pictures channels last in every precision (DeepLearningExamples, PyTorch/Detection/SSD, main.py:

@@ -222,21 +222,17 @@ def _parts(breakdown: object, unit: float, suffix: str) -> str:
     return ", ".join(f"{name} {value:.3g}{suffix}" for name, value in named if value)
 
 
-BANDS = (0.25, 0.10)
-"""Relative errors that the bands show, widest first."""
+BANDS = (0.25, 0.10)  # relative errors that the bands show, widest first
 
-OTHERS = "others"
-"""Families beyond those that marks can tell apart, together."""
+OTHERS = "others"  # families beyond those that marks can tell apart, together
 
 _SIDE, _LEFT, _TOP, _ROW = 560, 62, 86, 17
 _NAMES = _LEFT + _SIDE + 34
 _TICKS, _WIDTH = _NAMES + 208, 250
 _FIGURES = _TICKS + _WIDTH + 52
-_CROWDED = 150
-"""Points of a family above which they are drawn lighter."""
+_CROWDED = 150  # points of a family above which they are drawn lighter
 
-Point = tuple[float, float]
-"""Measured and predicted seconds."""
+Point = tuple[float, float]  # measured and predicted seconds
 
 
 def scatter(judged: Iterable[Judged], key: Callable[[PublishedRun], str] = lambda run: run.family) -> str:

@@ -34,8 +34,7 @@ REAL: Mapping[str, float] = {
 }  # fmt: skip
 """Largest value of every field that is a number: more than nought, and finite."""
 
-GRADES = ("A", "B", "A-mem", "C")
-"""What ``quality`` may be."""
+GRADES = ("A", "B", "A-mem", "C")  # what ``quality`` may be
 
 NOT_USED = ("tflops_per_gpu", "tflops_kind", "mfu", "hfu")
 """Fields that published rows have and nothing here reads: every source counts FLOPs in its own way."""

@@ -15,9 +15,9 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
+from galvatron_lite.profiler.measure_tasks import Journal
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
-from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.verify.conformance.groups import gradients_summed, groups_fit
 from galvatron_lite.verify.conformance.layers import layer_checks
 from galvatron_lite.verify.conformance.volume import VOLUME, volume
@@ -31,8 +31,7 @@ from galvatron_lite.verify.schema import Check, Checks, RoleRun, Verdict, Verifi
 from galvatron_lite.verify.source import ModelSource, example_of
 
 NAME = "dry run"
-SIZE = "the model is the plan's"
-"""Told only where it is not."""
+SIZE = "the model is the plan's"  # told only where it is not
 Progress = Callable[[int, int, str], None]
 
 

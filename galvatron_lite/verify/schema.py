@@ -9,8 +9,7 @@ from enum import StrEnum
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import MemoryBreakdown
 
-NOBODY = -1
-"""In place of a rank, a micro-batch or a number of messages: there is none."""
+NOBODY = -1  # in place of a rank, a micro-batch or a number of messages: there is none
 
 
 class MessageType(StrEnum):

@@ -155,8 +155,7 @@ def check_priced(shown: Shown) -> Shown:
     return shown
 
 
-STEPS = 16
-"""Budgets of the front differ by such a part of the whole at the least."""
+STEPS = 16  # budgets of the front differ by such a part of the whole at the least
 NO_FRONT = "The front of memory against time was not found within its time: --search gives it more."
 
 

@@ -129,8 +129,7 @@ _PARTS = {
     "waiting": "waiting for other stages", "other": "in none of these",
 }  # fmt: skip
 """Parts of a step whose names do not say what they are."""
-_WARM = 3
-"""Steps at the beginning that are not counted where there are more than twice as many."""
+_WARM = 3  # steps at the beginning that are not counted where there are more than twice as many
 
 
 @dataclass(frozen=True, slots=True)

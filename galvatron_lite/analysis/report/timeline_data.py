@@ -26,8 +26,7 @@ from galvatron_lite.files import write_text
 from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.plans.schema import MemoryBreakdown
 
-TICKS = 1 << 30
-"""Parts of a step that gaps and passes are counted in."""
+TICKS = 1 << 30  # parts of a step that gaps and passes are counted in
 KINDS = (Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHT)
 
 
@@ -97,8 +96,7 @@ def _steps(passes: Sequence[TimedPass], kinds: Sequence[int]) -> Iterator[int]:
         last[kind] = one.microbatch
 
 
-COMPUTE, COMMUNICATION = 1, 2
-"""Thread numbers."""
+COMPUTE, COMMUNICATION = 1, 2  # thread numbers
 _MICRO = 1e6
 
 Event = dict[str, Any]

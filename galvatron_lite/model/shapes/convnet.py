@@ -46,8 +46,7 @@ from galvatron_lite.model.shapes.picture_fields import (
 )
 from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
-Norm = Callable[[Tape, str, Value, int], Value]
-"""A normalisation over so many channels."""
+Norm = Callable[[Tape, str, Value, int], Value]  # A normalisation over so many channels
 _REASON = "A convolutional block has no pair of column-split and row-split matmuls."
 
 
@@ -224,8 +223,7 @@ def _vgg_head(flow: ImageFlow, shape: VggShape) -> None:
 
 _WINDOWS = ((11, 4, 2), (5, 1, 2), (3, 1, 1), (3, 1, 1), (3, 1, 1))
 """Kernel, stride and padding of each convolution of an AlexNet."""
-_POOLED = (0, 1, 4)
-"""Those that max pooling follows."""
+_POOLED = (0, 1, 4)  # those that max pooling follows
 
 
 def _alexnet(shape: AlexNetShape, precision: str, item_bytes: int) -> ModelGraph:

@@ -18,8 +18,7 @@ from galvatron_lite.model.graph import Operator, OperatorClass, TensorSplit
 from galvatron_lite.model.kernels import Selective
 from galvatron_lite.model.shapes.calls import Division, ShapeCall, Value
 
-Record = tuple[ShapeCall, Operator]
-"""A call and what it costs."""
+Record = tuple[ShapeCall, Operator]  # A call and what it costs
 
 
 def split_of(values: Iterable[Value]) -> TensorSplit:

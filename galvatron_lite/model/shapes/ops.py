@@ -19,8 +19,7 @@ from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 _RMS_PASSES = (7, 23)
 """Times that RMSNorm, step by step, reads or writes a tensor of its input's size: forward, backward."""
-_LAYER_PASSES = (14, 40)
-"""The same of LayerNorm."""
+_LAYER_PASSES = (14, 40)  # the same of LayerNorm
 
 
 def layer_norm(tape: Tape, name: str, x: Value, width: int, *, bias: bool = True, affine: bool = True) -> Value:

@@ -76,9 +76,8 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
     """One of the families; its module is imported here, so that one model does not wait for all families."""
     if isinstance(shape, PictureShape | ResNetShape | ConvNextShape):
         return _picture_graph(shape, precision, item_bytes, kernels)
-    from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph
+    from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph, vit_graph
     from galvatron_lite.model.shapes.transformer import decoder_graph, encoder_graph
-    from galvatron_lite.model.shapes.vision import vit_graph
 
     match shape:
         case DecoderShape() | MoeShape():

@@ -24,10 +24,8 @@ from galvatron_lite.model.shapes.edges import embedding_kind, head_kind, masked_
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderShape, MoeShape, TransformerShape
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, narrow, sharding_of, widen
 
-_TOP_K = 4
-"""Kernels of top-k, its normalisation and the counting of rows an expert."""
-_PERMUTE = 3
-"""Kernels of sorting rows by expert and copying them."""
+_TOP_K = 4  # kernels of top-k, its normalisation and the counting of rows an expert
+_PERMUTE = 3  # kernels of sorting rows by expert and copying them
 
 
 def experts(tape: Tape, shape: MoeShape, x: Value) -> Value:

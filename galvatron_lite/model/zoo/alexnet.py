@@ -25,8 +25,7 @@ class AlexNetConfig:
 
 _WINDOWS = ((11, 4, 2), (5, 1, 2), (3, 1, 1), (3, 1, 1), (3, 1, 1))
 """Kernel, stride and padding of each convolution."""
-_POOLED = (0, 1, 4)
-"""Convolutions that max pooling follows."""
+_POOLED = (0, 1, 4)  # convolutions that max pooling follows
 
 
 class Unit(nn.Module):

@@ -40,8 +40,7 @@ from galvatron_lite.profiler.schema import (
 from galvatron_lite.units import ITEM_BYTES
 
 MB = 2**20
-PER_MS = MB * 1000
-"""Bytes a second of one MB a millisecond."""
+PER_MS = MB * 1000  # bytes a second of one MB a millisecond
 EXCHANGES = 2
 """All-to-alls of the whole boundary tensor that its formulas count in one forward pass."""
 

@@ -21,8 +21,7 @@ from galvatron_lite.verify.dry.op_cache import OpCache
 
 OWN = "galvatron"
 """Namespace of this project's operators that send messages: what they do inside is seen."""
-SHARDING = "fsdp"
-"""Namespace of the operators between what ZeRO shares out and what it sends."""
+SHARDING = "fsdp"  # namespace of the operators between what ZeRO shares out and what it sends
 SMALL = 2**16
 """Items of a tensor of whole numbers, made from nothing, up to which it is real: places, sizes, announcements."""
 
@@ -113,8 +112,7 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _PASSING = frozenset({Use.TEMPORARY, Use.ACTIVATIONS})
-_RANDOM = torch.ops.aten.randint
-"""Makes whole numbers: the beginnings of other random numbers."""
+_RANDOM = torch.ops.aten.randint  # makes whole numbers: the beginnings of other random numbers
 _DEVICE, _ITEM = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 _COPY = torch.ops.aten._to_copy.default
 _SEARCH = torch.ops.aten.searchsorted.Tensor

@@ -16,8 +16,7 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.verify.schema import NOBODY, Message
 
-SPARE = 3
-"""Micro-batches beyond twice the stages (see ``shortened``)."""
+SPARE = 3  # micro-batches beyond twice the stages (see ``shortened``)
 
 
 class UnlikeError(GalvatronError):

@@ -22,8 +22,7 @@ from galvatron_lite.verify.dry.step import DryRunError, Subject, dry_run
 from galvatron_lite.verify.dry.world import Announced, Hear, UnheardError
 from galvatron_lite.verify.schema import RoleRun
 
-SHARED = frozenset({"before", "after"})
-"""Names that layers of all models have."""
+SHARED = frozenset({"before", "after"})  # names that layers of all models have
 
 
 def named_for(plan: Plan, layers: Sequence[Layer]) -> Plan:
@@ -75,8 +74,7 @@ def _layer_list(names: Sequence[str]) -> str:
     return f"Its layers are: {', '.join(shown)}."
 
 
-Each = Callable[[RoleRun, int], None]
-"""Told of every role that was run, and how many there are."""
+Each = Callable[[RoleRun, int], None]  # told of every role that was run, and how many there are
 
 
 @dataclass(frozen=True, slots=True)

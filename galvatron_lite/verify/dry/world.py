@@ -25,8 +25,7 @@ from galvatron_lite.errors import LaunchError
 from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType
 from galvatron_lite.world import DRY_BACKEND
 
-EVERYONE = "all ranks"
-"""What the group that torch calls ``default_pg`` is for."""
+EVERYONE = "all ranks"  # what the group that torch calls ``default_pg`` is for
 
 Announced = dict[tuple[str, int], list[Tensor]]
 """What a rank announced, by the purpose of the group and the receiver's place in it, in order."""

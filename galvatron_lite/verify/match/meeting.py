@@ -16,10 +16,8 @@ from galvatron_lite.verify.match.places import PAIRED, RankRole, Stream, parts_o
 from galvatron_lite.verify.match.replay import RankMessage, Replay, ReplayResult, StartedMessage, rank_message
 from galvatron_lite.verify.schema import NOBODY, Check, During, Message, MessageType, RoleRun, Verdict
 
-_MOST = 8
-"""Lines of one sort that are shown."""
-_NEXT = 3
-"""Messages that must be alike for one before them to count as left out."""
+_MOST = 8  # lines of one sort that are shown
+_NEXT = 3  # messages that must be alike for one before them to count as left out
 _WHAT = {
     "kind": "are of other kinds",
     "dtype": "have other dtypes",

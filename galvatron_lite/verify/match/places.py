@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from galvatron_lite.verify.schema import NOBODY, Message, MessageType, RoleRun
 
 PAIRED = (MessageType.SEND, MessageType.RECEIVE)
-PIPELINE = "pipeline"
-"""What the purposes of groups between stages begin with."""
+PIPELINE = "pipeline"  # what the purposes of groups between stages begin with
 
 Ranks = tuple[int, ...]
-Stream = tuple[str, Ranks]
-"""A process group: what it is for, and its ranks."""
+Stream = tuple[str, Ranks]  # A process group: what it is for, and its ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from math import prod
 from galvatron_lite.verify.match.places import PAIRED, RankRole, Stream
 from galvatron_lite.verify.schema import NOBODY, Message, MessageType
 
-OBJECT = "object"
-"""dtype of what is pickled: its size may differ from rank to rank."""
+OBJECT = "object"  # dtype of what is pickled: its size may differ from rank to rank
 _ROOTED = (MessageType.BROADCAST, MessageType.REDUCE, MessageType.GATHER, MessageType.SCATTER)
 _SUMMED = (MessageType.ALL_REDUCE, MessageType.REDUCE_SCATTER, MessageType.REDUCE)
 
@@ -114,8 +113,7 @@ def _even(parts: tuple[int, ...]) -> bool:
     return len(set(parts)) == 1
 
 
-Way = tuple[int, int, int]
-"""Sender, receiver and tag of a message from rank to rank."""
+Way = tuple[int, int, int]  # sender, receiver and tag of a message from rank to rank
 Meeting = tuple[Stream, Way | None, int]
 """A group, the way of a message from rank to rank or None, and its number among those."""
 

@@ -15,10 +15,8 @@ from galvatron_lite.verify.schema import Check, Verdict
 from galvatron_lite.verify.source import ModelSource
 
 NAME = "numbers"
-TIMEOUT = 300.0
-"""Seconds for the reference, and for the ranks."""
-_SHOWN = 12
-"""Differences that are listed."""
+TIMEOUT = 300.0  # seconds for the reference, and for the ranks
+_SHOWN = 12  # differences that are listed
 
 Result = Mapping[str, Any]
 

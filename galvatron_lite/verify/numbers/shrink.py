@@ -47,17 +47,14 @@ from galvatron_lite.verify.numbers.shrink_plan import (
 from galvatron_lite.verify.source import ModelSource, example_of
 
 Chosen = Mapping[str, Strategy]
-LARGEST = 50_000_000
-"""Parameters of a model that is run for real, at most."""
+LARGEST = 50_000_000  # parameters of a model that is run for real, at most
 MOST_WORK = 4 * 10**11
 """FLOPs of a step of it, at most: with steps, processes and the reference a minute or two on two cores."""
 BUILT = 500_000_000
 """Parameters of a whole model that is built for the sake of its factory's batch, at most."""
-FEW, MANY = 4, 8
-"""Processes that are started."""
+FEW, MANY = 4, 8  # processes that are started
 STAGES = "every stage"
-STEPS = 3
-"""Batches that a small model is given."""
+STEPS = 3  # batches that a small model is given
 
 
 class TooLargeError(GalvatronError):

@@ -17,8 +17,7 @@ from galvatron_lite.model.trace_meta import BATCH_NORMS
 CHANCES = ("drop", "jitter", "stochastic_depth", "mask_time_prob", "mask_feature_prob")
 """Fields and attributes with one of these in their names are chances when they are numbers."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-HEAD = 8
-"""Items of an attention head of a narrow model."""
+HEAD = 8  # items of an attention head of a narrow model
 PATCH = 8
 
 

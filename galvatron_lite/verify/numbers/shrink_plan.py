@@ -17,10 +17,8 @@ from galvatron_lite.search.strategies import Narrowed, strategies_for
 
 DEGREES = ("data", "zero", "context", "tensor", "depth", "height", "width", "filters", "channels")
 """Fields of ``Strategy`` that multiply to the devices of a stage."""
-REPEATS = 2
-"""Equal layers with equal strategies that are kept next to each other in a stage."""
-MOST_LAYERS = 24
-"""Layers beyond which only one is kept of such."""
+REPEATS = 2  # equal layers with equal strategies that are kept next to each other in a stage
+MOST_LAYERS = 24  # layers beyond which only one is kept of such
 
 Legal = Callable[[Strategy], bool]
 

@@ -175,13 +175,10 @@ def _compare(finding: RankFinding, what: str, held: list[Held], expected: Tensor
             finding.wrong.append(f"{what}: {one.name} is off by {error:.3g} where the largest entry is {scale:.3g}")
 
 
-PATIENCE = 60.0
-"""Seconds that a rank waits for another one."""
-GRACE = 3.0
-"""Seconds that the others are given once one rank has failed."""
+PATIENCE = 60.0  # seconds that a rank waits for another one
+GRACE = 3.0  # seconds that the others are given once one rank has failed
 REFERENCE = "reference.pt"
-HANGS = "hangs"
-"""What a rank that did not finish is said to have done."""
+HANGS = "hangs"  # what a rank that did not finish is said to have done
 
 Work = Callable[[], None]
 

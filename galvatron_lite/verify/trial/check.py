@@ -45,8 +45,7 @@ from galvatron_lite.verify.trial.double import (
 )
 
 SHARES = 2
-ENOUGH = 5.0
-"""Seconds of a trial after which no further batch is begun."""
+ENOUGH = 5.0  # seconds of a trial after which no further batch is begun
 TOLERANCE = 2e-3
 """Relative error of a gradient that another order of sums in float32 may make in a copy of a few layers."""
 MEAN, SUM, WHOLE = "weighted mean", "sum", "whole"

@@ -31,14 +31,11 @@ from galvatron_lite.verify.numbers.shrink import cut_for
 from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, dropped, narrowed, with_samples
 
 SAMPLES = 4
-KEPT = 2
-"""Blocks of each kind."""
-LARGEST = 50_000_000
-"""Parameters that are tried, at most."""
+KEPT = 2  # blocks of each kind
+LARGEST = 50_000_000  # parameters that are tried, at most
 MOST_WORK = 3e10
 """FLOPs of a forward and backward pass of all samples, at most: about a second on one core."""
-NARROW = 2
-"""What sizes of a narrow model can be divided by."""
+NARROW = 2  # what sizes of a narrow model can be divided by
 
 
 class SkippedError(GalvatronError):

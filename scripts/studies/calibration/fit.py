@@ -28,25 +28,20 @@ from galvatron_lite.calibration.schema import Calibration
 from studies.calibration.parameters import Parameter, from_scale, places_of, to_scale, with_places
 
 Array = NDArray[np.float64]
-Task = tuple[Calibration, Sequence[int]]
-"""A calibration, and the rows to predict with it."""
+Task = tuple[Calibration, Sequence[int]]  # A calibration, and the rows to predict with it
 PredictMany = Callable[[Sequence[Task]], Sequence[Array]]
 """Logarithms of predicted seconds of each task's rows; not a number where a row cannot be predicted."""
 
 SMOOTH = 0.02
 """Error below which it counts by its square: published figures repeat within some two per cent."""
 
-NUDGE = 0.02
-"""Step of the forward differences on the scale of the fit."""
+NUDGE = 0.02  # step of the forward differences on the scale of the fit
 
-LARGEST_STEP = 1.5
-"""Most that an unknown may move in one step, on the scale of the fit."""
+LARGEST_STEP = 1.5  # most that an unknown may move in one step, on the scale of the fit
 
-HALVINGS = 3
-"""How often a step that does not help is halved."""
+HALVINGS = 3  # how often a step that does not help is halved
 
-ENOUGH = 1e-3
-"""Relative fall of the objective below which the fit ends."""
+ENOUGH = 1e-3  # relative fall of the objective below which the fit ends
 
 INNER = 25
 """Reweighted steps on a linearised problem; they go part of their way, for absolute errors have kinks."""

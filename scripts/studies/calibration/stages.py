@@ -34,11 +34,9 @@ from studies.calibration.parameters import Parameter, parameters_of, places_of
 FOLD_STEPS = 5
 """Steps of a fit that leaves rows out, at most; its derivatives are good from the start."""
 
-LEAST_ROWS = 3
-"""Rows that must use an entry for its constants to be fitted."""
+LEAST_ROWS = 3  # rows that must use an entry for its constants to be fitted
 
-APART = frozenset({DEFAULT})
-"""Stacks that are not predicted as the default's: itself."""
+APART = frozenset({DEFAULT})  # stacks that are not predicted as the default's: itself
 
 Mask = NDArray[np.bool_]
 
@@ -121,8 +119,7 @@ _ELSEWHERE = ("hidden", "convolution")
 """Not fitted in the first stage: documented, and fitted to runs of image models."""
 
 
-Report = Callable[[str], None]
-"""Is told of each step."""
+Report = Callable[[str], None]  # is told of each step
 
 
 def _silent(_: str) -> None:

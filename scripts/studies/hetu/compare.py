@@ -43,16 +43,14 @@ if TYPE_CHECKING:
     from studies.hetu.recorded import RecordedSearch
 
 MB = 2**20
-SHARES = (1.0, 0.5, 0.0)
-"""Of their formulas in what the searches of ``choose`` make small."""
+SHARES = (1.0, 0.5, 0.0)  # of their formulas in what the searches of ``choose`` make small
 PARTS = (1.0, 0.99)
 """Of the budget that these may fill: plans that fill it by their formulas may be too large by our memory model."""
 STEPS = (8, 32, 128)
 """MB less, beyond what a plan is too large by their formulas, in searches with ever smaller budgets."""
 MOST = 32
 """Of the plans that one search by their formulas meets, how many are priced by ours, the quickest by theirs first."""
-SLACK = 1e-9
-"""Relative difference that counts as equal."""
+SLACK = 1e-9  # relative difference that counts as equal
 
 
 class How(StrEnum):

@@ -25,8 +25,7 @@ from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, St
 from galvatron_lite.model.shapes.picture_fields import PerceptionShape
 from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
-LEVELS = 5
-"""Halvings of the picture."""
+LEVELS = 5  # halvings of the picture
 
 
 def mirrored_graph(name: str, convolutions: int, base: int, side: int, precision: str, item_bytes: int) -> ModelGraph:
@@ -132,8 +131,7 @@ def _classes(flow: ImageFlow, spec: Medical) -> None:
     compare(flow.convolve(spec.classes, bias=True))
 
 
-_VIEW = "before"
-"""What gives the bird's-eye view."""
+_VIEW = "before"  # what gives the bird's-eye view
 
 
 @dataclass(slots=True)

@@ -155,8 +155,7 @@ _MIDDLE = (
     MixRow(1, (3,), 1, 6, 120, 0.5), MixRow(3, (3, 5, 7, 9), 1, 3, 120, 0.5, (2, 2)),
     MixRow(1, (3, 5, 7, 9), 2, 6, 200, 0.5), MixRow(3, (3, 5, 7, 9), 1, 6, 200, 0.5, (1, 2)),
 )  # fmt: skip
-_PLAIN_ROWS = 3
-"""Rows whose activation is ReLU; later ones have SiLU."""
+_PLAIN_ROWS = 3  # rows whose activation is ReLU; later ones have SiLU
 _SCALES = {"s": (1.0, 1.0), "m": (1.0, 1.0), "l": (1.3, 1.0), "xl": (1.6, 1.2), "xxl": (2.4, 1.3)}
 
 

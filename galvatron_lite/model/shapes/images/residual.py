@@ -264,12 +264,10 @@ def _branched_block(flow: ImageFlow, width: int, stride: int, groups: int) -> No
     flow.activate()
 
 
-CLASSES = 81
-"""COCO's classes and the background."""
+CLASSES = 81  # COCO's classes and the background
 _EXTRA = ((256, 512, 2, 1), (256, 512, 2, 1), (128, 256, 2, 1), (128, 256, 1, 0), (128, 256, 1, 0))
 """Channels of the 1 x 1 and the 3 x 3 convolution, stride and padding of the latter, map after map."""
-_BOXES = (4, 6, 6, 6, 4, 4)
-"""Default boxes a place, map after map."""
+_BOXES = (4, 6, 6, 6, 4, 4)  # default boxes a place, map after map
 
 
 def detector_graph(name: str, side: int, precision: str, item_bytes: int) -> ModelGraph:

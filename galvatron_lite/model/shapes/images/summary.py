@@ -27,11 +27,9 @@ from galvatron_lite.model.shapes.tape import memory_operator
 if TYPE_CHECKING:
     from pydantic import ConfigDict
 
-LAYERS = 50
-"""Convolutions of a typical network; only launches depend on it."""
+LAYERS = 50  # convolutions of a typical network; only launches depend on it
 
-WIDTH = 256
-"""Output channels of the mean convolution: tile padding is small from here on."""
+WIDTH = 256  # output channels of the mean convolution: tile padding is small from here on
 
 BESIDE = (3, 4)
 """[Empirical] times that everything besides convolution, norm and activation reads or writes the activations, forward
