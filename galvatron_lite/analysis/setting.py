@@ -209,11 +209,7 @@ def ask(
 
 
 def look(
-    setting: PlanSetting,
-    devices: int,
-    batch: int,
-    budget: int | Budget | None = None,
-    progress: Progress | None = None,
+    setting: PlanSetting, devices: int, batch: int, budget: int | Budget | None = None, progress: Progress | None = None
 ) -> Point:
     """A point of a sweep: one without a plan says why."""
     point = Point(devices, batch, bytes_on(setting.budget if budget is None else budget, ""))

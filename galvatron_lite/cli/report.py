@@ -25,8 +25,7 @@ def report_command(
         Path | None, typer.Option("--run", help="Folder of a training run: measured beside predicted.")
     ] = None,
     search: Annotated[
-        float,
-        typer.Option("--search", min=0, max=1e6, help="Seconds for the front and prices of each plan; 0: none."),
+        float, typer.Option("--search", min=0, max=1e6, help="Seconds for the front and prices of each plan; 0: none.")
     ] = 30.0,
     profile: options.Profile = None,
     model: options.Model = None,

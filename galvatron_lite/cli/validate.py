@@ -57,8 +57,7 @@ def validate_command(
         Path | None, typer.Option("--plot", help="Draw predicted against measured step times (SVG).")
     ] = None,
     skipped: Annotated[
-        int,
-        typer.Option("--skipped", min=0, help="Show so many rows that are not scored, and why."),
+        int, typer.Option("--skipped", min=0, help="Show so many rows that are not scored, and why.")
     ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:

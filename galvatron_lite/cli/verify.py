@@ -151,8 +151,7 @@ def verify_command(
         typer.Option("--profile", help="Profile to price messages with; the one the plan was made from if not given."),
     ] = None,
     processes: Annotated[
-        int | None,
-        typer.Option("--processes", help="The most that numbers starts; 4, or 8 where the plan needs them."),
+        int | None, typer.Option("--processes", help="The most that numbers starts; 4, or 8 where the plan needs them.")
     ] = None,
     moments: Annotated[
         bool, typer.Option("--steps", help="Show memory of the fullest role step by step, layer after layer.")

@@ -16,7 +16,7 @@ from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import STRICT, from_data, read_data
 from galvatron_lite.oracle.closed_form import Case, Method, estimate
-from galvatron_lite.oracle.links import wires_of
+from galvatron_lite.oracle.layers import wires_of
 from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
 from galvatron_lite.oracle.request import fabric_named, graph_named, network_named
 from galvatron_lite.oracle.rows import Forecast, ForecastRow, StrategyLine, findings, iterations_of

@@ -22,12 +22,7 @@ _COLUMNS, _GAP = 4, 22
 _BARS, _MEMORY, _PANEL = 120, 62, 292
 _FIRST = _DEEP + 112
 
-PARTS = (
-    ("compute", 0),
-    ("communication", 1),
-    ("weight update", 2),
-    ("waiting, host", 5),
-)
+PARTS = (("compute", 0), ("communication", 1), ("weight update", 2), ("waiting, host", 5))
 """What an epoch is made of, with the numbers of its colours."""
 
 

@@ -21,8 +21,7 @@ from galvatron_lite.model.shapes.images.names import builder_of, canonical, shap
 from galvatron_lite.model.shapes.picture_fields import not_square, sides_of, sizes_of
 from galvatron_lite.oracle import closed_table, table
 from galvatron_lite.oracle.closed_form import Case, Method, quirks_named
-from galvatron_lite.oracle.layers import Network, network_of
-from galvatron_lite.oracle.links import Fabric, wires_of, wires_of_cluster
+from galvatron_lite.oracle.layers import Fabric, Network, network_of, wires_of, wires_of_cluster
 from galvatron_lite.oracle.pricing import machine_of, row_of
 from galvatron_lite.oracle.rows import Forecast
 from galvatron_lite.oracle.strategies import RowQuestion, check_text

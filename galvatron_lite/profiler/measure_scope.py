@@ -169,10 +169,7 @@ def _sliced_edge_task(setting: LayerSetting, bench: LayerBench) -> MeasureTask:
 
 
 def _collective_task(
-    collective: Collective,
-    shape: GroupShape,
-    groups: dict[GroupShape, dist.ProcessGroup | None],
-    scope: Scope,
+    collective: Collective, shape: GroupShape, groups: dict[GroupShape, dist.ProcessGroup | None], scope: Scope
 ) -> MeasureTask:
     def run(_: Mapping[str, Any]) -> Any:
         if shape not in groups:

@@ -13,17 +13,7 @@ from markupsafe import Markup
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runs.read import RecordedRun
 from galvatron_lite.runs.schema import StepRecord
-from galvatron_lite.svg import (
-    byte_marks,
-    byte_words,
-    element,
-    figure,
-    marks,
-    path,
-    percent,
-    second_words,
-    text,
-)
+from galvatron_lite.svg import byte_marks, byte_words, element, figure, marks, path, percent, second_words, text
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 WIDTH, HEIGHT = 640.0, 330.0

@@ -280,13 +280,7 @@ def decoder_graph(
             dense = [replace(layer, kind="dense_block") for layer in layers[: shape.dense_layers]]
             layers = [*dense, *layers[shape.dense_layers :]]
     return assemble(
-        shape.name,
-        kinds,
-        layers,
-        sequence=tokens,
-        precision=precision,
-        ties=ties_of(shape, "after"),
-        notes=notes,
+        shape.name, kinds, layers, sequence=tokens, precision=precision, ties=ties_of(shape, "after"), notes=notes
     )
 
 

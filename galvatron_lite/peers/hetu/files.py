@@ -44,11 +44,7 @@ class Sizes:
 
 
 def read_model(
-    folder: Path,
-    sizes: Sequence[Sizes],
-    mode: str = "",
-    sequence_parallel: bool = True,
-    engine: Engine = Engine.MAIN,
+    folder: Path, sizes: Sequence[Sizes], mode: str = "", sequence_parallel: bool = True, engine: Engine = Engine.MAIN
 ) -> HetuModel:
     """A model's profile from a folder with one ``computation_profiling_*`` and one ``memory_profiling_*`` file.
 

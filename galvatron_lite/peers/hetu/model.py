@@ -263,10 +263,7 @@ def _edge_parameters(states: Mapping[int, float]) -> TensorSplit:
 
 def _block_points(name: str, kind: LayerType, model: HetuModel) -> Iterator[LayerPoint]:
     for degree, figure in sorted(kind.activation.items()):
-        kept = {
-            Recompute.NONE: figure,
-            Recompute.FULL: kind.checkpoint / (degree if model.sequence_parallel else 1),
-        }
+        kept = {Recompute.NONE: figure, Recompute.FULL: kind.checkpoint / (degree if model.sequence_parallel else 1)}
         buffer = _buffer(kind, model) if degree > 1 else 0.0
         for choice, size in kept.items():
             yield from _points(name, degree, choice, kind.forward, size, buffer, model)

@@ -106,9 +106,7 @@ class Fit:
 
 
 def unknowns_of(
-    calibration: Calibration,
-    parameters: Sequence[Parameter],
-    arranged: Callable[[Calibration], Calibration] = as_it_is,
+    calibration: Calibration, parameters: Sequence[Parameter], arranged: Callable[[Calibration], Calibration] = as_it_is
 ) -> Unknowns:
     """Unknowns whose prior is a calibration's own values."""
     deviations = np.array([deviation_of(calibration, parameter) for parameter in parameters])

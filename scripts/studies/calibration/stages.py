@@ -19,16 +19,7 @@ from numpy.typing import NDArray
 
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import DEFAULT
-from studies.calibration.fit import (
-    Fit,
-    PredictMany,
-    Problem,
-    Unknowns,
-    errors_of,
-    fit,
-    jacobian_of,
-    unknowns_of,
-)
+from studies.calibration.fit import Fit, PredictMany, Problem, Unknowns, errors_of, fit, jacobian_of, unknowns_of
 from studies.calibration.parameters import Parameter, parameters_of, places_of
 
 FOLD_STEPS = 5
