@@ -12,7 +12,7 @@ from cyclic_study_train import cyclic_model, micro_batches
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from galvatron_lite.model.zoo.resnet import ResNet
+from galvatron_lite.model.zoo.convnets import ResNet
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from measured import peak_of

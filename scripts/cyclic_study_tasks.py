@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.model.zoo.convnets import ResNet, ResNetConfig
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
-from galvatron_lite.model.zoo.resnet import ResNet, ResNetConfig
 
 Batch = dict[str, Tensor]
 MICRO_BATCHES = 4  # workers and stages, N

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from galvatron_lite import __version__
 from galvatron_lite.cluster.cluster import Cluster, Collective
@@ -33,6 +35,7 @@ from galvatron_lite.profiler.schema import (
 )
 from galvatron_lite.units import ITEM_BYTES
 
+Array = NDArray[np.float64]
 _ROUNDS = 25
 _SLOWEST = 1e-15
 
@@ -60,14 +63,24 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LatencyFit:
         sizes: bytes; at least one, not all zero.
         seconds: measured, > 0.
     """
-    base = [1.0 / value for value in seconds]
-    weights = [1.0] * len(base)
-    latency, slope = 0.0, _SLOWEST
+    x, y = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    weights = np.ones_like(y)
     for _ in range(_ROUNDS):
-        latency, slope = _weighted(sizes, seconds, [b * b * w for b, w in zip(base, weights, strict=True)])
-        errors = _errors(sizes, seconds, latency, slope)
-        weights = [1.0 / max(error, 1e-6) for error in errors]
-    return LatencyFit(latency, slope, median(_errors(sizes, seconds, latency, slope)))
+        latency, slope = _weighted(x, y, weights / y**2)
+        errors = np.abs(latency + slope * x - y) / y
+        weights = 1.0 / np.maximum(errors, 1e-6)
+    return LatencyFit(latency, slope, float(np.median(errors)))
+
+
+def _weighted(x: Array, y: Array, weights: Array) -> tuple[float, float]:
+    """Weighted least squares; both results are kept physical."""
+    mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
+    spread, along = weights @ (x - mean_x) ** 2, weights @ ((x - mean_x) * (y - mean_y))
+    slope = float(along / spread) if spread > 0 else 0.0
+    latency = float(mean_y) - slope * float(mean_x)
+    if latency < 0 or spread <= 0:
+        return 0.0, max(float(weights @ (x * y) / (weights @ (x * x))), _SLOWEST)
+    return (latency, slope) if slope > 0 else (float(mean_y), _SLOWEST)
 
 
 def fit_collectives(points: Sequence[CollectivePoint]) -> tuple[CollectiveFit, ...]:
@@ -90,27 +103,6 @@ def _fit_group(points: list[CollectivePoint]) -> CollectiveFit:
         bandwidth=1.0 / line.slope,
         residual=line.residual,
     )
-
-
-def _errors(sizes: Sequence[float], seconds: Sequence[float], latency: float, slope: float) -> list[float]:
-    return [abs(latency + slope * x - y) / y for x, y in zip(sizes, seconds, strict=True)]
-
-
-def _weighted(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """Weighted least squares; both results are kept physical."""
-    total = sum(weights)
-    mean_x = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
-    mean_y = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, xs, strict=True))
-    along = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, xs, ys, strict=True))
-    slope = along / spread if spread > 0 else 0.0
-    latency = mean_y - slope * mean_x
-    if latency < 0 or spread <= 0:
-        squares = sum(w * x * x for w, x in zip(weights, xs, strict=True))
-        return 0.0, max(sum(w * x * y for w, x, y in zip(weights, xs, ys, strict=True)) / squares, _SLOWEST)
-    if slope <= 0:
-        return mean_y, _SLOWEST
-    return latency, slope
 
 
 def assemble(name: str, scope: Scope, results: Results) -> Profile:
