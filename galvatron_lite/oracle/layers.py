@@ -20,20 +20,17 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Interval
 
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import Layers, Name, Samples, Seconds, Steps
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass
 from galvatron_lite.model.sides import sides_of
 from galvatron_lite.parallelism.pictures import channels_of, is_picture
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +60,33 @@ def all_gather(link: Link, devices: int, size: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSetting:
+class LinkSetting(Strict):
     """One way the figures of a network are told."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     end: float  # seconds from a device to its bridge
     source: str = ""  # where that is said
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(Strict):
     """A link's figures: bytes a second, seconds."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     bandwidth: float
     latency: float
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(Strict):
     """Switches on the longest way among the first so many devices."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     devices: int  # at most so many
     switches: float  # seconds of all switches passed
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric:
+class Fabric(Strict):
     """A fat tree of nodes with bridged network adapters, as ``profiles/paradl/networks`` describes it."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str  # of the cluster
     source: str  # where the figures come from
     devices: int  # at most
@@ -192,10 +185,9 @@ REUSED = (Op.RELU, Op.NORM)
 
 
 @dataclass(frozen=True, slots=True)
-class OracleLayer:
+class OracleLayer(Strict):
     """One layer."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str  # for people
     op: Op  # what it does
     x: tuple[Samples, ...]  # extents of the input of one sample, channels first
@@ -263,10 +255,9 @@ class OracleLayer:
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(Strict):
     """A network and the data set it is trained on."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # of the model
     source: str  # where the layers come from
     samples: Steps  # of the data set (D)

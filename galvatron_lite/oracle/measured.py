@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.files import STRICT, from_data, read_data
+from galvatron_lite.files import Strict, from_data, read_data
 from galvatron_lite.oracle.closed_form import Case, Method, estimate
 from galvatron_lite.oracle.layers import wires_of
 from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
@@ -23,20 +23,15 @@ from galvatron_lite.oracle.rows import Forecast, ForecastRow, StrategyLine, find
 from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.stacks.catalog import match_stack
 
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
-
-
 CLUSTER, PRECISION = "abci", "fp32"
 FRAMEWORKS = {"report": "Chainer/ChainerMN, layer-wise collectives by NCCL", "logs": "Chainer/ChainerMN"}
 """Where and with which software the rows were measured, by origin."""
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRow:
+class MeasuredRow(Strict):
     """One measured row."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     origin: str  # ``report`` or ``logs``
     model: str  # a table of layers
     strategy: Method  # how it was split

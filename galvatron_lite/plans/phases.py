@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Interval
 
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.files import STRICT, from_data, kind_of, read_data, write_value
+from galvatron_lite.files import Strict, from_data, kind_of, read_data, write_value
 from galvatron_lite.limits import SAMPLES, Name, Samples, Seconds, Size, Steps
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
 
 PHASES_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseEntry:
+class PhaseEntry(Strict):
     """A phase as it is written; one with a list of batches or sequences is a ramp of as many equal parts."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # for people
     steps: Steps  # optimizer steps, of all parts together
     batch: Annotated[int, Interval(le=SAMPLES)] | tuple[Annotated[int, Interval(le=SAMPLES)], ...]  # samples a step
@@ -34,10 +30,9 @@ class PhaseEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class PhasesFile:
+class PhasesFile(Strict):
     """What a file of phases holds."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     version: int  # of this schema
     phases: tuple[PhaseEntry, ...]  # in the order of training
 
@@ -54,20 +49,18 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchCost:
+class SwitchCost(Strict):
     """What going from one plan to another while training is estimated to cost (``cost.switching``)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     seconds: Seconds = 0.0  # from the end of one step to the start of the next
     received: Size = 0  # bytes that the device that receives most gets from others
     moved: Size = 0  # bytes that all devices together get from others
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedPhase:
+class PlannedPhase(Strict):
     """A phase and how it is trained."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # for people
     first: Size  # number of its first step, from 0
     steps: Steps
@@ -84,10 +77,9 @@ class PlannedPhase:
 
 
 @dataclass(frozen=True, slots=True)
-class PhasedPlan:
+class PhasedPlan(Strict):
     """The plans of a run."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     version: int  # of this schema
     phases: tuple[PlannedPhase, ...]  # in the order of training
     # predicted seconds of the run under the best one of the plans for all phases; None where none fits them all

@@ -8,10 +8,10 @@ Sizes that follow from others may be left at 0: ``kv_heads`` (= heads), ``head_d
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import LAYERS, SAMPLES, Name, is_name
 from galvatron_lite.model.shapes.picture_fields import (
     AlexNetShape,
@@ -24,12 +24,9 @@ from galvatron_lite.model.shapes.picture_fields import (
     check_pictures,
 )
 
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerShape:
+class TransformerShape(Strict):
     """Fields that all transformers share."""
 
     name: Name = ""  # for people; the file's stem where empty
@@ -90,7 +87,6 @@ class TransformerShape:
 class DecoderShape(TransformerShape):
     """A causal language model (GPT, Llama)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["decoder"] = "decoder"
 
 
@@ -98,7 +94,6 @@ class DecoderShape(TransformerShape):
 class EncoderShape(TransformerShape):
     """A post-norm encoder (BERT)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["encoder"] = "encoder"
     segments: int = 2  # entries of the segment table
     # masked language model, or that plus pooler and next-sentence prediction (pretraining)
@@ -110,7 +105,6 @@ class EncoderShape(TransformerShape):
 class MoeShape(TransformerShape):
     """A causal language model whose MLPs are mixtures of experts (Mixtral)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["moe"] = "moe"
     n_experts: int  # experts a block
     moe_topk: int = 2  # experts a token visits
@@ -125,7 +119,6 @@ class MoeShape(TransformerShape):
 class EncoderDecoderShape(TransformerShape):
     """An encoder and a decoder with cross-attention (T5)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["encoder_decoder"] = "encoder_decoder"
     decoder_layers: int = 0  # blocks of the decoder; 0: ``layers``
     decoder_seq_len: int = 0  # tokens of the decoder's sample; 0: as many as the encoder's
@@ -133,10 +126,9 @@ class EncoderDecoderShape(TransformerShape):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VitShape:
+class VitShape(Strict):
     """A vision transformer: square images cut into patches, a class token, pre-norm blocks, a linear head."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["vit"] = "vit"
     name: Name = ""  # name, source, layers, hidden, heads, ffn_hidden, dropout: as in ``TransformerShape``
     source: str = ""
@@ -152,10 +144,9 @@ class VitShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResNetShape:
+class ResNetShape(Strict):
     """A residual network of bottleneck blocks (ResNet-50 and deeper)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["resnet"] = "resnet"
     name: Name = ""  # name, source: for people
     source: str = ""
@@ -168,10 +159,9 @@ class ResNetShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvNextShape:
+class ConvNextShape(Strict):
     """A ConvNeXt."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["convnext"] = "convnext"
     name: Name = ""  # name, source: for people
     source: str = ""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import Name
 
 if TYPE_CHECKING:
-    from pydantic import ConfigDict
-
     from galvatron_lite.model.shapes.fields import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureShape:
+class PictureShape(Strict):
     """Fields that these networks share."""
 
     name: Name = ""  # name, source: for people
@@ -32,7 +30,6 @@ class PictureShape:
 class VggShape(PictureShape):
     """A VGG: groups of 3 x 3 convolutions with max pooling between them, three fully connected layers."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["vgg"] = "vgg"
     depths: tuple[int, ...]  # convolutions a group
     widths: tuple[int, ...] = (64, 128, 256, 512, 512)  # channels a group
@@ -45,7 +42,6 @@ class VggShape(PictureShape):
 class AlexNetShape(PictureShape):
     """An AlexNet in one tower."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["alexnet"] = "alexnet"
     widths: tuple[int, ...] = (64, 192, 384, 256, 256)  # channels of the five convolutions
     hidden: int = 4096  # hidden, pooled: as of a VGG
@@ -57,7 +53,6 @@ class AlexNetShape(PictureShape):
 class RegNetShape(PictureShape):
     """A RegNet."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["regnet"] = "regnet"
     widths: tuple[int, ...]  # channels of every block; the picture is halved where they grow
     group: int  # channels of a group of the 3 x 3 convolutions
@@ -69,7 +64,6 @@ class RegNetShape(PictureShape):
 class UNetShape(PictureShape):
     """A U-Net with padded convolutions, a class for every pixel."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["unet"] = "unet"
     base: int = 64  # channels of the first level; doubled from level to level
     levels: int = 4  # halvings of the picture
@@ -86,7 +80,6 @@ class UNetShape(PictureShape):
 class CosmoFlowShape(PictureShape):
     """A CosmoFlow: 3-D convolutions with mean pooling, fully connected layers, ``classes`` numbers to be found."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["cosmoflow"] = "cosmoflow"
     widths: tuple[int, ...] = (16, 32, 64, 128, 256, 256, 128)  # channels of every convolution
     kernels: tuple[int, ...] = (3, 3, 3, 3, 2, 2, 2)  # voxels along each side of their kernels
@@ -114,7 +107,6 @@ class CosmoFlowShape(PictureShape):
 class PerceptionShape(PictureShape):
     """Two encoder-decoders that read one bird's-eye view of LiDAR scans, one channel each, and give a picture each."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["perception"] = "perception"
     base: int = 32  # channels of the first level; doubled from level to level
     levels: int = 6  # halvings of the picture, rounded down

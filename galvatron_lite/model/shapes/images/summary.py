@@ -13,19 +13,16 @@ convolutions, tell run time better than multiply-adds do; here both enter by the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Literal
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import Name
 from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
 from galvatron_lite.model.shapes.calls import Division, ShapeCall
 from galvatron_lite.model.shapes.images.flow import ImageFlow
 from galvatron_lite.model.shapes.images.network import NetworkBuilder
 from galvatron_lite.model.shapes.tape import memory_operator
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
 
 LAYERS = 50  # convolutions of a typical network; only launches depend on it
 
@@ -44,10 +41,9 @@ normalisation in place keeps its output alone (Rota Bulo et al. 2018, arXiv:1712
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageTotals:
+class ImageTotals(Strict):
     """Totals of an image network for one sample."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["image"] = "image"
     name: Name = ""  # name, source: for people
     source: str = ""
