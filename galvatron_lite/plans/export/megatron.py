@@ -1,4 +1,4 @@
-"""For Megatron-LM: flags of ``pretrain_gpt.py`` and its like (``megatron/training/arguments.py``), one a line.
+"""For Megatron-LM: flags of ``pretrain_gpt.py`` and its like (``megatron/training/arguments.py``); NeMo: a YAML file.
 
 Megatron Core's settings of a plan, by the names of its dataclasses (ModelParallelConfig, TransformerConfig,
 DistributedDataParallelConfig, OptimizerConfig), for Megatron-LM's flags and Megatron-Bridge's YAML.
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from shlex import quote
+
+import yaml
 
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
@@ -160,3 +162,22 @@ def _flag(name: str, value: object) -> Iterator[str]:
         yield f"{flag} {quote(str(value))}"
     if name == "optimizer_cpu_offload":
         yield "--use-precision-aware-optimizer"
+
+
+_PRECISION = {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}
+
+
+def nemo(plan: Plan) -> Exported:
+    """NeMo Framework: the YAML file of Megatron-Bridge for a recipe's ``--config-file``, whose settings it overrides.
+
+    The framework's training of language models is Megatron-Bridge (nemo_toolkit 3 holds speech alone); sections and
+    keys are those of its ``ConfigContainer``.
+    """
+    told = settings_of(plan)
+    optimizer = {**told.optimizer, **({"use_distributed_optimizer": True} if told.ddp else {})}
+    sections = {"model": dict(told.model), "train": dict(told.train), "ddp": dict(told.ddp), "optimizer": optimizer}
+    data: dict[str, object] = {name: values for name, values in sections.items() if values}
+    if told.precision in _PRECISION:
+        data["mixed_precision"] = _PRECISION[told.precision]
+    text = head(plan, "NeMo (Megatron-Bridge)", told.left_out) + yaml.safe_dump(data, sort_keys=False)
+    return Exported("nemo", text, told.left_out)

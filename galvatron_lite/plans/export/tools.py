@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.plans.export import accelerate, deepspeed, megatron, nemo, torchtitan
+from galvatron_lite.plans.export import accelerate, deepspeed, megatron, torchtitan
 from galvatron_lite.plans.export.common import Exported
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
 
 TOOLS: Mapping[str, Callable[[Plan], Exported]] = {
-    module.TOOL: module.exported for module in (deepspeed, megatron, torchtitan, accelerate, nemo)
-}
+    module.TOOL: module.exported for module in (deepspeed, megatron, torchtitan, accelerate)
+} | {"nemo": megatron.nemo}
 
 
 def export(plan: Plan, tool: str, *, strict: bool = False) -> Exported:
