@@ -9,15 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galvatron_lite.api import (
-        best_batch,
-        cheapest,
-        evaluate,
-        fewest_devices,
-        pareto_front,
-        plan,
-        profile,
-    )
+    from galvatron_lite.api import best_batch, cheapest, evaluate, fewest_devices, pareto_front, plan, profile
     from galvatron_lite.api_plans import compare, explain, verify_plan
     from galvatron_lite.auto import auto_parallelize
     from galvatron_lite.cluster.cluster import Cluster

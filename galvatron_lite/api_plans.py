@@ -13,8 +13,7 @@ from galvatron_lite.cluster.budget import DEFAULT_BUDGET, Budget
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.peers.plan_files import check_devices, read_any_plan
-from galvatron_lite.plans.io import read_plan
-from galvatron_lite.plans.phases import is_phased
+from galvatron_lite.plans.io import read_plan, refuse_phases
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import read_profile
@@ -55,7 +54,7 @@ def read_plan_and_profile(
         InputError: a file that cannot be used, one of phases, no profile, or a plan for other devices.
     """
     known = _profile_for([plan], profile, setup)
-    given = plan if isinstance(plan, Plan) else _read(Path(plan), known, setup.get("batch"))
+    given = plan if isinstance(plan, Plan) else read_any_plan(Path(plan), known, setup.get("batch"))
     check_devices(given, known, setup.get("gpus"))
     return given, known
 
@@ -73,7 +72,7 @@ def read_plans(
         raise InputError("plans", len(named), "Give two or more to compare.")
     known = _profile_for(list(named.values()), profile, setup)
     given = {
-        name: plan if isinstance(plan, Plan) else _read(Path(plan), known, setup.get("batch"))
+        name: plan if isinstance(plan, Plan) else read_any_plan(Path(plan), known, setup.get("batch"))
         for name, plan in named.items()
     }
     for plan in given.values():
@@ -103,23 +102,10 @@ def _profile_for(plans: Sequence[Given], profile: Profile | str | Path | None, s
 
 def _planned(path: Path) -> Plan | None:
     """A plan of ours from a file; None where it is written by hand or of others, which name no profile."""
-    _refuse_phases(path)
+    refuse_phases(read_data(path), path)
     with suppress(GalvatronError):
         return read_plan(path)
     return None
-
-
-def _read(path: Path, profile: Profile, batch: int | None) -> Plan:
-    _refuse_phases(path)
-    return read_any_plan(path, profile, batch)
-
-
-def _refuse_phases(path: Path) -> None:
-    if is_phased(read_data(path)):
-        remedy = (
-            "It holds the plans of several phases: explain one at a time, planned with the phase's batch and --seq."
-        )
-        raise InputError("plan", str(path), remedy)
 
 
 SECONDS = 120.0

@@ -27,7 +27,13 @@ T = TypeVar("T")
 _SHOWN = 80
 """Characters of a line that cannot be read that are shown."""
 STRICT = cast("ConfigDict", {"extra": "forbid"})
-"""Set as ``__pydantic_config__`` on every dataclass that touches disk: an unknown key is an error."""
+
+
+class Strict:
+    """Base of dataclasses that touch disk: where one is read, an unknown key is an error."""
+
+    __slots__ = ()
+    __pydantic_config__ = STRICT
 
 
 @cache

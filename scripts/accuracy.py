@@ -1,4 +1,4 @@
-"""Predicted against measured step time and peak memory of many plans; run by ``scripts/accuracy`` on two processes."""
+"""Predicted against measured step time and peak memory of many plans: a GPT on two processes, a ConvNeXt on four."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist
+from torch import nn
 
+import quickstart_model
+import train_convnext_model
 from galvatron_lite import auto_parallelize
 from galvatron_lite.cost.plan import evaluate
-from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import last_profile, read_profile
 from galvatron_lite.units import format_bytes, format_seconds
+from galvatron_lite.validate.results import spearman
 from galvatron_lite.world import join, leave, rank
 from measured import Measured, measure, peak_of
-from quickstart_model import BATCH, CONFIG, make
 
 FULL = Recompute.FULL
+Make = Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Case:
     edge: Strategy
 
 
-def cases() -> list[Case]:
+def gpt_cases() -> list[Case]:
     """Plans of every dimension for two devices."""
     data, tensor = Strategy(data=2), Strategy(tensor=2)
     zero2, zero3 = Strategy(zero=2, zero_stage=2), Strategy(zero=2, zero_stage=3)
@@ -60,38 +64,45 @@ def cases() -> list[Case]:
     ]
 
 
-def plan_of(case: Case) -> Plan:
-    """The case as a plan of the quickstart's model."""
-    count, per_stage = CONFIG.layers, CONFIG.layers // case.stages
-    strategies = [case.blocks[min(index, len(case.blocks) - 1)] for index in range(count)]
-    runs = [LayerRun(f"blocks.{i}", f"blocks.{i}", 1, strategy) for i, strategy in enumerate(strategies)]
-    parts = [runs[start : start + per_stage] for start in range(0, count, per_stage)]
-    parts[0].insert(0, LayerRun("before", "before", 1, case.edge))
-    parts[-1].append(LayerRun("after", "after", 1, case.edge))
-    stages = tuple(Stage(tuple(part)) for part in parts)
-    devices = case.stages * case.edge.devices
-    return Plan(PLAN_VERSION, "gpt", devices, BATCH, case.microbatches, Schedule.ONE_F_ONE_B, "fp32", stages)
+def convnext_cases() -> list[Case]:
+    """Plans for four devices: data parallelism, and pixels and channels beside it."""
+    data, rows, columns = Strategy(data=4), Strategy(data=2, height=2), Strategy(data=2, width=2)
+    zero, grid = Strategy(zero=2, zero_stage=3, height=2), Strategy(height=2, width=2)
+    channels = Strategy(data=2, channels=2)
+    return [
+        Case("data", 1, 1, (data,), data),
+        Case("rows, data", 1, 1, (rows,), rows),
+        Case("columns, data, recompute", 1, 1, (replace(columns, recompute=FULL),), columns),
+        Case("rows and columns", 1, 1, (grid,), grid),
+        Case("rows, ZeRO-3", 1, 1, (zero,), zero),
+        Case("filters, data", 1, 1, (Strategy(data=2, filters=2),), Strategy(data=2, filters=2)),
+        Case("2 rows, then channels, data", 1, 1, (rows, rows, channels), rows),
+    ]
 
 
-def stepper(plan: Plan) -> Callable[[], object]:
+def plan_of(case: Case, profile: Profile, batch: int) -> Plan:
+    """The case as a plan of the profile's model, the same number of blocks in every stage."""
+    layers = profile.graph.layers
+    blocks = sum(layer.role is Role.BLOCK for layer in layers)
+    parts: list[list[LayerRun]] = [[] for _ in range(case.stages)]
+    place = 0
+    for layer in layers:
+        block = layer.role is Role.BLOCK
+        strategy = case.blocks[min(place, len(case.blocks) - 1)] if block else case.edge
+        stage = min(place * case.stages // blocks, case.stages - 1)
+        parts[stage].append(LayerRun(layer.name, layer.name, 1, strategy))
+        place += block
+    devices, stages = case.stages * case.edge.devices, tuple(Stage(tuple(part)) for part in parts)
+    name = profile.graph.name
+    return Plan(PLAN_VERSION, name, devices, batch, case.microbatches, Schedule.ONE_F_ONE_B, "fp32", stages)
+
+
+def stepper(make: Make, plan: Plan) -> Callable[[], object]:
     """A fresh model under the plan, and the function that trains one step of it."""
     model, batch = make()
     parallel = auto_parallelize(model, batch, plan=plan)
     optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-3)
     return lambda: parallel.train_step(batch, optimizer)
-
-
-def ranks_of(values: Sequence[float]) -> list[int]:
-    """The rank of every value."""
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    return [order.index(index) for index in range(len(values))]
-
-
-def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's rank correlation (no ties)."""
-    count = len(first)
-    distance = sum((a - b) ** 2 for a, b in zip(ranks_of(first), ranks_of(second), strict=True))
-    return 1 - 6 * distance / (count * (count**2 - 1))
 
 
 def show(rows: list[tuple[Case, Plan, Measured]], as_json: Path | None) -> None:
@@ -112,7 +123,7 @@ def show(rows: list[tuple[Case, Plan, Measured]], as_json: Path | None) -> None:
         data.append(
             [case.name, prediction.step_seconds, found.seconds, found.spread, prediction.peak_memory, found.peak]
         )
-    rho = spearman([row[1] for row in data], [row[2] for row in data])
+    rho = spearman([(row[1], row[2]) for row in data]) or 0.0
     console = Console(highlight=False, width=160)
     console.print(table)
     console.print(f"largest error: time {max(map(abs, time_errors)):.1%}, memory {max(map(abs, memory_errors)):.1%}")
@@ -130,20 +141,26 @@ def mean_size(errors: Sequence[float]) -> float:
 def main() -> None:
     """Measure every case and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--model", choices=("gpt", "convnext"), default="gpt", help="of the quickstart, of train_convnext"
+    )
     parser.add_argument("--folder", type=Path, default=Path("profiles"), help="where the measured profile is")
     parser.add_argument("--steps", type=int, default=12, help="steps to time of each plan")
     parser.add_argument("--only", default="", help="run the plans whose name holds this")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args()
     join(torch.device("cpu"))
-    profile: Profile = read_profile(last_profile(options.folder))
+    profile = read_profile(last_profile(options.folder))
+    model, cases = (
+        (quickstart_model, gpt_cases()) if options.model == "gpt" else (train_convnext_model, convnext_cases())
+    )
     rows = []
-    for case in cases():
+    for case in cases:
         if options.only not in case.name:
             continue
-        plan = evaluate(profile, plan_of(case))
-        peak = peak_of(lambda plan=plan: stepper(plan))
-        found = measure(stepper(plan), 2, options.steps, peak)
+        plan = evaluate(profile, plan_of(case, profile, model.BATCH))
+        peak = peak_of(lambda plan=plan: stepper(model.make, plan))
+        found = measure(stepper(model.make, plan), 2, options.steps, peak)
         rows.append((case, plan, found))
         dist.barrier()
     if rank() == 0:

@@ -63,11 +63,7 @@ def start(rank: int, folder: Path, arguments: argparse.Namespace) -> subprocess.
 
 
 def wait_for(processes: list[subprocess.Popen[bytes]], slow: Path, rate: float) -> None:
-    """Until all have ended; the wire becomes slow when training asks for it.
-
-    Raises:
-        SystemExit: a process failed.
-    """
+    """Until all have ended; the wire becomes slow when training asks for it."""
     asked = False
     while any(process.poll() is None for process in processes):
         if slow.exists() and not asked:

@@ -20,8 +20,7 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 
 WIDTH, BLOCKS, BATCH = 256, 4, 16
-WORK = 2e-3
-"""Seconds of a sample's forward pass in a block."""
+WORK = 2e-3  # seconds of a sample's forward pass in a block
 
 
 class _Work(torch.autograd.Function):

@@ -73,10 +73,7 @@ def by_parallelize_module() -> Step:
     plan = {f"attention.{name}_proj": column for name in "qkv"} | {"attention.o_proj": row}
     for block in model.blocks:
         parallelize_module(block, mesh, plan | {"mlp.up_proj": column, "mlp.down_proj": row})
-    edges = {
-        "embed": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
+    edges = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(model, mesh, edges)
     return plain_step(model, slice(None))
 

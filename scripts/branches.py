@@ -33,10 +33,8 @@ from measured import spread_of, step_seconds
 
 LEARNING_RATE = 1e-3
 NAMES = ("first", "second")
-RULE = TimingRule(most=20)
-"""How long one point of a profile is measured."""
-MEMORY = 8 * 2**30
-"""Bytes; more than any of the networks needs."""
+RULE = TimingRule(most=20)  # how long one point of a profile is measured
+MEMORY = 8 * 2**30  # bytes; more than any of the networks needs
 
 Step = Callable[[], object]
 

@@ -12,21 +12,13 @@ CHANNELS = 4
 
 @dataclass(frozen=True)
 class Size:
-    """Of a pair of encoder-decoders.
+    """Of a pair of encoder-decoders."""
 
-    Attributes:
-        name: for the table.
-        side: pixels along a side of a picture.
-        widths: channels inside the first and the second.
-        depths: convolutions inside the first and the second.
-        samples: of a batch.
-    """
-
-    name: str
-    side: int
-    widths: tuple[int, int]
-    depths: tuple[int, int]
-    samples: int = 1
+    name: str  # for the table
+    side: int  # pixels along a side of a picture
+    widths: tuple[int, int]  # channels inside the first and the second
+    depths: tuple[int, int]  # convolutions inside the first and the second
+    samples: int = 1  # of a batch
 
 
 SIZES = (

@@ -36,8 +36,7 @@ from studies.calibration.report import (
 from studies.calibration.rows import Fold, Rows, Workers, judged_again, model_folds, model_of, rows_of, workers
 from studies.calibration.stages import Mask, Setup, Staged, calibrated, setup_of
 
-MODEL_FOLDS = 12
-"""Fits that leave models out."""
+MODEL_FOLDS = 12  # fits that leave models out
 
 
 def folds_by_model(rows: Rows) -> list[Fold]:

@@ -12,36 +12,28 @@ from cyclic_study_train import cyclic_model, micro_batches
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from galvatron_lite.model.zoo.resnet import ResNet
+from galvatron_lite.model.zoo.convnets import ResNet
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.runtime.cyclic.model import CyclicModel
 from measured import peak_of
 
-ROUND = 2 * MICRO_BATCHES
-"""Time steps of a training step."""
+ROUND = 2 * MICRO_BATCHES  # time steps of a training step
 RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one task, in bytes.
+    """Of one task, in bytes."""
 
-    Attributes:
-        task: its name.
-        samples: of a global batch.
-        together: the most that autograd keeps in each time step of two training steps, all micro-batches at once;
-            parameters and the batch apart.
-        cyclic: the same of the cycle in steady state, forward passes of a time step before its backward passes.
-        early: the same, backward passes first.
-        peaks: of one training step in steady state as the allocator saw it, with parameters, gradients and optimizer
-            states: ``together``, ``cyclic``, ``early``.
-    """
-
-    task: str
-    samples: int
+    task: str  # its name
+    samples: int  # of a global batch
+    # the most that autograd keeps in each time step of two training steps, all micro-batches at once; parameters and
+    # the batch apart
     together: list[int]
-    cyclic: list[int]
-    early: list[int]
+    cyclic: list[int]  # the same of the cycle in steady state, forward passes of a time step before its backward passes
+    early: list[int]  # the same, backward passes first
+    # of one training step in steady state as the allocator saw it, with parameters, gradients and optimizer states:
+    # ``together``, ``cyclic``, ``early``
     peaks: dict[str, int]
 
 
@@ -55,11 +47,7 @@ class _Holder:
 
 
 class Kept:
-    """Counts the bytes that autograd keeps, each storage once.
-
-    Args:
-        others: addresses of storages that do not count.
-    """
+    """Counts the bytes that autograd keeps, each storage once."""
 
     def __init__(self, others: Callable[[], set[int]]) -> None:
         self._others = others

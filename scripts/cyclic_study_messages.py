@@ -23,8 +23,7 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 WORKERS, ROUND = MICRO_BATCHES, 2 * MICRO_BATCHES
 SETTLED, STEPS = 2, 4
 """Training step from which on messages are counted, and training steps that are run."""
-LIMIT = 300.0
-"""Seconds."""
+LIMIT = 300.0  # seconds
 COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce", "barrier",
     "all_to_all_single", "gather", "scatter",
@@ -33,21 +32,13 @@ COLLECTIVES = (
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Of one task, setting ``data``, rule ``cdp-v2``; bytes.
+    """Of one task, setting ``data``, rule ``cdp-v2``; bytes."""
 
-    Attributes:
-        task: its name.
-        stages: gradients of each stage.
-        programme: sent by each worker at each time step of one training step in steady state.
-        counted: the same, counted where the processes send.
-        collectives: calls of collectives of all processes in that training step, counted.
-    """
-
-    task: str
-    stages: list[int]
-    programme: list[list[int]]
-    counted: list[list[int]]
-    collectives: int
+    task: str  # its name
+    stages: list[int]  # gradients of each stage
+    programme: list[list[int]]  # sent by each worker at each time step of one training step in steady state
+    counted: list[list[int]]  # the same, counted where the processes send
+    collectives: int  # calls of collectives of all processes in that training step, counted
 
 
 def measure_messages(names: Sequence[str]) -> list[Messages]:

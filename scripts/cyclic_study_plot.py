@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from xml.sax.saxutils import escape
 
 from cyclic_study_memory import Memory
 from cyclic_study_messages import Messages
@@ -13,13 +12,11 @@ from cyclic_study_tables import Study, runs_of
 from cyclic_study_tasks import MICRO_BATCHES, Task, tasks
 from cyclic_study_train import POINT, RULES
 
-from galvatron_lite.svg import caption, colour, style
+from galvatron_lite.svg import caption, colour, document, marks
 
 _SIDE, _HIGH, _LEFT, _TOP, _ACROSS, _DOWN = 360, 210, 64, 84, 90, 320
 _WIDTH, _HEIGHT = 2 * _SIDE + _LEFT + _ACROSS + 24, _TOP + _DOWN + _HIGH + 104
-_TICKS = 5
-_LETTER, _GAP = 6.4, 38
-"""Pixels of a letter of the legend, at most, and between two names."""
+_LETTER, _GAP = 6.4, 38  # pixels of a letter of the legend, at most, and between two names
 _DASHES = ("", "7 3", "2 2.5")
 _MIB = 2.0**20
 _KIB = 2.0**10
@@ -29,34 +26,21 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a panel.
+    """One line of a panel."""
 
-    Attributes:
-        name: in the legend.
-        place: of its colour and mark.
-        points: of it.
-        band: the least and the greatest around each point; empty: none.
-    """
-
-    name: str
-    place: int
-    points: list[Point]
-    band: list[Point]
+    name: str  # in the legend
+    place: int  # of its colour and mark
+    points: list[Point]  # of it
+    band: list[Point]  # the least and the greatest around each point; empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One of the four.
+    """One of the four."""
 
-    Attributes:
-        title: above it.
-        across: what lies along its foot.
-        lines: in it.
-    """
-
-    title: str
-    across: str
-    lines: list[Line]
+    title: str  # above it
+    across: str  # what lies along its foot
+    lines: list[Line]  # in it
 
 
 def figure(found: Study) -> str:
@@ -64,22 +48,14 @@ def figure(found: Study) -> str:
     panels = [
         *(losses(found, task) for task in tasks()), memory(found.memory[-1]), messages(found.messages[-1]),
     ]  # fmt: skip
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-            f'height="{_HEIGHT}" font-family="system-ui,Segoe UI,Helvetica,Arial,sans-serif" font-size="12" role="img" '
-            'aria-labelledby="figure-title figure-words">',
-            '<title id="figure-title">Cyclic data parallelism: losses, memory and messages</title>',
-            f'<desc id="figure-words">{escape(" ".join(_told(panel) for panel in panels))}</desc>',
-            style(),
-            '<rect class="paper" width="100%" height="100%"/>',
-            caption(
-                _LEFT, 26, f"Cyclic data parallelism, {MICRO_BATCHES} workers", more=' font-size="15" font-weight="600"'
-            ),
-            caption(_LEFT, 46, f"measured {found.date} on one core; bands: all seeds", kind="soft"),
-            *(part for place, panel in enumerate(panels) for part in _panel(panel, place)),
-            "</svg>\n",
-        ]
+    title = caption(
+        _LEFT, 26, f"Cyclic data parallelism, {MICRO_BATCHES} workers", more=' font-size="15" font-weight="600"'
+    )
+    when = caption(_LEFT, 46, f"measured {found.date} on one core; bands: all seeds", kind="soft")
+    drawn = (part for place, panel in enumerate(panels) for part in _panel(panel, place))
+    words = " ".join(_told(panel) for panel in panels)
+    return document(
+        _WIDTH, _HEIGHT, "Cyclic data parallelism: losses, memory and messages", (title, when, *drawn), words
     )
 
 
@@ -133,10 +109,10 @@ def _panel(panel: Panel, place: int) -> list[str]:
         caption(left, top - 10, panel.title),
         f'<path class="grid" d="M{left} {top}H{left + _SIDE}V{top + _HIGH}H{left}z"/>',
     ]
-    for value in ticks(highest):
+    for value in marks(highest):
         parts.append(f'<path class="grid" d="M{left} {upwards(value):.1f}H{left + _SIDE}"/>')
         parts.append(caption(left - 7, upwards(value) + 4, f"{value:g}", "end", "soft"))
-    for value in ticks(max(x for x, _ in points)):
+    for value in marks(max(x for x, _ in points)):
         parts.append(caption(across(value), top + _HIGH + 17, f"{value:g}", "middle", "soft"))
     parts.append(caption(left + _SIDE / 2, top + _HIGH + 35, panel.across, "middle"))
     for line in panel.lines:
@@ -175,14 +151,3 @@ def _legend(panel: Panel, left: float, y: float) -> list[str]:
 def _linear(high: float, start: float, end: float) -> Callable[[float], float]:
     """Pixels of a value between 0 and ``high``."""
     return lambda value: start + (end - start) * value / high
-
-
-def ticks(high: float) -> list[float]:
-    """Round values from 0 to at most ``high``, about five."""
-    step = next(
-        factor * 10.0**power
-        for power in range(-6, 12)
-        for factor in (1, 2, 2.5, 5)
-        if high / (factor * 10.0**power) <= _TICKS
-    )
-    return [number * step for number in range(int(high / step) + 1)]

@@ -13,29 +13,19 @@ from cyclic_study_train import PLAIN, POINT, RULES, Run
 
 from galvatron_lite.units import format_bytes
 
-LAST = 3
-"""Points of a curve whose mean is the loss at its end."""
+LAST = 3  # points of a curve whose mean is the loss at its end
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Everything that was measured.
+    """Everything that was measured."""
 
-    Attributes:
-        date: day.
-        machine: where.
-        command: that made it.
-        runs: trainings.
-        memory: by task.
-        messages: by task.
-    """
-
-    date: str
-    machine: dict[str, str]
-    command: str
-    runs: list[Run]
-    memory: list[Memory]
-    messages: list[Messages]
+    date: str  # day
+    machine: dict[str, str]  # where
+    command: str  # that made it
+    runs: list[Run]  # trainings
+    memory: list[Memory]  # by task
+    messages: list[Messages]  # by task
 
 
 def learned_table(found: Study) -> str:

@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.model.zoo.convnets import ResNet, ResNetConfig
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
-from galvatron_lite.model.zoo.resnet import ResNet, ResNetConfig
 
 Batch = dict[str, Tensor]
-MICRO_BATCHES = 4
-"""Workers and stages, N."""
+MICRO_BATCHES = 4  # workers and stages, N
 CLASSES, SIDE, SMOOTH = 10, 24, 5
 BYTES, CONTEXT, HIDDEN = 256, 32, 32
 """Vocabulary (bytes as they are), tokens of a sample, width of the GPT."""
@@ -25,31 +24,18 @@ BYTES, CONTEXT, HIDDEN = 256, 32, 32
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to train and how it is judged.
+    """What to train and how it is judged."""
 
-    Attributes:
-        name: in tables and files.
-        figure: what ``judge`` returns, with its unit.
-        make: a fresh model from a seed; one block a stage.
-        batches: so many global batches from a seed, the same for every rule.
-        judge: the figure of a trained model.
-        optimizer: of parameters and a learning rate ``lr``.
-        words: the optimizer, for readers.
-        rates: learning rates that are compared, the usual one first.
-        steps: to train in full size.
-        samples: of a global batch.
-    """
-
-    name: str
-    figure: str
-    make: Callable[[int], nn.Module]
-    batches: Callable[[int, int], list[Batch]]
-    judge: Callable[[nn.Module], float]
-    optimizer: Callable[..., torch.optim.Optimizer]
-    words: str
-    rates: tuple[float, ...]
-    steps: int
-    samples: int
+    name: str  # in tables and files
+    figure: str  # what ``judge`` returns, with its unit
+    make: Callable[[int], nn.Module]  # a fresh model from a seed; one block a stage
+    batches: Callable[[int, int], list[Batch]]  # so many global batches from a seed, the same for every rule
+    judge: Callable[[nn.Module], float]  # the figure of a trained model
+    optimizer: Callable[..., torch.optim.Optimizer]  # of parameters and a learning rate ``lr``
+    words: str  # the optimizer, for readers
+    rates: tuple[float, ...]  # learning rates that are compared, the usual one first
+    steps: int  # to train in full size
+    samples: int  # of a global batch
 
 
 def drawn(seed: int) -> torch.Generator:

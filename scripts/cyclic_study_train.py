@@ -22,35 +22,23 @@ from galvatron_lite.runtime.cyclic.model import CyclicModel
 
 PLAIN = "dp"
 RULES = (PLAIN, CyclicRule.V1.value, CyclicRule.V2.value)
-POINT = 10
-"""Training steps that a point of a curve is the mean of."""
+POINT = 10  # training steps that a point of a curve is the mean of
 WARM_UP = 0.1
 """Of all steps; the learning rate rises linearly to its height, and falls linearly to 0 afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training.
+    """One training."""
 
-    Attributes:
-        task: its name.
-        rule: ``dp``, ``cdp-v1`` or ``cdp-v2``.
-        rate: highest learning rate.
-        seed: of initial values and of the order of batches.
-        steps: training steps.
-        curve: training loss, means of every ``POINT`` steps.
-        figure: of the trained model; see the task.
-        cpu: seconds of training.
-    """
-
-    task: str
-    rule: str
-    rate: float
-    seed: int
-    steps: int
-    curve: list[float]
-    figure: float
-    cpu: float
+    task: str  # its name
+    rule: str  # ``dp``, ``cdp-v1`` or ``cdp-v2``
+    rate: float  # highest learning rate
+    seed: int  # of initial values and of the order of batches
+    steps: int  # training steps
+    curve: list[float]  # training loss, means of every ``POINT`` steps
+    figure: float  # of the trained model; see the task
+    cpu: float  # seconds of training
 
 
 def begin() -> None:

@@ -21,18 +21,12 @@ PACKAGE = "galvatron_lite"
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page.
+    """A part of the page."""
 
-    Attributes:
-        title: its heading.
-        said: what is in it.
-        names: what it documents, below ``galvatron_lite``: a public name, or a dotted path.
-        members: of each class that is documented, the methods and properties that users call; empty: its attributes.
-    """
-
-    title: str
-    said: str
-    names: tuple[str, ...]
+    title: str  # its heading
+    said: str  # what is in it
+    names: tuple[str, ...]  # what it documents, below ``galvatron_lite``: a public name, or a dotted path
+    # of each class that is documented, the methods and properties that users call; empty: its attributes
     members: tuple[str, ...] = ()
 
 
@@ -87,14 +81,7 @@ def page() -> str:
 
 
 def entry(package: griffe.Module, name: str, members: Sequence[str], known: dict[str, str]) -> str:
-    """What is said of one function or class.
-
-    Args:
-        package: ours.
-        name: of it.
-        members: that are shown of a class.
-        known: the class under which each method is on the page already; this one's are added.
-    """
+    """What is said of one function or class."""
     path = name if "." in name else homes()[name].removeprefix(f"{PACKAGE}.") + f".{name}"
     found = package[path]
     shown = f"{PACKAGE}.{name}"

@@ -11,9 +11,8 @@ from typing import Any
 
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.files import read_data, write_data, write_text
-from galvatron_lite.validate.plot import scatter
 from galvatron_lite.validate.predict import validate_runs
-from galvatron_lite.validate.report import as_data
+from galvatron_lite.validate.report import as_data, scatter
 from galvatron_lite.validate.results import Judged, macro, macros, score_families
 from galvatron_lite.validate.rows import read_runs
 
@@ -35,8 +34,7 @@ COLUMNS = (
 )  # fmt: skip
 """Heading, way, field of ``Scores``, digits."""
 
-Ways = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Scores by way and family."""
+Ways = Mapping[str, Mapping[str, Mapping[str, Any]]]  # scores by way and family
 
 
 def ways_of(data: Mapping[str, Any]) -> Ways:

@@ -44,52 +44,33 @@ MODELS = (
     "resnet152",
     "convnext-l",
 )
-SAMPLES = (4, 8, 16, 32)
-"""A device."""
-WITHIN = 0.2
-"""Share of the change by which a price may be off."""
-NOTHING = 1e-6
-"""Share of a step below which a change is none."""
+SAMPLES = (4, 8, 16, 32)  # A device
+WITHIN = 0.2  # share of the change by which a price may be off
+NOTHING = 1e-6  # share of a step below which a change is none
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A question.
+    """A question."""
 
-    Attributes:
-        model, cluster: by name.
-        devices, batch: of it.
-        budget: bytes a device.
-    """
-
-    model: str
+    model: str  # by name
     cluster: str
-    devices: int
+    devices: int  # of it
     batch: int
-    budget: int
+    budget: int  # bytes a device
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was said and what was found.
+    """What was said and what was found."""
 
-    Attributes:
-        case: the question.
-        added_bytes: memory added on every device.
-        step_seconds: of the fastest plan.
-        said_seconds: that the memory added saves a step, as told of the plan's file.
-        shape_seconds: the same as told without planning over all shapes.
-        found_seconds: what it saves, by planning anew with nothing remembered.
-        cpu_seconds: that the price took.
-    """
-
-    case: Case
-    added_bytes: int
-    step_seconds: float
-    said_seconds: float
-    shape_seconds: float
-    found_seconds: float
-    cpu_seconds: float
+    case: Case  # the question
+    added_bytes: int  # memory added on every device
+    step_seconds: float  # of the fastest plan
+    said_seconds: float  # that the memory added saves a step, as told of the plan's file
+    shape_seconds: float  # the same as told without planning over all shapes
+    found_seconds: float  # what it saves, by planning anew with nothing remembered
+    cpu_seconds: float  # that the price took
 
     def right(self, said: float) -> bool:
         """Whether a price is within a fifth of the change, or both are nothing."""

@@ -16,19 +16,12 @@ from galvatron_lite.profiler.memory import track_peak
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a training step: the slowest and the fullest rank count.
+    """What was measured of a training step: the slowest and the fullest rank count."""
 
-    Attributes:
-        seconds: median over steps.
-        spread: interquartile range / median.
-        steps: how many were timed.
-        peak: bytes.
-    """
-
-    seconds: float
-    spread: float
-    steps: int
-    peak: int
+    seconds: float  # median over steps
+    spread: float  # interquartile range / median
+    steps: int  # how many were timed
+    peak: int  # bytes
 
 
 def highest(value: float) -> float:

@@ -29,8 +29,7 @@ CHOICES: Mapping[str, tuple[float, ...]] = {
     "convolution": (0.62, 0.72),
 }
 """``StackConstants.pictures`` of pytorch-ddp, ``winograd`` and ``sharing`` of all, the 16-bit share of V100."""
-Scores = Mapping[str, list[float]]
-"""Accuracy of every run, by model."""
+Scores = Mapping[str, list[float]]  # accuracy of every run, by model
 
 
 def with_choice(base: Calibration, pictures: float, winograd: float, sharing: float, convolution: float) -> Calibration:

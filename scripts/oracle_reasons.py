@@ -8,32 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A measured row and how near each kind of formulas comes; None where one has no figure.
+    """A measured row and how near each kind of formulas comes; None where one has no figure."""
 
-    Attributes:
-        source: the table or logs it is from.
-        strategy: the oracle's word.
-        name: for people.
-        galvatron, paradl: accuracy.
-        setting: model, device, precision, batch of a replica: what rows of the same experiment have in common.
-        devices: how many.
-        seconds: measured, of an iteration or epoch.
-        batch: samples a device, 0 where devices share them.
-        ratio: predicted / measured.
-        note: what the row says of itself.
-    """
-
-    source: str
-    strategy: str
-    name: str
-    galvatron: float | None
+    source: str  # the table or logs it is from
+    strategy: str  # the oracle's word
+    name: str  # for people
+    galvatron: float | None  # accuracy
     paradl: float | None
+    # model, device, precision, batch of a replica: what rows of the same experiment have in common
     setting: tuple[object, ...]
-    devices: int
-    seconds: float
-    batch: int
-    ratio: float
-    note: str = ""
+    devices: int  # how many
+    seconds: float  # measured, of an iteration or epoch
+    batch: int  # samples a device, 0 where devices share them
+    ratio: float  # predicted / measured
+    note: str = ""  # what the row says of itself
 
 
 SLOWER = 1.2

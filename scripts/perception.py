@@ -25,27 +25,18 @@ from galvatron_lite.profiler.schema import Profile
 
 CAMERAS, HEIGHT, WIDTH = 6, 720, 1280
 GIB = 2**30
-COUNTED = {
-    Recompute.NONE: {1: 62.2, 2: 33.7, 4: 19.5, 8: 12.3},
-    Recompute.FULL: {1: 13.0, 2: 9.1, 4: 7.2, 8: 6.2},
-}
+COUNTED = {Recompute.NONE: {1: 62.2, 2: 33.7, 4: 19.5, 8: 12.3}, Recompute.FULL: {1: 13.0, 2: 9.1, 4: 7.2, 8: 6.2}}
 """GiB of tensors on a GPU from a list of what autograd saves, of which each of so many GPUs has an even share; with
 recomputation approximate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan.
+    """One plan."""
 
-    Attributes:
-        gpus: that it takes.
-        again: whether every block is computed again.
-        found: the plan; None: nothing fits.
-    """
-
-    gpus: int
-    again: bool
-    found: Plan | None
+    gpus: int  # that it takes
+    again: bool  # whether every block is computed again
+    found: Plan | None  # the plan; None: nothing fits
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -30,27 +30,18 @@ from galvatron_lite.search.space import Fixed
 from galvatron_lite.units import format_bytes
 
 EFFORT = 60_000_000
-SHARE = 0.95
-"""Of a device's memory that is the budget."""
-TOLERANCE, MARGIN = 0.01, 0.053
-"""Of ``galvatron plan`` for estimated profiles."""
+SHARE = 0.95  # of a device's memory that is the budget
+TOLERANCE, MARGIN = 0.01, 0.053  # of ``galvatron plan`` for estimated profiles
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a search took.
+    """What a search took."""
 
-    Attributes:
-        cpu: seconds.
-        memory: bytes beyond what the process began with.
-        step: predicted seconds of the plan; None: nothing fits.
-        proven, gap: of the plan.
-    """
-
-    cpu: float
-    memory: int
-    step: float | None
-    proven: bool
+    cpu: float  # seconds
+    memory: int  # bytes beyond what the process began with
+    step: float | None  # predicted seconds of the plan; None: nothing fits
+    proven: bool  # of the plan
     gap: float
 
 

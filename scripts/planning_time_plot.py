@@ -7,8 +7,7 @@ from xml.sax.saxutils import escape
 
 from galvatron_lite.svg import Scale, caption, colour, decades, mark, rounded, shapes, style
 
-Points = Sequence[tuple[float, float]]
-"""Size and CPU seconds."""
+Points = Sequence[tuple[float, float]]  # size and CPU seconds
 
 _SIDE, _HIGH, _LEFT, _TOP, _BETWEEN = 360, 300, 70, 84, 90
 _WIDTH, _ROW = 2 * _SIDE + _LEFT + _BETWEEN + 20, 17

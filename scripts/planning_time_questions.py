@@ -25,32 +25,19 @@ DIMENSIONS = ("offload", "placement", "context", "ulysses", "recompute", "sequen
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One search.
+    """One search."""
 
-    Attributes:
-        series: of the table.
-        size: what grows along the series.
-        model: a name, ``pyramid`` for a network of unlike layers.
-        layers: blocks; None: the model's own.
-        cluster: by name.
-        gpus, batch: GPUs, samples a step.
-        backend: see ``find_plan``.
-        forbidden: dimensions left out.
-        budget: bytes a device; None: 95 % of its memory.
-        target: seconds it shall take at most; None: none is set.
-    """
-
-    series: str
-    size: float
-    model: str
-    layers: int | None
-    cluster: str
-    gpus: int
+    series: str  # of the table
+    size: float  # what grows along the series
+    model: str  # a name, ``pyramid`` for a network of unlike layers
+    layers: int | None  # blocks; None: the model's own
+    cluster: str  # by name
+    gpus: int  # GPUs, samples a step
     batch: int
-    backend: str = "any"
-    forbidden: tuple[str, ...] = ()
-    budget: int | None = None
-    target: float | None = None
+    backend: str = "any"  # see ``find_plan``
+    forbidden: tuple[str, ...] = ()  # dimensions left out
+    budget: int | None = None  # bytes a device; None: 95 % of its memory
+    target: float | None = None  # seconds it shall take at most; None: none is set
 
 
 def targets(backend: str) -> Iterator[Question]:

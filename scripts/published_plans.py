@@ -63,42 +63,27 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case.
+    """One case."""
 
-    Attributes:
-        case: the run of the quickest published plan, by prediction.
-        family, model, gpu: of it.
-        gpus, batch, runs: GPUs, samples a step, published runs of the case.
-        published, ours: predicted seconds a step: of the quickest published plan, of ours.
-        ratio: ours over published.
-        given: whether the search, by itself, ended with a slower one and was asked again with the published plan.
-        alone: ratio of the search by itself.
-        proven, gap: of our search.
-        budget: bytes a device.
-        their_plan, our_plan: in a line.
-        cpu: seconds of the search.
-        drift: relative difference of the published plan's price on this profile and on ``validate``'s.
-    """
-
-    case: str
-    family: str
+    case: str  # the run of the quickest published plan, by prediction
+    family: str  # of it
     model: str
     gpu: str
-    gpus: int
+    gpus: int  # GPUs, samples a step, published runs of the case
     batch: int
     runs: int
-    published: float
+    published: float  # predicted seconds a step: of the quickest published plan, of ours
     ours: float
-    ratio: float
-    given: bool
-    alone: float
-    proven: bool
+    ratio: float  # ours over published
+    given: bool  # whether the search, by itself, ended with a slower one and was asked again with the published plan
+    alone: float  # ratio of the search by itself
+    proven: bool  # of our search
     gap: float
-    budget: int
-    their_plan: str
+    budget: int  # bytes a device
+    their_plan: str  # in a line
     our_plan: str
-    cpu: float
-    drift: float
+    cpu: float  # seconds of the search
+    drift: float  # relative difference of the published plan's price on this profile and on ``validate``'s
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -16,14 +16,7 @@ from galvatron_lite.units import format_bytes, format_seconds
 
 
 def compared(plan: Plan, found: dict[str, Any], title: str, loss: str = "loss") -> Table:
-    """Predicted beside measured, as a table.
-
-    Args:
-        plan: with its prediction.
-        found: what ``training.train`` wrote.
-        title: of the table.
-        loss: what the loss is called.
-    """
+    """Predicted beside measured, as a table."""
     prediction = plan.prediction
     if prediction is None:
         raise SystemExit("the plan carries no prediction")

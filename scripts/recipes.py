@@ -34,27 +34,19 @@ from galvatron_lite.units import format_bytes
 
 FILE = Path(__file__).with_suffix(".yaml")
 SHAPE = ("layers", "hidden", "heads", "vocab")
-TOLERANCE, MARGIN = 0.01, 0.053
-"""Of ``galvatron plan`` for estimated profiles."""
+TOLERANCE, MARGIN = 0.01, 0.053  # of ``galvatron plan`` for estimated profiles
 Recipe = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A recipe with its price and ours.
+    """A recipe with its price and ours."""
 
-    Attributes:
-        recipe: of the file.
-        theirs, ours: priced plans; ``ours`` None where nothing fits.
-        fits: whether theirs is within the memory of a device.
-        cpu: seconds of the search.
-    """
-
-    recipe: Recipe
-    theirs: Plan
+    recipe: Recipe  # of the file
+    theirs: Plan  # priced plans; ``ours`` None where nothing fits
     ours: Plan | None
-    fits: bool
-    cpu: float
+    fits: bool  # whether theirs is within the memory of a device
+    cpu: float  # seconds of the search
 
     @property
     def ratio(self) -> float:

@@ -30,21 +30,16 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data, write_data
 from galvatron_lite.model.batch import resize_batch
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.profiler.store_journal import Journal
+from galvatron_lite.profiler.measure_tasks import Journal
 
-PREPARING = 240.0
-"""Seconds that a family has to be built, captured and trained by one process."""
+PREPARING = 240.0  # seconds that a family has to be built, captured and trained by one process
 HERE = re.compile(r"/\S*?/site-packages/")
 """Where packages lie on this machine: a file of the table names them from there."""
 Row = dict[str, Any]
 
 
 def own_family(target: str) -> Family:
-    """A user's model, from ``FILE.py:FACTORY``.
-
-    Raises:
-        InputError: the factory gives no example batch, or one of too few samples.
-    """
+    """A user's model, from ``FILE.py:FACTORY``."""
     import torch
 
     model, batch, loss_fn = load_factory(target)

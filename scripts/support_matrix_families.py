@@ -115,19 +115,12 @@ Maker = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Family:
-    """A model to try.
+    """A model to try."""
 
-    Attributes:
-        name: its type in transformers, or the target of a user's own.
-        model: with random weights.
-        batches: makes a batch of so many samples.
-        loss_fn: of a model that gives none.
-    """
-
-    name: str
-    model: nn.Module
-    batches: Maker
-    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    name: str  # its type in transformers, or the target of a user's own
+    model: nn.Module  # with random weights
+    batches: Maker  # makes a batch of so many samples
+    loss_fn: Callable[[Any, Any], Tensor] | None = None  # of a model that gives none
 
 
 def known_families() -> tuple[str, ...]:
@@ -137,11 +130,7 @@ def known_families() -> tuple[str, ...]:
 
 
 def build(name: str) -> Family:
-    """A tiny model of a family, in training mode, always the same.
-
-    Raises:
-        ValueError: transformers has no such type with a loss.
-    """
+    """A tiny model of a family, in training mode, always the same."""
     if name.startswith("zoo:"):
         return _of_zoo(name)
     from transformers import AutoConfig, logging
@@ -153,7 +142,7 @@ def build(name: str) -> Family:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(unsettled(kind(config))).train()
     if "loss" in dir(model):  # a model's own attribute would be taken for its loss
         raise ValueError(f"{name}: the model has an attribute loss")
-    return Family(name, model, _batches(model), None if _gives_loss(model) else distance)
+    return Family(name, model, _batches(model), None if _takes(model, "labels") else distance)
 
 
 def unsettled(model: nn.Module) -> nn.Module:
@@ -233,10 +222,6 @@ def _small(key: str, own: Any) -> Any:
 
 def _takes(model: nn.Module, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
-
-
-def _gives_loss(model: nn.Module) -> bool:
-    return _takes(model, "labels")
 
 
 def _batches(model: nn.Module) -> Maker:

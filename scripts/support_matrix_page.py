@@ -1,4 +1,4 @@
-"""The table of ``docs/support.md``, from ``docs/data/support.json``. No torch here."""
+"""The table of ``docs/support.md``, from ``docs/data/support.json``."""
 
 from __future__ import annotations
 

@@ -22,17 +22,11 @@ from galvatron_lite.errors import GalvatronError
 
 @dataclass(frozen=True)
 class Failure:
-    """How a process ended that did not end well.
+    """How a process ended that did not end well."""
 
-    Attributes:
-        ours: whether it is an error that the package raises on purpose.
-        text: what it says; of other errors the kind and the place too.
-        late: whether it did not end at all in the time that it had: it hangs, or the machine was busy.
-    """
-
-    ours: bool
-    text: str
-    late: bool = False
+    ours: bool  # whether it is an error that the package raises on purpose
+    text: str  # what it says; of other errors the kind and the place too
+    late: bool = False  # whether it did not end at all in the time that it had: it hangs, or the machine was busy
 
 
 @dataclass(frozen=True)

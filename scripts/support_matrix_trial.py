@@ -154,7 +154,7 @@ def _try(family: Family, graph: ModelGraph, way: Way, reference: Reference) -> O
     results = on_ranks(RANKS, lambda: _train(family, graph, way, asked, reference, allowed), SECONDS)
     if isinstance(results, Failure):
         ended = State.NO if results.ours else State.LATE if results.late else State.CRASHES
-        return Outcome(ended, _refused(asked, results))
+        return Outcome(ended, (asked.reason if asked.reason and results.ours and asked.forced else results.text))
     wrong = next((said for said, _ in results if said), "")
     return Outcome(State.WRONG, wrong) if wrong else replace(_ran(asked), error=max(error for _, error in results))
 
@@ -202,11 +202,6 @@ def _tight(folder: Path, batch: int) -> int:
     except InfeasibleError as error:
         return (min(error.smallest_budget or 0, most) + most) // 2
     return most
-
-
-def _refused(asked: Asked, failure: Failure) -> str:
-    """Why a way is not run: what the planner says, where it does not offer it and the runtime refuses it."""
-    return asked.reason if asked.reason and failure.ours and asked.forced else failure.text
 
 
 def _ran(asked: Asked) -> Outcome:

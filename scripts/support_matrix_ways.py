@@ -1,4 +1,4 @@
-"""The ways to train that are tried, and the plan of each for a model. No torch here."""
+"""The ways to train that are tried, and the plan of each for a model."""
 
 from __future__ import annotations
 
@@ -13,36 +13,25 @@ from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.parallelism.spatial.cost import splits_pixels
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
-from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.search.strategies import strategies_for
 
 RANKS, SAMPLES = 2, 8
-ALIKE = Strategy(data=RANKS)
-"""What a layer does that cannot do what is tried."""
+ALIKE = Strategy(data=RANKS)  # what a layer does that cannot do what is tried
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train on two processes.
+    """One way to train on two processes."""
 
-    Attributes:
-        name: heads its column.
-        strategy: of every layer, in short form.
-        dimension: whose reason is told where no layer offers it.
-        needs: what a model must have for it: "", "attention", "experts" or "pixels".
-        schedule: of two pipeline stages or more; None: one stage.
-        virtual: stages of each process.
-        options: of ``ParallelModel``.
-        ranks: of ``auto_parallelize(model, batch, mem=...)``, which chooses the strategies; 0: those of ``strategy``.
-    """
-
-    name: str
-    strategy: str
-    dimension: str = ""
-    needs: str = ""
-    schedule: Schedule | None = None
-    virtual: int = 1
-    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # heads its column
+    strategy: str  # of every layer, in short form
+    dimension: str = ""  # whose reason is told where no layer offers it
+    needs: str = ""  # what a model must have for it: "", "attention", "experts" or "pixels"
+    schedule: Schedule | None = None  # of two pipeline stages or more; None: one stage
+    virtual: int = 1  # stages of each process
+    options: Mapping[str, Any] = field(default_factory=dict)  # of ``ParallelModel``
+    # of ``auto_parallelize(model, batch, mem=...)``, which chooses the strategies; 0: those of ``strategy``
     ranks: int = 0
 
 
@@ -75,19 +64,12 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What is tried of a way.
+    """What is tried of a way."""
 
-    Attributes:
-        plan: for two processes; None where the model has nothing to try it on.
-        kept: layers that do something else, as they do not offer it.
-        reason: why they do not; or why there is no plan.
-        forced: whether no layer offers it, and all are made to try.
-    """
-
-    plan: Plan | None
-    kept: tuple[str, ...] = ()
-    reason: str = ""
-    forced: bool = False
+    plan: Plan | None  # for two processes; None where the model has nothing to try it on
+    kept: tuple[str, ...] = ()  # layers that do something else, as they do not offer it
+    reason: str = ""  # why they do not; or why there is no plan
+    forced: bool = False  # whether no layer offers it, and all are made to try
 
 
 def ask(way: Way, graph: ModelGraph) -> Asked:

@@ -25,17 +25,11 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Row:
-    """One change of plan.
+    """One change of plan."""
 
-    Attributes:
-        names: of the plans.
-        steps: seconds of steps, those before and after it.
-        switched: what it took.
-    """
-
-    names: tuple[str, str]
-    steps: tuple[float, ...]
-    switched: Switched
+    names: tuple[str, str]  # of the plans
+    steps: tuple[float, ...]  # seconds of steps, those before and after it
+    switched: Switched  # what it took
 
     @property
     def ratio(self) -> float:

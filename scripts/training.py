@@ -22,23 +22,14 @@ LAST = 10
 
 @dataclass(frozen=True)
 class Job:
-    """What to train.
+    """What to train."""
 
-    Attributes:
-        make: a fresh model and an example batch.
-        batches: so many global batches, the same on every rank.
-        samples: of a batch.
-        steps: to train, if not told otherwise.
-        learning_rate: of AdamW.
-        max_grad_norm: see ``train_step``.
-    """
-
-    make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]
-    batches: Callable[[int], Iterator[dict[str, torch.Tensor]]]
-    samples: int
-    steps: int
-    learning_rate: float = 1e-3
-    max_grad_norm: float = 1.0
+    make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]  # a fresh model and an example batch
+    batches: Callable[[int], Iterator[dict[str, torch.Tensor]]]  # so many global batches, the same on every rank
+    samples: int  # of a batch
+    steps: int  # to train, if not told otherwise
+    learning_rate: float = 1e-3  # of AdamW
+    max_grad_norm: float = 1.0  # see ``train_step``
 
 
 def parallel_and_optimizer(job: Job, plan: Path) -> tuple[ParallelModel, torch.optim.Optimizer]:

@@ -27,41 +27,29 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan
+from galvatron_lite.profiler.measure_tasks import Journal
 from galvatron_lite.profiler.store import data_hash
-from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.units import format_bytes
-from galvatron_lite.verify.dry.names import named_for
-from galvatron_lite.verify.dry.roles import run_roles
+from galvatron_lite.verify.dry.roles import named_for, run_roles
 from galvatron_lite.verify.dry.step import subject_of
 from galvatron_lite.verify.source import example_of, named_source
 
-WITHIN = 0.05
-"""Share of the prediction by which a peak may differ."""
+WITHIN = 0.05  # share of the prediction by which a peak may differ
 PLAIN: Mapping[str, Any] = {"highlight": False, "soft_wrap": True, "markup": False, "width": 250}
-LEAST = 0.005
-"""Share of a predicted peak from which on a category's difference is shown."""
+LEAST = 0.005  # share of a predicted peak from which on a category's difference is shown
 CATEGORIES = tuple(one.name for one in fields(MemoryBreakdown) if one.name != "context")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model on a cluster, and what plans of it may be asked for.
+    """A model on a cluster, and what plans of it may be asked for."""
 
-    Attributes:
-        cluster: by name.
-        devices: of it.
-        samples: of a micro-batch on all devices of a stage, to choose from.
-        microbatches: a step, to choose from.
-        sequence: tokens a sample; None: the model's own.
-        pins: what may be pinned; nothing is, where a choice is empty.
-    """
-
-    cluster: str
-    devices: int
-    samples: tuple[int, ...]
-    microbatches: tuple[int, ...]
-    sequence: int | None
-    pins: Mapping[str, tuple[str, ...]]
+    cluster: str  # by name
+    devices: int  # of it
+    samples: tuple[int, ...]  # of a micro-batch on all devices of a stage, to choose from
+    microbatches: tuple[int, ...]  # a step, to choose from
+    sequence: int | None  # tokens a sample; None: the model's own
+    pins: Mapping[str, tuple[str, ...]]  # what may be pinned; nothing is, where a choice is empty
 
 
 RECOMPUTE = ("", "recompute=none", "recompute=full", "recompute=selective")
@@ -108,29 +96,19 @@ DEFAULT = ("gpt2", "vit-huge", "bert-large", "convnext-l", "llama3-8b")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a plan is asked for.
+    """What a plan is asked for."""
 
-    Attributes:
-        model: by name.
-        batch, microbatch: samples a step, and of a micro-batch.
-        pins: of the plan.
-    """
-
-    model: str
-    batch: int
+    model: str  # by name
+    batch: int  # samples a step, and of a micro-batch
     microbatch: int
-    pins: tuple[str, ...]
+    pins: tuple[str, ...]  # of the plan
 
 
 @dataclass(frozen=True, slots=True)
 class StageSeen:
-    """One stage's fullest rank.
+    """One stage's fullest rank."""
 
-    Attributes:
-        dry, predicted: bytes by category.
-    """
-
-    dry: MemoryBreakdown
+    dry: MemoryBreakdown  # bytes by category
     predicted: MemoryBreakdown
 
     @property
@@ -141,21 +119,13 @@ class StageSeen:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A plan that was run.
+    """A plan that was run."""
 
-    Attributes:
-        case: what was asked for.
-        plan: strategies of its runs.
-        stages: in the order of the groups of devices.
-        seconds: of processor time.
-        reason: why it cannot be run without data; empty where it was.
-    """
-
-    case: Case
-    plan: tuple[str, ...]
-    stages: tuple[StageSeen, ...]
-    seconds: float
-    reason: str = ""
+    case: Case  # what was asked for
+    plan: tuple[str, ...]  # strategies of its runs
+    stages: tuple[StageSeen, ...]  # in the order of the groups of devices
+    seconds: float  # of processor time
+    reason: str = ""  # why it cannot be run without data; empty where it was
 
     @property
     def off(self) -> float:

@@ -17,8 +17,7 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import profile_hash
 from galvatron_lite.units import format_bytes, format_seconds
 
-NOWHERE = "–"
-"""A layer that a plan does not have."""
+NOWHERE = "–"  # A layer that a plan does not have
 
 
 def compare_plans(plans: Mapping[str, Plan], profile: Profile, mem: str | int | None = None) -> Comparison:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 
-from galvatron_lite.analysis.expected_error import ExpectedError, expected_error
 from galvatron_lite.analysis.explanation import (
     Bound,
     Constants,
     Constraint,
+    ExpectedError,
     Explanation,
     MemoryPrice,
     Neighbour,
@@ -26,6 +26,7 @@ from galvatron_lite.analysis.explanation import (
     TimeClass,
     Trust,
     WhatIf,
+    expected_error,
 )
 from galvatron_lite.analysis.neighbours import choices, runners_up
 from galvatron_lite.analysis.setting import PlanSetting
@@ -99,8 +100,7 @@ def _missing(estimated: bool, expected: ExpectedError) -> list[str]:
     return said
 
 
-WORTH = 0.01
-"""Share of a step that a constraint must cost to be called one."""
+WORTH = 0.01  # share of a step that a constraint must cost to be called one
 
 
 def bounds(
@@ -238,10 +238,8 @@ def _balance(priced: PricedStages) -> Iterator[Bound]:
     yield Bound(Constraint.BALANCE, text, longer, longer > WORTH * priced.prediction.step_seconds)
 
 
-SECONDS = 120.0
-"""For planning anew, where nobody says."""
-MOST_ASKED = 24
-"""Searches that an explanation makes, about."""
+SECONDS = 120.0  # for planning anew, where nobody says
+MOST_ASKED = 24  # searches that an explanation makes, about
 _NOT_WANTED = "prices by planning anew, runner-ups and what-ifs: not asked for (--no-what-if)"
 
 

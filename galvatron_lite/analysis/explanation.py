@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
 
-from galvatron_lite.files import STRICT
+from galvatron_lite.calibration.schema import Calibration
+from galvatron_lite.files import Strict
+from galvatron_lite.model.graph import ModelGraph, OperatorClass
 from galvatron_lite.plans.schema import MemoryBreakdown
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
 
 
 class TimeClass(StrEnum):
@@ -39,10 +37,9 @@ class Constraint(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TimePart:
+class TimePart(Strict):
     """A part of the step time of the slowest group of devices."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     what: TimeClass  # class
     name: str  # of compute the class of operation, of communication its cause, of waiting what is waited for
     seconds: float  # of the step: what delays it
@@ -50,10 +47,9 @@ class TimePart:
 
 
 @dataclass(frozen=True, slots=True)
-class TimeAccount:
+class TimeAccount(Strict):
     """Where the time of a step goes on the group of devices that is busiest; the parts add up to ``step_seconds``."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     step_seconds: float
     group: int  # number of the busiest group of devices
     parts: tuple[TimePart, ...]  # largest first
@@ -67,10 +63,9 @@ class TimeAccount:
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbour:
+class Neighbour(Strict):
     """A run of layers done otherwise in one dimension, everything else equal."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     dimension: str  # in which it differs
     strategy: str  # of the run instead
     off: bool  # whether it is the run without that dimension at all
@@ -80,10 +75,9 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True)
-class RunChoice:
+class RunChoice(Strict):
     """What was chosen for a run of layers, and what that buys."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     stages: tuple[int, ...]  # numbers of the stages that hold such a run; several where they do the same
     first: str  # first, last: names of its first and last layer
     last: str
@@ -95,10 +89,9 @@ class RunChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class StageMemory:
+class StageMemory(Strict):
     """Memory of the devices of a group at their worst moment."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     group: int  # number of the group of devices
     stages: tuple[int, ...]  # that it runs
     used_bytes: int  # on one of its devices
@@ -110,10 +103,9 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(Strict):
     """Something that keeps the plan from being faster."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     constraint: Constraint  # which
     said: str  # a line
     # of a step that could be had without it, or at most, where known; ``said`` tells what is changed
@@ -122,20 +114,18 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryStep:
+class MemoryStep(Strict):
     """The fastest plan from a budget on."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     budget_bytes: int  # a device that it needs
     step_seconds: float  # of it
     summary: str  # what it does
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPrice:
+class MemoryPrice(Strict):
     """What a step gains by more memory on each device: a difference of two plans, as plans are discrete."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     budget_bytes: int  # a device, now
     added_bytes: int  # more, on each device
     step_seconds: float  # of the fastest plan now
@@ -154,10 +144,9 @@ class MemoryPrice:
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerUp:
+class RunnerUp(Strict):
     """The best plan met that chooses otherwise in a dimension."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     dimension: str  # which
     chosen: str  # in the plan
     instead: str  # in the other
@@ -170,10 +159,9 @@ class RunnerUp:
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIf:
+class WhatIf(Strict):
     """The fastest plan after a change."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str  # of the change: ``memory_more``
     change: str  # in words
     devices: int  # devices, batch: asked for
@@ -189,10 +177,9 @@ class WhatIf:
 
 
 @dataclass(frozen=True, slots=True)
-class Constants:
+class Constants(Strict):
     """Calibrated constants of a device or of links."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str  # of the entry
     rows: int  # published runs that it was fitted to; 0: it is as its source has it
     residual: float  # mean absolute relative error of step times of those runs after the fit
@@ -200,10 +187,9 @@ class Constants:
 
 
 @dataclass(frozen=True, slots=True)
-class Trust:
+class Trust(Strict):
     """How sure the prediction is."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     layers: str  # ``measured`` or ``estimated``: the seconds of layers
     layers_source: str  # on or from what
     communication: str  # the same of links
@@ -221,10 +207,9 @@ class Trust:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Strict):
     """Why a plan is as it is."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     model: str  # its name
     headline: str  # the plan in a line
     profile: str  # name of what it was priced with
@@ -247,10 +232,9 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(Strict):
     """One of several plans, priced on the common basis."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str  # of its file, or what it was given as
     headline: str  # the plan in a line
     devices: int  # devices, batch, microbatches: of the plan
@@ -269,10 +253,9 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerDifference:
+class LayerDifference(Strict):
     """Consecutive layers that plans do otherwise."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     first: str  # first, last: names of the layers
     last: str
     count: int
@@ -280,10 +263,9 @@ class LayerDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Buys:
+class Buys(Strict):
     """What a plan buys over the first one."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str  # of the plan
     added_step_seconds: float  # than the first plan; negative: it is quicker
     added_bytes: int  # on the fullest device
@@ -291,10 +273,9 @@ class Buys:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Strict):
     """Plans of one model side by side."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     model: str  # its name
     basis: str  # what all were priced with
     budget_bytes: int  # a device, that all are held against
@@ -303,3 +284,26 @@ class Comparison:
     buys: tuple[Buys, ...]  # each but the first against it
     # where a plan was made from something else, or for another batch or number of devices
     notes: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedError:
+    """The error of estimated step times."""
+
+    models: str  # the kind of model that it was found of
+    error: float | None  # mean absolute relative error; None where none was measured
+    source: str = ""  # what it was found on
+
+
+def expected_error(graph: ModelGraph, calibration: Calibration) -> ExpectedError:
+    """The error of models like this one: with pixels, with attention and no pixels, or others, of which no published
+    run is scored."""
+    errors = calibration.expected_error
+    if any(kind.dims.height for kind in graph.kinds.values()):
+        source = "published runs, by some of which constants of convolutions were chosen"
+        return ExpectedError("image networks", errors.get("images"), source)
+    if any(op.kind is OperatorClass.ATTENTION for kind in graph.kinds.values() for op in kind.operators):
+        return ExpectedError(
+            "language models", errors.get("without_family"), "published runs of software not fitted to"
+        )
+    return ExpectedError("models with neither attention nor pixels", None)

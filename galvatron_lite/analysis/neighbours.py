@@ -35,13 +35,7 @@ from galvatron_lite.search.tables import glue_of
 
 
 def keeps_rules(graph: ModelGraph, stages: Sequence[range], strategies: Sequence[Strategy]) -> bool:
-    """Whether the layers at the model's ends, or at the boundaries of stages, are laid out alike as they must be.
-
-    Args:
-        graph: the model.
-        stages: places of the layers of each.
-        strategies: of every layer.
-    """
+    """Whether the layers at the model's ends, or at the boundaries of stages, are laid out alike as they must be."""
     if len(stages) > 1:
         cuts = [inside.start for inside in stages[1:]]
         return len({layout(strategies[place]) for cut in cuts for place in (cut - 1, cut)}) <= 1
@@ -147,13 +141,7 @@ class _Alike:
 
 
 def choices(priced: PricedStages, space: Space, fits: Fits) -> tuple[RunChoice, ...]:
-    """Every run of layers, those of several stages that do the same together, in the order of the model.
-
-    Args:
-        priced: the plan.
-        space: what layers may do.
-        fits: whether a priced plan is within the budget.
-    """
+    """Every run of layers, those of several stages that do the same together, in the order of the model."""
     return tuple(_choice(priced, alike, space, fits) for alike in _alike(priced))
 
 
@@ -268,14 +256,7 @@ Pinned = tuple[str, str, str, Fixed]
 
 
 def runners_up(session: Session, request: Request, clock: TimeLimit, plan: Plan) -> tuple[tuple[RunnerUp, ...], str]:
-    """The quickest plan met in each dimension, and what was not looked at, for people; empty: nothing.
-
-    Args:
-        session: of the profile.
-        request: what the plan is chosen from; nothing is pinned in it.
-        clock: time for it.
-        plan: with its prediction.
-    """
+    """The quickest plan met in each dimension, and what was not looked at, for people; empty: nothing."""
     found: dict[str, RunnerUp] = {}
     pins = list(_others(request, plan))
     for number, pinned in enumerate(pins):

@@ -78,8 +78,7 @@ def _groups(cluster: Cluster, devices: int) -> tuple[DeviceGroup, ...]:
     return tuple(groups)
 
 
-SAMPLES_PER_DEVICE = 8
-"""Samples a step and device where no batch is given."""
+SAMPLES_PER_DEVICE = 8  # samples a step and device where no batch is given
 
 Progress = Callable[[int, int, str], None]
 
@@ -210,11 +209,7 @@ def ask(
 
 
 def look(
-    setting: PlanSetting,
-    devices: int,
-    batch: int,
-    budget: int | Budget | None = None,
-    progress: Progress | None = None,
+    setting: PlanSetting, devices: int, batch: int, budget: int | Budget | None = None, progress: Progress | None = None
 ) -> Point:
     """A point of a sweep: one without a plan says why."""
     point = Point(devices, batch, bytes_on(setting.budget if budget is None else budget, ""))

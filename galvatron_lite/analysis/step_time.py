@@ -138,13 +138,6 @@ def caused_by(
 ) -> dict[str, Caused]:
     """Communication of a layer by cause: what the dimensions say. Copies to host memory and shared parameters are left
     out.
-
-    Args:
-        pricer: of the layer's devices.
-        kind: of layer.
-        strategy: of it.
-        microbatch: samples of one over the stage.
-        cost: the layer's.
     """
     sent = pricer.work(pricer.profile.graph.kinds[kind], strategy, microbatch).communications
     timed = [(one, float(seconds)) for one, seconds in zip(sent, pricer.links.timed(sent), strict=True)]
@@ -192,8 +185,7 @@ NAMES = {
     OperatorClass.MEMORY: "memory-bound",
 }
 OTHER = "other"
-Shares = Mapping[str, float]
-"""Share of a pass's compute by class of operation; they add up to 1."""
+Shares = Mapping[str, float]  # share of a pass's compute by class of operation; they add up to 1
 
 
 @dataclass(slots=True)
@@ -260,8 +252,7 @@ def _shares(seconds: Mapping[str, float]) -> Shares:
 
 REDISTRIBUTION, SHARED, OFFLOAD = "redistribution", "shared parameters", "host memory"
 BUBBLE, SLOWEST = "other stages (bubble)", "the slowest of many devices"
-_ROUNDING = 1e-9
-"""Share of a step below which what is left over is rounding."""
+_ROUNDING = 1e-9  # share of a step below which what is left over is rounding
 
 Key = tuple[TimeClass, str]
 Item = tuple[Key, float, float]
@@ -363,12 +354,7 @@ _WORDS = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward", Pass.WEIGHT: "grad
 
 
 def memory_of(priced: PricedStages, budget: Budget) -> tuple[StageMemory, ...]:
-    """Memory of each group of devices at its worst moment.
-
-    Args:
-        priced: the plan.
-        budget: a device.
-    """
+    """Memory of each group of devices at its worst moment."""
     plan = priced.plan
     timed: Sequence[GroupTimeline | None] = [None] * plan.pipeline
     if not untimed(plan):

@@ -13,8 +13,7 @@ from galvatron_lite.units import format_bytes, format_count, format_duration, fo
 
 _WIDTH, _HEIGHT = 640, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 88, 616, 58, 348
-_MARGIN = 1.08
-"""Factor by which axes go on beyond the outermost points."""
+_MARGIN = 1.08  # factor by which axes go on beyond the outermost points
 
 
 @dataclass(frozen=True, slots=True)

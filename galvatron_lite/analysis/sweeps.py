@@ -68,8 +68,7 @@ def _quotient(points: tuple[LayerPoint, ...], batch: int) -> float:
 
 MOST_SAMPLES_PER_DEVICE = 64
 """Samples a device up to which batches are looked at where nothing else is said."""
-SATURATED = 0.01
-"""Share of the best throughput by which the batch that saturates may fall behind."""
+SATURATED = 0.01  # share of the best throughput by which the batch that saturates may fall behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +88,6 @@ def best_batch(setting: PlanSetting, most: int | None = None, progress: Progress
     """The batch of the greatest throughput among ``batches(devices, most)``: exact over that set.
 
     A batch whose compute alone, shared without loss, would be slower than the best found is not searched.
-
-    Args:
-        setting: what the batches share.
-        most: samples a step up to which batches are looked at; 64 a device if not given.
-        progress: called with (batches done, batches in all, what is being looked at).
     """
     devices = setting.profile.cluster.devices
     wanted = batches(devices, MOST_SAMPLES_PER_DEVICE * devices if most is None else most)
@@ -188,12 +182,6 @@ def fewest_devices(
 
     More devices are not always faster (a batch divides badly among 7), so that every number up to the answer is looked
     at, but for those whose compute alone, shared without loss, takes longer than the target.
-
-    Args:
-        setting: its profile has the largest number of devices.
-        target: what must be reached.
-        batch: samples a step; 8 a device if not given.
-        progress: called with (numbers done, numbers in all, what is being looked at).
     """
     if target.goal is not Goal.FIT and not 0 < target.value < float("inf"):
         raise InputError(target.goal.value, target.value, "Give a number above 0.")
@@ -233,8 +221,7 @@ def _met(setting: PlanSetting, target: Target, point: Point) -> bool:
 
 
 HOUR = 3600.0
-MILLION = 1e6
-"""Tokens that a run trains where nothing is said."""
+MILLION = 1e6  # tokens that a run trains where nothing is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,16 +272,7 @@ def cheapest(
     deadline: float | None = None,
     progress: Progress | None = None,
 ) -> Cheapest:
-    """Cost and time of a run on each number of devices of ``even_counts``; exact over that set.
-
-    Args:
-        setting: its profile has the largest number of devices.
-        run: how much is trained.
-        price: of a device for an hour, in any currency.
-        batch: samples a step; 8 a device if not given.
-        deadline: seconds in which the run must end.
-        progress: called with (numbers done, numbers in all, what is being looked at).
-    """
+    """Cost and time of a run on each number of devices of ``even_counts``; exact over that set."""
     _check(run, price, batch, deadline)
     seen = gathered(_cost_points(setting, batch, progress))
     require_plan(seen)
@@ -352,8 +330,7 @@ def _cost(run: TrainingAmount, price: float, point: Point, sequence: int) -> Run
     return RunCost(point, seconds, hours, hours * price)
 
 
-STEPS = 32
-"""Least step of the budget, as a part of the whole."""
+STEPS = 32  # least step of the budget, as a part of the whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,16 +354,7 @@ def pareto_front(
     progress: Progress | None = None,
     searching: Progress | None = None,
 ) -> ParetoFront:
-    """The time-memory front from the setting's budget down.
-
-    Args:
-        setting: its budget is the largest.
-        batch: samples a step; 8 a device if not given.
-        step: bytes by which a budget is less than the peak before it at the least; 1/32 of the budget if not given.
-        progress: called with (per cent of the budget done, 100, what is being looked at).
-        searching: called with (done, total, label) while each plan is searched for; KeyboardInterrupt ends the front
-            with what was found.
-    """
+    """The time-memory front from the setting's budget down."""
     gap = max(as_budget(setting.budget_at(setting.profile.cluster.devices)).most // STEPS, 1) if step is None else step
     if gap < 1:
         raise InputError("step", gap, "Give 1 byte or more.")

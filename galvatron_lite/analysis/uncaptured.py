@@ -12,10 +12,8 @@ from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, 
 from galvatron_lite.search.pin_names import dimensions_named, pin_named
 from galvatron_lite.units import format_bytes
 
-STATES = 2
-"""Tensors that an Adam keeps of each parameter, beside it and its gradient."""
-LARGE = 0.5
-"""Share of the budget beyond which states are shared and activations computed again."""
+STATES = 2  # tensors that an Adam keeps of each parameter, beside it and its gradient
+LARGE = 0.5  # share of the budget beyond which states are shared and activations computed again
 
 
 def uncaptured_plan(
@@ -34,21 +32,6 @@ def uncaptured_plan(
 
     Ranks may run unlike layers for unlike samples, so nothing that ranks do together may happen inside the model. No
     costs are known, and memory of activations is not.
-
-    Args:
-        model: its name.
-        layers: of it.
-        size: bytes of its parameters.
-        devices: all of them share the samples.
-        batch: samples a step.
-        budget: bytes a device.
-        precision: of compute.
-        fix: pins, as for ``galvatron_lite.plan``.
-        forbid: dimensions that no layer may use.
-
-    Raises:
-        InputError: a pin that such a plan cannot keep.
-        InfeasibleError: parameters and states alone take more than the budget.
     """
     pins: dict[str, Any] = dict(_pin(words) for words in fix)
     forbidden = {name for words in forbid for name in dimensions_named(words)}
@@ -84,11 +67,7 @@ def uncaptured_plan(
 
 
 def check_uncaptured(plan: Plan, reason: InputError) -> None:
-    """Refuse a plan under which ranks do something together inside the model.
-
-    Raises:
-        InputError: there is more than one stage, or a layer's strategy is neither data parallelism nor ZeRO-1.
-    """
+    """Refuse a plan under which ranks do something together inside the model."""
     for stage in plan.stages:
         for run in stage.runs:
             one = run.strategy

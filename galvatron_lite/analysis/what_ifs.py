@@ -100,11 +100,6 @@ def with_faster_links(profile: Profile, place: int, factor: float = 2.0) -> Prof
 
     Measured collectives that go over that level take the latency of the straight line that was fitted to them, and the
     rest of their seconds by the factor less; where there is no line, the cluster's levels stand for them.
-
-    Args:
-        profile: of the cluster as it is.
-        place: of the level, 0 innermost.
-        factor: on its bandwidth.
     """
     cluster = profile.cluster
     groups = tuple(replace(group, levels=_faster(group.levels, place, factor)) for group in cluster.groups)
@@ -182,8 +177,7 @@ GIB = 2**30
 SHARE = 8
 """A price is of 1 GiB, or of this part of the budget where that is less: a model that takes 100 MB is another one with
 1 GiB more."""
-MOST_STAIRS = 4
-"""Plans between the two budgets that are looked for."""
+MOST_STAIRS = 4  # plans between the two budgets that are looked for
 
 
 def added_bytes(budget: Budget) -> int:
@@ -285,8 +279,7 @@ def _over(plan: Plan, budget: Budget) -> tuple[int, ...]:
     return tuple(dict.fromkeys(group_of(plan.schedule, plan.pipeline, number) for number in full))
 
 
-MEMORY_CHANGE = 0.1
-"""Of memory, more or less."""
+MEMORY_CHANGE = 0.1  # of memory, more or less
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,15 +314,7 @@ def _links_faster(place: int) -> Callable[[Profile], Profile]:
 
 
 def what_ifs(setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget, rate: float) -> tuple[WhatIf, ...]:
-    """What each change would give.
-
-    Args:
-        setting: what the plan is chosen from.
-        clock: time for it.
-        plan: for its devices and batch.
-        budget: a device.
-        rate: samples a second of the fastest plan now.
-    """
+    """What each change would give."""
     return tuple(_what_if(setting, clock, plan, change, rate) for change in changes(setting, plan, budget))
 
 

@@ -6,29 +6,23 @@ Nothing here may depend on which published run, family of runs or model is predi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
 
-from galvatron_lite.files import STRICT
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
+from galvatron_lite.files import Strict
 
 
 @dataclass(frozen=True, slots=True)
-class LinkConstants:
+class LinkConstants(Strict):
     """What collectives reach of a link type's data sheet."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     efficiency: float  # share of the bandwidth on large messages
     latency: float  # seconds before the first byte arrives
     half_size: float = 0.0  # bytes a rank at which a message reaches half of that bandwidth
 
 
 @dataclass(frozen=True, slots=True)
-class StackConstants:
+class StackConstants(Strict):
     """What a software stack (framework and version) costs beyond the kernels' own time."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     # seconds of host time a kernel launch takes; compute cannot run faster than the host launches
     kernel_host: float = 0.0
     microbatch_host: float = 0.0  # seconds once a micro-batch and stage
@@ -54,10 +48,9 @@ class StackConstants:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceConstants:
+class DeviceConstants(Strict):
     """What kernels reach of a device type's data sheet."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     # share of peak FLOP/s by precision (``bf16`` stands for ``fp16`` too), before tile and wave quantisation
     matmul: dict[str, float]
     # share of peak FLOP/s in the fused attention kernel's forward, at head size 128 and long sequences
@@ -69,10 +62,9 @@ class DeviceConstants:
 
 
 @dataclass(frozen=True, slots=True)
-class ConstantsOrigin:
+class ConstantsOrigin(Strict):
     """Where the constants of one entry come from."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     source: str  # a publication, a data sheet or a public benchmark; or what the constants were fitted to
     date: str = ""  # of the fit (ISO), empty where nothing was fitted
     rows: int = 0  # how many published runs the fit of this entry rests on
@@ -83,10 +75,9 @@ class ConstantsOrigin:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(Strict):
     """All calibrated constants, each by name; the entry ``default`` serves names that have none of their own."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     devices: dict[str, DeviceConstants]  # by device type (first part of a device's name: ``A100``)
     links: dict[str, LinkConstants]  # by link type (``nvlink3``, ``infiniband-hdr``)
     stacks: dict[str, StackConstants]  # by software stack

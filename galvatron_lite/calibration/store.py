@@ -19,7 +19,7 @@ from galvatron_lite.calibration.schema import (
 )
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.files import STRICT, from_data, read_data, to_data, write_data
+from galvatron_lite.files import Strict, from_data, read_data, to_data, write_data
 
 KINDS: dict[str, type[Any]] = {"devices": DeviceConstants, "links": LinkConstants, "stacks": StackConstants}
 """The files of a calibration folder and what each one's entries are."""
@@ -34,20 +34,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(Strict):
     """One entry of a file: constants of its own with their origin, or the entry whose constants it shares."""
 
-    __pydantic_config__ = STRICT
     constants: dict[str, Any] | None = None
     origin: ConstantsOrigin | None = None
     like: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _File(Strict):
     """A file of entries."""
 
-    __pydantic_config__ = STRICT
     entries: dict[str, _Entry]
     provenance: tuple[str, ...] = ()
     expected_error: dict[str, float] = field(default_factory=dict)

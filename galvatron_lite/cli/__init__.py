@@ -27,8 +27,7 @@ from galvatron_lite.cli.verify import verify_command
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.launch.error_reports import keep
 
-_CLOSED_PIPE = 128 + 13
-"""Exit status of a program that SIGPIPE ended."""
+_CLOSED_PIPE = 128 + 13  # exit status of a program that SIGPIPE ended
 
 
 class Commands(typer.core.TyperGroup):

@@ -24,17 +24,13 @@ def compare_command(
     plans: Annotated[
         list[Path], typer.Argument(help="Plan files, two or more: ours, by hand (docs/evaluate.md), Hetu-Galvatron's.")
     ],
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Profile to price all with; the one the plans name if not given.")
-    ] = None,
+    profile: options.Profile = None,
     model: options.Model = None,
     cluster: options.Cluster = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices of the cluster, with --model.")] = None,
+    gpus: options.Gpus = None,
     sequence: options.Sequence = None,
     precision: options.Precision = None,
-    mem: Annotated[
-        str | None, typer.Option("--mem", help="Budget a device: 40GB, 40GiB or 80%; the first plan's if not given.")
-    ] = None,
+    mem: options.Memory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Hold plans of one model side by side, all priced with the same profile."""

@@ -229,17 +229,13 @@ def explain_command(
     plan: Annotated[
         Path, typer.Argument(help="Plan file: ours, written by hand (docs/evaluate.md), or Hetu-Galvatron's JSON.")
     ],
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Profile to price with; the one the plan names if not given.")
-    ] = None,
+    profile: options.Profile = None,
     model: options.Model = None,
     cluster: options.Cluster = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices of the cluster, with --model.")] = None,
+    gpus: options.Gpus = None,
     sequence: options.Sequence = None,
     precision: options.Precision = None,
-    mem: Annotated[
-        str | None, typer.Option("--mem", help="Budget a device: 40GB, 40GiB or 80%; the plan's own if not given.")
-    ] = None,
+    mem: options.Memory = None,
     no_what_if: Annotated[
         bool, typer.Option("--no-what-if", help="Plan nothing anew: no runner-ups, no what-ifs; answers at once.")
     ] = False,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from galvatron_lite.analysis.answers import Answer
     from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.profiler.schema import Profile
+    from galvatron_lite.profiler.schema import Profile as ProfileData
     from galvatron_lite.request import PlanArguments
 
 
@@ -24,97 +25,51 @@ Model = Annotated[str | None, typer.Option("--model", help="Name (llama2-7b) or 
 Cluster = Annotated[str | None, typer.Option("--cluster", help="Name (a100-80gb) or YAML file; needed with --model.")]
 Sequence = Annotated[int | None, typer.Option("--seq", help="Tokens a sample, with --model.")]
 Precision = Annotated[str | None, typer.Option("--precision", help="Of compute, with --model.")]
+Profile = Annotated[
+    Path | None, typer.Option("--profile", help="Profile to price with; the one the plan names if not given.")
+]
+Gpus = Annotated[int | None, typer.Option("--gpus", help="Devices of the cluster; all if not given.")]
+Memory = Annotated[
+    str | None, typer.Option("--mem", help="Budget a device: 40GB, 40GiB or 80%; the (first) plan's if not given.")
+]
 Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", help="Print memory of every stage, all runner-ups and all notes.")
 ]
 
 
-ASK = "Other questions (one at a time)"
-KEEP = "What is not left to the search"
+def _ask(name: str, text: str, panel: str = "Other questions (one at a time)") -> Any:
+    return typer.Option(name, help=text, rich_help_panel=panel)
 
-BestBatch = Annotated[
-    bool, typer.Option("--best-batch", help="Which batch has the greatest throughput?", rich_help_panel=ASK)
-]
-MaxBatch = Annotated[
-    int | None,
-    typer.Option("--max-batch", help="With --best-batch: the largest; 64 a device if not given.", rich_help_panel=ASK),
-]
-Fewest = Annotated[
-    bool, typer.Option("--fewest", help="How few GPUs, up to --gpus, fit the model?", rich_help_panel=ASK)
-]
-Step = Annotated[
-    str | None, typer.Option("--step", help="How few GPUs take so long a step? 2s, 300ms.", rich_help_panel=ASK)
-]
-Rate = Annotated[
-    str | None, typer.Option("--rate", help="How few GPUs train so many samples/s? 1000, 2K.", rich_help_panel=ASK)
-]
-Tokens = Annotated[
-    str | None, typer.Option("--tokens", help="How few GPUs train so many tokens/s? 1M.", rich_help_panel=ASK)
-]
-Price = Annotated[
-    float | None,
-    typer.Option("--price", help="How many GPUs are cheapest at so much a GPU-hour?", rich_help_panel=ASK),
-]
-TokensTotal = Annotated[
-    str | None,
-    typer.Option("--tokens-total", help="With --price: tokens of the run; 1M if not given.", rich_help_panel=ASK),
-]
-SamplesTotal = Annotated[
-    str | None, typer.Option("--samples-total", help="With --price: samples of the run.", rich_help_panel=ASK)
-]
-Steps = Annotated[
-    str | None, typer.Option("--steps", help="With --price: steps of the run, of --batch samples.", rich_help_panel=ASK)
-]
-Within = Annotated[
-    str | None, typer.Option("--within", help="With --price: the run must end in this time: 30d.", rich_help_panel=ASK)
-]
-Pareto = Annotated[
-    bool, typer.Option("--pareto", help="Which is the fastest plan for every budget below --mem?", rich_help_panel=ASK)
-]
+
+_keep = partial(_ask, panel="What is not left to the search")
+_shape = partial(_ask, panel="Model by shape (instead of --model)")
+
+BestBatch = Annotated[bool, _ask("--best-batch", "Which batch has the greatest throughput?")]
+MaxBatch = Annotated[int | None, _ask("--max-batch", "With --best-batch: the largest; 64 a device if not given.")]
+Fewest = Annotated[bool, _ask("--fewest", "How few GPUs, up to --gpus, fit the model?")]
+Step = Annotated[str | None, _ask("--step", "How few GPUs take so long a step? 2s, 300ms.")]
+Rate = Annotated[str | None, _ask("--rate", "How few GPUs train so many samples/s? 1000, 2K.")]
+Tokens = Annotated[str | None, _ask("--tokens", "How few GPUs train so many tokens/s? 1M.")]
+Price = Annotated[float | None, _ask("--price", "How many GPUs are cheapest at so much a GPU-hour?")]
+TokensTotal = Annotated[str | None, _ask("--tokens-total", "With --price: tokens of the run; 1M if not given.")]
+SamplesTotal = Annotated[str | None, _ask("--samples-total", "With --price: samples of the run.")]
+Steps = Annotated[str | None, _ask("--steps", "With --price: steps of the run, of --batch samples.")]
+Within = Annotated[str | None, _ask("--within", "With --price: the run must end in this time: 30d.")]
+Pareto = Annotated[bool, _ask("--pareto", "Which is the fastest plan for every budget below --mem?")]
 MemoryStep = Annotated[
-    str | None,
-    typer.Option(
-        "--memory-step", help="With --pareto: least step of the budget; 1/32 of it if not given.", rich_help_panel=ASK
-    ),
+    str | None, _ask("--memory-step", "With --pareto: least step of the budget; 1/32 of it if not given.")
 ]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the answer of any of these (SVG).", rich_help_panel=ASK)
-]
-Phases = Annotated[
-    Path | None,
-    typer.Option("--phases", help="Plan every phase of a run (docs/adapting.md).", rich_help_panel=ASK),
-]
+Plot = Annotated[Path | None, _ask("--plot", "Draw the answer of any of these (SVG).")]
+Phases = Annotated[Path | None, _ask("--phases", "Plan every phase of a run (docs/adapting.md).")]
 Fix = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--fix", help="Keep this: pp=4, zero=3, layers.3.recompute=full; may be given again.", rich_help_panel=KEEP
-    ),
+    list[str] | None, _keep("--fix", "Keep this: pp=4, zero=3, layers.3.recompute=full; may be given again.")
 ]
-Forbid = Annotated[
-    list[str] | None,
-    typer.Option("--forbid", help="Do without: tp, pipeline, recompute …; may be given again.", rich_help_panel=KEEP),
-]
-Schedule = Annotated[
-    list[str] | None,
-    typer.Option("--schedule", help="Of the pipeline: 1f1b, gpipe …; may be given again.", rich_help_panel=KEEP),
-]
-Backend = Annotated[
-    str,
-    typer.Option(
-        "--backend", help="What runs the plan: galvatron, deepspeed, or any: all that is priced.", rich_help_panel=KEEP
-    ),
-]
-Mode = Annotated[
-    str,
-    typer.Option("--mode", help="training, or inference: forward passes only.", rich_help_panel=KEEP),
-]
+Forbid = Annotated[list[str] | None, _keep("--forbid", "Do without: tp, pipeline, recompute …; may be given again.")]
+Schedule = Annotated[list[str] | None, _keep("--schedule", "Of the pipeline: 1f1b, gpipe …; may be given again.")]
+Backend = Annotated[str, _keep("--backend", "What runs the plan: galvatron, deepspeed, or any: all that is priced.")]
+Mode = Annotated[str, _keep("--mode", "training, or inference: forward passes only.")]
 AllowDelay = Annotated[
-    bool,
-    typer.Option(
-        "--allow-delay",
-        help="Gradients may come a step late (cyclic data parallelism): the training rule changes.",
-        rich_help_panel=KEEP,
-    ),
+    bool, _keep("--allow-delay", "Gradients may come a step late (cyclic data parallelism): the training rule changes.")
 ]
 
 _BELONG = {
@@ -160,7 +115,7 @@ class QuestionOptions:
                 raise InputError(_flag(name), given[name], f"It belongs to {' or '.join(map(_flag, questions))}.")
         return asked[0] if asked else ""
 
-    def ask(self, profile_of: Callable[[int | None], Profile], setup: PlanArguments) -> Answer:
+    def ask(self, profile_of: Callable[[int | None], ProfileData], setup: PlanArguments) -> Answer:
         """The answer."""
         from galvatron_lite import api
 
@@ -194,21 +149,18 @@ def _total(name: str) -> str:
 
 
 _TRANSFORMERS = ("decoder", "encoder", "moe")
-PANEL = "Model by shape (instead of --model)"
 
-Layers = Annotated[int | None, typer.Option("--layers", help="Repeated blocks.", rich_help_panel=PANEL)]
-Hidden = Annotated[int | None, typer.Option("--hidden", help="Hidden size.", rich_help_panel=PANEL)]
-Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.", rich_help_panel=PANEL)]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Key-value heads.", rich_help_panel=PANEL)]
-Ffn = Annotated[int | None, typer.Option("--ffn", help="Hidden size of the MLP.", rich_help_panel=PANEL)]
-Vocab = Annotated[int | None, typer.Option("--vocab", help="Vocabulary size.", rich_help_panel=PANEL)]
-Arch = Annotated[
-    str | None, typer.Option("--arch", help="decoder (default), encoder, moe, vit …", rich_help_panel=PANEL)
-]
-Experts = Annotated[int | None, typer.Option("--experts", help="Experts, for moe.", rich_help_panel=PANEL)]
-Topk = Annotated[int | None, typer.Option("--topk", help="Experts a token takes, for moe.", rich_help_panel=PANEL)]
-Tied = Annotated[bool, typer.Option("--tied", help="Head shares the embedding.", rich_help_panel=PANEL)]
-Gated = Annotated[bool, typer.Option("--gated", help="Gated MLP, as in Llama.", rich_help_panel=PANEL)]
+Layers = Annotated[int | None, _shape("--layers", "Repeated blocks.")]
+Hidden = Annotated[int | None, _shape("--hidden", "Hidden size.")]
+Heads = Annotated[int | None, _shape("--heads", "Attention heads.")]
+KvHeads = Annotated[int | None, _shape("--kv-heads", "Key-value heads.")]
+Ffn = Annotated[int | None, _shape("--ffn", "Hidden size of the MLP.")]
+Vocab = Annotated[int | None, _shape("--vocab", "Vocabulary size.")]
+Arch = Annotated[str | None, _shape("--arch", "decoder (default), encoder, moe, vit …")]
+Experts = Annotated[int | None, _shape("--experts", "Experts, for moe.")]
+Topk = Annotated[int | None, _shape("--topk", "Experts a token takes, for moe.")]
+Tied = Annotated[bool, _shape("--tied", "Head shares the embedding.")]
+Gated = Annotated[bool, _shape("--gated", "Gated MLP, as in Llama.")]
 
 
 def set_flags(**flags: object) -> dict[str, str]:
@@ -219,7 +171,7 @@ def set_flags(**flags: object) -> dict[str, str]:
 def pictured(model: str | None, image: str, precision: str) -> ModelGraph:
     """The model by its name, with pictures of a size."""
     from galvatron_lite.model.shapes import load_model, load_shape
-    from galvatron_lite.model.shapes.sizes import sizes_of
+    from galvatron_lite.model.shapes.picture_fields import sizes_of
 
     if model is None:
         raise InputError("--image", image, "Name the model with --model.")

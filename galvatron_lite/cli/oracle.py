@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from galvatron_lite.oracle.measured import RowCheck
     from galvatron_lite.oracle.rows import Forecast, ForecastRow, StrategyLine
 
-_WIDE = 150
-"""Columns that a table takes; lines are not broken."""
+_WIDE = 150  # columns that a table takes; lines are not broken
 _WORDS = "serial, data, spatial, layer, pipeline, filter, channel, data+filter, data+spatial"
 
 

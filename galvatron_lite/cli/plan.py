@@ -34,15 +34,7 @@ def refuse_beside_phases(question: str, **options: object) -> None:
 def plan_in_phases(
     path: Path, profile_at: Callable[[int | None], Profile], setup: PlanArguments, output: Path | None, as_json: bool
 ) -> None:
-    """Plan the phases of a file, print and write the answer.
-
-    Args:
-        path: of the phases.
-        profile_at: the profile of so many tokens a sample.
-        setup: of the plans.
-        output: where to write the plan in phases.
-        as_json: whether to print it as JSON.
-    """
+    """Plan the phases of a file, print and write the answer."""
     import typer
 
     from galvatron_lite import api

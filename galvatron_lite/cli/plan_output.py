@@ -25,28 +25,18 @@ if TYPE_CHECKING:
 
     from galvatron_lite.plans.schema import Alternative, Plan, Prediction, Provenance
 
-MOST_LINES = 15
-"""Of the short form."""
+MOST_LINES = 15  # of the short form
 LEAST_ROWS = 3
 MOST_NOTES = 3
 RUNNERS_UP = 2
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
-_FULL = 0.97
-"""Share of the memory that plans may use from which memory is named as a bound."""
+_FULL = 0.97  # share of the memory that plans may use from which memory is named as a bound
 
 
 def print_plan(
     plan: Plan, source: str, accuracy: str = "", verbose: bool = False, runners_up: int = RUNNERS_UP
 ) -> None:
-    """Print a plan with its memory, its step time and its runner-ups.
-
-    Args:
-        plan: what to print.
-        source: what its costs come from.
-        accuracy: how far off they may be; empty: not printed.
-        verbose: print memory of every stage, all runner-ups and notes instead of at most 15 lines.
-        runners_up: how many to print in the short form.
-    """
+    """Print a plan with its memory, its step time and its runner-ups."""
     console = wide_console()
     console.print(headline(plan), style="bold")
     if not verbose:

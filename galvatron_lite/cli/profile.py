@@ -73,7 +73,7 @@ def _target(model: str, estimate: bool, sequence: int | None) -> tuple[Any, Any,
         return load_factory(model)
     if estimate:
         return model, None, None
-    from galvatron_lite.verify.named import build_named
+    from galvatron_lite.verify.source import build_named
 
     return build_named(model, sequence), None, None
 

@@ -25,21 +25,16 @@ def report_command(
         Path | None, typer.Option("--run", help="Folder of a training run: measured beside predicted.")
     ] = None,
     search: Annotated[
-        float,
-        typer.Option("--search", min=0, max=1e6, help="Seconds for the front and prices of each plan; 0: none."),
+        float, typer.Option("--search", min=0, max=1e6, help="Seconds for the front and prices of each plan; 0: none.")
     ] = 30.0,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="What the plans are priced with; that of the plan if found here.")
-    ] = None,
+    profile: options.Profile = None,
     model: options.Model = None,
     cluster: options.Cluster = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices of the cluster; all if not given.")] = None,
+    gpus: options.Gpus = None,
     batch: Annotated[int | None, typer.Option("--batch", help="Samples a step; the plan's if not given.")] = None,
     sequence: options.Sequence = None,
     precision: options.Precision = None,
-    mem: Annotated[
-        str | None, typer.Option("--mem", help="Budget a device: 40GB, 40GiB or 80%; the plan's if not given.")
-    ] = None,
+    mem: options.Memory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Show plans as one HTML file: layers, every pass of a step, memory, devices, other plans. Opens offline."""

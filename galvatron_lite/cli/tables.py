@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def accuracy(profile: Profile) -> str:
     """How far off estimated costs of this kind of model are, as published runs tell; nothing of measured ones."""
-    from galvatron_lite.analysis.expected_error import expected_error
+    from galvatron_lite.analysis.explanation import expected_error
     from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.profiler.schema import OriginKind
 
@@ -89,13 +89,7 @@ def best_gain(profile: Profile, region: BranchRegion) -> float:
 
 
 def print_answer(answer: Answer, source: str, accuracy: str) -> None:
-    """The table of an answer, the answer in a sentence, and what it is exact over.
-
-    Args:
-        answer: to a question.
-        source: what its costs come from.
-        accuracy: how far off they may be; nothing is said where it is empty.
-    """
+    """The table of an answer, the answer in a sentence, and what it is exact over."""
     from galvatron_lite.analysis.answers import answer_text
 
     told = answer_text(answer)

@@ -20,11 +20,7 @@ WIDE = 200
 
 
 def wide_console(folded: bool = True) -> Console:
-    """A console without markup, on standard output.
-
-    Args:
-        folded: whether tables fold to ``COLUMNS`` in files and pipes.
-    """
+    """A console without markup, on standard output."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False, soft_wrap=True)
@@ -41,10 +37,8 @@ def plain_table(*columns: str) -> Table:
 
 
 NO_PLAN = "Interrupted before a first plan was found."
-PATIENCE = 2.0
-"""Seconds before a bar is shown."""
-_INTERRUPTED = 128 + 2
-"""Exit status of a program that SIGINT ended."""
+PATIENCE = 2.0  # seconds before a bar is shown
+_INTERRUPTED = 128 + 2  # exit status of a program that SIGINT ended
 
 
 @contextmanager

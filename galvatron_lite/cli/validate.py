@@ -57,8 +57,7 @@ def validate_command(
         Path | None, typer.Option("--plot", help="Draw predicted against measured step times (SVG).")
     ] = None,
     skipped: Annotated[
-        int,
-        typer.Option("--skipped", min=0, help="Show so many rows that are not scored, and why."),
+        int, typer.Option("--skipped", min=0, help="Show so many rows that are not scored, and why.")
     ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
@@ -110,7 +109,7 @@ def _print_lines(
 def _draw(path: Path, judged: list[Judged], key: Callable[[PublishedRun], str]) -> None:
     """The figure."""
     from galvatron_lite.files import write_text
-    from galvatron_lite.validate.plot import scatter
+    from galvatron_lite.validate.report import scatter
 
     if all(one.time is None for one in judged):
         raise InputError("--plot", str(path), "No step time is scored, so that there is nothing to draw.")

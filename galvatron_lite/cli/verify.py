@@ -29,13 +29,7 @@ _STYLES = {"passed": "green", "differs": "yellow", "failed": "bold red", "skippe
 
 
 def print_verification(verification: Verification, plan: Plan, moments: bool) -> None:
-    """A verdict for each check, then memory and messages of the role that needs most memory.
-
-    Args:
-        verification: what to print.
-        plan: that was verified; its prediction stands beside.
-        moments: whether memory is shown moment by moment.
-    """
+    """A verdict for each check, then memory and messages of the role that needs most memory."""
     console = wide_console()
     _verdicts(console, verification)
     if not verification.roles:
@@ -157,8 +151,7 @@ def verify_command(
         typer.Option("--profile", help="Profile to price messages with; the one the plan was made from if not given."),
     ] = None,
     processes: Annotated[
-        int | None,
-        typer.Option("--processes", help="The most that numbers starts; 4, or 8 where the plan needs them."),
+        int | None, typer.Option("--processes", help="The most that numbers starts; 4, or 8 where the plan needs them.")
     ] = None,
     moments: Annotated[
         bool, typer.Option("--steps", help="Show memory of the fullest role step by step, layer after layer.")

@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import prod
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Interval
 
 from galvatron_lite.arrays import IntArray, Whole
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import Amount, CallSeconds, Devices, Factor, Name, Rate, RateOrNone, Seconds, Size
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
 
 
 class Collective(StrEnum):
@@ -30,10 +27,9 @@ class Collective(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Device(Strict):
     """One accelerator (or one CPU process that stands for one)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # ``A100-SXM4-80GB``
     memory: Size  # bytes
     memory_bandwidth: Rate  # bytes per second
@@ -50,10 +46,9 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class Level(Strict):
     """One level of nesting: how the members of the level below are joined."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # ``node`` (devices of one node over NVLink), ``rack``, ``cluster``
     size: Devices  # how many members of the level below it joins
     # bytes per second that one member can send while it receives as much (one direction), with the whole link to
@@ -77,10 +72,9 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceGroup:
+class DeviceGroup(Strict):
     """A run of consecutive equal devices in a cluster whose devices are not all alike."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     device: Device  # what they are
     count: Devices  # how many follow one another
     # their own links, innermost first, as many levels of the same sizes as the cluster's; empty where they are the
@@ -93,7 +87,7 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(Strict):
     """Devices in nested levels, innermost level first.
 
     Attributes:
@@ -104,7 +98,6 @@ class Cluster:
         fingerprint: what identifies the machine a measurement was made on; empty for data-sheet clusters.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name
     groups: tuple[DeviceGroup, ...]
     levels: tuple[Level, ...]

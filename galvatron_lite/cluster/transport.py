@@ -14,22 +14,17 @@ Two things that a data sheet does not say:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
 
 from galvatron_lite.arrays import Real
 from galvatron_lite.cluster.cluster import Cluster, Collective
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import Seconds, Size
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
+class Transport(Strict):
     """How software sends."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     direct: bool = True  # whether adapters read and write device memory
     sum_rings: Size = 0  # adapters that the all-reduce of one group drives between nodes; 0: all
     # causes of communication (``spatial``, ``channel``, ``layout``) that go through host memory by MPI

@@ -15,7 +15,7 @@ from galvatron_lite.parallelism.branch.cost import BranchSite
 from galvatron_lite.parallelism.branch.find import Branch
 from galvatron_lite.parallelism.branch.parts import trunk_of
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.placed import placed_branches
+from galvatron_lite.plans.notes import placed_branches
 from galvatron_lite.plans.schema import BranchPlacement, LayerRun, MemoryBreakdown, Plan, Prediction
 
 

@@ -67,12 +67,7 @@ class DiagnosisInput:
 
 
 def open_source(place: Path, plan: Plan | None = None) -> DiagnosisInput:
-    """What a folder of a run, a trace, or a folder of traces holds.
-
-    Args:
-        place: it.
-        plan: under which traces alone were made.
-    """
+    """What a folder of a run, a trace, or a folder of traces holds."""
     if is_run(place):
         return _of_run(read_run(place))
     paths = [place] if place.is_file() else sorted(place.glob("*.json*")) if place.is_dir() else []
@@ -213,20 +208,13 @@ def _memory(run: RecordedRun | None, plan: Plan) -> tuple[MemoryRow, ...]:
     return tuple(found)
 
 
-_LEAST, _MOST = 0.02, 1e4
-"""Factors on the time a byte takes that are looked for."""
+_LEAST, _MOST = 0.02, 1e4  # factors on the time a byte takes that are looked for
 _ROUNDS = 40
-_NEAR = 0.02
-"""Relative difference below which nothing is corrected."""
+_NEAR = 0.02  # relative difference below which nothing is corrected
 
 
 def updated(profile: Profile, source: DiagnosisInput) -> tuple[Profile, tuple[str, ...]]:
-    """The profile as it was measured to be, and what was changed of it, in words.
-
-    Args:
-        profile: what the run was planned from.
-        source: the run.
-    """
+    """The profile as it was measured to be, and what was changed of it, in words."""
     expected = expect(profile, source.plan)
     slow = {one.ranks[0]: one for one in findings(source.times, expected) if one.cause is Cause.RANK}
     usual = [one for one in source.times if one.rank not in slow] or list(source.times)

@@ -20,11 +20,7 @@ Stretch = tuple[float, float]
 
 
 class Cover:
-    """The union of some stretches: disjoint and in order.
-
-    Args:
-        stretches: (start, end), in any order.
-    """
+    """The union of some stretches: disjoint and in order."""
 
     __slots__ = ("_ends", "_starts", "_sums")
 
@@ -71,10 +67,8 @@ class Cover:
         return self._sums[place] - max(self._ends[place - 1] - moment, 0.0)
 
 
-MOST_BYTES = 2 * 2**30
-"""Characters of text, unpacked."""
-MOST_EVENTS = 5_000_000
-"""That are of use."""
+MOST_BYTES = 2 * 2**30  # characters of text, unpacked
+MOST_EVENTS = 5_000_000  # that are of use
 _KINDS = frozenset({"cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset"})
 _FEWER = "Trace fewer steps (profile_steps=range(10, 12))."
 

@@ -89,10 +89,7 @@ def _of_rank(records: Sequence[RankRecord], passes: int) -> RankTimes:
     forward = (
         {**layers, "": max(seconds[StepPart.FORWARD] - blocks, 0.0)} if layers else {"": seconds[StepPart.FORWARD]}
     )
-    communication = {
-        (Where.GRADIENTS, ""): seconds[StepPart.GRADIENTS],
-        (Where.CHECK, ""): seconds[StepPart.CHECK],
-    }
+    communication = {(Where.GRADIENTS, ""): seconds[StepPart.GRADIENTS], (Where.CHECK, ""): seconds[StepPart.CHECK]}
     whole = mean(lambda record: record.seconds)
     parted = any(record.parts.keys() - {StepPart.OTHER} for record in known)
     backward = {"": seconds[StepPart.BACKWARD] + seconds[StepPart.WEIGHT]}

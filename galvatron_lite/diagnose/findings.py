@@ -1,4 +1,4 @@
-"""Where measured and predicted part ways: causes, each with what it costs and what to do. No torch here."""
+"""Where measured and predicted part ways: causes, each with what it costs and what to do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from statistics import median, median_low
 
 from galvatron_lite.diagnose.expected import Expected, GroupExpected, LayersExpected, RankTimes, Where
 
-_SHARE = 0.02
-"""Of the predicted step: what a cause must cost to be named."""
+_SHARE = 0.02  # of the predicted step: what a cause must cost to be named
 _CONCENTRATED = 0.8
 """Share of what a rank is slower by, from which one run of layers is the cause rather than the rank."""
 _OF_LAYERS = (
@@ -53,13 +52,7 @@ class Finding:
 
 
 def findings(times: Sequence[RankTimes], expected: Expected, backend: str = NCCL) -> list[Finding]:
-    """All causes that cost or save at least a fiftieth of a step, those that cost most first.
-
-    Args:
-        times: of some ranks.
-        expected: of the plan that they trained under.
-        backend: what carries their messages: ``nccl`` or ``gloo``.
-    """
+    """All causes that cost or save at least a fiftieth of a step, those that cost most first."""
     found = list(_between(times))
     least = _SHARE * expected.seconds
     for group in expected.groups:

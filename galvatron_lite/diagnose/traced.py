@@ -1,4 +1,4 @@
-"""From the events of a trace to what a step's time went to on its rank. No torch here.
+"""From the events of a trace to what a step's time went to on its rank.
 
 On CPUs the main thread is the rank: a layer's forward is its range; backward is the time from one node of the autograd
 graph to the next, for the layer whose forward made the node (both have its sequence number). Communication counts where

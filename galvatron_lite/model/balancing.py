@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-LOGITS = "router_logits"
-"""Where transformers' models return what their routers computed."""
+LOGITS = "router_logits"  # where transformers' models return what their routers computed
 
 
 def asks_balance(model: nn.Module, batch: Any) -> bool:

@@ -115,11 +115,7 @@ def places(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def batch_size(batch: Any) -> int:
-    """Samples in a batch: dim 0 of its first tensor that has dims.
-
-    Raises:
-        InputError: the batch holds no tensor with a dim 0.
-    """
+    """Samples in a batch: dim 0 of its first tensor that has dims."""
     for tensor in tensors_of(batch):
         if tensor.dim() > 0:
             return tensor.shape[0]
@@ -130,9 +126,6 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """Samples ``start`` to ``stop`` of a batch, as views.
 
     Tensors whose dim 0 is the batch size are sliced; everything else passes through.
-
-    Raises:
-        InputError: the range does not lie in the batch.
     """
     samples = batch_size(batch)
     if not 0 <= start <= stop <= samples:

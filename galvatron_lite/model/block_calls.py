@@ -16,11 +16,7 @@ _FEW, _MORE = 2, 3
 
 
 def block_calls(model: nn.Module, names: Collection[str], batch: Any, samples: int = _FEW) -> dict[str, BlockCall]:
-    """The first call of each named block, on the meta device, with so many samples.
-
-    Raises:
-        TraceError: the model does not run on the batch.
-    """
+    """The first call of each named block, on the meta device, with so many samples."""
     seen = observe(meta_copy(model), resize_batch(batch, samples), list(names))
     return {call.path: call for call in reversed(seen.calls)}
 
@@ -55,12 +51,6 @@ def _grows(few: Tensor, more: Tensor) -> int:
 def check_folded(sampled: Mapping[str, Mapping[str, int]]) -> None:
     """See that no argument has samples and something else folded into dim 0, of blocks that take other samples than
     the code around them: nothing tells which of the two comes first, so samples cannot be moved.
-
-    Args:
-        sampled: from ``sample_arguments``.
-
-    Raises:
-        InputError: one has; names the block and the argument.
     """
     for name, arguments in sampled.items():
         for place, each in arguments.items():
@@ -74,11 +64,7 @@ def check_folded(sampled: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def mean_of_outputs(output: Any, _: Any = None) -> Tensor:
-    """A scalar made of every floating tensor that a model gives; a ``loss_fn`` that stands in for a loss.
-
-    Raises:
-        InputError: it gives no floating tensor.
-    """
+    """A scalar made of every floating tensor that a model gives; a ``loss_fn`` that stands in for a loss."""
     means = [tensor.float().mean() for tensor in tensors_of(output) if tensor.is_floating_point()]
     if not means:
         remedy = "Profile the model up to the last tensor of floating numbers, or pass loss_fn."
@@ -87,11 +73,7 @@ def mean_of_outputs(output: Any, _: Any = None) -> Tensor:
 
 
 def gives_loss(model: nn.Module, batch: Any) -> bool:
-    """Whether a model gives its loss itself, seen on a copy without storages.
-
-    Raises:
-        TraceError: it does not run on the batch.
-    """
+    """Whether a model gives its loss itself, seen on a copy without storages."""
     shapes = resize_batch(batch, 2)
     output = observe(meta_copy(model), shapes, []).output
     try:

@@ -1,4 +1,4 @@
-"""What is said of parameters that train nothing. No torch here."""
+"""What is said of parameters that train nothing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from galvatron_lite.units import format_bytes, format_count
 
 _ADAM = 16
 """Bytes that a trainable parameter item costs with Adam in fp32: itself, its gradient and two moments."""
-_NAMED = 4
-"""Modules that a note names at most."""
+_NAMED = 4  # modules that a note names at most
 
 
 def dead_note(dead: Collection[DeadParameters], parameters: int, goal: str) -> tuple[str, ...]:
-    """A line on dead parameters, where there are some: how many, which, what they cost, what to do.
-
-    Args:
-        dead: the parameters, by module.
-        parameters: items of the whole model.
-        goal: what they never reach.
-    """
+    """A line on dead parameters, where there are some: how many, which, what they cost, what to do."""
     if not dead:
         return ()
     items = sum(one.items for one in dead)

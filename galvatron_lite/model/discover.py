@@ -68,8 +68,8 @@ def arrange_layers(
         path
         for path in ran[first : last + 1]
         if path in set(blocks)
-        or (path in seen and _has_parameters(model, path))
-        or (path in once and _resizes(model, path))
+        or (path in seen and any(True for _ in model.get_submodule(path).parameters()))
+        or (path in once and (type(model.get_submodule(path)).__module__ in _RESIZING))
     ]
     keys = [(signatures or {}).get(path) or signature(model.get_submodule(path)) for path in middle]
     kinds = kind_names(keys)
@@ -91,15 +91,6 @@ def _first_runs(units: list[str], order: list[str] | None) -> list[str]:
     return ran
 
 
-def _has_parameters(model: nn.Module, path: str) -> bool:
-    return any(True for _ in model.get_submodule(path).parameters())
-
-
-def _resizes(model: nn.Module, path: str) -> bool:
-    """Whether a module is pooling or interpolation."""
-    return type(model.get_submodule(path)).__module__ in _RESIZING
-
-
 _RESIZING = ("torch.nn.modules.pooling", "torch.nn.modules.upsampling")
 
 
@@ -115,16 +106,7 @@ class Watched:
 
 
 def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
-    """Run a model and find its blocks; those that the user names are what they are.
-
-    Args:
-        twin: the model on the meta device.
-        batch: on the meta device.
-        blocks: see ``discover_layers``.
-
-    Raises:
-        TraceError: an unknown block, or the model does not run.
-    """
+    """Run a model and find its blocks; those that the user names are what they are."""
     paths, flow = find_blocks(twin, blocks), DataFlow(twin, batch)
     seen = observe(twin, batch, unit_paths(twin, paths), flow)
     forked = None

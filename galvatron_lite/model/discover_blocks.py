@@ -35,9 +35,6 @@ def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]
     of a U-Net, Sequentials one after the other), or those of the child that has most of its modules with weights. A
     model without such parts (a plain chain of convolutions, pooling and activations) has as blocks the children of one
     Sequential, the one that has most children with parameters; without a Sequential it has no block.
-
-    Raises:
-        TraceError: a name that the model does not have.
     """
     if blocks is not None:
         return _named_blocks(model, blocks)

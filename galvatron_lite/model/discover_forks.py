@@ -24,19 +24,11 @@ from galvatron_lite.model.trace_flow import DataFlow, Needs, holders_of, needs_o
 
 _SHARE = 0.02
 """Of the model's work that all parts of a region but the largest must do: they are the most that a fork could save."""
-_NEARLY_ALL = 0.75
-"""Of the model's work: a module that does as much stands for the model."""
+_NEARLY_ALL = 0.75  # of the model's work: a module that does as much stands for the model
 
 
 def forked_blocks(model: nn.Module, flow: DataFlow, order: Sequence[str], blocks: list[str]) -> list[str] | None:
-    """Blocks such that no layer mixes modules that do not depend on each other; None where the model does not fork.
-
-    Args:
-        model: that ran.
-        flow: of its run.
-        order: paths of modules in the order they ran.
-        blocks: as found without looking at dependences; kept outside of branches.
-    """
+    """Blocks such that no layer mixes modules that do not depend on each other; None where the model does not fork."""
     forks = _Forks(model, flow, Counter(order), dict(zip(dict.fromkeys(order), count(), strict=False)))
     found = forks.blocks_of("", blocks)
     if found is None:

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 SAMPLES = 8
 _LONGEST = 512
-_SOUND, _SPOKEN = 16000, 16
-"""Samples of a second of sound, and tokens spoken in it."""
+_SOUND, _SPOKEN = 16000, 16  # samples of a second of sound, and tokens spoken in it
 _SIDE = 224
 """Pixels along each side of pictures where a configuration does not say: a network of convolutions takes any."""
 
@@ -28,9 +27,6 @@ def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None
         model: what it is for.
         samples: of the batch.
         sequence: tokens a sample of a transformers model; as many as it has positions, 512 at most, if not given.
-
-    Raises:
-        InputError: the model does not say what it takes.
     """
     own = getattr(model, "example_batch", None)
     if callable(own):

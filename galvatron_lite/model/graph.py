@@ -1,4 +1,4 @@
-"""What is trained: a model as layers, with everything the planner needs to know of each. No torch here.
+"""What is trained: a model as layers, with everything the planner needs to know of each.
 
 Conventions
     Every figure is for ONE sample (one row of the batch) unless its name says otherwise, at the graph's sequence
@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from galvatron_lite.arrays import Flag, Real, Whole, where
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import Count, Extent, Flops, Layers, Name, Precision, Samples, Size
 
 if TYPE_CHECKING:
     import networkx
-    from pydantic import ConfigDict
 
 
 class OperatorClass(StrEnum):
@@ -57,10 +56,9 @@ class Sharding(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSplit:
+class TensorSplit(Strict):
     """A figure in three parts by how tensor parallelism of degree t divides it."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     tensor: Flops = 0  # the part that is divided by t
     sequence: Flops = 0  # the part that is divided by t where sequence parallelism is on
     whole: Flops = 0  # the part that every device holds or does in full
@@ -77,10 +75,9 @@ class TensorSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class Operator(Strict):
     """One kind of call inside a layer."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # where it comes from, for people (``attention.qkv``, ``mlp.act``)
     kind: OperatorClass  # what bounds it
     # matmul (rows per sample, inner, columns); attention (query heads, key-value heads, query length, key length,
@@ -108,10 +105,9 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitDims:
+class SplitDims(Strict):
     """Extents along which a layer can be split; 0 where it has no such extent."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     sequence: Size = 0
     heads: Size = 0
     kv_heads: Size = 0
@@ -127,10 +123,9 @@ class SplitDims:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKind:
+class LayerKind(Strict):
     """What structurally equal layers share."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # key of the kind (``block``, ``before``, ``encoder_block``)
     parameters: TensorSplit  # parameter items of one such layer
     operators: tuple[Operator, ...]  # what one forward pass calls
@@ -205,10 +200,9 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Strict):
     """A submodule, or several that run together, that the planner treats as one unit."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # unique name, the module path for a block (``model.layers.0``), ``before`` or ``after`` else
     kind: Name  # key into ``ModelGraph.kinds``
     role: Role  # where it stands
@@ -216,20 +210,18 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class Tie(Strict):
     """Parameters that two layers share (embedding and head)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     first: Name  # name of the layer that owns them
     second: Name  # name of the layer that uses them too; its kind's ``parameters`` do not count them
     parameters: Size  # items shared; 0: the two only have the same strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class Passed(Strict):
     """A tensor that goes from the layer that makes it to the layers that read it."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     producer: Name  # name of the layer that makes it
     readers: tuple[Name, ...]  # names of layers, in the order they run; all run after the producer
     size: Size  # bytes per sample
@@ -239,16 +231,15 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadParameters:
+class DeadParameters(Strict):
     """Parameters of a module that never reach an output, or the loss where one was given."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     path: Name  # of the module, the outermost whose parameters are all dead; or of a single parameter
     items: Size  # parameter items
 
 
 @dataclass(frozen=True, slots=True)
-class ModelGraph:
+class ModelGraph(Strict):
     """A model as the planner sees it: layers in the order they run.
 
     Attributes:
@@ -269,7 +260,6 @@ class ModelGraph:
             the same samples; empty where there is none.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name
     layers: Annotated[tuple[Layer, ...], Layers]
     kinds: dict[str, LayerKind]

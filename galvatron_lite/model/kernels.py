@@ -1,14 +1,11 @@
-"""Which kernels the training software runs where there are several ways. No torch here."""
+"""Which kernels the training software runs where there are several ways."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Literal
 
-from galvatron_lite.files import STRICT
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
+from galvatron_lite.files import Strict
 
 Selective = Literal["operators", "alternate", "attention", "norms"]
 """What selective recomputation means.
@@ -23,10 +20,9 @@ norms: normalisations and activations run again, everything else is kept (Megatr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class Kernels(Strict):
     """Which kernels run; decides the operators of a layer and what autograd keeps of them."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     # one fused kernel that keeps no score matrix; else scores, softmax and dropout are calls of their own and their
     # results are kept
     flash_attention: bool = True

@@ -66,11 +66,7 @@ class Order:
 
 
 def order_of(graph: networkx.DiGraph[str]) -> Order:
-    """The partial order of a directed graph without cycles: an element reaches another where a path leads there.
-
-    Raises:
-        networkx.NetworkXUnfeasible: the graph has a cycle.
-    """
+    """The partial order of a directed graph without cycles: an element reaches another where a path leads there."""
     rank = {name: number for number, name in enumerate(graph)}
     import networkx  # here, as most models have no branches and it takes long to load
 

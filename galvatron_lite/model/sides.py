@@ -1,4 +1,4 @@
-"""The sides of pictures that windows pass over, as the shapes of operators tell them. No torch here."""
+"""The sides of pictures that windows pass over, as the shapes of operators tell them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from functools import lru_cache
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Operator, OperatorClass
 
-SIDES = ("depth", "height", "width")
-"""Of a volume; a picture has the last two, a line the last one."""
+SIDES = ("depth", "height", "width")  # of a volume; a picture has the last two, a line the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,7 @@ def sides_of(one: Operator) -> tuple[Side, ...]:
     return ()
 
 
-_NORM = 2
-"""Figures in the shape of a batch normalisation; a pooling window has more."""
+_NORM = 2  # figures in the shape of a batch normalisation; a pooling window has more
 
 
 @lru_cache(maxsize=4096)
@@ -56,9 +54,6 @@ def sides_told(figures: tuple[int, ...]) -> tuple[Side, ...]:
 
     Strides of a transposed convolution are negative. Where paddings and dilations are left out, windows that overlap
     are padded by half of the kernel and others not at all, and no window is dilated.
-
-    Raises:
-        InputError: as many figures as no number of sides has.
     """
     told = {parts * sides: (parts, sides) for parts in (3, 5) for sides in (1, 2, 3)}
     if len(figures) not in told:

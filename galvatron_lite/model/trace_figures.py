@@ -14,8 +14,7 @@ from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.model.trace_record import OperatorCall, Recording
 from galvatron_lite.model.trace_run import RegionRun
 
-SAMPLES = (2, 4)
-"""The two batch sizes a region is run at."""
+SAMPLES = (2, 4)  # the two batch sizes a region is run at
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,9 @@ class RegionFigures:
 
 
 def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
-    """Figures for one sample from runs at the two batch sizes ``SAMPLES``.
-
-    Raises:
-        TraceError: the region does other things at another batch size.
-    """
+    """Figures for one sample from runs at the two batch sizes ``SAMPLES``."""
     _check_alike(small.recording, large.recording)
-    sizes = _growth(small.recording.sizes, large.recording.sizes)
+    sizes = {number: _slope(small.recording.sizes[number], size) for number, size in large.recording.sizes.items()}
     recording = large.recording
     made = {event for event in recording.events if event > 0}.difference(large.leaving)
     taken = set(large.chain).difference(large.leaving)
@@ -93,10 +88,6 @@ def _check_alike(small: Recording, large: Recording) -> None:
         f"The model must run the same operators whatever the batch size ({unlike} differ); name its blocks (blocks=)."
     )
     raise TraceError("model", f"batch sizes {SAMPLES}", remedy)
-
-
-def _growth(small: Mapping[int, int], large: Mapping[int, int]) -> dict[int, int]:
-    return {number: _slope(small[number], size) for number, size in large.items()}
 
 
 def _slope(small: int, large: int) -> int:

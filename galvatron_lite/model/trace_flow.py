@@ -75,12 +75,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ran.add(path)
 
     def leave(self, args: Any, output: Any) -> Any:
-        """The module that began last has run; returns its output, with copies of what it was given and did not write.
-
-        Args:
-            args: what it was given.
-            output: what it made.
-        """
+        """The module that began last has run; returns its output, with copies of inputs that it did not write."""
         path, handed = self._running[-1], output
         given = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
         again = [tensor for tensor in tensors_of(output) if tensor.untyped_storage()._cdata in given]
@@ -214,11 +209,6 @@ def needs_of(flow: DataFlow, model: nn.Module, groups: Mapping[str, Collection[s
     """What each group of modules needs, by its name.
 
     A group that is given what code elsewhere made of parameters that one other group alone holds needs that one.
-
-    Args:
-        flow: of the run.
-        model: that ran.
-        groups: module paths by group; modules inside them belong to it, too.
     """
     homes, bits = held_by(flow.modules, groups), group_bits(flow, model, groups)
     every, given = sum(bits.values()), dict.fromkeys(groups, 0)

@@ -27,11 +27,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no module, and what other code made of one to compile it, or to train it on several ranks.
-
-    Raises:
-        TraceError: it is; says what to give.
-    """
+    """Refuse what is no module, and what other code made of one to compile it, or to train it on several ranks."""
     if not isinstance(model, nn.Module):
         remedy = "Give an nn.Module: an instance, not its class."
     elif hasattr(model, "_orig_mod"):  # torch.compile's, whose class takes more than a second to import
@@ -46,14 +42,7 @@ def check_model(model: object) -> None:
 def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
     """A copy of a model on the meta device, in training mode, its storages never read.
 
-    Args:
-        model: on any device.
-        precision: floating parameters and buffers are cast to it; None leaves them as they are.
-
     Parameters that are tied stay tied. It runs as the model does in training; see ``prepare_for_training``.
-
-    Raises:
-        TraceError: the model cannot be copied, or an unknown precision.
     """
     dtype = None if precision is None else dtype_of(precision)
     _check_hooks(model)
@@ -117,11 +106,7 @@ def _meta_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Torch's type of a precision.
-
-    Raises:
-        TraceError: a precision no model can be traced at.
-    """
+    """Torch's type of a precision."""
     if precision not in DTYPES:
         raise TraceError("precision", precision, f"Choose one of {', '.join(DTYPES)}.")
     return DTYPES[precision]

@@ -1,17 +1,164 @@
-"""Operators below autograd: what bounds them, their FLOPs, the sizes that describe them, the bytes they move."""
+"""What functions of torch are, as the planner's operators: kinds, FLOPs, shapes; fused kernels by their schemas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from galvatron_lite.model.fused_kernels import attention, attention_backward, grouped, grouped_weight  # noqa: F401  registers the operators  # noqa: F401  registers the operators
 from galvatron_lite.model.graph import OperatorClass
+
+_SHAPES_ONLY = "This operator has shapes only; it is for tensors on the meta device."
+
+
+@torch.library.custom_op("galvatron_lite::attention", mutates_args=())
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output (..., heads, queries, value size) and logarithms (..., heads, queries) in float32. Shapes only."""
+    raise NotImplementedError(_SHAPES_ONLY)
+
+
+@attention.register_fake
+def _attention_shapes(
+    query: Tensor, _key: Tensor, value: Tensor, _mask: Tensor | None, _causal: bool
+) -> tuple[Tensor, Tensor]:
+    rows = query.shape[:-1]
+    output = query.new_empty(*rows[:-2], rows[-1], rows[-2], value.shape[-1]).transpose(-3, -2)
+    return output, query.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.custom_op("galvatron_lite::attention_backward", mutates_args=())
+def attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value. Shapes only."""
+    raise NotImplementedError(_SHAPES_ONLY)
+
+
+@attention_backward.register_fake
+def _backward_shapes(
+    _gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    query, key, value, mask, output, logs = ctx.saved_tensors
+    return *attention_backward(gradient, query, key, value, mask, output, logs), None, None
+
+
+attention.register_autograd(_backward, setup_context=_keep)
+
+
+class FusedAttention(TorchFunctionMode):
+    """While it is entered, ``scaled_dot_product_attention`` on meta tensors is the operator above.
+
+    Modes do not see what a function they were asked about calls in turn; inside ``multi_head_attention_forward``
+    (``nn.MultiheadAttention``) the function is therefore replaced by name.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the one call, pass every other on."""
+        if func is F.scaled_dot_product_attention:
+            return _fused(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            with _replaced():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _replaced() -> Iterator[None]:
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _fused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001  fused kernels draw the same numbers again in backward
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    if query.dim() == 3:
+        lifted = _fused(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), is_causal=is_causal)
+        return lifted.squeeze(1)
+    output: Tensor = attention(query, key, value, attn_mask, is_causal)[0]
+    return output
+
+
+_SHAPES_ONLY = "This operator has shapes only; it is for tensors on the meta device."
+
+
+@torch.library.custom_op("galvatron_lite::grouped", mutates_args=())
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """(rows, inner) by (experts, inner, columns): (rows, columns). Shapes only."""
+    raise NotImplementedError(_SHAPES_ONLY)
+
+
+@grouped.register_fake
+def _grouped_shapes(rows: Tensor, weight: Tensor, _ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[-1])
+
+
+@torch.library.custom_op("galvatron_lite::grouped_weight", mutates_args=())
+def grouped_weight(rows: Tensor, gradient: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the weight. Shapes only."""
+    raise NotImplementedError(_SHAPES_ONLY)
+
+
+@grouped_weight.register_fake
+def _weight_shapes(_rows: Tensor, _gradient: Tensor, _ends: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(weight)
+
+
+def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_experts(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weight, ends = ctx.saved_tensors
+    return grouped(gradient, weight.transpose(-2, -1), ends), grouped_weight(rows, gradient, ends, weight), None
+
+
+grouped.register_autograd(_backward_experts, setup_context=_keep_experts)
+
+
+class GroupedExperts(TorchFunctionMode):
+    """While it is entered, ``grouped_mm`` on meta tensors is the operator above."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the one call, pass every other on."""
+        # what torch.nn.functional.grouped_mm calls; modes are not asked about that one itself
+        if getattr(func, "__name__", "") == "_grouped_mm":
+            return _shaped(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _shaped(func: Any, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
+    if offs is None or not mat_a.is_meta or mat_a.dim() != 2 or mat_b.dim() != 3:
+        plain: Tensor = func(mat_a, mat_b, offs=offs, **options)
+        return plain
+    made: Tensor = grouped(mat_a, mat_b, offs)
+    return made
+
 
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm"}
 _CONVOLUTIONS = {"convolution", "_convolution", "convolution_backward"}
@@ -139,10 +286,8 @@ _COPIES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
 """Interpolations that read one pixel for each of theirs."""
 _BLENDS = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
 """Those that read the two nearest along each side."""
-_PADDED, _DILATED = 3, 4
-"""Places of padding and dilation among the arguments of a pooling operator."""
-_LINES = 3
-"""Of a batch of lines."""
+_PADDED, _DILATED = 3, 4  # places of padding and dilation among the arguments of a pooling operator
+_LINES = 3  # of a batch of lines
 
 
 def convolution_shape(args: Sequence[Any]) -> tuple[int, ...]:
@@ -181,18 +326,18 @@ def _pooled(name: str, args: Sequence[Any]) -> tuple[int, ...]:
     return (*whole, *kernel, *stride, *_each(padding, sides), *_each(dilation, sides))
 
 
-def _adapted(whole: Sequence[int], left: Sequence[int]) -> tuple[int, ...]:
-    stride = [max(extent // output, 1) for extent, output in zip(whole[1:], left, strict=True)]
+def _adapted(picture: Sequence[int], outputs: Sequence[int]) -> tuple[int, ...]:
+    stride = [max(extent // output, 1) for extent, output in zip(picture[1:], outputs, strict=True)]
     kernel = [
-        max(extent - (output - 1) * step, 1) for extent, output, step in zip(whole[1:], left, stride, strict=True)
+        max(extent - (output - 1) * step, 1) for extent, output, step in zip(picture[1:], outputs, stride, strict=True)
     ]
-    return (*whole, *kernel, *stride, *(0 for _ in left), *(1 for _ in left))
+    return (*picture, *kernel, *stride, *(0 for _ in outputs), *(1 for _ in outputs))
 
 
-def _enlarged(whole: Sequence[int], after: Sequence[int], *, blends: bool) -> tuple[int, ...]:
+def _enlarged(picture: Sequence[int], outputs: Sequence[int], *, blends: bool) -> tuple[int, ...]:
     """Where a side is not enlarged by a whole number, a window that reads one pixel on either end."""
-    rows = [_enlarging(extent, output, blends) for extent, output in zip(whole[1:], after, strict=True)]
-    return (*whole, *(figure for place in range(3) for figure in (row[place] for row in rows)), *(1 for _ in rows))
+    rows = [_enlarging(extent, output, blends) for extent, output in zip(picture[1:], outputs, strict=True)]
+    return (*picture, *(figure for place in range(3) for figure in (row[place] for row in rows)), *(1 for _ in rows))
 
 
 def _enlarging(extent: int, output: int, blends: bool) -> tuple[int, int, int]:

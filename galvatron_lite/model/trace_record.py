@@ -94,11 +94,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _note(
-        self, target: Recording, func: Any, inputs: list[Tensor], seen: list[int], flop: int, given: Any, args: Any
+        self, target: Recording, func: Any, inputs: list[Tensor], seen: list[int], flop: int, output: Any, args: Any
     ) -> None:
-        outputs = list(tensors_of(given))
+        outputs = list(tensors_of(output))
         numbers = tuple(self.number(tensor, created=True) for tensor in outputs)
-        in_place = any(output is taken for output in outputs for taken in inputs)
+        in_place = any(made is taken for made in outputs for taken in inputs)
         if name_of(func) in _ALLOCATIONS or (set(numbers) <= set(seen) and not in_place):
             return
         sizes = extents(func, args, outputs)

@@ -14,9 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.errors import GalvatronError, TraceError
 from galvatron_lite.model.batch import call_model, map_tensors, tensors_of
-from galvatron_lite.model.fused_kernels import FusedAttention, GroupedExperts
 from galvatron_lite.model.own_checkpoints import left_to_the_plan
 from galvatron_lite.model.trace_flow import DataFlow
+from galvatron_lite.model.trace_operators import FusedAttention, GroupedExperts
 from galvatron_lite.model.trace_record import Recorder, Recording, ValuesReadError
 
 
@@ -49,11 +49,7 @@ class Observation:
 
 
 def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow | None = None) -> Observation:
-    """Run a model on the meta device once, whole, and note its blocks' calls, and what its tensors are made of.
-
-    Raises:
-        TraceError: the model does not run; names the module and the cause.
-    """
+    """Run a model on the meta device once, whole, and note its blocks' calls, and what its tensors are made of."""
     seen, entered = Observation(), list[str]()
     chosen, inside = set(blocks), list[BlockCall]()
     results = dict[int, tuple[str, Tensor, int]]()  # of blocks, by id, with their versions outside of blocks
@@ -200,9 +196,6 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
         call: what goes in.
         chain: places of the inputs that come from the layer before; they get gradients, unless they did not when the
             model ran (pictures of the batch).
-
-    Raises:
-        TraceError: the block does not run; names it and the cause.
     """
     recorder, recording = Recorder(), Recording()
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.inputs]

@@ -36,8 +36,7 @@ from enum import StrEnum
 from math import ceil
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.layers import ModelSplit, Network, OracleLayer
-from galvatron_lite.oracle.links import Link, Wires, all_gather, all_reduce
+from galvatron_lite.oracle.layers import Link, ModelSplit, Network, OracleLayer, Wires, all_gather, all_reduce
 
 
 class Quirk(StrEnum):

@@ -1,4 +1,11 @@
-"""A network as ParaDL's closed forms see it: layers with input, output and weight items.
+"""A network and the links of a cluster as ParaDL's closed forms see them.
+
+Kahira et al. 2021 (arXiv:2104.09075), section 3.1: Hockney's model with ring collectives. alpha is the summed latency
+of the way, 1 / beta the bandwidth of its slowest link, of the worst pair on the ring.
+
+    one message of m bytes                  alpha + m beta
+    all-reduce of m bytes over p            2 (p - 1) (alpha + m beta / p)
+    all-gather of m bytes of each of p      (p - 1) (alpha + m beta)
 
 Kahira et al. 2021 (arXiv:2104.09075), section 3: x_l, y_l and w_l are items of one sample. Their released oracle
 (github.com/TruongThaoNguyen/paraDL-analysis) has one measured time of a whole sample and divides it by FLOPs. For
@@ -11,20 +18,147 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Interval
 
+from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import Layers, Name, Samples, Seconds, Steps
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass
 from galvatron_lite.model.sides import sides_of
 from galvatron_lite.parallelism.pictures import channels_of, is_picture
 
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way between two devices."""
+
+    alpha: float  # seconds before the first byte arrives
+    beta: float  # seconds a byte
+
+    def seconds(self, size: float) -> float:
+        """Of one message of so many bytes."""
+        return self.alpha + size * self.beta
+
+    def contended(self, flows: float) -> Link:
+        """The way where so many flows share its slowest link (the paper's phi)."""
+        return Link(self.alpha, self.beta * flows)
+
+
+def all_reduce(link: Link, devices: int, size: float) -> float:
+    """Seconds to sum ``size`` bytes over a ring."""
+    return 2 * (devices - 1) * link.seconds(size / devices)
+
+
+def all_gather(link: Link, devices: int, size: float) -> float:
+    """Seconds until each device has the ``size`` bytes of every one."""
+    return (devices - 1) * link.seconds(size)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSetting(Strict):
+    """One way the figures of a network are told."""
+
+    end: float  # seconds from a device to its bridge
+    source: str = ""  # where that is said
+
+
+@dataclass(frozen=True, slots=True)
+class Rate(Strict):
+    """A link's figures: bytes a second, seconds."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reach(Strict):
+    """Switches on the longest way among the first so many devices."""
+
+    devices: int  # at most so many
+    switches: float  # seconds of all switches passed
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric(Strict):
+    """A fat tree of nodes with bridged network adapters, as ``profiles/paradl/networks`` describes it."""
+
+    name: str  # of the cluster
+    source: str  # where the figures come from
+    devices: int  # at most
+    memory: float  # bytes a device
+    node: int  # devices of a node
+    default: str  # name of the setting taken where none is asked for
+    settings: dict[str, LinkSetting]  # named figures of a way's ends
+    inside: Rate  # between devices of a node
+    between: float  # bytes a second between nodes
+    bridge: float  # seconds of the switch between a device and the adapter
+    levels: tuple[Reach, ...]  # by devices, ascending
+    staged: Rate  # between devices of a node where messages go through host memory
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """What the formulas ask of a cluster: the worst pair among the first so many devices."""
+
+    name: str  # of the cluster
+    setting: str  # which figures of it
+    devices: int  # at most
+    memory: float  # bytes a device
+    node: int  # devices of a node
+    direct: tuple[tuple[int, Link], ...]  # by devices, ascending: the link of collectives
+    staged: tuple[tuple[int, Link], ...]  # by devices, ascending: the link of messages that go through host memory
+
+    def link(self, devices: int) -> Link:
+        """Of collectives over so many devices."""
+        return _reaching(self.direct, devices)
+
+    def staged_link(self, devices: int) -> Link:
+        """Of halos and the all-gather that ends a spatial split."""
+        return _reaching(self.staged, devices)
+
+
+def _reaching(links: tuple[tuple[int, Link], ...], devices: int) -> Link:
+    found = next((link for reach, link in links if devices <= reach), None)
+    if found is None:
+        raise InputError("--gpus", devices, f"The cluster has {links[-1][0]}; give 1 to that many.")
+    return found
+
+
+def wires_of(fabric: Fabric, setting: str | None = None) -> Wires:
+    """The links of a fabric under one of its settings."""
+    name = setting or fabric.default
+    if name not in fabric.settings:
+        raise InputError("--network", name, f"{fabric.name} has {', '.join(fabric.settings)}.")
+    hop, near = fabric.settings[name].end + fabric.bridge, fabric.inside
+    slow = min(fabric.between, fabric.staged.bandwidth)
+    first = (fabric.node, Link(near.latency, 1 / near.bandwidth))
+    far = [(at.devices, Link(2 * hop + at.switches, 1 / fabric.between)) for at in fabric.levels]
+    through = (fabric.node, Link(fabric.staged.latency + fabric.bridge, 1 / fabric.staged.bandwidth))
+    beyond = [(at.devices, Link(4 * hop + at.switches, 1 / slow)) for at in fabric.levels]
+    return Wires(
+        fabric.name, name, fabric.devices, fabric.memory, fabric.node, (first, *far), (through, *beyond)
+    )  # fmt: skip
+
+
+def wires_of_cluster(cluster: Cluster, setting: str | None = None) -> Wires:
+    """The links of any cluster: latencies of the levels passed, the bandwidth of one adapter, by level.
+
+    Collectives reach the share of a bandwidth that the level's ``efficiency`` says. Messages go from device to device.
+    """
+    if setting is not None:
+        raise InputError("--network", setting, f"{cluster.name} has one way to tell its network: leave it out.")
+    sizes = list(accumulate((level.size for level in cluster.levels), lambda a, b: a * b))
+    slow = list(accumulate((level.bandwidth / level.lanes * level.efficiency for level in cluster.levels), min))
+    links = tuple(
+        (size, Link(level.latency, 1 / rate)) for size, level, rate in zip(sizes, cluster.levels, slow, strict=True)
+    )
+    memory = float(cluster.device.memory - cluster.device.context)
+    return Wires(cluster.name, "levels", cluster.devices, memory, cluster.levels[0].size, links, links)
 
 
 class Op(StrEnum):
@@ -51,10 +185,9 @@ REUSED = (Op.RELU, Op.NORM)
 
 
 @dataclass(frozen=True, slots=True)
-class OracleLayer:
+class OracleLayer(Strict):
     """One layer."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str  # for people
     op: Op  # what it does
     x: tuple[Samples, ...]  # extents of the input of one sample, channels first
@@ -122,10 +255,9 @@ class OracleLayer:
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(Strict):
     """A network and the data set it is trained on."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # of the model
     source: str  # where the layers come from
     samples: Steps  # of the data set (D)
@@ -180,15 +312,7 @@ _ELEMENTWISE = ("relu", "act", "gelu", "swish", "silu", "sigmoid")
 
 
 def network_of(graph: ModelGraph, seconds: float, source: str, samples: int, batch: int) -> Network:
-    """The table of a model.
-
-    Args:
-        graph: the model.
-        seconds: of forward and backward of one sample.
-        source: what ``seconds`` come from.
-        samples: of an epoch.
-        batch: samples of a replica.
-    """
+    """The table of a model."""
     for kind in graph.kinds.values():
         if kind.dims.sequence > 1 or any(one.kind is OperatorClass.ATTENTION for one in kind.operators):
             remedy = "The closed forms are of convolutional networks; leave --formulas paradl out."

@@ -10,22 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.files import STRICT, from_data, read_data
+from galvatron_lite.files import Strict, from_data, read_data
 from galvatron_lite.oracle.closed_form import Case, Method, estimate
-from galvatron_lite.oracle.links import wires_of
+from galvatron_lite.oracle.layers import wires_of
 from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
 from galvatron_lite.oracle.request import fabric_named, graph_named, network_named
 from galvatron_lite.oracle.rows import Forecast, ForecastRow, StrategyLine, findings, iterations_of
 from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.stacks.catalog import match_stack
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
-
 
 CLUSTER, PRECISION = "abci", "fp32"
 FRAMEWORKS = {"report": "Chainer/ChainerMN, layer-wise collectives by NCCL", "logs": "Chainer/ChainerMN"}
@@ -33,10 +29,9 @@ FRAMEWORKS = {"report": "Chainer/ChainerMN, layer-wise collectives by NCCL", "lo
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRow:
+class MeasuredRow(Strict):
     """One measured row."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     origin: str  # ``report`` or ``logs``
     model: str  # a table of layers
     strategy: Method  # how it was split
@@ -214,8 +209,7 @@ def _epoch(row: MeasuredRow, seconds: float) -> float:
     return seconds * iterations_of(network_named(row.model).samples, question.global_batch)
 
 
-DIGITS = 12
-"""Significant digits of a figure: those that the released oracle prints."""
+DIGITS = 12  # significant digits of a figure: those that the released oracle prints
 
 
 def rounded(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The figure of a forecast as SVG: epochs over GPUs, and what each strategy's epoch and memory are made of. No torch.
+"""The figure of a forecast as SVG: epochs over GPUs, and what each strategy's epoch and memory are made of.
 
 Above, seconds of an epoch of every strategy, both axes logarithmic. Below, a panel a strategy: bars of what an epoch is
 made of (shares, so that bars of 1 and 1,024 GPUs can be read alike) and under them bars of a device's memory, with a
@@ -22,12 +22,7 @@ _COLUMNS, _GAP = 4, 22
 _BARS, _MEMORY, _PANEL = 120, 62, 292
 _FIRST = _DEEP + 112
 
-PARTS = (
-    ("compute", 0),
-    ("communication", 1),
-    ("weight update", 2),
-    ("waiting, host", 5),
-)
+PARTS = (("compute", 0), ("communication", 1), ("weight update", 2), ("waiting, host", 5))
 """What an epoch is made of, with the numbers of its colours."""
 
 
@@ -71,7 +66,7 @@ def _epochs(lines: Sequence[StrategyLine]) -> Iterator[str]:
     yield f'<path class="grid" d="M{_LEFT} {_TOP}V{_DEEP}H{_RIGHT}"/>'
     for value in decades(up.low, up.high):
         yield f'<path class="grid" d="M{_LEFT} {up.at(value):.1f}H{_RIGHT}"/>'
-        yield caption(_LEFT - 8, up.at(value) + 4, _seconds(value), "end", "soft")
+        yield caption(_LEFT - 8, up.at(value) + 4, (f"{value:,.0f} s" if value >= 1 else f"{value:g} s"), "end", "soft")
     for count in sorted({row.devices for row in rows}):
         yield caption(across.at(count), _DEEP + 18, f"{count:,}", "middle", "soft")
     yield caption((_LEFT + _RIGHT) / 2, _DEEP + 38, "GPUs", "middle")
@@ -106,10 +101,6 @@ def _scale(values: Sequence[float], start: float, end: float) -> Scale:
     """A little beyond the outermost values."""
     low, high = min(values), max(values)
     return Scale(low / 1.15, high * 1.15, start, end)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.0f} s" if value >= 1 else f"{value:g} s"
 
 
 def _apart(places: Sequence[tuple[float, int]], least: float) -> dict[int, float]:

@@ -31,10 +31,8 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.stacks.schema import Stack
 
-WIDEST = 512
-"""Devices among which the channels of convolutions are split at most."""
-SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Samples a device that are estimated."""
+WIDEST = 512  # devices among which the channels of convolutions are split at most
+SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # samples a device that are estimated
 
 
 @dataclass(slots=True)
@@ -80,16 +78,7 @@ def _unshared(cluster: Cluster) -> Cluster:
 def machine_of(
     graph: ModelGraph, cluster: str, devices: int, precision: str, batch: int, stack: Stack = GALVATRON
 ) -> ClusterCosts:
-    """The costs of a model from data sheets, for up to so many devices.
-
-    Args:
-        graph: the model, in ``precision``.
-        cluster: name or path.
-        devices: the most that are asked about.
-        precision: of compute.
-        batch: samples of a replica, which are estimated beside ``SAMPLES``.
-        stack: the training software.
-    """
+    """The costs of a model from data sheets, for up to so many devices."""
     return ClusterCosts(cluster, profile_on(graph, load_cluster(cluster, devices), precision, batch, stack))
 
 

@@ -18,29 +18,21 @@ from galvatron_lite.limits import DEVICES, LARGEST, check_range
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import build_graph, load_model, load_shape, model_names
 from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name
-from galvatron_lite.model.shapes.sizes import not_square, sides_of, sizes_of
+from galvatron_lite.model.shapes.picture_fields import not_square, sides_of, sizes_of
 from galvatron_lite.oracle import closed_table, table
 from galvatron_lite.oracle.closed_form import Case, Method, quirks_named
-from galvatron_lite.oracle.layers import Network, network_of
-from galvatron_lite.oracle.links import Fabric, wires_of, wires_of_cluster
+from galvatron_lite.oracle.layers import Fabric, Network, network_of, wires_of, wires_of_cluster
 from galvatron_lite.oracle.pricing import machine_of, row_of
 from galvatron_lite.oracle.rows import Forecast
 from galvatron_lite.oracle.strategies import RowQuestion, check_text
-from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.units import activation_bytes
 
-SIDE, CLASSES = 224, 1000
-"""Pixels of a picture's side and classes of networks known by name only."""
+SIDE, CLASSES = 224, 1000  # pixels of a picture's side and classes of networks known by name only
 
 
 def graph_named(name: str, precision: str, image: str | None = None) -> ModelGraph:
-    """The planner's model of a name or file: shipped ones, then image networks by their published names.
-
-    Args:
-        name: ``resnet50``, ``vgg16``, ``regnety_032``, or the path of a model file.
-        precision: of activations and compute.
-        image: pixels of a picture, ``224`` or ``512x1024``; None: the model's own.
-    """
+    """The planner's model of a name or file: shipped ones, then image networks by their published names."""
     plain = canonical(name)
     if Path(name).suffix in (".yaml", ".yml", ".json") or name in model_names():
         sizes = sizes_of(load_shape(name), name, image) if image else None

@@ -86,14 +86,7 @@ def degree_of(kind: Method, strategy: Strategy) -> int:
 
 
 def options(layer: LayerKind, kind: Method, group: int, batch: int) -> list[Strategy]:
-    """Strategies of a group for a kind of layer, those first that split it most ways; none where the batch is small.
-
-    Args:
-        layer: kind of layer.
-        kind: the oracle's word.
-        group: devices.
-        batch: samples of the group.
-    """
+    """Strategies of a group for a kind of layer, those first that split it most ways; none where the batch is small."""
     wanted = dict(_PLAIN)
     own = (SLICES[kind],) if kind in SLICES else _PIXELS
     wanted |= {name: (1,) for name in ("filters", "channels", *_PIXELS) if name not in own}
@@ -159,8 +152,7 @@ def allowed(layer: LayerKind) -> str:
     return ", ".join(f"{name} up to {most}" for name, most in found.items() if most > 1)
 
 
-Way = tuple[float, Chosen]
-"""Seconds of a step in a layer, and what it does."""
+Way = tuple[float, Chosen]  # seconds of a step in a layer, and what it does
 
 
 def picked(pricer: LayerPricer, question: RowQuestion) -> list[Chosen]:

@@ -1,4 +1,4 @@
-"""The table of the planner's own cost model: strategies over numbers of devices, with how far each scales. No torch.
+"""The table of the planner's own cost model: strategies over numbers of devices, with how far each scales.
 
 A strategy scales as far as some layer can still be split among all devices of a group.
 """
@@ -15,8 +15,7 @@ from galvatron_lite.oracle.rows import Forecast, ForecastRow, Limit, StrategyLin
 from galvatron_lite.oracle.strategies import RowQuestion, degree_of, options
 from galvatron_lite.parallelism.strategy import Strategy
 
-MOST = 4096
-"""Devices up to which limits are looked for."""
+MOST = 4096  # devices up to which limits are looked for
 SHARING = (Method.SPATIAL, Method.FILTER, Method.CHANNEL, *HYBRIDS)
 """Words for devices that share layers."""
 

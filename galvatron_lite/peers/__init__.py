@@ -1,1 +1,1 @@
-"""Other planners' profiles and plans: read, priced by their own formulas, turned into ours and back. No torch here."""
+"""Other planners' profiles and plans: read, priced by their own formulas, turned into ours and back."""

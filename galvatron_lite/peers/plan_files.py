@@ -1,4 +1,4 @@
-"""Prices plans that somebody gives: ours, written by hand, or of another planner. No torch here."""
+"""Prices plans that somebody gives: ours, written by hand, or of another planner."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.limits import SAMPLES, check_range
+from galvatron_lite.plans.io import refuse_phases
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.plans.written import plan_from
-from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.profiler.unsure import spread_note
+from galvatron_lite.profiler.schema import Profile, spread_note
 from galvatron_lite.search.result import provenance
 
 UNNAMED = "hetu"
@@ -23,14 +23,9 @@ UNNAMED = "hetu"
 
 
 def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Plan:
-    """A plan from a file: ours, one written by hand (``plans.written``), or Hetu-Galvatron's.
-
-    Args:
-        path: YAML or JSON.
-        profile: of the model.
-        batch: samples a step, for files of another planner that do not say.
-    """
+    """A plan from a file: ours, one written by hand (``plans.written``), or Hetu-Galvatron's."""
     data = read_data(path)
+    refuse_phases(data, path)
     if isinstance(data, Mapping) and ("tp_sizes_enc" in data or "global_tp_deg" in data):
         from galvatron_lite.peers.hetu.plan import read_hetu_plan, to_plan
 
@@ -61,13 +56,7 @@ def at_batch(plan: Plan, batch: int) -> Plan:
 
 
 def check_devices(plan: Plan, profile: Profile, gpus: int | None = None) -> None:
-    """Whether a cluster has the devices that a plan is made for.
-
-    Args:
-        plan: what is to be priced.
-        profile: with the cluster.
-        gpus: how many the user said the plan runs on; None: nothing said.
-    """
+    """Whether a cluster has the devices that a plan is made for."""
     if gpus is not None and gpus != plan.devices:
         raise InputError("--gpus", gpus, f"The plan is for {plan.devices} devices: plan anew for {gpus}.")
     if plan.devices > profile.cluster.devices:
@@ -76,13 +65,7 @@ def check_devices(plan: Plan, profile: Profile, gpus: int | None = None) -> None
 
 
 def notes_of(plan: Plan, at: Plan, profile: Profile) -> tuple[str, ...]:
-    """Where a plan is priced otherwise than it says, a line each.
-
-    Args:
-        plan: as its file says.
-        at: the same plan at the batch it is priced with.
-        profile: what it is priced with.
-    """
+    """Where a plan is priced otherwise than it says, a line each."""
     graph, cluster = profile.graph, profile.cluster
     said = (
         (plan.global_batch != at.global_batch,

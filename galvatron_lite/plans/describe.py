@@ -21,10 +21,8 @@ from galvatron_lite.plans.schema import (
 from galvatron_lite.units import format_bytes, format_seconds
 
 _BAR = 24
-_ALIKE = 3
-"""Stages that do the same and are shown as one, at the least."""
-_MANY = 8
-"""Memory bars at most; of more, as many of each end as ``_ENDS``, and the fullest."""
+_ALIKE = 3  # stages that do the same and are shown as one, at the least
+_MANY = 8  # memory bars at most; of more, as many of each end as ``_ENDS``, and the fullest
 _ENDS = 3
 _SHOWN = {"context": "driver context"}
 """Parts of the memory that have another name in print: to a reader, context alone is a way to parallelise."""

@@ -1,4 +1,4 @@
-"""How a plan is executed: whether a backend trains by it, and the order of its stages' passes. No torch here."""
+"""How a plan is executed: whether a backend trains by it, and the order of its stages' passes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from galvatron_lite.plans.schema import Plan
 
 def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
     """The plan itself, once the backend can train with it, or run forward passes where it is for inference.
-
-    Args:
-        plan: what to check.
-        backend: the plan's own if not given.
 
     Raises:
         InputError: a mode, strategy or schedule that it does not run, a pipeline in inference, layers that differ in

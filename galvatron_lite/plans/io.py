@@ -24,22 +24,26 @@ def read_plan(path: Path | str) -> Plan:
     """
     path = Path(path)
     data = read_data(path)
+    refuse_phases(data, path)
     version = data.get("version") if isinstance(data, dict) else None
     if version != PLAN_VERSION:
         raise FileFormatError(f"{path}, version", version, _remedy(data, path))
     return check_plan(from_data(Plan, spelled_out(data, str(path)), str(path)), str(path))
 
 
+def refuse_phases(data: object, path: Path) -> None:
+    """Refuse a plan in phases where one plan is needed."""
+    if isinstance(data, dict) and "phases" in data:
+        remedy = (
+            "It holds the plans of several phases, and one is needed. Copy what stands under the plan: of a phase into "
+            "a file of its own, or plan the phase alone: galvatron plan --batch BATCH --seq TOKENS -o FILE."
+        )
+        raise InputError(f"{path}, phases", data["phases"] and f"{len(data['phases'])} phases", remedy)
+
+
 @contextmanager
 def file_named(plan: object) -> Iterator[None]:
-    """While a plan from a file is put to use: errors about parts of it (``plan.stages[1]: layers``) name the file.
-
-    Args:
-        plan: as it was given; its file is not known where it is none.
-
-    Raises:
-        InputError: the one that was raised within, with the file in its field.
-    """
+    """While a plan from a file is put to use: errors about parts of it (``plan.stages[1]: layers``) name the file."""
     try:
         yield
     except InputError as error:
@@ -64,10 +68,6 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 def check_plan(plan: Plan, field: str = "plan") -> Plan:
     """The plan itself, once its numbers agree with one another.
-
-    Args:
-        plan: what to check.
-        field: what to name in an error, usually the file.
 
     Raises:
         InputError: names the first number that does not fit, and what would.

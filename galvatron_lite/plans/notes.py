@@ -1,17 +1,41 @@
-"""What the reader of a plan should know of his model under it."""
+"""What the reader of a plan should know of his model under it, and the branches that a plan places."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from galvatron_lite.model.graph import LayerKind, ModelGraph
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph
+from galvatron_lite.parallelism.branch.find import Branch, find_regions
+from galvatron_lite.parallelism.branch.parts import trunk_of
 from galvatron_lite.parallelism.cyclic.cuts import unevenness
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.placed import layers_of_parts
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.units import format_count, format_seconds
+
+
+def placed_branches(graph: ModelGraph, plan: Plan) -> list[Branch]:
+    """The branches that a plan places, in its order."""
+    known = {branch.name: branch for region in find_regions(graph) for branch in region.branches}
+    placed: list[Branch] = []
+    for number, one in enumerate(plan.branches):
+        if one.name not in known:
+            has = f"has {', '.join(known)}" if known else "has no independent branches"
+            raise InputError(f"branches.{number}.name", one.name, f"The model {graph.name} {has}.")
+        if any(one.name == other.name for other in placed):
+            raise InputError(f"branches.{number}.name", one.name, "It is placed already.")
+        placed.append(known[one.name])
+    return placed
+
+
+def layers_of_parts(graph: ModelGraph, plan: Plan) -> list[tuple[Layer, ...]]:
+    """The layers of the trunk, then those of each branch that a plan places, in its order."""
+    placed = placed_branches(graph, plan)
+    known = {layer.name: layer for layer in graph.layers}
+    return [trunk_of(graph, placed), *(tuple(known[name] for name in branch.layers) for branch in placed)]
+
 
 _SAME_SIZE = 0.02
 """Share by which the published shape of a model and the module of that name may differ (biases, padded words)."""
@@ -30,12 +54,7 @@ def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
 
 
 def other_size(plan: Plan, parameters: int) -> tuple[str, ...]:
-    """That a plan was made for a model of the same layers and another width, where it was: a sentence, or nothing.
-
-    Args:
-        plan: that is put to use.
-        parameters: items of the model's parameters, shared ones counted once.
-    """
+    """That a plan was made for a model of the same layers and another width, where it was: a sentence, or nothing."""
     known = 0 if plan.provenance is None else plan.provenance.parameters
     if not known or abs(parameters - known) <= _SAME_SIZE * known:
         return ()

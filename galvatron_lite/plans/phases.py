@@ -1,31 +1,27 @@
-"""Phases of a training run: batches and sequences that change at given steps, and the plan of each. No torch here."""
+"""Phases of a training run: batches and sequences that change at given steps, and the plan of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Interval
 
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.files import STRICT, from_data, kind_of, read_data, write_value
+from galvatron_lite.files import Strict, from_data, kind_of, read_data, write_value
 from galvatron_lite.limits import SAMPLES, Name, Samples, Seconds, Size, Steps
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
 
 PHASES_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseEntry:
+class PhaseEntry(Strict):
     """A phase as it is written; one with a list of batches or sequences is a ramp of as many equal parts."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # for people
     steps: Steps  # optimizer steps, of all parts together
     batch: Annotated[int, Interval(le=SAMPLES)] | tuple[Annotated[int, Interval(le=SAMPLES)], ...]  # samples a step
@@ -34,10 +30,9 @@ class PhaseEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class PhasesFile:
+class PhasesFile(Strict):
     """What a file of phases holds."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     version: int  # of this schema
     phases: tuple[PhaseEntry, ...]  # in the order of training
 
@@ -54,20 +49,18 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchCost:
+class SwitchCost(Strict):
     """What going from one plan to another while training is estimated to cost (``cost.switching``)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     seconds: Seconds = 0.0  # from the end of one step to the start of the next
     received: Size = 0  # bytes that the device that receives most gets from others
     moved: Size = 0  # bytes that all devices together get from others
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedPhase:
+class PlannedPhase(Strict):
     """A phase and how it is trained."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # for people
     first: Size  # number of its first step, from 0
     steps: Steps
@@ -84,10 +77,9 @@ class PlannedPhase:
 
 
 @dataclass(frozen=True, slots=True)
-class PhasedPlan:
+class PhasedPlan(Strict):
     """The plans of a run."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     version: int  # of this schema
     phases: tuple[PlannedPhase, ...]  # in the order of training
     # predicted seconds of the run under the best one of the plans for all phases; None where none fits them all
@@ -132,12 +124,7 @@ def _split(plan: Plan) -> tuple[object, ...]:
 
 
 def read_phases(path: Path) -> tuple[Phase, ...]:
-    """The phases of a file, ramps in their parts.
-
-    Raises:
-        FileFormatError: missing, corrupt, or of another version.
-        InputError: readable, but with numbers that cannot be.
-    """
+    """The phases of a file, ramps in their parts."""
     data = read_data(path)
     version = data.get("version") if isinstance(data, dict) else None
     if version != PHASES_VERSION:
@@ -185,12 +172,7 @@ def is_phased(data: object) -> bool:
 
 
 def read_phased_plan(path: Path) -> PhasedPlan:
-    """A plan in phases from a YAML or JSON file, checked.
-
-    Raises:
-        FileFormatError: missing, corrupt, or of another version.
-        InputError: readable, but its numbers contradict one another.
-    """
+    """A plan in phases from a YAML or JSON file, checked."""
     data = read_data(path)
     version = data.get("version") if isinstance(data, dict) else kind_of(data)
     if version != PHASES_VERSION or not is_phased(data):
@@ -204,11 +186,7 @@ def write_phased_plan(plan: PhasedPlan, path: Path) -> None:
 
 
 def check_phased(plan: PhasedPlan, field: str = "plan") -> PhasedPlan:
-    """The plan itself, once its phases follow one another, on the same devices.
-
-    Raises:
-        InputError: names the first number that does not fit.
-    """
+    """The plan itself, once its phases follow one another, on the same devices."""
     if not plan.phases:
         raise InputError(f"{field}, phases", "none", "A plan in phases has at least one.")
     first, devices = 0, plan.phases[0].plan.devices

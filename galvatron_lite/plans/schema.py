@@ -1,4 +1,4 @@
-"""The plan: how every layer is split, what that is predicted to cost, and what it was made from. No torch here."""
+"""The plan: how every layer is split, what that is predicted to cost, and what it was made from."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Interval
 
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import (
     DEVICES,
     LAYERS,
@@ -34,9 +34,6 @@ from galvatron_lite.parallelism.pipeline.schedule import Schedule as Schedule
 from galvatron_lite.parallelism.pipeline.times import PassOrder
 from galvatron_lite.parallelism.strategy import Strategy
 
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
-
 PLAN_VERSION = 1
 
 
@@ -49,7 +46,7 @@ class Proof(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRun:
+class LayerRun(Strict):
     """Consecutive layers of one stage that share a strategy.
 
     Attributes:
@@ -59,7 +56,6 @@ class LayerRun:
         strategy: what each of them does with the stage's devices.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     first: Name
     last: Name
     count: Annotated[int, Interval(le=LAYERS)]
@@ -67,7 +63,7 @@ class LayerRun:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryBreakdown:
+class MemoryBreakdown(Strict):
     """Bytes on one device at the stage's worst moment; the parts add up to ``total``.
 
     Attributes:
@@ -80,7 +76,6 @@ class MemoryBreakdown:
         context: driver context and library workspaces.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     parameters: Size = 0
     gradients: Size = 0
     optimizer: Size = 0
@@ -99,7 +94,7 @@ class MemoryBreakdown:
 
 
 @dataclass(frozen=True, slots=True)
-class TimeBreakdown:
+class TimeBreakdown(Strict):
     """Seconds of one step on the slowest stage; the parts add up to ``total``.
 
     Attributes:
@@ -112,7 +107,6 @@ class TimeBreakdown:
         other: fixed host costs, and waiting for the slowest of many devices.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     forward: Seconds = 0.0
     backward: Seconds = 0.0
     recompute: Seconds = 0.0
@@ -131,7 +125,7 @@ class TimeBreakdown:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(Strict):
     """One pipeline stage.
 
     Attributes:
@@ -141,7 +135,6 @@ class Stage:
         device: name of its devices in a cluster of several types; empty where all are alike or a stage has several.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     runs: tuple[LayerRun, ...]
     memory: MemoryBreakdown = MemoryBreakdown()
     microbatch_seconds: Seconds = 0.0
@@ -149,19 +142,17 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Cyclic:
+class Cyclic(Strict):
     """Cyclic data parallelism: as many micro-batches as stages, each two time steps behind the one before it."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     rule: CyclicRule  # which parameters a micro-batch uses. Both train by gradients that are partly one step old
     setting: CyclicSetting  # where its passes run
 
 
 @dataclass(frozen=True, slots=True)
-class BranchPlacement:
+class BranchPlacement(Strict):
     """An independent branch of the model on devices of its own."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # of the branch
     roots: tuple[Name, ...]  # paths of the modules that hold its layers, and nothing else, in the order they run
     first: Size  # number of its first device
@@ -172,7 +163,7 @@ class BranchPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(Strict):
     """What a step is predicted to cost.
 
     Attributes:
@@ -184,7 +175,6 @@ class Prediction:
         peak_memory: bytes on the fullest device.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     step_seconds: StepSeconds
     time: TimeBreakdown
     samples_per_second: Amount
@@ -194,10 +184,9 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class Alternative(Strict):
     """A runner-up."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     summary: str  # what it does, in a line
     step_seconds: StepSeconds  # what it would have cost
     peak_memory: Size  # bytes on its fullest device
@@ -208,10 +197,9 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class Provenance:
+class Provenance(Strict):
     """What a plan was made from."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     galvatron: Name  # version of this package
     profile: Name  # name of the profile
     profile_hash: Name  # SHA-256 of its canonical JSON, shortened
@@ -243,7 +231,7 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Strict):
     """How a model is trained on a cluster.
 
     Attributes:
@@ -270,7 +258,6 @@ class Plan:
         order: what the order of passes of a zero-bubble schedule is made from; None: passes that all take as long.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     version: int
     model: Name
     devices: Annotated[int, Interval(le=DEVICES)]

@@ -1,4 +1,4 @@
-"""Plans as people write them: runs of layers by range or glob, strategies in short form. No torch here.
+"""Plans as people write them: runs of layers by range or glob, strategies in short form.
 
     devices: 8
     global_batch: 64
@@ -26,22 +26,12 @@ from galvatron_lite.files import from_data, kind_of, to_data
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan
-from galvatron_lite.plans.keys import check_keys
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Plan, Stage
-from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.spelled import check_keys, parse_strategy
 
 
 def plan_from(data: object, graph: ModelGraph, field: str) -> Plan:
-    """A plan from what a file holds.
-
-    Args:
-        data: plain data.
-        graph: the model, whose layers the plan names.
-        field: names the file in errors.
-
-    Raises:
-        InputError: a key, layer or number that does not fit; names it.
-    """
+    """A plan from what a file holds."""
     if not isinstance(data, Mapping):
         raise InputError(field, kind_of(data), "A plan is a mapping: devices, global_batch, microbatches, runs.")
     _check_top(data, field)

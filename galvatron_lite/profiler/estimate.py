@@ -1,4 +1,4 @@
-"""A profile from data sheets: the same schema as a measured one, no GPU needed. No torch here.
+"""A profile from data sheets: the same schema as a measured one, no GPU needed.
 
 Forward and backward of a layer are the sums of its operators' rooflines (``roofline``), but no less than the host
 takes to launch their kernels (``estimate_layer``); recompute ``full`` adds the whole forward to backward, ``selective``
@@ -13,7 +13,7 @@ from itertools import product
 
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import constants_for_device, constants_for_stack, load_calibration
-from galvatron_lite.cluster.cluster import Cluster, Device
+from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute
 from galvatron_lite.parallelism.channel.cost import BY
@@ -47,17 +47,7 @@ _FP32 = 4
 def optimizer_cost(
     machines: Sequence[Machine], name: str, states: StateLayout | None = None, stack: StackConstants | None = None
 ) -> OptimizerCost:
-    """Update time from memory traffic: every item of parameter, gradient and state passes through memory.
-
-    Args:
-        machines: the slowest counts.
-        name: a key of ``OPTIMIZERS``.
-        states: precisions at rest; None: all in fp32.
-        stack: factors of the training software; None: none.
-
-    Raises:
-        InputError: an optimizer whose traffic is not known.
-    """
+    """Update time from memory traffic: every item of parameter, gradient and state passes through memory."""
     if name not in OPTIMIZERS:
         raise InputError("--optimizer", name, f"Known for estimates: {', '.join(OPTIMIZERS)}.")
     traffic, stack = OPTIMIZERS[name], stack or StackConstants()
@@ -89,8 +79,7 @@ def handling_bytes(states: StateLayout) -> int:
 SAMPLES = (1, 2, 4, 8, 16, 32, 64)
 """Samples a device that are estimated; the cost model interpolates between them."""
 
-LARGEST_DEGREE = 64
-"""Tensor-parallel degrees above this are not estimated."""
+LARGEST_DEGREE = 64  # tensor-parallel degrees above this are not estimated
 
 Wanted = tuple[str, int, bool, Recompute, float]
 """Kind, tensor degree, sequence parallel, recompute choice, samples."""
@@ -137,15 +126,12 @@ def estimate_profile(
             them. Points that a kind does not offer are left out.
         expert: devices that the experts of a mixture are spread over, where ``wanted`` says what to estimate.
         context: devices that share the tokens of a sample.
-
-    Raises:
-        InputError: an unknown precision or optimizer, or a graph of another precision.
     """
     stack, calibration = stack or GALVATRON, calibration or load_calibration()
     host = _of_graph(stack_constants(stack, calibration), graph)
     if context > 1:
         host = replace(host, attention=host.attention * host.ring)
-    devices = _devices(cluster)
+    devices = list({group.device.name: group.device for group in cluster.groups}.values())
     machines = [
         machine_of(
             item, precision, constants_for_device(calibration, item.name, item.source), host, stack.uneven_shares
@@ -166,7 +152,13 @@ def estimate_profile(
             device,
             tuple(_points(graph, machines, stack, asked)),
             optimizer_cost(machines, optimizer or stack.optimizer, states, host),
-            _overhead(host, _copying(machines) if stack.copies_gathered else 0.0),
+            HostOverhead(
+                step=host.step_host,
+                pipeline=HOST.pipeline,
+                branch=HOST.branch,
+                gathered_per_byte=_copying(machines) if stack.copies_gathered else 0.0,
+                microbatch=host.microbatch_host,
+            ),
         )
 
     slowest, unlike = figures(machines, ""), zip(machines, devices, strict=True) if len(devices) > 1 else ()
@@ -215,24 +207,9 @@ def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
     return tuple(degree for degree in range(1, largest + 1) if kind.tensor_degrees % degree == 0)
 
 
-def _devices(cluster: Cluster) -> list[Device]:
-    """The devices of a cluster, each kind once."""
-    return list({group.device.name: group.device for group in cluster.groups}.values())
-
-
 def _gathered(precision: str, wide: str) -> str:
     """Parameters are gathered in the precision of compute where it is as wide as the stack's."""
     return wide if ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(precision, 1) == ITEM_BYTES[wide] else precision
-
-
-def _overhead(host: StackConstants, copying: float) -> HostOverhead:
-    return HostOverhead(
-        step=host.step_host,
-        pipeline=HOST.pipeline,
-        branch=HOST.branch,
-        gathered_per_byte=copying,
-        microbatch=host.microbatch_host,
-    )
 
 
 def _copying(machines: Sequence[Machine]) -> float:

@@ -1,4 +1,4 @@
-"""Every constant the estimates rest on besides the data sheets, in one place. No torch here.
+"""Every constant the estimates rest on besides the data sheets, in one place.
 
 [Empirical] marks round figures from public benchmarks of large kernels rather than a formula; they are meant to be
 right within some ten per cent, and ``galvatron profile`` on the machine itself replaces them.
@@ -16,8 +16,7 @@ GPU_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.8),
 after NVIDIA, "Matrix Multiplication Background User's Guide" (docs.nvidia.com/deeplearning/performance), section 3;
 rates [Empirical]."""
 
-CPU_TILE = 16
-"""Rows and columns of a CPU kernel's register block."""
+CPU_TILE = 16  # rows and columns of a CPU kernel's register block
 
 SPLITS = (1, 2, 4, 8)
 """Ways cuBLAS splits the inner extent where an output has fewer tiles than the device has multiprocessors."""

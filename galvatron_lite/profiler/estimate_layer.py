@@ -1,4 +1,4 @@
-"""Seconds of one layer on one device: its operators' rooflines against the host that launches them. No torch here."""
+"""Seconds of one layer on one device: its operators' rooflines against the host that launches them."""
 
 from __future__ import annotations
 
@@ -58,18 +58,7 @@ def layer_times(
     expert: int = 1,
     early_stop: bool = False,
 ) -> LayerTimes:
-    """Device and host seconds of one layer.
-
-    Args:
-        machine: the device at a precision.
-        kind: the layer.
-        states: how the stack holds gradients: adding them up moves memory.
-        samples: on the device.
-        degree: of tensor parallelism.
-        sequence_parallel: whether tokens are shared between sharded operators.
-        expert: devices that experts are spread over.
-        early_stop: see ``Stack``.
-    """
+    """Device and host seconds of one layer."""
     forward = backward = again = spared = 0.0
     launches = returns = repeats = unlaunched = 0
     marked = any(operator.again for operator in kind.operators)

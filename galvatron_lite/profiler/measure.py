@@ -22,10 +22,9 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.measure_assemble import assemble, software
 from galvatron_lite.profiler.measure_bench import BranchTimer, LayerBench
 from galvatron_lite.profiler.measure_scope import Scope, make_tasks
-from galvatron_lite.profiler.measure_tasks import Progress, agree, first_rank, run_tasks
+from galvatron_lite.profiler.measure_tasks import Journal, Progress, agree, first_rank, run_tasks
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash, journal_path, save_profile, unwritable
-from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.profiler.timing import BRIEF_RULE, DEFAULT_RULE, TimingRule
 from galvatron_lite.world import join, pick_device
 
@@ -79,12 +78,6 @@ def measure_profile(
             shares of pixels.
         graph: of the model, where it was traced already.
         branch_seconds: measures what a call of a branch with devices of its own costs; data sheets' if not given.
-
-    Returns:
-        The profile, the same on every rank.
-
-    Raises:
-        TraceError: the model, or a block of it, cannot be captured.
     """
     place = pick_device(device)
     if "RANK" in os.environ:
@@ -98,7 +91,7 @@ def measure_profile(
     scope = Scope(
         graph=graph,
         parameter_precision=precision_of(whole),
-        samples=_ends(counts) if brief else counts,
+        samples=tuple(dict.fromkeys((counts[0], counts[-1]))) if brief else counts,
         degrees=tuple(tensor_degrees or divisors(_world())),
         world=_world(),
         cluster=machine,
@@ -123,10 +116,6 @@ def sample_counts(most: int) -> tuple[int, ...]:
     """1, 2, 4 ... up to and including ``most``."""
     powers = [2**power for power in range(most.bit_length())]
     return tuple(sorted({*powers, most}))
-
-
-def _ends(counts: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((counts[0], counts[-1])))
 
 
 def machine_name(cluster: Cluster) -> str:

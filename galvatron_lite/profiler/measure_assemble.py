@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from galvatron_lite import __version__
 from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.files import from_data
-from galvatron_lite.profiler.fit import fit_collectives
 from galvatron_lite.profiler.measure_hardware import with_throughput
 from galvatron_lite.profiler.measure_overhead import BlockingCost
 from galvatron_lite.profiler.measure_scope import EDGES, Scope, layer_key, layer_settings
@@ -31,6 +34,75 @@ from galvatron_lite.profiler.schema import (
     Throughput,
 )
 from galvatron_lite.units import ITEM_BYTES
+
+Array = NDArray[np.float64]
+_ROUNDS = 25
+_SLOWEST = 1e-15
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyFit:
+    """``latency + slope * size``."""
+
+    latency: float  # seconds, >= 0
+    slope: float  # seconds per byte, > 0
+    residual: float  # median of |predicted - measured| / measured
+
+    def __call__(self, size: float) -> float:
+        """Seconds for a size."""
+        return self.latency + self.slope * size
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LatencyFit:
+    """The line of least relative error, little moved by outliers.
+
+    Relative errors, since small and large messages matter alike; iteratively reweighted least squares towards least
+    absolute deviation (Schlossmacher, JASA 68, 1973); a negative latency is set to 0 and the slope fitted alone.
+
+    Args:
+        sizes: bytes; at least one, not all zero.
+        seconds: measured, > 0.
+    """
+    x, y = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    weights = np.ones_like(y)
+    for _ in range(_ROUNDS):
+        latency, slope = _weighted(x, y, weights / y**2)
+        errors = np.abs(latency + slope * x - y) / y
+        weights = 1.0 / np.maximum(errors, 1e-6)
+    return LatencyFit(latency, slope, float(np.median(errors)))
+
+
+def _weighted(x: Array, y: Array, weights: Array) -> tuple[float, float]:
+    """Weighted least squares; both results are kept physical."""
+    mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
+    spread, along = weights @ (x - mean_x) ** 2, weights @ ((x - mean_x) * (y - mean_y))
+    slope = float(along / spread) if spread > 0 else 0.0
+    latency = float(mean_y) - slope * float(mean_x)
+    if latency < 0 or spread <= 0:
+        return 0.0, max(float(weights @ (x * y) / (weights @ (x * x))), _SLOWEST)
+    return (latency, slope) if slope > 0 else (float(mean_y), _SLOWEST)
+
+
+def fit_collectives(points: Sequence[CollectivePoint]) -> tuple[CollectiveFit, ...]:
+    """One straight line for every collective and shape of group."""
+    groups: dict[tuple[object, ...], list[CollectivePoint]] = defaultdict(list)
+    for point in points:
+        groups[(point.collective, point.group, point.stride, point.siblings)].append(point)
+    return tuple(_fit_group(group) for group in groups.values())
+
+
+def _fit_group(points: list[CollectivePoint]) -> CollectiveFit:
+    line = fit_line([point.size for point in points], [point.seconds for point in points])
+    first = points[0]
+    return CollectiveFit(
+        collective=first.collective,
+        group=first.group,
+        stride=first.stride,
+        siblings=first.siblings,
+        latency=line.latency,
+        bandwidth=1.0 / line.slope,
+        residual=line.residual,
+    )
 
 
 def assemble(name: str, scope: Scope, results: Results) -> Profile:
@@ -56,14 +128,9 @@ def assemble(name: str, scope: Scope, results: Results) -> Profile:
         gather_precision=scope.graph.precision,
         reduce_precision=scope.parameter_precision,
         parameter_precision=scope.parameter_precision,
-        copied_bytes=_copied(scope),
+        copied_bytes=(0 if scope.graph.precision == scope.parameter_precision else ITEM_BYTES[scope.graph.precision]),
         versions=software(),
     )
-
-
-def _copied(scope: Scope) -> int:
-    """Bytes of an item of a copy of a weight, where compute is in another precision than parameters."""
-    return 0 if scope.graph.precision == scope.parameter_precision else ITEM_BYTES[scope.graph.precision]
 
 
 def with_links(cluster: Cluster, fits: tuple[CollectiveFit, ...]) -> Cluster:

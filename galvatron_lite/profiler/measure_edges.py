@@ -64,17 +64,7 @@ class EdgeInput:
 def measure_edges(
     edges: EdgeInput, settings: tuple[LayerSetting, LayerSetting], device: torch.device, rule: TimingRule = DEFAULT_RULE
 ) -> tuple[LayerPoint, LayerPoint]:
-    """Measure what lies before and after the blocks.
-
-    Args:
-        edges: what to run.
-        settings: keys of the two points, before and after.
-        device: where.
-        rule: how long to time.
-
-    Raises:
-        TraceError: the loss does not depend on what blocks return that train.
-    """
+    """Measure what lies before and after the blocks."""
     give_gradients(edges.skeleton.model)
     compute = compute_dtype(edges.precision)
     if compute is not None:

@@ -2,20 +2,29 @@
 
 Under a process group all ranks of a machine run at the same moment, so cores and memory that they share are shared
 here too.
+
+All groups of one shape that fit side by side in the world run at the same moment, as they do in training; the slowest
+rank's time counts.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+from typing import TypeAlias
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.cluster.cluster import Cluster, Device
+from galvatron_lite.cluster.cluster import Cluster, Collective, Device
+from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
 from galvatron_lite.profiler.memory import storage_bytes, track_peak
-from galvatron_lite.profiler.schema import OptimizerCost, Throughput
-from galvatron_lite.profiler.timing import DEFAULT_RULE, TimingRule, time_call
+from galvatron_lite.profiler.schema import CollectivePoint, OptimizerCost, Overlap, Throughput
+from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, launched, time_call
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _SHAPES = {
@@ -126,3 +135,184 @@ def _working(tensors: int, items: int, device: torch.device) -> int:
     with track_peak(device) as tracked:
         optimizer.step()
     return tracked.peak
+
+
+SIZES = tuple(4096 * 4**power for power in range(8))  # message sizes in bytes, 4 KiB to 64 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """``size`` ranks that lie ``stride`` apart; ``siblings`` such groups make up the world."""
+
+    size: int
+    stride: int
+    siblings: int
+
+
+def group_shapes(world: int) -> list[GroupShape]:
+    """Every shape whose groups tile a world, near ones first."""
+    shapes = []
+    for size in _divisors(world):
+        if size > 1:
+            shapes += [GroupShape(size, stride, world // size) for stride in _divisors(world // size)]
+    return shapes
+
+
+def ranks_of(shape: GroupShape, world: int) -> list[list[int]]:
+    """The ranks of every group of one shape in a world."""
+    span = shape.size * shape.stride
+    starts = [block + offset for block in range(0, world, span) for offset in range(shape.stride)]
+    return [[start + index * shape.stride for index in range(shape.size)] for start in starts]
+
+
+def make_group(shape: GroupShape) -> dist.ProcessGroup | None:
+    """This rank's group of a shape; every rank of the world must call it. None: the whole world."""
+    world = dist.get_world_size()
+    if shape.size == world:
+        return None
+    groups: tuple[dist.ProcessGroup, object] = dist.new_subgroups_by_enumeration(ranks_of(shape, world))  # type: ignore[no-untyped-call]
+    return groups[0]
+
+
+def measure_collective(
+    collective: Collective,
+    shape: GroupShape,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    sizes: Sequence[int] = SIZES,
+    rule: TimingRule = DEFAULT_RULE,
+) -> list[CollectivePoint]:
+    """Points of one kind of communication on one shape of group, smallest message first.
+
+    Stops growing the message once one call takes a third of the time that the rule grants a point.
+    """
+    points = []
+    for size in sizes:
+        call = prepare(collective, size, group, device)
+        seconds = time_call(call, device, rule, Across.MAX).seconds
+        points.append(CollectivePoint(collective, shape.size, shape.stride, shape.siblings, size, seconds))
+        if seconds > rule.seconds / 3:
+            break
+    return points
+
+
+def prepare(
+    collective: Collective, size: int, group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[], object]:
+    """A call that communicates ``size`` bytes (see ``CollectivePoint.size``) in float32 over preallocated zeros."""
+    ranks = dist.get_world_size(group)
+    items = max(size // 4 // ranks, 1)
+    whole, part = torch.zeros(items * ranks, device=device), torch.zeros(items, device=device)
+    if collective is Collective.ALL_REDUCE:
+        return lambda: dist.all_reduce(whole, group=group)
+    if collective is Collective.ALL_GATHER:
+        return lambda: all_gather(whole, part, group)
+    if collective is Collective.REDUCE_SCATTER:
+        return lambda: reduce_scatter(part, whole, group)
+    if collective is Collective.ALL_TO_ALL:
+        out = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(out, whole, group=group)
+    if collective is Collective.BROADCAST:
+        return lambda: dist.broadcast(whole, group=group, group_src=0)
+    return lambda: _send_or_receive(whole, group)
+
+
+def _send_or_receive(tensor: Tensor, group: dist.ProcessGroup | None) -> object:
+    """Rank 0 of the group sends to rank 1; the others have nothing to do."""
+    rank = dist.get_rank(group)
+    if rank == 0:
+        return dist.send(tensor, group=group, group_dst=1)
+    return dist.recv(tensor, group=group, group_src=0) if rank == 1 else None
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+_MESSAGE = {"cpu": 2**23, "cuda": 2**28}
+_WIDTH = {"cpu": 256, "cuda": 4096}
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """One all-reduce under compute: how long it took, and how many pieces of compute were done meanwhile."""
+
+    seconds: float
+    pieces: float
+
+
+_Run: TypeAlias = Callable[[torch.Tensor, Callable[[], None], float, float], _Together]
+
+
+def measure_overlap(device: torch.device, rule: TimingRule = DEFAULT_RULE) -> Overlap:
+    """Measure it on the whole world; both factors are 1 where there is nobody to communicate with.
+
+    An all-reduce runs while matmuls run; how much longer it takes than alone is the one factor, how many fewer
+    matmuls are done in that time than alone is the other. Mean over the ranks, median over rounds.
+    """
+    if not launched():
+        return Overlap()
+    message = torch.zeros(_MESSAGE[device.type] // 4, device=device)
+    left = torch.rand(_WIDTH[device.type], _WIDTH[device.type], device=device)
+    out = torch.empty_like(left)
+
+    def piece() -> None:
+        torch.mm(left, left, out=out)
+
+    together = _cuda_round if device.type == "cuda" else _cpu_round
+    rounds = [_round(message, piece, together, device, rule) for _ in range(_ROUNDS)]
+    compute, communication = (median(column) for column in zip(*rounds, strict=True))
+    return _agreed(compute, communication)
+
+
+def _round(
+    message: torch.Tensor, piece: Callable[[], None], together: _Run, device: torch.device, rule: TimingRule
+) -> tuple[float, float]:
+    """Slow-down of compute and of communication, each against itself alone just before."""
+    brief = replace(rule, warmup=1, most=rule.least, seconds=rule.seconds / _ROUNDS)
+    alone = time_call(lambda: dist.all_reduce(message), device, brief, Across.MAX).seconds
+    each = time_call(piece, device, brief).seconds
+    found = together(message, piece, alone, each)
+    return found.seconds / (max(found.pieces, 0.5) * each), found.seconds / alone
+
+
+def _agreed(compute: float, communication: float) -> Overlap:
+    """The mean over the ranks; nothing runs faster for being disturbed."""
+    everyone = [(compute, communication)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (compute, communication))
+    means = [mean(column) for column in zip(*everyone, strict=True)]
+    return Overlap(max(1.0, means[0]), max(1.0, means[1]))
+
+
+def _cpu_round(message: torch.Tensor, piece: Callable[[], None], alone: float, each: float) -> _Together:  # noqa: ARG001
+    """Compute until the communication thread is done."""
+    dist.barrier()
+    start, pieces = time.perf_counter(), 0
+    work = dist.all_reduce(message, async_op=True)
+    while not work.is_completed():
+        piece()
+        pieces += 1
+    seconds = time.perf_counter() - start
+    work.wait()
+    return _Together(seconds, pieces)
+
+
+def _cuda_round(message: torch.Tensor, piece: Callable[[], None], alone: float, each: float) -> _Together:
+    """Queue more compute than the all-reduce can last, and see by events how much was done when it ended."""
+    dist.barrier()
+    torch.cuda.synchronize(message.device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(int(4 * alone / each) + 2)]  # type: ignore[no-untyped-call]
+    done, side = torch.cuda.Event(enable_timing=True), torch.cuda.Stream(message.device)  # type: ignore[no-untyped-call]
+    events[0].record()
+    work = dist.all_reduce(message, async_op=True)
+    with torch.cuda.stream(side):
+        work.wait()
+        done.record()
+    for event in events[1:]:
+        piece()
+        event.record()
+    torch.cuda.synchronize(message.device)
+    seconds = events[0].elapsed_time(done) / 1e3
+    pieces = sum(events[0].elapsed_time(event) / 1e3 <= seconds for event in events[1:])
+    return _Together(seconds, pieces)

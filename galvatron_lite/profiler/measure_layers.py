@@ -80,9 +80,6 @@ def measure_block(
         rule: how long to time.
         plan: how the block is split; found out if needed and not given.
         precision: of compute, as the runtime has it.
-
-    Returns:
-        Seconds per call and bytes.
     """
     chosen = plan or (infer_block(block, call.args, call.kwargs) if setting.tensor > 1 else TensorPlan())
     share = local_call(call, setting.tensor if setting.sequence_parallel else 1)
@@ -205,7 +202,7 @@ def block_memory(run: Callable[..., Any], call: SegmentCall, device: torch.devic
     with track_peak(device) as tracked:
         _forward_backward(run, call, leaf, tracked.mark)
     forward, backward = tracked.phases
-    memory = segment_memory(forward, backward, 0, small=_seed_bytes(device))
+    memory = segment_memory(forward, backward, 0, small=(512 if device.type == "cuda" else 4))
     return replace(memory, kept=max(memory.kept - passed, 0))
 
 
@@ -213,10 +210,6 @@ def segment_memory(forward: MemoryPhase, backward: MemoryPhase, earlier: int, sm
     """What a segment holds beyond what earlier ones keep; ``small``: bytes of the scalar that ends it."""
     kept = max(forward.end - earlier - small, 0)
     return SegmentMemory(kept, max(backward.peak - earlier, kept), max(forward.peak - earlier, kept))
-
-
-def _seed_bytes(device: torch.device) -> int:
-    return 512 if device.type == "cuda" else 4
 
 
 def _forward_backward(run: Callable[..., Any], call: SegmentCall, leaf: Tensor, between: Callable[[], None]) -> None:

@@ -30,7 +30,7 @@ from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup, TensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
-from galvatron_lite.profiler.measure_collectives import GroupShape, make_group, prepare
+from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
 from galvatron_lite.profiler.measure_layers import differentiable, seeded
 from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, on_share
 from galvatron_lite.profiler.memory import storage_bytes
@@ -119,17 +119,8 @@ def measure_overhead(
     device: torch.device,
     rule: TimingRule = DEFAULT_RULE,
 ) -> HostOverhead:
-    """Measure the overhead of every kind of machinery that this world can use.
-
-    Args:
-        block: a block of the model on ``device``; copied.
-        call: what it is called with, few samples.
-        kind: of the block.
-        batch: the example batch.
-        device: where.
-        rule: how long to time each.
-    """
-    step = time_call(lambda: _prepare_batch(batch, device), device, rule).seconds
+    """Measure the overhead of every kind of machinery that this world can use."""
+    step = time_call(lambda: move_batch(slice_batch(batch, 0, batch_size(batch)), device), device, rule).seconds
     plain = chain_seconds(BlockChain(block), call, device, rule)
     data = max(_data_seconds(block, call, device, rule) - plain, 0.0)
     spatial = _spatial_seconds(block, call, kind, device, rule)
@@ -137,10 +128,6 @@ def measure_overhead(
         return HostOverhead(data=data, step=step, spatial=spatial)
     zero = _zero_seconds(block, call, device, rule)
     return HostOverhead(zero=zero, data=data, step=step, pipeline=_pipeline(device, rule), spatial=spatial)
-
-
-def _prepare_batch(batch: Any, device: torch.device) -> object:
-    return move_batch(slice_batch(batch, 0, batch_size(batch)), device)
 
 
 def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:
@@ -225,13 +212,6 @@ def measure_waiting(
     rule: TimingRule = DEFAULT_RULE,
 ) -> BlockingCost:
     """Measure it on the largest tensor-parallel group that this world and the block allow.
-
-    Args:
-        block: a whole block on ``device``; copied.
-        plan: how it is split.
-        calls: what it is called with at few and at many samples.
-        device: where.
-        rule: how long to time each.
 
     Returns:
         Zero where the world or the block allows no tensor parallelism.

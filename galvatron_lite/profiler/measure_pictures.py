@@ -31,8 +31,7 @@ from galvatron_lite.profiler.segments import SegmentCall
 WHOLE: Grid = (1, 1, 1)
 WAYS = (2, 4, 8)
 """Devices whose shares are measured, however many there are here; between them, and below, time is a straight line."""
-_PICTURE = 2
-"""Dims of samples and channels, before those of the sides."""
+_PICTURE = 2  # dims of samples and channels, before those of the sides
 
 
 def measured_grids(kind: LayerKind) -> tuple[Grid, ...]:
@@ -57,14 +56,7 @@ def cut_pictures(value: Any, kind: LayerKind, grid: Grid) -> Any:
 
 
 def on_share(block: nn.Module, call: SegmentCall, kind: LayerKind, grid: Grid) -> nn.Module:
-    """The block, changed to work on the first device's pixels as training does, without the other devices.
-
-    Args:
-        block: takes plain tensors of the device's pixels then, and returns such.
-        call: what the block is called with, pictures whole.
-        kind: of layer.
-        grid: of devices.
-    """
+    """The block, changed to work on the first device's pixels as training does, without the other devices."""
     lines = tuple(ShapeOnlyLine(degree) if degree > 1 else None for degree in grid)
     cuts = PixelGrid((lines[0], lines[1], lines[2]), ShapeOnlyLine(prod(grid))).cuts
     plain, sides = block.forward, _sides(kind)
@@ -128,5 +120,4 @@ class Slicing:
         return tensor.narrow(1, *share(tensor.shape[1], self.plan.degree, 0)).contiguous()
 
 
-UNSLICED = Slicing()
-"""The whole layer."""
+UNSLICED = Slicing()  # the whole layer

@@ -14,16 +14,21 @@ from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.profiler.measure_bench import LayerBench
-from galvatron_lite.profiler.measure_collectives import GroupShape, group_shapes, make_group, measure_collective
-from galvatron_lite.profiler.measure_hardware import measure_optimizer, measure_throughput
+from galvatron_lite.profiler.measure_hardware import (
+    GroupShape,
+    group_shapes,
+    make_group,
+    measure_collective,
+    measure_optimizer,
+    measure_overlap,
+    measure_throughput,
+)
 from galvatron_lite.profiler.measure_layers import LayerSetting
-from galvatron_lite.profiler.measure_overlap import measure_overlap
 from galvatron_lite.profiler.measure_pictures import measured_grids, measured_slices, share_on
 from galvatron_lite.profiler.measure_tasks import MeasureTask
 from galvatron_lite.profiler.timing import TimingRule
 
-EDGES = "before and after"
-"""First part of the key of what is measured around the blocks."""
+EDGES = "before and after"  # first part of the key of what is measured around the blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +169,7 @@ def _sliced_edge_task(setting: LayerSetting, bench: LayerBench) -> MeasureTask:
 
 
 def _collective_task(
-    collective: Collective,
-    shape: GroupShape,
-    groups: dict[GroupShape, dist.ProcessGroup | None],
-    scope: Scope,
+    collective: Collective, shape: GroupShape, groups: dict[GroupShape, dist.ProcessGroup | None], scope: Scope
 ) -> MeasureTask:
     def run(_: Mapping[str, Any]) -> Any:
         if shape not in groups:

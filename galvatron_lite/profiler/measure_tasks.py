@@ -1,20 +1,83 @@
-"""The points a profile is made of, as tasks that can be finished one by one, kept, and left out in a rerun."""
+"""Tasks of a measurement, run one after the other on all ranks; the journal that an interrupted one resumes from."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.profiler.timing import launched
 from galvatron_lite.saying import say
 
-Results: TypeAlias = dict[str, Any]
-"""Plain data of finished tasks by key."""
+_IDENTITY = "identity"
+
+
+class Journal:
+    """One JSON object a line: first what is being measured, then one finished point each.
+
+    A line that a crash cut short is dropped. A journal of something else is begun anew.
+
+    Args:
+        path: of the file; made when first written to.
+        identity: what tells this measurement from another (a hash of model, machine and settings).
+        resume: False begins anew whatever the file holds.
+    """
+
+    def __init__(self, path: Path, identity: str, resume: bool = True) -> None:
+        self.path = path
+        lines = _whole_lines(path) if resume else []
+        same = bool(lines) and lines[0].get(_IDENTITY) == identity
+        self.finished: dict[str, Any] = {line["key"]: line["value"] for line in lines[1:] if "key" in line and same}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not same:
+            path.write_text("", encoding="utf-8")
+            self._append({_IDENTITY: identity})
+
+    def add(self, key: str, value: Any) -> None:
+        """Keep a finished point; it is on disk when this returns."""
+        self.finished[key] = value
+        self._append({"key": key, "value": value})
+
+    def remove(self) -> None:
+        """Delete the file: the profile is written."""
+        self.path.unlink(missing_ok=True)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that can be read; what follows the last line break is cut off the file."""
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        return []
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        with path.open("r+b") as stream:
+            stream.truncate(len(whole))
+    parsed = [_parse(line) for line in whole.splitlines()]
+    return [line for line in parsed if line is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+Results: TypeAlias = dict[str, Any]  # plain data of finished tasks by key
 
 Progress: TypeAlias = Callable[[int, int, str], object]
 """Called with tasks done, tasks in all, and the label of the one that comes next."""
@@ -32,11 +95,6 @@ class MeasureTask:
 
 def run_tasks(tasks: Sequence[MeasureTask], journal: Journal | None, progress: Progress | None = None) -> Results:
     """Run what is not finished yet, in order, and keep each result at once.
-
-    Args:
-        tasks: the same on every rank.
-        journal: rank 0's; None on the other ranks.
-        progress: see ``Progress``; called on rank 0 only.
 
     Returns:
         Plain data by key, the same (rank 0's) on every rank.
@@ -71,8 +129,7 @@ def _tell(journal: Journal | None, progress: Progress | None, done: int, total: 
         progress(done, total, label)
 
 
-EVERY = 15.0
-"""Seconds between lines."""
+EVERY = 15.0  # seconds between lines
 
 
 def notices(title: str) -> Progress:

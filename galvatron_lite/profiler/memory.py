@@ -71,9 +71,6 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
     """Track what torch allocates on ``device`` while the ``with`` block runs (not nested on CPU).
 
     Only allocations of the calling thread, and of the threads autograd runs backward on, are seen on CPU.
-
-    Yields:
-        A ``PeakMemory`` that is filled in when the block ends without an error.
     """
     found = PeakMemory(torch.device(device))
     if found.device.type == "cuda":

@@ -1,18 +1,281 @@
-"""Seconds of one operator on one device from its shape and the data sheet (roofline). No torch here.
+"""Seconds of one operator on one device from its shape and the data sheet (roofline).
 
-Matmuls and convolutions have modules of their own; here are fused attention and memory-bound kernels.
+A matmul's output is cut into tiles, and the device works through them in waves of one tile a multiprocessor: the last
+wave is paid in full (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantisation). The kernel
+library takes the cheapest tile. Nothing runs faster than its bytes can be moved or a kernel can be launched.
+
+A dense convolution is an implicit matrix product of output pixels x (input channels x kernel) x output channels
+(Chetlur et al. 2014, arXiv:1410.0759, section 3), and so are the gradients of its input and of its weights. Tensor
+cores work in tiles: output channels are padded to 32, 64 or 128, of which the wider ones run faster, and the inner
+extent to 32 (NVIDIA, "Convolutional Layers User's Guide", sections on channels and tile quantisation). They read
+channels last; a picture that lies channels first is converted on its way in and out (the same guide, "Tensor
+Layouts"). Nothing runs faster than its bytes can be moved.
+
+Grouped convolutions fill such tiles badly; how badly depends on the kernels that cuDNN has for a layout
+(``MemoryLayout``). Depthwise ones do not use tensor cores at all: they read and write memory, the gradient of the
+weights more than once (Lu et al. 2021, arXiv:2104.02636), and work at a small share of the fp32 units' rate.
+
+Figures marked [Empirical] were fitted on published runs of half of the networks (even CRC-32 of the name) and tried on
+the other half.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, floor, prod
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
+from galvatron_lite.model.sides import sides_of
 from galvatron_lite.profiler import estimate_efficiency as constants
-from galvatron_lite.profiler.roofline_convolution import convolution
-from galvatron_lite.profiler.roofline_machine import Machine, Seconds, machine_of, stream, wide_precision
-from galvatron_lite.profiler.roofline_matmul import matmul, matmul_seconds
+from galvatron_lite.profiler.roofline_machine import NARROW, Machine, Rates, Seconds, machine_of, stream, wide_precision
+
+_ROW_SPLIT = frozenset(("out", "down", "projection", "o_proj", "down_proj", "c_proj", "o"))
+
+
+def matmul_seconds(machine: Machine, rows: float, inner: float, columns: float) -> float:
+    """Seconds of one matmul (rows x inner) @ (inner x columns) in the precision of linear layers."""
+    return matmul_at(machine.linear, rows, inner, columns)
+
+
+@lru_cache(maxsize=1 << 17)
+def matmul_at(rates: Rates, rows: float, inner: float, columns: float, groups: float = 1) -> float:
+    """Seconds of one matmul, or of ``groups`` equal ones in one kernel whose tiles fill waves together."""
+    moved = groups * (rows * inner + inner * columns + rows * columns) * rates.item_bytes
+    work = (
+        _gpu_work(rates, rows, inner, columns, groups) if rates.gpu else _cpu_work(rates, rows, inner, columns, groups)
+    )
+    return max(work, rates.launch, rates.tail + moved / rates.bandwidth)
+
+
+def _gpu_work(rates: Rates, rows: float, inner: float, columns: float, groups: float) -> float:
+    units, ramp = rates.units, constants.RAMP_INNER if rates.units > 1 else 0
+    best = float("inf")
+    for tile_rows, tile_columns, rate in constants.GPU_TILES:
+        tiles = groups * ceil(rows / tile_rows) * ceil(columns / tile_columns)
+        flops = 2 * tile_rows * tile_columns / rate
+        if tiles >= units:
+            extent = ceil(tiles / units) * (inner + ramp)
+        else:
+            extent = min(ceil(tiles * split / units) * (inner / split + ramp) for split in constants.SPLITS)
+        best = min(best, extent * flops)
+    return best / rates.unit
+
+
+def _cpu_work(rates: Rates, rows: float, inner: float, columns: float, groups: float) -> float:
+    size = constants.CPU_TILE
+    tiles = groups * ceil(rows / size) * ceil(columns / size)
+    ramp = constants.RAMP_INNER if rates.units > 1 else 0
+    return ceil(tiles / rates.units) * (inner + ramp) * 2 * size * size / rates.unit
+
+
+def matmul(machine: Machine, operator: Operator, samples: float, shared: int, expert: int = 1) -> Seconds:
+    """Forward and backward of a matmul operator, all calls together.
+
+    Backward is one matmul for the input's and one for the weights' gradient. ``shared``: ways the operator is divided;
+    ``expert``: devices its experts are spread over, each of which then sees that many times the rows.
+    """
+    if not operator.weight_bytes:
+        return _batched(machine, operator, samples, shared)
+    rates = machine.linear if operator.precision in NARROW or not machine.narrow else machine.other
+    rows, inner, columns = operator.shape[0] * samples, operator.shape[1], operator.shape[2]
+    groups = max(1.0, operator.count / expert) if operator.count > 1 else 1
+    rows *= operator.count / groups
+    forward = both = 0.0
+    ways = _ways(operator, rows, inner, columns, shared)
+    for m, k, n in ways:
+        slow = _alignment(k, n, rates)
+        forward += slow * matmul_at(rates, m, k, n, groups)
+        both += slow * (matmul_at(rates, m, n, k, groups) + matmul_at(rates, k, m, n, groups))
+    calls = operator.flops / (2 * prod(operator.shape) * operator.count)
+    seconds = _scaled(operator, calls * forward / len(ways), calls * both / len(ways))
+    return _with_sums(machine, operator, samples / shared, seconds)
+
+
+def _ways(
+    operator: Operator, rows: float, inner: float, columns: float, shared: int
+) -> tuple[tuple[float, float, float], ...]:
+    """How a split matmul may run: columns or inner extent divided; the mean of both where the name does not tell."""
+    if shared == 1:
+        return ((rows, inner, columns),)
+    if operator.sharding is not Sharding.TENSOR:
+        return ((rows / shared, inner, columns),)
+    by_columns, by_rows = (rows, inner, columns / shared), (rows, inner / shared, columns)
+    last = operator.name.rpartition(".")[2]
+    if last in _ROW_SPLIT:
+        return (by_rows,)
+    return (by_columns,) if last in constants.COLUMN_SPLIT else (by_columns, by_rows)
+
+
+def _alignment(inner: float, columns: float, rates: Rates) -> float:
+    """Factor on the time of 16-bit matmuls where rows of a matrix do not begin at multiples of 16 bytes."""
+    if not rates.gpu or rates.item_bytes != 2 or not (inner % 8 or columns % 8):
+        return 1.0
+    # Most ranks' share of an uneven split; padded ones are even.
+    extents = [floor(inner), floor(columns), *([ceil(inner), ceil(columns)] if rates.uneven else [])]
+    aligned = min(2 * (extent & -extent) for extent in extents)
+    return constants.MISALIGNED.get(aligned, 1.0)
+
+
+def _batched(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
+    """A matmul of two activations a head (plain attention), the heads folded into the rows."""
+    rows, inner, columns = operator.shape[0] * samples / shared, operator.shape[1], operator.shape[2]
+    rates, factor = machine.other, machine.stack.attention / machine.stack.matmul
+    size = min(inner, columns)  # of a head; the other extent is that of keys
+    if _alignment(size, size, rates) > 1:
+        rates = _without_tensor_cores(machine)
+    calls = operator.flops / (2 * prod(operator.shape))
+    floor = stream(machine, operator.moved * samples / shared / max(1, operator.count)) * max(1, operator.count)
+    forward = max(factor * calls * matmul_at(rates, rows, inner, columns), floor)
+    to_input = max(factor * calls * matmul_at(rates, rows, columns, inner), floor)
+    return Seconds(forward, to_input + forward if operator.backward_flops else 0.0)
+
+
+def _without_tensor_cores(machine: Machine) -> Rates:
+    """Rates of batched matmuls whose heads do not begin at multiples of 16 bytes: on the fp32 units. An odd number of
+    keys costs nothing of the kind (vision transformers with 197).
+
+    One of BigScience's models on A100 takes 30 to 40 % longer with 128 heads of 108 than with 96 of 144
+    (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml): its attention runs at 17 TFLOP/s.
+    """
+    plain = machine_of(machine.device, "fp32", machine.constants, machine.stack)
+    return machine.other._replace(unit=min(plain.other.unit, machine.other.unit))
+
+
+def _scaled(operator: Operator, forward: float, both: float) -> Seconds:
+    """A frozen matmul, or one whose input needs no gradient, does less in backward."""
+    share = operator.backward_flops / (2 * operator.flops) if operator.flops else 0.0
+    return Seconds(forward, both * share)
+
+
+def _with_sums(machine: Machine, operator: Operator, samples: float, seconds: Seconds) -> Seconds:
+    """What backward moves beyond its two matmuls: the bias's gradient, input gradients of siblings added up."""
+    extra = (operator.backward_moved - 2 * operator.moved) * samples
+    if extra <= 0 or not operator.backward_flops:
+        return seconds
+    return Seconds(seconds.forward, seconds.backward + stream(machine, extra))
+
+
+TILES = ((128, 1.0), (64, 0.9), (32, 0.75))
+"""Output channels of a tile and its rate beside the widest's; order after the guide, rates [Empirical]."""
+
+INNER = 32  # inner items that are computed at once
+
+RAMP = 64  # [Empirical] inner items that filling the pipeline and writing a tile cost
+
+DEPTHWISE = (1.38, 3.6)
+"""[Empirical] times a depthwise convolution moves its input and output, forward and backward: an RTX 3090 under
+PyTorch 1.12, either layout (github.com/huggingface/pytorch-image-models, results/benchmark-train-amp-*)."""
+
+DEPTHWISE_RATE = 0.09
+"""[Empirical] share of fp32 peak at which depthwise kernels work besides, same runs (kernels of 3 x 3 to 7 x 7)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLayout:
+    """How cuDNN's 16-bit kernels serve a memory layout. [Empirical], from the same runs as ``DEPTHWISE``."""
+
+    conversions: float  # times input and output are moved besides, in each of the three products
+    grouped: float  # rate of grouped convolutions beside dense ones
+    width: float  # channels a group at which that rate is reached; narrower groups are padded to it
+    even: int = 1  # groups must come in multiples of this for that rate; 1: any number
+    uneven: float = 1.0  # rate of other grouped convolutions
+    uneven_ramp: float = 0.0  # input channels a group at which they reach half of it
+
+
+FIRST = MemoryLayout(conversions=2.0, grouped=0.37, width=33.0)
+FULL = MemoryLayout(conversions=0.0, grouped=0.37, width=33.0)
+# Grouped: chosen by hand on half of the networks of DeepLearningExamples on A100 and V100, checked on the others.
+LAST = MemoryLayout(conversions=0.0, grouped=0.11, width=4.0, even=32, uneven=0.074, uneven_ramp=38.0)
+"""16 bits and TF32 channels first; fp32, and TF32 channels last, which need no conversion; 16 bits channels last."""
+
+
+def convolution(machine: Machine, operator: Operator, samples: float, shared: int) -> Seconds:
+    """Forward and backward seconds of a convolution."""
+    inputs, outputs, groups = operator.shape[:3]
+    kernel = prod(side.kernel for side in sides_of(operator))
+    # outputs are what the FLOPs say: padding is not in the shape
+    pixels = operator.flops / (2 * (inputs // groups) * outputs * kernel) * samples
+    seconds = stream(machine, (operator.moved * samples + operator.weight_bytes) / shared)
+    if groups > 1 and inputs == groups:
+        return _depthwise(machine, operator, samples, seconds)
+    layout = _layout(machine, operator.channels_last)
+    if groups > 1:
+        rate = _grouped_rate(layout, inputs // groups, groups) * _peak(machine)
+        work = operator.flops * samples / shared / rate
+        return _sums(operator, layout, (work, work, work), seconds)
+    rate, columns = _peak(machine), outputs / shared
+    forward = _padded(kernel * inputs) * _columns(columns)
+    to_input = _padded(kernel * outputs / shared) * _columns(inputs)
+    to_weight = _columns(kernel * inputs) * ceil(columns / INNER) * INNER
+    unit = 2 * pixels / rate * _waves(machine, pixels, columns)
+    if machine.precision == "fp32" and _is_winograd(operator):
+        unit /= machine.stack.winograd
+    if len(sides_of(operator)) == 3:
+        unit /= machine.stack.volumes
+    return _sums(operator, layout, (forward * unit, to_input * unit, to_weight * unit), seconds)
+
+
+def _layout(machine: Machine, last: bool) -> MemoryLayout:
+    if last:
+        return LAST if machine.item_bytes <= 2 else FULL
+    return FIRST if machine.item_bytes <= 2 or machine.precision == "tf32" else FULL
+
+
+def _is_winograd(operator: Operator) -> bool:
+    """Whether Winograd's algorithm serves a dense convolution: 3 x 3, one pixel further each time."""
+    sides = sides_of(operator)
+    return len(sides) == 2 and all(side.kernel == 3 and side.stride == side.dilation == 1 for side in sides)
+
+
+def _sums(operator: Operator, layout: MemoryLayout, work: tuple[float, float, float], seconds: float) -> Seconds:
+    """The three products, each bound by work or bytes, conversions added; no input gradient for the first layer."""
+    forward, to_input, to_weight = (max(part, seconds) + layout.conversions * seconds for part in work)
+    if not operator.backward_flops:
+        return Seconds(forward, 0.0)
+    return Seconds(forward, to_weight + (to_input if operator.backward_flops > operator.flops else 0.0))
+
+
+def _depthwise(machine: Machine, operator: Operator, samples: float, seconds: float) -> Seconds:
+    """Bytes and work add up: such kernels do not hide one behind the other."""
+    work = operator.flops * samples / (machine.device.peak.get("fp32", machine.peak) * DEPTHWISE_RATE)
+    forward, backward = DEPTHWISE[0] * seconds + work, DEPTHWISE[1] * seconds + 2 * work
+    return Seconds(forward, backward if operator.backward_flops else 0.0)
+
+
+@lru_cache(maxsize=4096)
+def _grouped_rate(layout: MemoryLayout, channels: int, groups: int) -> float:
+    """Of the dense rate, by channels a group and number of groups."""
+    if groups % layout.even:
+        return layout.uneven * channels / (channels + layout.uneven_ramp)
+    return layout.grouped * min(1.0, channels / layout.width)
+
+
+@lru_cache(maxsize=4096)
+def _padded(inner: float) -> float:
+    return ceil(inner / INNER) * INNER + RAMP
+
+
+@lru_cache(maxsize=4096)
+def _columns(columns: float) -> float:
+    """Output channels in the cheapest tiles, in units of the widest tile's rate."""
+    return min(ceil(columns / tile) * tile / rate for tile, rate in TILES)
+
+
+def _waves(machine: Machine, pixels: float, columns: float) -> float:
+    """Whole waves of tiles beside the share that is filled; fewer tiles than units are split along the inner extent."""
+    tiles = ceil(pixels / TILES[0][0]) * ceil(columns / TILES[0][0])
+    units = machine.device.units
+    return ceil(tiles / units) * units / tiles if tiles > units else 1.0
+
+
+def _peak(machine: Machine) -> float:
+    """FLOP/s of dense convolutions in full tiles under this software; where no share is known, matmuls' times 3/4."""
+    shares = machine.constants.convolution
+    name = {4: "fp32"}.get(machine.item_bytes, "bf16")
+    share = shares.get(machine.precision, shares.get(name))
+    return machine.wide * share / machine.stack.matmul if share else 0.75 * machine.other.unit * machine.device.units
+
 
 __all__ = ["Machine", "Seconds", "machine_of", "matmul_seconds", "operator_seconds", "stream", "wide_precision"]
 
@@ -25,16 +288,7 @@ def operator_seconds(
     sequence_parallel: bool = False,
     expert: int = 1,
 ) -> Seconds:
-    """Forward and backward seconds of an operator, all calls together.
-
-    Args:
-        machine: the device at a precision.
-        operator: what is called.
-        samples: samples on the device.
-        degree: tensor-parallel degree.
-        sequence_parallel: whether tokens are shared between sharded operators.
-        expert: devices that the experts of grouped matmuls are spread over.
-    """
+    """Forward and backward seconds of an operator, all calls together."""
     sharding = operator.sharding
     shared = degree if sharding is Sharding.TENSOR or (sequence_parallel and sharding is Sharding.SEQUENCE) else 1
     kind = operator.kind

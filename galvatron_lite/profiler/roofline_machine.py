@@ -1,4 +1,4 @@
-"""One device at one precision as the rooflines see it: its data sheet times what kernels reach of it. No torch here."""
+"""One device at one precision as the rooflines see it: its data sheet times what kernels reach of it."""
 
 from __future__ import annotations
 
@@ -95,9 +95,6 @@ def machine_of(
         reached: what kernels reach of it; None: the calibrated constants of its type.
         stack: factors of the training software; None: none.
         uneven: whether it slices unevenly, see ``Rates``.
-
-    Raises:
-        InputError: an unknown precision, or a device whose peaks do not cover it.
     """
     if precision not in ITEM_BYTES and precision not in NARROW:
         raise InputError("--precision", precision, f"Give one of {', '.join((*ITEM_BYTES, *NARROW[1:]))}.")

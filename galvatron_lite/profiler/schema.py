@@ -1,16 +1,16 @@
-"""What layers and communication cost, measured or estimated, in one schema. No torch here."""
+"""What layers and communication cost, measured or estimated, in one schema."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Interval
 
 from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.cluster.transport import STRAIGHT, Transport
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import (
     SAMPLES,
     Amount,
@@ -29,9 +29,6 @@ from galvatron_lite.limits import (
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.base import SPARING, PictureSplit
 
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
-
 PROFILE_VERSION = 1
 
 
@@ -43,10 +40,9 @@ class OriginKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Strict):
     """Where figures come from."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     kind: OriginKind  # measured or estimated
     source: str  # the device and backend they were measured on, or what they were estimated from
     date: str = ""  # ISO date of the measurement; empty for estimates
@@ -55,10 +51,9 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPoint:
+class LayerPoint(Strict):
     """One measured or estimated point of one kind of layer on one device."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     kind: Name  # key into ``ModelGraph.kinds``
     # samples on the device; fractions where devices share the tokens of one
     samples: Annotated[int | float, Interval(gt=0, le=SAMPLES)]
@@ -82,10 +77,9 @@ class LayerPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectivePoint:
+class CollectivePoint(Strict):
     """One measured point of communication."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     collective: Collective  # its kind
     group: Devices  # ranks in the group
     stride: Devices  # ranks between its members (1: near)
@@ -95,10 +89,9 @@ class CollectivePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveFit:
+class CollectiveFit(Strict):
     """Straight line through the points of one collective on one shape of group: ``latency + size / bandwidth``."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     collective: Collective  # collective, group, stride, siblings: what it was fitted for
     group: Devices
     stride: Devices
@@ -109,19 +102,17 @@ class CollectiveFit:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(Strict):
     """How much compute and communication slow one another down while both run."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     compute_slowdown: Factor = 1.0  # factor >= 1 on compute time
     communication_slowdown: Factor = 1.0  # factor >= 1 on communication time
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerCost:
+class OptimizerCost(Strict):
     """What updating parameters costs on one device."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: Name  # the optimizer (``adamw``)
     state_bytes: Count  # bytes of optimizer state for one parameter item (two fp32 moments: 8; with an fp32 master: 12)
     seconds_per_item: Seconds  # update time for one item held on the device
@@ -131,10 +122,9 @@ class OptimizerCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Throughput:
+class Throughput(Strict):
     """What one device reaches on large single operators, for people and reports."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     matmul: RateOrNone  # FLOP/s of the fastest shape tried
     attention: RateOrNone  # FLOP/s of attention without a mask
     bandwidth: RateOrNone  # bytes per second read and written by an elementwise addition larger than the caches
@@ -147,10 +137,9 @@ a call of one convolution of two, on two gloo processes of a server CPU."""
 
 
 @dataclass(frozen=True, slots=True)
-class HostOverhead:
+class HostOverhead(Strict):
     """Fixed host time of the runtime's own machinery, once a layer and micro-batch (seconds)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     zero: CallSeconds = 0.0  # around one ZeRO layer beside its collectives (hooks, copies), forward and backward
     data: CallSeconds = 0.0  # bucket handling of one data-parallel layer, once a step
     step: CallSeconds = 0.0  # once a step, of no layer (batch slicing, clipping, zeroing gradients)
@@ -170,10 +159,9 @@ class HostOverhead:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceFigures:
+class DeviceFigures(Strict):
     """What layers cost on one type of device in a cluster of several."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     device: Name  # its name
     layers: tuple[LayerPoint, ...]  # layers, optimizer, overhead: as in ``Profile``
     optimizer: OptimizerCost
@@ -181,7 +169,7 @@ class DeviceFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Strict):
     """Everything the planner needs: the model, the cluster, and what each layer and transfer costs there.
 
     Attributes:
@@ -225,7 +213,6 @@ class Profile:
         forward_only: whether its figures are of forward passes alone (``cost.forward_only``), not of training steps.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     version: int
     name: Name
     graph: ModelGraph
@@ -273,3 +260,16 @@ class Profile:
         return replace(
             self, cluster=cluster, types=(), layers=own.layers, optimizer=own.optimizer, overhead=own.overhead
         )
+
+
+UNSURE = 0.2  # spread of a profile above which it is told
+
+
+def spread_note(origin: Origin) -> tuple[str, ...]:
+    """That what a plan was made from was measured on a busy machine, where it was: a line, or nothing."""
+    if origin.spread <= UNSURE:
+        return ()
+    return (
+        f"repeated measurements differ by {origin.spread:.0%} (spread of the profile; below 10% on a machine that does "
+        "nothing else), so other plans may be faster: end what else runs there, and profile again",
+    )

@@ -122,17 +122,7 @@ def materialise(module: nn.Module, device: torch.device) -> nn.Module:
 def record_calls(
     skeleton: Skeleton, blocks: Mapping[str, nn.Module], batch: Any, compute: torch.dtype | None = None
 ) -> dict[str, SegmentCall]:
-    """What the first block of every kind is called with for a batch.
-
-    Args:
-        skeleton: of the model.
-        blocks: one block of each kind, on the skeleton's device.
-        batch: on the same device.
-        compute: dtype of compute, see ``parallelism.precision``; floating arguments of blocks are cast to it.
-
-    Raises:
-        TraceError: a block is never called, or a block fails.
-    """
+    """What the first block of every kind is called with for a batch."""
     calls: dict[str, SegmentCall] = {}
 
     def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,9 +159,6 @@ def passed_on(call: SegmentCall, hidden: Tensor) -> Any:
 def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The boundary tensor among a block's arguments: the first floating tensor; the first tensor (an embedding's ids)
     where there is none.
-
-    Raises:
-        TraceError: there is no tensor.
     """
     given = list(tensors_of((args, kwargs)))
     found = next((tensor for tensor in given if tensor.is_floating_point()), next(iter(given), None))

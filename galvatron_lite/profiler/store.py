@@ -1,4 +1,4 @@
-"""Profiles on disk: one folder a machine, one file a model, and which was made last. No torch here."""
+"""Profiles on disk: one folder a machine, one file a model, and which was made last."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from galvatron_lite.files import from_data, read_data, read_text, to_data, write
 from galvatron_lite.limits import FILE_BYTES, PARAMETERS
 from galvatron_lite.profiler.schema import PROFILE_VERSION, Profile
 
-LAST = "last"
-"""File in the profiles folder that holds the relative path of the profile made last."""
+LAST = "last"  # file in the profiles folder that holds the relative path of the profile made last
 
 
 def profile_path(folder: Path, machine: str, name: str) -> Path:
@@ -62,17 +61,7 @@ def unwritable(folder: Path) -> InputError | None:
 
 
 def save_profile(profile: Profile, folder: Path, machine: str, *, remember: bool = True) -> Path:
-    """Write a profile to its place in the profiles folder and remember it as the last one made; its path.
-
-    Args:
-        profile: what is written.
-        folder: of all profiles.
-        machine: names its own folder there.
-        remember: whether it is the last one made even where there is one already.
-
-    Raises:
-        InputError: nothing can be written there.
-    """
+    """Write a profile to its place in the profiles folder and remember it as the last one made; its path."""
     if (refused := unwritable(folder)) is not None:
         raise refused
     path = profile_path(folder, machine, profile.name)
@@ -83,12 +72,7 @@ def save_profile(profile: Profile, folder: Path, machine: str, *, remember: bool
 
 
 def last_profile(folder: Path = Path("profiles")) -> Path:
-    """The path of the profile made last here.
-
-    Raises:
-        InputError: none was made here yet.
-        FileFormatError: the one made last is gone.
-    """
+    """The path of the profile made last here."""
     try:
         name = read_text(folder / LAST, FILE_BYTES).strip()
     except FileFormatError as error:

@@ -21,8 +21,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-Lap: TypeAlias = Callable[[], None]
-"""Called by the timed code at the end of each of its parts."""
+Lap: TypeAlias = Callable[[], None]  # called by the timed code at the end of each of its parts
 
 
 class Across(StrEnum):
@@ -48,8 +47,7 @@ BRIEF_RULE = TimingRule(warmup=1, least=3, most=6, spread=0.1, seconds=0.1)
 """For figures that decide little: whether one device computes again what it could keep."""
 _PATIENCE = 4
 """How many times longer a rule allows to time a difference that does not stand out of its noise."""
-_CLEAR = 2.0
-"""A difference stands out where it is so many times its noise."""
+_CLEAR = 2.0  # A difference stands out where it is so many times its noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +79,6 @@ def time_laps(
         rule: when to stop.
         across: how the ranks' figures become one; the ranks are those of ``group``.
         group: the process group; None takes the default group where one exists.
-
-    Returns:
-        The same figures on every rank.
     """
     place = torch.device(device)
     for _ in range(rule.warmup):
@@ -138,17 +133,7 @@ def time_difference(
     rule: TimingRule = DEFAULT_RULE,
     group: dist.ProcessGroup | None = None,
 ) -> Difference:
-    """Time all terms in turn, again and again; longer than the rule says where they hardly differ.
-
-    Args:
-        terms: what is added up.
-        device: see ``time_laps``.
-        rule: for each term.
-        group: see ``time_laps``.
-
-    Returns:
-        The same on every rank.
-    """
+    """Time all terms in turn, again and again; longer than the rule says where they hardly differ."""
     place, across = torch.device(device), [term.across for term in terms]
 
     def in_turn() -> list[float]:

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.layout import Box
-from galvatron_lite.runtime.pieces import (
-    Held,
-    Parallel,
-    held_buffers,
-    held_gradients,
-    held_parameters,
-    part_of,
-)
+from galvatron_lite.runtime.pieces import Held, Parallel, held_buffers, held_gradients, held_parameters, part_of
 
 
 def full_gradients(parallel: Parallel) -> dict[str, Tensor]:

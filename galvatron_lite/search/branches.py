@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.branch.assign import Assignment, assign
 from galvatron_lite.parallelism.branch.find import BranchRegion
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Plan, Proof, Schedule, Stage
-from galvatron_lite.profiler.unsure import spread_note
+from galvatron_lite.profiler.schema import spread_note
 from galvatron_lite.search.branch_course import BranchCourse
 from galvatron_lite.search.branch_notes import branch_notes
 from galvatron_lite.search.branch_options import BranchOptions, Choices

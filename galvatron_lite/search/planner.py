@@ -31,8 +31,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import Backend, backend_named, check_mode
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Mode, Plan, Schedule, TrainedBy
-from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.profiler.unsure import spread_note
+from galvatron_lite.profiler.schema import Profile, spread_note
 from galvatron_lite.search.alike import with_alike
 from galvatron_lite.search.all_ways import WAYS, WHY
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, pipelines, quickest

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Literal
 
 from galvatron_lite.calibration.schema import StackConstants
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.cluster.transport import STRAIGHT, Transport
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.parallelism.base import SPARING, PictureSplit
 
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateLayout:
+class StateLayout(Strict):
     """In which precision the states of training are held and moved."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     parameters: str = "fp32"  # precision of parameters at rest
     gradients: str = "fp32"  # precision of gradients at rest (``fp32`` for Megatron's main gradients)
     reduce: str = "fp32"  # precision in which gradients are reduced
@@ -39,10 +35,9 @@ class StateLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class Stack(Strict):
     """One training framework and version."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     name: str  # ``megatron-core``; key of its calibrated constants
     source: str = ""  # where the facts below come from (documentation, default arguments)
     # which kernels it runs
@@ -90,7 +85,7 @@ class Stack:
     # whether the memory it reports is what PyTorch's allocator reserved, not what it allocated
     reports_reserved: bool = False
     # whether batch normalisation, addition and ReLU are one kernel, where there is one for it
-    # (``model.shapes.images.fusion``)
+    # (``model.shapes.images.layout``)
     fuses_norms: bool = False
     transport: Transport = STRAIGHT  # how it sends
     pictures: PictureSplit = SPARING  # how it splits pictures

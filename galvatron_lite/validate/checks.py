@@ -83,13 +83,7 @@ def cluster_of(run: PublishedRun, calibration: Calibration) -> Cluster | Skipped
     if run.n_gpus is None:
         return Skipped("number of GPUs not stated", "Give n_gpus.")
     return cluster_from_links(
-        device,
-        run.n_gpus,
-        run.gpus_per_node,
-        run.intra_link,
-        run.inter_net,
-        run.inter_node_gbps,
-        calibration,
+        device, run.n_gpus, run.gpus_per_node, run.intra_link, run.inter_net, run.inter_node_gbps, calibration
     )
 
 
@@ -100,10 +94,7 @@ _OPTIMIZER = re.compile(r"adam|sgd|momentum|lamb")
 _MEMORY_SLACK = 0.2
 """Share by which stated and real memory may differ: GB for GiB (7 %), and what firmware and ECC keep."""
 
-_GENERIC = {
-    False: re.compile(r"nvlink|nvswitch|\bnvl|pci"),
-    True: re.compile(r"infiniband|\bib\b|dgx|nvl72|nvl36"),
-}
+_GENERIC = {False: re.compile(r"nvlink|nvswitch|\bnvl|pci"), True: re.compile(r"infiniband|\bib\b|dgx|nvl72|nvl36")}
 """Words that mean the reference design's own link, inside a node and between nodes."""
 
 FRAMEWORKS = (

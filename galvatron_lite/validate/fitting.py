@@ -27,15 +27,7 @@ def leaves_recompute_open(text: str | None) -> bool:
 
 
 def fitting(run: PublishedRun, plan: Plan, graph: ModelGraph, price: Price, capacity: int) -> Plan:
-    """The priced plan, changed as little as makes it fit where the run leaves that open; as it is if nothing does.
-
-    Args:
-        run: what was published.
-        plan: of the run, not priced.
-        graph: its model.
-        price: fills in a plan's prediction.
-        capacity: bytes of a device.
-    """
+    """The priced plan, changed as little as makes it fit where the run leaves that open; as it is if nothing does."""
 
     def fits(candidate: Plan) -> bool:
         prediction = candidate.prediction

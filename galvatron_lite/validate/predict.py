@@ -26,8 +26,7 @@ from galvatron_lite.stacks.schema import Stack, workspace_bytes
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.checks import cluster_of, not_understood
 from galvatron_lite.validate.fitting import fitting
-from galvatron_lite.validate.images import image_model
-from galvatron_lite.validate.model import shape_of
+from galvatron_lite.validate.model import image_model, shape_of
 from galvatron_lite.validate.plans import Batch, batch_of, compute_precision, plan_of
 from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Skipped, judge
 from galvatron_lite.validate.rows import PublishedRun
@@ -39,12 +38,6 @@ def peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tupl
 
     The last rank's stage, all devices together, or the fullest stage. What is counted: what ``nvidia-smi`` shows, what
     PyTorch reserved, or (where nothing is said) what it allocated, libraries' workspaces included.
-
-    Args:
-        run: what was published.
-        stack: its software.
-        plan: priced.
-        device: of its cluster.
     """
     memories = [stage.memory for stage in plan.stages[-plan.pipeline :]]
     workspaces = workspace_bytes(stack, device)

@@ -44,8 +44,7 @@ class Predicted:
     memory: MemoryBreakdown  # where the memory of the stage that the run speaks of goes
 
 
-LEAST_RANKED = 3
-"""Runs a group or family needs for a rank correlation."""
+LEAST_RANKED = 3  # runs a group or family needs for a rank correlation
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +111,7 @@ class Scores:
     oom_foreseen: int = 0
 
 
-Mean = Mapping[str, float | int | None]
-"""Figures averaged over families."""
+Mean = Mapping[str, float | int | None]  # figures averaged over families
 
 AVERAGED = (
     "time_mape", "time_median", "time_bias", "memory_mape", "memory_bias", "spearman", "regret", "regret_max",
@@ -182,8 +180,7 @@ def macros(
     return {name: macro(score_families(runs, key).values()) for name, runs in named.items()}
 
 
-Pair = tuple[float, float]
-"""Predicted and measured seconds."""
+Pair = tuple[float, float]  # predicted and measured seconds
 
 
 def _pair(one: Judged) -> Pair:

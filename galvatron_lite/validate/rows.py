@@ -34,22 +34,14 @@ REAL: Mapping[str, float] = {
 }  # fmt: skip
 """Largest value of every field that is a number: more than nought, and finite."""
 
-GRADES = ("A", "B", "A-mem", "C")
-"""What ``quality`` may be."""
+GRADES = ("A", "B", "A-mem", "C")  # what ``quality`` may be
 
 NOT_USED = ("tflops_per_gpu", "tflops_kind", "mfu", "hfu")
 """Fields that published rows have and nothing here reads: every source counts FLOPs in its own way."""
 
 
 def checked(name: str, value: Any, kind: str, place: str) -> Any:
-    """A field's value as its kind.
-
-    Args:
-        name: of the field.
-        value: as JSON has it; not None.
-        kind: one of ``WANTED``.
-        place: what to call the row in an error.
-    """
+    """A field's value as its kind."""
     if not _of_kind(value, kind) or not _within(name, value):
         raise FileFormatError(f"{place}, {name}", value, f"Give {allowed(name, kind)}, or leave it out.")
     return int(value) if kind == "int" else value

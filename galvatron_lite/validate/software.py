@@ -43,13 +43,7 @@ _UNIQUE_DISPATCH = ("deepep", "hybridep")
 
 
 def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Stack:
-    """The run's framework with what the run itself says: attention kernel, precision of states, optimizer.
-
-    Args:
-        run: what was published.
-        precision: of compute.
-        calibration: holds the stack's constants.
-    """
+    """The run's framework with what the run itself says: attention kernel, precision of states, optimizer."""
     stack = match_stack(run.framework)
     optimizer = optimizer_of(run.optimizer, stack)
     constants, overlapped = constants_for_stack(calibration, stack.name), "asynctp" in (run.precision or "").lower()

@@ -15,15 +15,14 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
+from galvatron_lite.profiler.measure_tasks import Journal
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
-from galvatron_lite.profiler.store_journal import Journal
 from galvatron_lite.verify.conformance.groups import gradients_summed, groups_fit
 from galvatron_lite.verify.conformance.layers import layer_checks
 from galvatron_lite.verify.conformance.volume import VOLUME, volume
 from galvatron_lite.verify.dry.mode import DryRunError
-from galvatron_lite.verify.dry.names import named_for
-from galvatron_lite.verify.dry.roles import run_roles
+from galvatron_lite.verify.dry.roles import named_for, run_roles
 from galvatron_lite.verify.dry.step import Subject, subject_of
 from galvatron_lite.verify.match.meeting import match
 from galvatron_lite.verify.numbers.check import check_numbers
@@ -32,8 +31,7 @@ from galvatron_lite.verify.schema import Check, Checks, RoleRun, Verdict, Verifi
 from galvatron_lite.verify.source import ModelSource, example_of
 
 NAME = "dry run"
-SIZE = "the model is the plan's"
-"""Told only where it is not."""
+SIZE = "the model is the plan's"  # told only where it is not
 Progress = Callable[[int, int, str], None]
 
 
@@ -77,14 +75,7 @@ def check_dry(
 
 
 def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Profile | None) -> list[Check]:
-    """Every check of runs that have been done.
-
-    Args:
-        runs: of one rank of each role.
-        plan: that they are to have followed, by names of the model's layers.
-        graph: of the model.
-        profile: that communication is priced with; None: it is not looked at.
-    """
+    """Every check of runs that have been done."""
     seconds = sum(run.seconds for run in runs)
     said = f"{len(runs)} of {plan.devices} ranks did a whole step without data, in {seconds:.0f} s of processor time."
     cluster = None if profile is None else profile.cluster
@@ -119,11 +110,7 @@ def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
 def run_all(
     subject: Subject, plan: Plan, kept: Journal | None, progress: Progress, *, chained: bool = False
 ) -> list[RoleRun]:
-    """One rank of each role; those that a journal has are not run again. See ``run_roles``.
-
-    Raises:
-        DryRunError: the plan or the model cannot be followed without data.
-    """
+    """One rank of each role; those that a journal has are not run again. See ``run_roles``."""
     finished = {} if kept is None else kept.finished
     done = {int(rank): from_data(RoleRun, data, "journal") for rank, data in finished.items()}
     count = len(done)

@@ -34,14 +34,7 @@ Verify = Callable[[ModelSource, Plan], Sequence[Check]]
 
 
 class Verifier:
-    """Verifies one plan for a model, on rank 0; made on every rank before the world is joined.
-
-    Args:
-        model: the whole one, before it is split; it is not changed.
-        batch: an example batch; None: the model makes its own.
-        loss_fn: of the model.
-        verify: the checks.
-    """
+    """Verifies one plan for a model, on rank 0; made on every rank before the world is joined."""
 
     def __init__(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, verify: Verify) -> None:
         self._connection: Connection | None = None

@@ -1,4 +1,4 @@
-"""The checks of a plan, what a dry run observed, and their verdicts. No torch here."""
+"""The checks of a plan, what a dry run observed, and their verdicts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from enum import StrEnum
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import MemoryBreakdown
 
-NOBODY = -1
-"""In place of a rank, a micro-batch or a number of messages: there is none."""
+NOBODY = -1  # in place of a rank, a micro-batch or a number of messages: there is none
 
 
 class MessageType(StrEnum):
@@ -170,11 +169,7 @@ class Checks(StrEnum):
 
 
 def checks_named(names: str | Sequence[str]) -> tuple[Checks, ...]:
-    """Checks by their names; in one text with commas between.
-
-    Raises:
-        InputError: there is no such check.
-    """
+    """Checks by their names; in one text with commas between."""
     words = names.split(",") if isinstance(names, str) else names
     known = [one.value for one in Checks]
     for word in words:

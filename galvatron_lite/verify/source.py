@@ -1,19 +1,192 @@
-"""The model that a plan is verified for: built when it is needed, whole and without storages, or small and real."""
+"""Models that plans are verified for, built when needed: by name, by a user's function, without storages."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.huggingface import build_model, find_config
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.batch import LossFn, resize_batch
 from galvatron_lite.model.example import example_batch
-from galvatron_lite.verify.named import build_named
+from galvatron_lite.model.shapes import (
+    ConvNextShape,
+    DecoderShape,
+    EncoderDecoderShape,
+    EncoderShape,
+    MoeShape,
+    ResNetShape,
+    Shape,
+    VitShape,
+    load_shape,
+)
+from galvatron_lite.model.shapes.fields import TransformerShape
+from galvatron_lite.model.shapes.picture_fields import (
+    AlexNetShape,
+    CosmoFlowShape,
+    PerceptionShape,
+    PictureShape,
+    RegNetShape,
+    UNetShape,
+    VggShape,
+)
+from galvatron_lite.model.zoo import build, size_named
+
+_SMALLEST = {
+    VggShape: "vgg-mini", AlexNetShape: "alexnet-mini", RegNetShape: "regnet-mini", UNetShape: "unet",
+    CosmoFlowShape: "cosmoflow-512", PerceptionShape: "perception",
+}  # fmt: skip
+"""A size of each family of pictures, whose fields are then those of the shape."""
+
+
+def build_named(name: str, sequence: int | None = None) -> nn.Module:
+    """A model by its name.
+
+    Args:
+        name: of the zoo (``gpt-tiny``), of ``configs/models`` (``llama3-70b``), or the path of such a YAML file; or a
+            configuration of transformers, see ``model.huggingface.find_config``.
+        sequence: tokens a sample; the model's own if not given; a transformers model's batch decides it.
+    """
+    config = find_config(name)
+    if config is not None:
+        return build_model(config)
+    plain = size_named(name)
+    if plain is not None and not name.endswith((".yaml", ".yml", ".json")):
+        return build(plain, **({} if sequence is None else {"sequence": sequence}))
+    return build_shape(load_shape(name), sequence)
+
+
+def build_shape(shape: Shape, sequence: int | None = None) -> nn.Module:
+    """A module of a shape."""
+    match shape:
+        case MoeShape():
+            return _mixture(shape, sequence or shape.seq_len)
+        case DecoderShape():
+            return _decoder(shape, sequence or shape.seq_len)
+        case EncoderShape():
+            return _encoder(shape, sequence or shape.seq_len)
+        case EncoderDecoderShape():
+            return _both(shape)
+        case VitShape():
+            return _vit(shape)
+        case ResNetShape():
+            return build(
+                "resnet-mini",
+                side=shape.image_size,
+                channels=shape.channels,
+                classes=shape.classes,
+                depths=shape.depths,
+                width=shape.width,
+            )
+        case ConvNextShape():
+            sides = {"height": shape.image_height or shape.image_size, "width": shape.image_width or shape.image_size}
+            fields = {"depths": shape.depths, "widths": shape.widths, "kernel": shape.kernel}
+            return build("convnext-mini", **fields, **sides, channels=shape.channels, classes=shape.classes)
+        case PictureShape():
+            return _network(shape)
+
+
+def _network(shape: PictureShape) -> nn.Module:
+    size = _SMALLEST[type(shape)]
+    own = {"image_size": "side", "classes": "targets" if isinstance(shape, CosmoFlowShape) else "classes"}
+    names = set(build_fields(size))
+    fields = {own.get(name, name): getattr(shape, name) for name in shape.__dataclass_fields__}
+    return build(size, **{name: value for name, value in fields.items() if name in names})
+
+
+def build_fields(size: str) -> tuple[str, ...]:
+    """Fields of the configuration of a size of the zoo."""
+    from torch import device
+
+    with device("meta"):
+        config: Any = build(size).config
+    return tuple(config.__dataclass_fields__)
+
+
+def _refuse(shape: TransformerShape, why: str) -> InputError:
+    remedy = f"No module is built here of {why}. Give the model itself: --model SCRIPT.py:FACTORY."
+    return InputError("--model", shape.name, remedy)
+
+
+def _sizes(shape: TransformerShape, tokens: int) -> dict[str, Any]:
+    if shape.kv_rank or shape.head_dim not in (0, shape.hidden // shape.heads):
+        raise _refuse(shape, "latent attention, or of heads of another width")
+    return {
+        "vocab": shape.entries, "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads,
+        "sequence": tokens, "dropout": shape.dropout,
+    }  # fmt: skip
+
+
+def _is_llama(shape: TransformerShape) -> bool:
+    told = (shape.gated_mlp, shape.activation, shape.norm, shape.biases, shape.qkv_bias, shape.positions)
+    return told == (True, "silu", "rmsnorm", False, False, "rotary")
+
+
+def _decoder(shape: DecoderShape, tokens: int) -> nn.Module:
+    sizes = _sizes(shape, tokens) | {"kv_heads": shape.kv_heads or shape.heads, "ffn_hidden": shape.ffn_hidden}
+    if _is_llama(shape):
+        return build("llama-tiny", **sizes, tied=shape.tied_embeddings)
+    is_gpt = (shape.gated_mlp, shape.activation, shape.norm, shape.biases, shape.positions) == (
+        False, "gelu", "layernorm", True, "learned",
+    )  # fmt: skip
+    if is_gpt and shape.tied_embeddings:
+        return build("gpt-tiny", **sizes)
+    raise _refuse(shape, "these kinds of MLP, norm and positions together")
+
+
+def _mixture(shape: MoeShape, tokens: int) -> nn.Module:
+    if not _is_llama(shape) or shape.shared_ffn or shape.dense_layers:
+        raise _refuse(shape, "such mixtures")
+    kv = {"kv_heads": shape.kv_heads or shape.heads, "ffn_hidden": shape.moe_ffn or shape.ffn_hidden}
+    experts = {"experts": shape.n_experts, "choices": shape.moe_topk, "tied": shape.tied_embeddings}
+    return build("moe-tiny", **_sizes(shape, tokens), **kv, **experts)
+
+
+def _encoder(shape: EncoderShape, tokens: int) -> nn.Module:
+    transformers: Any = import_module("transformers")
+
+    calm = {"hidden_dropout_prob": shape.dropout, "attention_probs_dropout_prob": shape.dropout}
+    config = transformers.BertConfig(
+        vocab_size=shape.entries, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, intermediate_size=shape.ffn_hidden or 4 * shape.hidden,
+        max_position_embeddings=max(tokens, shape.position_entries), type_vocab_size=shape.segments, **calm,
+    )  # fmt: skip
+    model: nn.Module = transformers.BertForMaskedLM(config)
+    return model
+
+
+def _both(shape: EncoderDecoderShape) -> nn.Module:
+    transformers: Any = import_module("transformers")
+
+    config = transformers.T5Config(
+        vocab_size=shape.entries, d_model=shape.hidden, d_kv=shape.head_dim or shape.hidden // shape.heads,
+        d_ff=shape.ffn_hidden or 4 * shape.hidden, num_layers=shape.layers, num_heads=shape.heads,
+        num_decoder_layers=shape.decoder_layers or shape.layers, dropout_rate=shape.dropout, use_cache=False,
+        decoder_start_token_id=0, tie_word_embeddings=shape.tied_embeddings,
+        relative_attention_num_buckets=shape.buckets,
+    )  # fmt: skip
+    model: nn.Module = transformers.T5ForConditionalGeneration(config)
+    return model
+
+
+def _vit(shape: VitShape) -> nn.Module:
+    transformers: Any = import_module("transformers")
+
+    config = transformers.ViTConfig(
+        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        intermediate_size=shape.ffn_hidden or 4 * shape.hidden, image_size=shape.image_size, patch_size=shape.patch,
+        num_channels=shape.channels, num_labels=shape.classes, hidden_dropout_prob=shape.dropout,
+        attention_probs_dropout_prob=shape.dropout,
+    )  # fmt: skip
+    model: nn.Module = transformers.ViTForImageClassification(config)
+    return model
+
 
 ModelParts = tuple[nn.Module, Any, LossFn | None]
 
@@ -57,11 +230,7 @@ def emptied(model: nn.Module) -> nn.Module:
 
 
 def example_of(parts: ModelParts, samples: int | None = None) -> Any:
-    """An example batch of a model: the one that came with it, or its own; resized, then without storages.
-
-    Raises:
-        InputError: the model does not say what it takes.
-    """
+    """An example batch of a model: the one that came with it, or its own; resized, then without storages."""
     model, batch, _ = parts
     found = example_batch(model) if batch is None else batch
     return found if samples is None else resize_batch(found, samples)

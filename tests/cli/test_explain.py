@@ -89,7 +89,12 @@ def test_a_plan_without_a_profile_says_what_to_give(folder: Path) -> None:
     assert "The plan names no profile: give --profile FILE" in str(done.exception)
 
 
-def test_a_file_of_phases_is_refused_by_name(folder: Path) -> None:
-    (folder / "phases.yaml").write_text("version: 1\nphases: []\n")
-    done = CliRunner().invoke(app, ["explain", "phases.yaml", "--profile", "profile.yaml"])
-    assert "several phases" in str(done.exception)
+@pytest.mark.parametrize(
+    "words", [["explain"], ["evaluate"], ["compare", "data.yaml"], ["report"], ["verify"], ["export", "--to=nemo"]]
+)
+def test_a_file_of_phases_is_refused_by_name(folder: Path, words: list[str]) -> None:
+    plan = (folder / "data.yaml").read_text().replace("\n", "\n    ")
+    (folder / "phases.yaml").write_text(f"version: 1\nphases:\n- name: all\n  plan:\n    {plan}")
+    profile = [] if words[0] in ("verify", "export") else ["--profile", "profile.yaml"]
+    done = CliRunner().invoke(app, [*words, "phases.yaml", *profile])
+    assert "several phases, and one is needed. Copy what stands under the plan: of a phase" in str(done.exception)

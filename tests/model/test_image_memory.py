@@ -15,10 +15,10 @@ from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.model.shapes import ConvNextShape, VitShape, build_graph
 from galvatron_lite.model.shapes.convolution import Extent
 from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.images.layout import partitioned
 from galvatron_lite.model.shapes.images.mobile import BlockSpec, Mobile, mobile_graph
 from galvatron_lite.model.shapes.images.names import builder_of
 from galvatron_lite.model.shapes.images.network import NetworkBuilder
-from galvatron_lite.model.shapes.images.partition import partitioned
 from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
 from galvatron_lite.stacks.schema import EAGER_KERNELS

@@ -9,7 +9,7 @@ from galvatron_lite.model.graph import ModelGraph, OperatorClass, Recompute
 from galvatron_lite.model.shapes.images.flow import rounded
 from galvatron_lite.model.shapes.images.layout import channels_last
 from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name, works_on_tokens
-from galvatron_lite.model.shapes.images.regular import LINES, widths_of
+from galvatron_lite.model.shapes.images.residual import LINES, widths_of
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
 from galvatron_lite.model.shapes.registry import build_graph
 

@@ -11,7 +11,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.shapes import load_model, model_names
 from galvatron_lite.model.zoo import SIZES, build
-from galvatron_lite.verify.named import build_named
+from galvatron_lite.verify.source import build_named
 
 
 def test_a_small_model_of_the_zoo_is_traced() -> None:

@@ -2,7 +2,7 @@
 
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass
 from galvatron_lite.model.shapes import load_model
-from galvatron_lite.model.shapes.images.fusion import fused_norms
+from galvatron_lite.model.shapes.images.layout import fused_norms
 from galvatron_lite.model.shapes.images.names import builder_of
 
 ITEMS = 28 * 28

@@ -15,7 +15,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.model.zoo import build
-from galvatron_lite.model.zoo.perception_loss import edge_loss, edges
+from galvatron_lite.model.zoo.perception import edge_loss, edges
 from galvatron_lite.parallelism.branch.find import find_regions
 from tests.model.learning import assert_learns
 

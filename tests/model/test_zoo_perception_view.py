@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.zoo.perception_view import VoxelGrid, birds_eye_view
+from galvatron_lite.model.zoo.perception import VoxelGrid, birds_eye_view
 
 SMALL = VoxelGrid(side=6, depth=4, resolution=0.5)
 

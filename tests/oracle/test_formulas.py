@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.oracle.closed_form import Case, Method, Quirk, balanced, estimate, least_runs, quirks_named
-from galvatron_lite.oracle.layers import ModelSplit, Network, Op, OracleLayer
-from galvatron_lite.oracle.links import Link, Wires, all_reduce
+from galvatron_lite.oracle.layers import Link, ModelSplit, Network, Op, OracleLayer, Wires, all_reduce
 from galvatron_lite.oracle.request import network_named
 
 BOTH = (ModelSplit.FILTER, ModelSplit.SPATIAL)

@@ -6,7 +6,7 @@ import pytest
 
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.links import wires_of, wires_of_cluster
+from galvatron_lite.oracle.layers import wires_of, wires_of_cluster
 from galvatron_lite.oracle.request import fabric_named
 
 ABCI = fabric_named("abci")

@@ -27,7 +27,7 @@ from galvatron_lite.oracle.strategies import (
 from galvatron_lite.oracle.table import forecast, limit_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
-from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.spelled import parse_strategy
 
 SAMPLES, BATCH = 12_800, 16
 

@@ -15,8 +15,7 @@ from galvatron_lite.oracle.request import graph_named
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.notes import other_size, plan_notes
 from galvatron_lite.plans.schema import PLAN_VERSION, Mode, Plan, Proof, Provenance, Schedule, Stage, layer_runs
-from galvatron_lite.profiler.schema import Origin, OriginKind
-from galvatron_lite.profiler.unsure import spread_note
+from galvatron_lite.profiler.schema import Origin, OriginKind, spread_note
 
 
 class Net(nn.Module):

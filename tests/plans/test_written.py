@@ -11,9 +11,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
-from galvatron_lite.plans.placed import placed_branches
+from galvatron_lite.plans.notes import placed_branches
 from galvatron_lite.plans.schema import BranchPlacement
-from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.plans.written import plan_from
 from tests.factories import make_graph, make_kind
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from galvatron_lite.cluster.cluster import Collective
-from galvatron_lite.profiler.measure_collectives import (
+from galvatron_lite.profiler.measure_hardware import (
     group_shapes,
     make_group,
     measure_collective,
+    measure_overlap,
     prepare,
     ranks_of,
 )
-from galvatron_lite.profiler.measure_overlap import measure_overlap
 from galvatron_lite.profiler.schema import CollectivePoint, Overlap
 from galvatron_lite.profiler.timing import TimingRule
 from tests.pool import WorkerPool

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from galvatron_lite.calibration.schema import DeviceConstants, StackConstants
 from galvatron_lite.cluster.catalog import device_named
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.profiler.roofline import machine_of, operator_seconds
-from galvatron_lite.profiler.roofline_convolution import DEPTHWISE, DEPTHWISE_RATE, FIRST, INNER, LAST, RAMP
+from galvatron_lite.profiler.roofline import (
+    DEPTHWISE,
+    DEPTHWISE_RATE,
+    FIRST,
+    INNER,
+    LAST,
+    RAMP,
+    machine_of,
+    operator_seconds,
+)
 
 SHARE = 0.6
 REACHED = DeviceConstants({"bf16": 0.8, "fp32": 0.9}, 0.7, 0.6, 0.8, {"bf16": SHARE, "fp32": 0.9, "tf32": SHARE})

@@ -13,7 +13,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.strategy import Offload, Strided
-from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed

@@ -11,7 +11,7 @@ import pytest
 from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.images import image_model, layer_balance
+from galvatron_lite.validate.model import image_model, layer_balance
 from galvatron_lite.validate.predict import Predictor
 from galvatron_lite.validate.results import Predicted, Skipped
 from galvatron_lite.validate.rows import PublishedRun

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.svg import COLOURS, KINDS, SHAPES, Scale, colour, decades, rounded, shape
-from galvatron_lite.validate.plot import OTHERS, scatter
+from galvatron_lite.validate.report import OTHERS, scatter
 from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Skipped, judge
 
 from .runs import gpt

@@ -11,7 +11,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.dry.names import named_for
+from galvatron_lite.verify.dry.roles import named_for
 from tests.equivalence.plans import write_plan
 
 

@@ -7,7 +7,7 @@ import torch
 import galvatron_lite.runtime.engine
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.plans.strategy_text import parse_strategy
+from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.verify.numbers.check import check_numbers
 from galvatron_lite.verify.numbers.world import Nursery
 from galvatron_lite.verify.schema import Check, Verdict

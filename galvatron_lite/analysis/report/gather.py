@@ -155,18 +155,12 @@ def check_priced(shown: Shown) -> Shown:
     return shown
 
 
-STEPS = 16
-"""Budgets of the front differ by such a part of the whole at the least."""
+STEPS = 16  # budgets of the front differ by such a part of the whole at the least
 NO_FRONT = "The front of memory against time was not found within its time: --search gives it more."
 
 
 def with_answers(shown: Shown, seconds: float) -> Shown:
-    """With an explanation and the front, as far as they are found in time.
-
-    Args:
-        shown: with its profile; else nothing is looked for.
-        seconds: for both, half for each; what the first does not need is the second's.
-    """
+    """With an explanation and the front, as far as they are found in time."""
     from galvatron_lite.analysis.explain import explain_plan
 
     if shown.profile is None or shown.plan.provenance is None:
@@ -183,12 +177,7 @@ def with_answers(shown: Shown, seconds: float) -> Shown:
 
 
 def setting_of(plan: Plan, profile: Profile) -> PlanSetting:
-    """What a plan was chosen from: its devices, its budget, what trains by it.
-
-    Args:
-        plan: with its provenance.
-        profile: that it is priced with.
-    """
+    """What a plan was chosen from: its devices, its budget, what trains by it."""
     from galvatron_lite.analysis.setting import PlanSetting, first_devices
     from galvatron_lite.cluster.budget import Budget
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
 
 from galvatron_lite import __version__
 from galvatron_lite.analysis.report.gather import Shown, check_priced
-from galvatron_lite.analysis.report.plan_figures import looks_of
-from galvatron_lite.analysis.report.view import ReportView, TableRow, cards_of, view_of
+from galvatron_lite.analysis.report.plan_figures import Look, Map, layer_strip, looks_of, maps_of, parts_of
+from galvatron_lite.analysis.report.run_figures import PlanMark, RunMeasurement, front_figure, measured
+from galvatron_lite.analysis.report.timeline_data import packed
+from galvatron_lite.analysis.report.timeline_figures import MemoryCurve, course_of, name_of, overview, shown_groups
+from galvatron_lite.cost.timeline import GroupTimeline, Timeline
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.describe import fullest_of, headline, memory_parts, time_parts
+from galvatron_lite.plans.schema import Mode, Plan, Prediction
+from galvatron_lite.search.result import summary
 from galvatron_lite.svg import change, percent, signed
 from galvatron_lite.units import format_budget, format_bytes, format_count, format_seconds
 
@@ -17,12 +28,306 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def page(shown: Sequence[Shown]) -> str:
-    """The HTML of a report.
+TIME_WORDS = {
+    "forward": "forward", "backward": "backward", "recompute": "computing again", "communication": "communication",
+    "pipeline": "waiting for other stages", "optimizer": "optimizer", "other": "host and stragglers",
+}  # fmt: skip
 
-    Args:
-        shown: the plans, at least one.
-    """
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A figure of the summary."""
+
+    name: str  # of what
+    value: str  # in words
+    note: str = ""  # below it
+    share: float | None = None  # of a bar below it; None for none
+    alarm: bool = False  # whether it is a warning
+
+
+@dataclass(frozen=True, slots=True)
+class SharePart:
+    """A part of a whole, with its class of the style sheet."""
+
+    name: str
+    value: str
+    share: float
+    words: str
+    class_: str
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A line of a table; the first cell heads it."""
+
+    cells: tuple[str, ...]  # texts
+    chosen: bool = False  # whether it is of the plan itself
+
+
+@dataclass(frozen=True, slots=True)
+class ReportView:
+    """What the template shows of a plan; sections without content are left out."""
+
+    number: int
+    name: str
+    title: str
+    origin: str
+    estimated: bool
+    cards: tuple[Card, ...]
+    notes: tuple[str, ...]
+    strip: Markup
+    layers: tuple[TableRow, ...]
+    time: tuple[SharePart, ...]
+    step: str
+    overview: Markup | None
+    packed: dict[str, Any] | None
+    overlapping: bool
+    groups: tuple[TableRow, ...]
+    courses: tuple[MemoryCurve, ...]
+    all_drawn: bool
+    memory: tuple[TableRow, ...]
+    maps: tuple[Map, ...]
+    front: Markup | None
+    front_rows: tuple[TableRow, ...]
+    front_words: str
+    runners_up: tuple[TableRow, ...]
+    explanation: Any
+    measured: RunMeasurement | None
+    missing: tuple[str, ...]
+
+
+def view_of(shown: Shown, number: int, looks: Mapping[Strategy, Look]) -> ReportView:
+    """The view of a priced plan."""
+    plan, step = shown.plan, shown.timeline
+    made_from = plan.provenance
+    budgets = [] if step is None else [shown.budget_of(group.stages[0]) for group in step.groups]
+    drawn = [] if step is None else shown_groups(step)
+    front = marks_of(shown)
+    return ReportView(
+        number=number,
+        name=shown.name,
+        title=headline(plan),
+        origin="" if made_from is None else made_from.profile_origin.partition(": ")[2],
+        estimated=made_from is None or not made_from.profile_origin.startswith("measured"),
+        cards=tuple(cards_of(shown)),
+        notes=() if made_from is None else made_from.notes,
+        strip=layer_strip(plan, looks),
+        layers=tuple(layer_rows(plan, looks)),
+        time=tuple(time_of(plan)),
+        step=format_seconds(plan.prediction.step_seconds) if plan.prediction else "",
+        overview=None if step is None else overview(step, plan.model),
+        packed=None if step is None else packed(step, budgets, [ranks_of(group, plan) for group in step.groups]),
+        overlapping=step is not None and step.overlapping,
+        groups=() if step is None else tuple(group_rows(step, plan)),
+        courses=() if step is None else tuple(course_of(group, step, budgets[group.group]) for group in drawn),
+        all_drawn=step is not None and len(drawn) == len(step.groups),
+        memory=tuple(memory_rows(shown)),
+        maps=maps_shown(shown),
+        front=front_figure(front, 0 if made_from is None else made_from.budget) if len(front) > 1 else None,
+        front_rows=tuple(front_rows(front)),
+        front_words=front_words(shown),
+        runners_up=tuple(runner_rows(plan)),
+        explanation=shown.explanation,
+        measured=None if shown.run is None else measured(shown.run, plan),
+        missing=(*shown.missing, *plan.left_out),
+    )
+
+
+def cards_of(shown: Shown) -> list[Card]:
+    """The figures of the summary."""
+    plan, said = shown.plan, shown.plan.prediction
+    assert said is not None
+    unit = "pass" if plan.mode is Mode.INFERENCE else "step"
+    batch = f"{plan.microbatches} micro-batches of {plan.microbatch}" if plan.microbatches > 1 else "in one micro-batch"
+    return [
+        Card(f"{unit.capitalize()} time", format_seconds(said.step_seconds), _proof(plan)),
+        Card("Samples a second", format_count(said.samples_per_second), _tokens(said)),
+        Card("MFU", f"{100 * said.mfu:.1f} %", "of the devices' peak", share=said.mfu),
+        _memory_card(plan),
+        Card("Devices", f"{plan.devices}", f"{device_of(shown)}; {_pipeline(plan)}"),
+        Card("Batch", f"{plan.global_batch}", f"{batch}, {plan.precision}"),
+    ]  # fmt: skip
+
+
+def _tokens(prediction: Prediction) -> str:
+    """Tokens a second, of models whose samples have several."""
+    plain = prediction.tokens_per_second == prediction.samples_per_second
+    return "" if plain else f"{format_count(prediction.tokens_per_second)} tokens/s"
+
+
+def _proof(plan: Plan) -> str:
+    made_from = plan.provenance
+    if made_from is None:
+        return ""
+    if made_from.gap:
+        return f"at most {percent(made_from.gap)} from the fastest"
+    return {"proven": "proven the fastest", "given": "plan as given", "feasible": "not proven the fastest"}[
+        made_from.proof
+    ]
+
+
+def _memory_card(plan: Plan) -> Card:
+    made_from = plan.provenance
+    assert plan.prediction is not None
+    if made_from is None:
+        return Card("Memory", format_bytes(plan.prediction.peak_memory), "budget not known")
+    fullest = fullest_of(plan.stages, made_from)
+    share = fullest.memory.total / made_from.budget_of(fullest) if made_from.budget_of(fullest) else 0.0
+    words = f"{100 * share:.1f} % of the budget of {format_bytes(made_from.budget_of(fullest))}"
+    if not plan.fits:
+        words = f"does not fit: {words}"
+    return Card("Memory", format_bytes(fullest.memory.total), words, share, alarm=not plan.fits)
+
+
+def device_of(shown: Shown) -> str:
+    """What the devices are called."""
+    if shown.profile is not None:
+        names = dict.fromkeys(group.device.name for group in shown.profile.cluster.types)
+        return " and ".join(names)
+    return shown.plan.provenance.cluster if shown.plan.provenance is not None else "device"
+
+
+def _pipeline(plan: Plan) -> str:
+    if plan.branches:
+        return f"{len(plan.branches)} branches on devices of their own"
+    if len(plan.stages) == 1:
+        return "no pipeline"
+    return f"{len(plan.stages)} stages, {plan.schedule.value}"
+
+
+def layer_rows(plan: Plan, looks: Mapping[Strategy, Look]) -> list[TableRow]:
+    """Every run of layers; stages that do the same in one line."""
+    parts = parts_of(plan)
+    found = []
+    for _, same in groupby(
+        parts, key=lambda part: (part[0].isdigit(), tuple((run.strategy, run.count) for run in part[1]))
+    ):
+        own = list(same)
+        label = own[0][0] if len(own) == 1 else f"{own[0][0]} – {own[-1][0]}"
+        for place, run in enumerate(own[0][1]):
+            last = own[-1][1][place].last
+            layers = run.first if run.first == last else f"{run.first} … {last}"
+            look = looks[run.strategy]
+            count = f"{run.count}" if len(own) == 1 else f"{run.count} a stage"
+            found.append(TableRow((label if place == 0 else "", layers, count, look.letter, look.strategy, look.words)))
+    return found
+
+
+def time_of(plan: Plan) -> list[SharePart]:
+    """Where the step's time goes."""
+    if plan.prediction is None:
+        return []
+    total = plan.prediction.time.total or 1.0
+    return [
+        SharePart(TIME_WORDS[name], format_seconds(seconds), seconds / total, percent(seconds / total), f"time-{name}")
+        for name, seconds in time_parts(plan.prediction.time)
+    ]
+
+
+def ranks_of(group: GroupTimeline, plan: Plan) -> str:
+    """Ranks of a group, and their type where there are several."""
+    device = plan.stages[group.stages[0]].device
+    last = group.ranks.stop - 1
+    ranks = f"rank {last}" if len(group.ranks) == 1 else f"ranks {group.ranks.start}–{last}"
+    return ", ".join(filter(None, (ranks, device)))
+
+
+def group_rows(step: Timeline, plan: Plan) -> list[TableRow]:
+    """What each group does, and when."""
+    rows = []
+    for group in step.groups:
+        own = group.end - group.begin + step.host if step.overlapping else step.span
+        once = sum(one.end - one.start for one in group.closing)
+        rows.append(TableRow((
+            name_of(group), ranks_of(group, plan), f"{len(group.passes)}", percent(group.busy / own),
+            percent(max(1.0 - (group.busy + step.host) / own, 0.0)),
+            format_seconds(group.begin) if group.begin else "0 s",
+            format_seconds(group.passes[-1].free),
+            format_seconds(once) if once else "–",
+        )))  # fmt: skip
+    return rows
+
+
+def memory_rows(shown: Shown) -> list[TableRow]:
+    """Memory of each stage, or group, at its worst moment."""
+    plan, step = shown.plan, shown.timeline
+    rows = []
+    for number, stage in enumerate(plan.stages):
+        group = None if step is None else next(one for one in step.groups if number in one.stages)
+        if group is not None and group.stages[0] != number:
+            continue
+        budget = shown.budget_of(number)
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(stage.memory)[:4])
+        share = f"{100 * stage.memory.total / budget:.1f} %" if budget else "–"
+        name = f"stage {number}" if group is None else name_of(group)
+        moment = "" if group is None else moment_of(group)
+        rows.append(TableRow((name, format_bytes(stage.memory.total), share, moment, parts)))
+    return rows
+
+
+def moment_of(group: GroupTimeline) -> str:
+    """When a group holds most."""
+    if group.peak.place < 0:
+        return "optimizer"
+    one = group.passes[group.peak.place]
+    return f"{one.what.value} of micro-batch {one.microbatch}, layer {group.peak.layer}"
+
+
+def maps_shown(shown: Shown) -> tuple[Map, ...]:
+    """The maps of a plan in stages, where its cluster's nodes are known."""
+    if shown.profile is None or shown.plan.branches or shown.plan.cyclic is not None or shown.plan.devices == 1:
+        return ()
+    return tuple(maps_of(shown.plan, shown.profile.cluster.levels[0].size))
+
+
+def marks_of(shown: Shown) -> list[PlanMark]:
+    """The plan, the front's plans and the runners-up."""
+    plan, said = shown.plan, shown.plan.prediction
+    assert said is not None
+    found = [PlanMark(said.peak_memory, said.step_seconds, "plan", "this plan")]
+    for point in () if shown.front is None else shown.front.points:
+        if point.plan is not None and (point.peak, point.seconds) != (said.peak_memory, said.step_seconds):
+            found.append(PlanMark(point.peak, point.seconds, "front", summary(point.plan)))
+    for other in plan.alternatives:
+        kind = "other" if other.fits else "overfull"
+        found.append(PlanMark(other.peak_memory, other.step_seconds, kind, other.summary))
+    return found
+
+
+def front_rows(marks: Sequence[PlanMark]) -> list[TableRow]:
+    """The plans of the figure, those of least memory first."""
+    order = sorted((mark for mark in marks if mark.kind in ("plan", "front")), key=lambda mark: mark.memory)
+    slower = {mark: change(mark.seconds / marks[0].seconds - 1) for mark in order if mark.kind == "front"}
+    return [
+        TableRow((mark.words, format_bytes(mark.memory), format_seconds(mark.seconds), slower.get(mark, "")),
+            mark.kind == "plan")
+        for mark in order
+    ]  # fmt: skip
+
+
+def front_words(shown: Shown) -> str:
+    """How far the front goes."""
+    if shown.front is None:
+        return "The front itself was not looked for (--search SECONDS): this plan and its runners-up alone are shown."
+    if not shown.front.complete:
+        return "The time for the search ended before the leanest plan: with less memory there may be more plans."
+    return f"Between plans of the front, budgets less than {format_bytes(shown.front.step)} apart were not looked at."
+
+
+def runner_rows(plan: Plan) -> list[TableRow]:
+    """The runners-up beside the plan."""
+    if plan.prediction is None:
+        return []
+    said = plan.prediction.step_seconds
+    return [
+        TableRow((other.summary, format_seconds(other.step_seconds), change(other.step_seconds / said - 1.0),
+             format_bytes(other.peak_memory), "yes" if other.fits else "no"))
+        for other in plan.alternatives
+    ]  # fmt: skip
+
+
+def page(shown: Sequence[Shown]) -> str:
+    """The HTML of a report."""
     plans = [check_priced(one).plan for one in shown]
     looks = looks_of(plans)
     views = [view_of(one, number, looks) for number, one in enumerate(shown)]

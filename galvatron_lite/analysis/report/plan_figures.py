@@ -20,8 +20,7 @@ from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.svg import boxes, element, figure, rectangle, text
 
-SHADES = 4
-"""Of each hue."""
+SHADES = 4  # of each hue
 _DIMENSIONS = ("tensor", "context", "expert", "spatial", "slices", "batch_degree")
 HUES = ("whole", *_DIMENSIONS)
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -159,14 +158,10 @@ def _run(name: str, run: LayerRun, look: Look, place: float, width: float) -> li
 
 
 MAP_WIDTH = 1000.0
-MAP_HUES = 6
-"""Colours of groups; the seventh has that of the first."""
-_MOST = 1024
-"""Devices that are drawn."""
-_WRITTEN = 256
-"""Of no more devices the number of the group is written into each."""
-_NAMED = 4
-"""Groups that are named in a sentence."""
+MAP_HUES = 6  # colours of groups; the seventh has that of the first
+_MOST = 1024  # devices that are drawn
+_WRITTEN = 256  # of no more devices the number of the group is written into each
+_NAMED = 4  # groups that are named in a sentence
 GroupOf = Callable[[int], int]
 
 
@@ -183,12 +178,7 @@ class Map:
 
 
 def maps_of(plan: Plan, node: int) -> list[Map]:
-    """A map of the pipeline's groups, and of every dimension that the plan's most frequent strategies use.
-
-    Args:
-        plan: in stages.
-        node: devices of a node.
-    """
+    """A map of the pipeline's groups, and of every dimension that the plan's most frequent strategies use."""
     found = []
     if plan.pipeline > 1:
         size = plan.stage_devices

@@ -13,17 +13,7 @@ from markupsafe import Markup
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runs.read import RecordedRun
 from galvatron_lite.runs.schema import StepRecord
-from galvatron_lite.svg import (
-    byte_marks,
-    byte_words,
-    element,
-    figure,
-    marks,
-    path,
-    percent,
-    second_words,
-    text,
-)
+from galvatron_lite.svg import byte_marks, byte_words, element, figure, marks, path, percent, second_words, text
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 WIDTH, HEIGHT = 640.0, 330.0
@@ -44,12 +34,7 @@ class PlanMark:
 
 
 def front_figure(shown: Sequence[PlanMark], budget: int) -> Markup:
-    """The figure; marks far beyond the others are left to the table.
-
-    Args:
-        shown: at least one, the plan.
-        budget: bytes a device may take; 0: not known.
-    """
+    """The figure; marks far beyond the others are left to the table."""
     near = near_marks(shown, budget)
     most = 1.1 * max(budget, *(mark.memory for mark in near))
     quick, slow = _range([mark.seconds for mark in near])
@@ -134,8 +119,7 @@ _PARTS = {
     "waiting": "waiting for other stages", "other": "in none of these",
 }  # fmt: skip
 """Parts of a step whose names do not say what they are."""
-_WARM = 3
-"""Steps at the beginning that are not counted where there are more than twice as many."""
+_WARM = 3  # steps at the beginning that are not counted where there are more than twice as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +145,7 @@ class RunMeasurement:
 
 
 def measured(run: RecordedRun, plan: Plan) -> RunMeasurement | None:
-    """What a run measured under its last plan; None where it has no steps.
-
-    Args:
-        run: of training.
-        plan: with its prediction.
-    """
+    """What a run measured under its last plan; None where it has no steps."""
     steps = counted(run.own_steps)
     if not steps or plan.prediction is None:
         return None

@@ -26,19 +26,12 @@ from galvatron_lite.files import write_text
 from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.plans.schema import MemoryBreakdown
 
-TICKS = 1 << 30
-"""Parts of a step that gaps and passes are counted in."""
+TICKS = 1 << 30  # parts of a step that gaps and passes are counted in
 KINDS = (Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHT)
 
 
 def packed(step: Timeline, budgets: Sequence[int], devices: Sequence[str]) -> dict[str, Any]:
-    """A timeline for the page's script.
-
-    Args:
-        step: the timeline.
-        budgets: bytes a device of each group may take; 0: not known.
-        devices: of each group, in words.
-    """
+    """A timeline for the page's script."""
     tick = step.span / TICKS
     levels: dict[MemoryBreakdown, int] = {}
     planes = b"".join(_planes(group, tick, levels) for group in step.groups)
@@ -103,20 +96,14 @@ def _steps(passes: Sequence[TimedPass], kinds: Sequence[int]) -> Iterator[int]:
         last[kind] = one.microbatch
 
 
-COMPUTE, COMMUNICATION = 1, 2
-"""Thread numbers."""
+COMPUTE, COMMUNICATION = 1, 2  # thread numbers
 _MICRO = 1e6
 
 Event = dict[str, Any]
 
 
 def write_trace(path: Path, steps: Sequence[tuple[str, Timeline]]) -> None:
-    """Write the timelines of some plans, whole or not at all.
-
-    Args:
-        path: of the file.
-        steps: each plan's name and timeline.
-    """
+    """Write the timelines of some plans, whole or not at all."""
     write_text(path, _lines(steps))
 
 

@@ -18,14 +18,11 @@ from galvatron_lite.units import format_bytes
 
 STEP_WIDTH, _STEP_LEFT, _STEP_RIGHT = 1000.0, 70.0, 8.0
 _STEP_COLUMNS = 460
-_NARROW = 2.0
-"""Width of a mean pass below which passes are not drawn one by one."""
-_MOST = 6000
-"""Passes that are drawn one by one, at most."""
+_NARROW = 2.0  # width of a mean pass below which passes are not drawn one by one
+_MOST = 6000  # passes that are drawn one by one, at most
 _MOSTLY, _IDLE = 0.85, 0.35
 KINDS = ("forward", "backward", "weight", "mixed", "communication", "optimizer", "host")
-Interval = tuple[str, float, float]
-"""Kind, start and end in seconds."""
+Interval = tuple[str, float, float]  # kind, start and end in seconds
 
 
 def overview(step: Timeline, name: str) -> Markup:
@@ -117,8 +114,7 @@ def _mostly(busy: dict[str, float], width: float) -> str:
 WIDTH, HEIGHT = 480.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, 12.0, 16.0, 22.0
 _COLUMNS = 200
-_ALL, _FEW = 8, 4
-"""So many groups are all drawn; of more, a few."""
+_ALL, _FEW = 8, 4  # so many groups are all drawn; of more, a few
 ORDER = ("context", "parameters", "optimizer", "gradients", "activations", "communication", "temporary")
 """From the bottom up: what stays lies under what comes and goes."""
 PLACES = tuple([field.name for field in fields(MemoryBreakdown)].index(name) for name in ORDER)
@@ -142,13 +138,7 @@ def shown_groups(step: Timeline) -> list[GroupTimeline]:
 
 
 def course_of(group: GroupTimeline, step: Timeline, budget: int) -> MemoryCurve:
-    """The memory of one group over a step.
-
-    Args:
-        group: which.
-        step: whole.
-        budget: bytes a device of it may take; 0: not known.
-    """
+    """The memory of one group over a step."""
     top = 1.06 * max(group.peak.memory.total, budget)
     right, low = WIDTH - _RIGHT, HEIGHT - _BOTTOM
     across, up = (right - _LEFT) / step.span, (low - _TOP) / top
@@ -200,8 +190,7 @@ def _grid(span: float, top: float, across: float, up: float) -> list[Markup]:
     return drawn
 
 
-Level = tuple[float, MemoryBreakdown]
-"""From when on, and what there is."""
+Level = tuple[float, MemoryBreakdown]  # from when on, and what there is
 
 
 def levels(group: GroupTimeline) -> list[Level]:

@@ -1,4 +1,4 @@
-"""Models named by a YAML file or by shape flags: shapes to ``ModelGraph`` by closed forms. No torch here."""
+"""Models named by a YAML file or by shape flags: shapes to ``ModelGraph`` by closed forms."""
 
 from galvatron_lite.model.shapes.fields import (
     ConvNextShape,

@@ -25,18 +25,7 @@ def assemble(
     notes: tuple[str, ...] = (),
     tensors: Sequence[Passed] = (),
 ) -> ModelGraph:
-    """The graph of ``before``, the layers in the middle, ``after``.
-
-    Args:
-        name: of the model.
-        kinds: of all layers, ``before`` and ``after`` among them.
-        middle: layers between them, in the order they run.
-        sequence: tokens per sample.
-        precision: of activations.
-        ties: items shared by (owner, user).
-        notes: for the reader.
-        tensors: what goes between layers; none given: a chain.
-    """
+    """The graph of ``before``, the layers in the middle, ``after``."""
     layers = (Layer("before", "before", Role.BEFORE), *middle, Layer("after", "after", Role.AFTER))
     shared = tuple(Tie(first, second, items) for (first, second), items in (ties or {}).items())
     return ModelGraph(

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-FP32 = 4
-"""Bytes of an fp32 item."""
+FP32 = 4  # bytes of an fp32 item
 
-INDEX = 8
-"""Bytes of an index."""
+INDEX = 8  # bytes of an index
 
 
 class Division(IntEnum):

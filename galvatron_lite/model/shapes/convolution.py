@@ -30,20 +30,7 @@ def convolution(
     groups: int = 1,
     bias: bool = False,
 ) -> tuple[Value, Extent]:
-    """A convolution of ``x`` (in, *extent); keeps its input. Returns the output and its extent.
-
-    Args:
-        tape: where it is written down.
-        name: of the operator.
-        x: input.
-        channels: in and out.
-        extent: of the input.
-        kernel: pixels along each side; one figure a side where they differ.
-        stride: along each side.
-        padding: along each side; None: kernel // 2.
-        groups: of channels.
-        bias: whether a bias is added.
-    """
+    """A convolution of ``x`` (in, *extent); keeps its input. Returns the output and its extent."""
     inner, outer = channels
     sides = (kernel,) * len(extent) if isinstance(kernel, int) else kernel
     after = _after(extent, sides, stride, padding)

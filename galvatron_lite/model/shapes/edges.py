@@ -31,11 +31,11 @@ def many_ways(rows: int = _MANY_WAYS << 6) -> int:
     return _MANY_WAYS << ((rows // _MANY_WAYS).bit_length() - 1)
 
 
-def embed(tape: Tape, shape: TransformerShape, tokens: int, *, own: bool = True) -> Value:
-    """Token table, learned positions and dropout: token indices to (tokens, hidden)."""
+def embed(tape: Tape, shape: TransformerShape, tokens: int, *, tied: bool = False) -> Value:
+    """Token table (``tied``: another layer's), learned positions, dropout: token indices to (tokens, hidden)."""
     indices = tape.enter(tokens, Division.WHOLE, ops.INDEX, grad=False)
     part = Division.TENSOR if shape.splits_vocabulary else Division.WHOLE
-    table = shape.entries * shape.hidden * own
+    table = shape.entries * shape.hidden * (not tied)
     x = ops.embedding(tape, "embedding", indices, shape.hidden, table=table, part=part)
     if shape.positions == "learned":
         x = ops.positions(tape, "positions", x, shape.position_entries * shape.hidden)
@@ -59,9 +59,9 @@ def head(tape: Tape, shape: TransformerShape, x: Value, bias: bool = False) -> t
     """Logits split over the vocabulary, and their cross-entropy: (logits, loss)."""
     rows = x.items // shape.hidden
     labels = tape.labels(rows)
-    own = not shape.tied_embeddings
     part = Division.TENSOR if shape.splits_vocabulary else Division.WHOLE
-    logits = ops.linear(tape, "head", tape.gather(x), shape.hidden, shape.entries, part, bias=bias, own=own)
+    tied = shape.tied_embeddings
+    logits = ops.linear(tape, "head", tape.gather(x), shape.hidden, shape.entries, part, bias=bias, tied=tied)
     return logits, ops.cross_entropy(tape, "loss", logits, labels)
 
 

@@ -1,4 +1,4 @@
-"""What a model file holds: one frozen dataclass an architecture family. No torch here.
+"""What a model file holds: one frozen dataclass an architecture family.
 
 Sizes that follow from others may be left at 0: ``kv_heads`` (= heads), ``head_dim`` (= hidden / heads), ``ffn_hidden``
 (= 4 x hidden), ``moe_ffn`` (= ffn_hidden), ``position_entries`` (= seq_len), ``decoder_layers`` (= layers),
@@ -7,26 +7,26 @@ Sizes that follow from others may be left at 0: ``kv_heads`` (= heads), ``head_d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, TypeVar
 
-from galvatron_lite.files import STRICT
-from galvatron_lite.limits import Name
+from galvatron_lite.errors import InputError
+from galvatron_lite.files import Strict
+from galvatron_lite.limits import LAYERS, SAMPLES, Name, is_name
 from galvatron_lite.model.shapes.picture_fields import (
     AlexNetShape,
     CosmoFlowShape,
     PerceptionShape,
+    PictureShape,
     RegNetShape,
     UNetShape,
     VggShape,
+    check_pictures,
 )
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerShape:
+class TransformerShape(Strict):
     """Fields that all transformers share."""
 
     name: Name = ""  # for people; the file's stem where empty
@@ -87,7 +87,6 @@ class TransformerShape:
 class DecoderShape(TransformerShape):
     """A causal language model (GPT, Llama)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["decoder"] = "decoder"
 
 
@@ -95,7 +94,6 @@ class DecoderShape(TransformerShape):
 class EncoderShape(TransformerShape):
     """A post-norm encoder (BERT)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["encoder"] = "encoder"
     segments: int = 2  # entries of the segment table
     # masked language model, or that plus pooler and next-sentence prediction (pretraining)
@@ -107,7 +105,6 @@ class EncoderShape(TransformerShape):
 class MoeShape(TransformerShape):
     """A causal language model whose MLPs are mixtures of experts (Mixtral)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["moe"] = "moe"
     n_experts: int  # experts a block
     moe_topk: int = 2  # experts a token visits
@@ -122,7 +119,6 @@ class MoeShape(TransformerShape):
 class EncoderDecoderShape(TransformerShape):
     """An encoder and a decoder with cross-attention (T5)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["encoder_decoder"] = "encoder_decoder"
     decoder_layers: int = 0  # blocks of the decoder; 0: ``layers``
     decoder_seq_len: int = 0  # tokens of the decoder's sample; 0: as many as the encoder's
@@ -130,10 +126,9 @@ class EncoderDecoderShape(TransformerShape):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VitShape:
+class VitShape(Strict):
     """A vision transformer: square images cut into patches, a class token, pre-norm blocks, a linear head."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["vit"] = "vit"
     name: Name = ""  # name, source, layers, hidden, heads, ffn_hidden, dropout: as in ``TransformerShape``
     source: str = ""
@@ -149,10 +144,9 @@ class VitShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResNetShape:
+class ResNetShape(Strict):
     """A residual network of bottleneck blocks (ResNet-50 and deeper)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["resnet"] = "resnet"
     name: Name = ""  # name, source: for people
     source: str = ""
@@ -165,10 +159,9 @@ class ResNetShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvNextShape:
+class ConvNextShape(Strict):
     """A ConvNeXt."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["convnext"] = "convnext"
     name: Name = ""  # name, source: for people
     source: str = ""
@@ -205,3 +198,103 @@ SHAPES: dict[str, type[Shape]] = {
     "perception": PerceptionShape,
 }
 """Architecture families by the name a file gives under ``arch``."""
+
+
+T = TypeVar("T", bound=TransformerShape)
+_MAY_BE_ZERO = {
+    "kv_heads", "head_dim", "ffn_hidden", "moe_ffn", "decoder_layers", "decoder_seq_len", "position_entries",
+    "kv_rank", "q_rank", "rope_dim", "value_dim", "predicted", "shared_ffn", "dense_layers", "image_height",
+    "image_width",
+}  # fmt: skip
+
+
+_LARGEST = {"layers": LAYERS, "decoder_layers": LAYERS, "depths": LAYERS // 4, "levels": 24, "n_experts": 2**16}
+"""The largest sizes that count layers or halvings."""
+
+
+def complete(shape: Shape) -> Shape:
+    """The shape with sizes that follow from others filled in."""
+    _check_sizes(shape)
+    match shape:
+        case EncoderDecoderShape():
+            whole = replace(
+                shape,
+                decoder_layers=shape.decoder_layers or shape.layers,
+                decoder_seq_len=shape.decoder_seq_len or shape.seq_len,
+            )
+            return _complete_transformer(whole)
+        case MoeShape():
+            return _complete_moe(shape)
+        case VitShape():
+            return _complete_vit(shape)
+        case ConvNextShape():
+            return _checked_convnext(shape)
+        case PictureShape():
+            check_pictures(shape)
+        case TransformerShape():
+            return _complete_transformer(shape)
+    return shape
+
+
+def _check_sizes(shape: Shape) -> None:
+    for item in fields(shape):
+        value = getattr(shape, item.name)
+        sizes = value if isinstance(value, tuple) else (value,)
+        low = 0 if item.name in _MAY_BE_ZERO else 1
+        high = _LARGEST.get(item.name, SAMPLES)
+        wrong = any(isinstance(size, int) and not isinstance(size, bool) and not low <= size <= high for size in sizes)
+        if wrong or not 0 < len(sizes) <= LAYERS:
+            number = "numbers" if isinstance(value, tuple) else "a number"
+            raise InputError(item.name, value, f"Give {number} from {low} to {high}.")
+    try:
+        is_name(shape.name)
+    except ValueError as error:
+        raise InputError("name", shape.name, f"{error}.") from error
+    probability = getattr(shape, "dropout", 0.0)
+    if not 0 <= probability < 1:
+        raise InputError("dropout", probability, "Give a probability from 0 up to, not including, 1.")
+
+
+def _complete_transformer(shape: T) -> T:
+    kv_heads = shape.kv_heads or shape.heads
+    if not shape.head_dim and shape.hidden % shape.heads:
+        raise InputError("heads", shape.heads, f"Choose a number that divides {shape.hidden}, or give head_dim.")
+    if shape.heads % kv_heads:
+        raise InputError("kv_heads", kv_heads, f"Choose a number that divides the {shape.heads} heads.")
+    if shape.kv_rank and not 0 < shape.rope_dim < (shape.head_dim or shape.hidden // shape.heads):
+        raise InputError("rope_dim", shape.rope_dim, "Latent attention turns part of head_dim; give a smaller number.")
+    entries = shape.position_entries or shape.seq_len
+    if shape.positions == "learned" and shape.seq_len > entries:
+        raise InputError("seq_len", shape.seq_len, f"The table of learned positions has {entries} (position_entries).")
+    return replace(
+        shape,
+        kv_heads=kv_heads,
+        head_dim=shape.head_dim or shape.hidden // shape.heads,
+        ffn_hidden=shape.ffn_hidden or 4 * shape.hidden,
+        position_entries=entries,
+    )
+
+
+def _complete_moe(shape: MoeShape) -> MoeShape:
+    if shape.moe_topk > shape.n_experts:
+        raise InputError("moe_topk", shape.moe_topk, f"There are {shape.n_experts} experts a block.")
+    if shape.dense_layers >= shape.layers:
+        raise InputError("dense_layers", shape.dense_layers, f"Choose fewer than the {shape.layers} layers.")
+    if shape.capacity < 1:
+        raise InputError("capacity", shape.capacity, "Give a factor of 1 or more on an expert's even share.")
+    whole = _complete_transformer(shape)
+    return replace(whole, moe_ffn=whole.moe_ffn or whole.ffn_hidden)
+
+
+def _complete_vit(shape: VitShape) -> VitShape:
+    if shape.hidden % shape.heads:
+        raise InputError("heads", shape.heads, f"Choose a number that divides the hidden size {shape.hidden}.")
+    if shape.image_size % shape.patch:
+        raise InputError("patch", shape.patch, f"Choose a number that divides the image size {shape.image_size}.")
+    return replace(shape, ffn_hidden=shape.ffn_hidden or 4 * shape.hidden)
+
+
+def _checked_convnext(shape: ConvNextShape) -> ConvNextShape:
+    if len(shape.depths) != len(shape.widths):
+        raise InputError("depths", shape.depths, f"Give as many as widths ({len(shape.widths)}).")
+    return shape

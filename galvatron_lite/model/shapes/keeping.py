@@ -1,16 +1,24 @@
-"""Which tensors of a layer's calls are kept from forward to backward, by what is recomputed. No torch here."""
+"""Which tensors of a layer's calls are kept from forward to backward, and which are alive at its worst moment.
+
+Runs of neighbouring element-wise and row-wise calls become one kernel that reads what enters the run and writes what
+leaves it. What such a kernel can make again from tensors that are kept anyway is not kept, unless a matmul or attention
+needs it in backward: then it would have to be written again. This is what the minimum cut of torch.compile's
+partitioner finds in a chain of cheap calls (``min_cut_rematerialization_partition``, with
+``ban_recompute_materialized_backward``).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from galvatron_lite.model.graph import Operator, OperatorClass, TensorSplit
 from galvatron_lite.model.kernels import Selective
 from galvatron_lite.model.shapes.calls import Division, ShapeCall, Value
 
-Record = tuple[ShapeCall, Operator]
-"""A call and what it costs."""
+Record = tuple[ShapeCall, Operator]  # A call and what it costs
 
 
 def split_of(values: Iterable[Value]) -> TensorSplit:
@@ -100,3 +108,159 @@ def whole_tokens(split: TensorSplit, limit: int | None = None) -> TensorSplit:
 def share_of(value: Value) -> Value:
     """The value's share under sequence parallelism."""
     return replace(value, part=Division.SEQUENCE)
+
+
+def _total(values: Sequence[Value]) -> int:
+    return sum({value.key: value.held for value in values}.values())
+
+
+def _larger(best: list[Value], values: Sequence[Value]) -> list[Value]:
+    return list(values) if _total(values) > _total(best) else best
+
+
+def forward_peak(calls: Sequence[ShapeCall], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
+    """Tensors alive at the worst moment of forward: inputs, what is saved, and temporary results until last read."""
+    # a gathered tensor and the shard of it that is kept have one key
+    last_read = {(value.key, value.part): index for index, call in enumerate(calls) for value in call.inputs}
+    staying = {(value.key, value.part) for value in (*outputs, *(value for call in calls for value in call.saved))}
+    live, best = list(inputs), list(inputs)
+    for index, call in enumerate(calls):
+        live += [*call.inputs, call.output, *call.saved]
+        best = _larger(best, live)
+        live = [
+            value for value in live
+            if (value.key, value.part) in staying or last_read.get((value.key, value.part), -1) > index
+        ]  # fmt: skip
+    return best
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """Gradient buffers alive: each tensor's key points to a buffer, which several may share."""
+
+    buffers: dict[int, Value] = field(default_factory=dict)
+    of: dict[int, int] = field(default_factory=dict)
+    made: int = 0
+
+    def new(self, value: Value) -> int:
+        self.made += 1
+        self.buffers[-self.made] = replace(value, key=-self.made)
+        return -self.made
+
+    def give(self, value: Value, buffer: int) -> None:
+        """Hand a gradient to a tensor; where it has one already that is shared, the sum takes a new buffer."""
+        old = self.of.get(value.key)
+        shared = old is not None and Counter(self.of.values())[old] > 1
+        self.of[value.key] = self.new(value) if shared else buffer if old is None else old
+
+    def sweep(self) -> None:
+        """Drop the buffers that no tensor points to."""
+        used = set(self.of.values())
+        self.buffers = {key: value for key, value in self.buffers.items() if key in used}
+
+
+def backward_peak(calls: Sequence[ShapeCall], outputs: Sequence[Value]) -> list[Value]:
+    """Tensors alive at the worst moment of backward: what is still saved, and gradients from made to last read."""
+    readers = Counter(key for call in calls for key in {value.key for value in call.saved})
+    everything = (value for call in calls for value in call.saved)
+    saved = {value.key: value for value in sorted(everything, key=lambda value: value.part)}
+    gradients = _Gradients()
+    for value in outputs:
+        gradients.give(value, gradients.new(value))
+    best = [*saved.values(), *gradients.buffers.values()]
+    for call in reversed(calls):
+        if call.inplace:
+            _release(call, readers, saved)
+        _run_backward(call, gradients)
+        best = _larger(best, [*saved.values(), *call.rebuilt, *gradients.buffers.values()])
+        gradients.sweep()
+        if not call.inplace:
+            _release(call, readers, saved)
+    return best
+
+
+def _release(call: ShapeCall, readers: Counter[int], saved: dict[int, Value]) -> None:
+    """Drop what only this call's backward still needed."""
+    for key in {value.key for value in call.saved}:
+        readers[key] -= 1
+        if not readers[key]:
+            del saved[key]
+
+
+def _run_backward(call: ShapeCall, gradients: _Gradients) -> None:
+    arrived = gradients.of.pop(call.output.key, None)
+    if arrived is None:
+        return
+    for value in call.inputs:
+        if value.grad:
+            gradients.give(value, arrived if call.shares_gradient else gradients.new(value))
+
+
+def compile_records(records: Sequence[Record], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Record]:
+    """The calls as a compiler runs them."""
+    lean = _without_rebuilt(records, inputs)
+    needed = _readers(lean)
+    done: list[Record] = []
+    start = 0
+    for fusible, run in groupby(lean, key=lambda record: record[0].fusible):
+        part = list(run)
+        stop = start + len(part)
+        done += _fused(part, needed, (start, stop), {value.key for value in outputs}) if fusible else part
+        start = stop
+    return done
+
+
+def _without_rebuilt(records: Sequence[Record], inputs: Sequence[Value]) -> list[Record]:
+    """Drop saved tensors that a fusible call can make again, from tensors that are saved, where only such read them."""
+    saved = {value.key for call, _ in records for value in call.saved} | {value.key for value in inputs}
+    wanted = {value.key for call, _ in records if not call.fusible for value in call.saved}
+    again: set[int] = set()
+    for call, _ in records:
+        sources = {value.key for value in call.inputs if value.grad}
+        if call.fusible and call.output.key not in sources | wanted and sources <= saved:
+            again.add(call.output.key)
+    return [(_rebuilding(call, again), operator) for call, operator in records]
+
+
+def _rebuilding(call: ShapeCall, again: set[int]) -> ShapeCall:
+    return replace(call, saved=tuple(value for value in call.saved if value.key not in again))
+
+
+def _readers(records: Sequence[Record]) -> dict[int, list[int]]:
+    readers: dict[int, list[int]] = {}
+    for index, (call, _) in enumerate(records):
+        for value in (*call.inputs, *call.saved):
+            readers.setdefault(value.key, []).append(index)
+    return readers
+
+
+def _fused(
+    run: Sequence[Record], readers: dict[int, list[int]], span: tuple[int, int], outputs: set[int]
+) -> list[Record]:
+    """The run's calls, their cost in one operator: what enters is read and what leaves is written, once.
+
+    Backward reads the gradients of what leaves and what is saved, and writes the gradients of what enters.
+    """
+    made = {call.output.key: call.output for call, _ in run}
+    enters = {v.key: v for call, _ in run for v in call.inputs if v.key not in made}
+    saved = {v.key: v for call, _ in run for v in call.saved}
+    leaves = [
+        v for key, v in made.items()
+        if key in outputs or key in saved or any(not span[0] <= index < span[1] for index in readers.get(key, ()))
+    ]  # fmt: skip
+    new_saved = [v for key, v in saved.items() if key not in enters and key not in made]
+    moved = sum(v.bytes for v in (*enters.values(), *leaves, *new_saved))
+    backward = sum(v.bytes for v in (*(v for v in (*leaves, *enters.values()) if v.grad), *saved.values()))
+    operators = [operator for _, operator in run]
+    widest = max(operators, key=lambda operator: operator.moved)
+    total = replace(
+        widest,
+        name="+".join(dict.fromkeys(operator.name for operator in operators)),
+        moved=min(moved, sum(operator.moved for operator in operators)),
+        backward_moved=min(backward, sum(operator.backward_moved for operator in operators)),
+        weight_bytes=sum(operator.weight_bytes for operator in operators),
+        statistics=sum(operator.statistics for operator in operators),
+        count=1,
+    )
+    silent = replace(total, name="", moved=0, backward_moved=0, weight_bytes=0, statistics=0, count=0)
+    return [(run[0][0], total), *((call, silent) for call, _ in run[1:])]

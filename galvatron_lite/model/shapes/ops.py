@@ -1,4 +1,7 @@
-"""One rule per operator: its FLOPs, the bytes it moves, and what PyTorch's autograd keeps of it.
+"""Rules of operators: FLOPs, bytes moved, and what PyTorch's autograd keeps.
+
+Logits are the largest tensor of most small runs' peaks: rows x vocabulary items, in the precision of compute, and
+again in fp32 where the loss makes a copy.
 
 FLOPs count a multiply-add as two. A matmul's backward pass is two matmuls of the same size. Bytes moved count every
 tensor read and written once, weights apart. What is kept is what ``torch.autograd.graph.saved_tensors_hooks`` shows on
@@ -12,9 +15,140 @@ from dataclasses import replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.model.shapes.calls import FP32, INDEX, Division, ShapeCall, Value
-from galvatron_lite.model.shapes.losses import cross_entropy
-from galvatron_lite.model.shapes.norms import layer_norm, rms_norm
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
+
+_RMS_PASSES = (7, 23)
+"""Times that RMSNorm, step by step, reads or writes a tensor of its input's size: forward, backward."""
+_LAYER_PASSES = (14, 40)  # the same of LayerNorm
+
+
+def layer_norm(tape: Tape, name: str, x: Value, width: int, *, bias: bool = True, affine: bool = True) -> Value:
+    """LayerNorm over the last ``width`` items: keeps its input, and mean and reciprocal deviation in fp32."""
+    statistics = tape.value(2 * (x.items // width), x.part, FP32, grad=False)
+    return _norm(tape, name, x, statistics, (1 + bias) * width * affine)
+
+
+def layer_norm_in_steps(tape: Tape, name: str, x: Value, width: int) -> Value:
+    """LayerNorm over channels that lie first: u = mean(x), s = mean((x - u)^2), w (x - u) / sqrt(s + e) + b.
+
+    Both differences and their quotient are kept; the input is not.
+    """
+    out, root = (tape.value(items, x.part) for items in (x.items, x.items // width))
+    kept = tuple(tape.value(x.items, x.part) for _ in range(3))
+    tape.count(2 * width)
+    moved, backward_moved = (passes * x.bytes for passes in _LAYER_PASSES)
+    operator = memory_operator(name, x, moved, backward_moved, 2 * width * tape.item_bytes, count=10)
+    return tape.record(ShapeCall((x,), out, saved=(*kept, root), fusible=True), operator)
+
+
+def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Value:
+    """RMSNorm over the last ``width`` items.
+
+    Args:
+        tape: where it is written down.
+        name: of the operator.
+        x: input.
+        width: items of a row.
+        fused: whether one kernel does it (CUDA): it keeps its input and the reciprocal root in fp32. Else it is
+            computed step by step in fp32 (CPU, Llama of transformers): the input in fp32 and the normalised input in
+            fp32 are kept.
+    """
+    root = tape.value(x.items // width, x.part, FP32, grad=False)
+    if fused or tape.kernels.compiled:
+        return _norm(tape, name, x, root, width)
+    out = tape.value(x.items, x.part)
+    casts = 0 if x.item_bytes == FP32 else 2 * (x.bytes + x.items * FP32)
+    moved, backward_moved = (passes * x.items * FP32 + casts for passes in _RMS_PASSES)
+    upcast = x if x.item_bytes == FP32 else tape.value(x.items, x.part, FP32)
+    normalised = tape.value(x.items, x.part, FP32)
+    tape.count(width)
+    operator = memory_operator(name, x, moved, backward_moved, width * tape.item_bytes, count=6)
+    return tape.record(ShapeCall((x,), out, saved=(upcast, root, normalised), fusible=True), operator)
+
+
+def _norm(tape: Tape, name: str, x: Value, statistics: Value, weights: int) -> Value:
+    """One kernel; under autocast it runs in fp32, between a cast of its input (which is kept) and one of its output."""
+    out = tape.value(x.items, x.part)
+    tape.count(weights)
+    cast = tape.kernels.autocast and x.item_bytes < FP32
+    kept = tape.value(x.items, x.part, FP32) if cast else x
+    casts = 2 * (x.bytes + kept.bytes) if cast else 0
+    moved, backward_moved = 2 * kept.bytes + casts, 3 * kept.bytes + casts
+    operator = memory_operator(
+        name, x, moved, backward_moved, weights * tape.item_bytes, count=3 if cast else 1
+    )  # fmt: skip
+    return tape.record(ShapeCall((x,), out, saved=(kept, statistics), fusible=True), operator)
+
+
+def cross_entropy(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
+    """Mean cross-entropy of logits (rows, classes); see ``Kernels`` for its kinds."""
+    if tape.kernels.inplace_loss:
+        return _inplace(tape, name, logits, labels)
+    if tape.kernels.compiled_loss:
+        return _compiled(tape, name, logits, labels)
+    if tape.kernels.fused_loss or tape.kernels.jit_loss:
+        return _vocabulary_parallel(tape, name, logits, labels)
+    return _eager(tape, name, logits, labels)
+
+
+def _cast(tape: Tape, name: str, logits: Value) -> Value:
+    if logits.item_bytes == FP32:
+        return logits
+    cast = tape.value(logits.items, logits.part, FP32)
+    moved = logits.bytes + cast.bytes
+    return tape.record(ShapeCall((logits,), cast), memory_operator(f"{name}.cast", cast, moved, moved))
+
+
+def _eager(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
+    """In fp32: keeps the fp32 log-softmax and the labels.
+
+    The cast, log-softmax and the negative log-likelihood are calls of their own, so that backward holds the two fp32
+    gradients that PyTorch makes. The model's own forward holds the logits until the loss is there.
+    """
+    cast = _cast(tape, name, logits)
+    log_softmax = tape.value(logits.items, logits.part, FP32)
+    softmax = memory_operator(f"{name}.log_softmax", cast, 2 * cast.bytes, 3 * cast.bytes)
+    tape.record(ShapeCall((cast,), log_softmax, saved=(log_softmax,)), softmax)
+    loss = tape.value(1, Division.WHOLE, FP32)
+    likelihood = memory_operator(f"{name}.nll", cast, labels.bytes, 2 * cast.bytes + labels.bytes, items=labels.items)
+    held = replace(logits, grad=False)
+    return tape.record(ShapeCall((log_softmax, labels, held), loss, saved=(log_softmax, labels)), likelihood)
+
+
+def _vocabulary_parallel(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
+    """Megatron's ``_VocabParallelCrossEntropy``: an fp32 copy of the logits that becomes the softmax in place.
+
+    Largest logit, subtraction, exponential, sum and division each pass over the copy (8 reads or writes of it); its
+    softmax, a mask and the labels are kept. In backward the gradient takes the softmax's place. The caller holds the
+    logits until the loss is there.
+    """
+    cast = _cast(tape, name, logits)
+    softmax, passes, kernels = cast, 8, 12
+    if tape.kernels.jit_loss:
+        softmax, passes, kernels = tape.value(cast.items, cast.part, FP32), 5, 7
+        operator = memory_operator(f"{name}.exponentials", cast, 3 * cast.bytes, 0, count=2)
+        tape.record(ShapeCall((cast,), softmax, shares_gradient=True), operator)
+    loss = tape.value(1, Division.WHOLE, FP32)
+    masks = tape.value(labels.items, Division.WHOLE, 1, grad=False)
+    operator = memory_operator(f"{name}.softmax", softmax, passes * cast.bytes, 2 * cast.bytes, count=kernels)
+    held = replace(logits, grad=False)
+    return tape.record(ShapeCall((softmax, labels, held), loss, saved=(softmax, masks, labels), inplace=True), operator)
+
+
+def _compiled(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
+    """torch.compile's: reads the logits twice (largest and sum), keeps them and two fp32 statistics a row."""
+    loss = tape.value(1, Division.WHOLE, FP32)
+    statistics = tape.value(2 * labels.items, Division.WHOLE, FP32, grad=False)
+    operator = memory_operator(name, logits, 2 * logits.bytes, 2 * logits.bytes, count=2)
+    return tape.record(ShapeCall((logits, labels), loss, saved=(logits, statistics, labels)), operator)
+
+
+def _inplace(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
+    """TransformerEngine's and Liger's: forward writes the gradient over the logits; backward scales it."""
+    loss = tape.value(1, Division.WHOLE, FP32)
+    operator = memory_operator(name, logits, 3 * logits.bytes, 2 * logits.bytes, count=2)
+    return tape.record(ShapeCall((logits, labels), loss, saved=(logits,), inplace=True), operator)
+
 
 __all__ = [
     "FP32",
@@ -48,7 +182,7 @@ def linear(
     part: Division,
     *,
     bias: bool,
-    own: bool = True,
+    tied: bool = False,
     keeps: Value | None = None,
     fp8: bool = False,
 ) -> Value:
@@ -63,7 +197,7 @@ def linear(
         part: TENSOR for a weight split by columns, SEQUENCE for one split by rows whose output is reduced, WHOLE for
             one that every device holds.
         bias: whether a bias is added.
-        own: whether the weight belongs to this layer (a tied head's does not).
+        tied: whether the weight is another layer's (a tied head's).
         keeps: the tensor whose storage is kept where the input is a view of it.
         fp8: whether it runs in fp8.
     """
@@ -72,7 +206,7 @@ def linear(
     out = tape.value(rows * columns, Division.TENSOR if part is Division.TENSOR else Division.WHOLE)
     flops = 2 * rows * inner * columns
     weight = inner * columns
-    if own:
+    if not tied:
         tape.count(weight, Division.TENSOR if split else Division.WHOLE)
     tape.count(columns * bias, Division.TENSOR if part is Division.TENSOR else Division.WHOLE)
     sharding = sharding_of(out if part is Division.TENSOR else x)

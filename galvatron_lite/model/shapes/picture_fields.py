@@ -1,21 +1,22 @@
-"""What a model file of a convolutional network holds, beside ResNet and ConvNeXt (``fields``). No torch here."""
+"""Model files of convolutional networks beside ResNet and ConvNeXt (``fields``), and pictures of another size."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import Name
 
 if TYPE_CHECKING:
-    from pydantic import ConfigDict
+    from galvatron_lite.model.shapes.fields import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureShape:
+class PictureShape(Strict):
     """Fields that these networks share."""
 
     name: Name = ""  # name, source: for people
@@ -29,7 +30,6 @@ class PictureShape:
 class VggShape(PictureShape):
     """A VGG: groups of 3 x 3 convolutions with max pooling between them, three fully connected layers."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["vgg"] = "vgg"
     depths: tuple[int, ...]  # convolutions a group
     widths: tuple[int, ...] = (64, 128, 256, 512, 512)  # channels a group
@@ -42,7 +42,6 @@ class VggShape(PictureShape):
 class AlexNetShape(PictureShape):
     """An AlexNet in one tower."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["alexnet"] = "alexnet"
     widths: tuple[int, ...] = (64, 192, 384, 256, 256)  # channels of the five convolutions
     hidden: int = 4096  # hidden, pooled: as of a VGG
@@ -54,7 +53,6 @@ class AlexNetShape(PictureShape):
 class RegNetShape(PictureShape):
     """A RegNet."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["regnet"] = "regnet"
     widths: tuple[int, ...]  # channels of every block; the picture is halved where they grow
     group: int  # channels of a group of the 3 x 3 convolutions
@@ -66,7 +64,6 @@ class RegNetShape(PictureShape):
 class UNetShape(PictureShape):
     """A U-Net with padded convolutions, a class for every pixel."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["unet"] = "unet"
     base: int = 64  # channels of the first level; doubled from level to level
     levels: int = 4  # halvings of the picture
@@ -83,7 +80,6 @@ class UNetShape(PictureShape):
 class CosmoFlowShape(PictureShape):
     """A CosmoFlow: 3-D convolutions with mean pooling, fully connected layers, ``classes`` numbers to be found."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["cosmoflow"] = "cosmoflow"
     widths: tuple[int, ...] = (16, 32, 64, 128, 256, 256, 128)  # channels of every convolution
     kernels: tuple[int, ...] = (3, 3, 3, 3, 2, 2, 2)  # voxels along each side of their kernels
@@ -111,7 +107,6 @@ class CosmoFlowShape(PictureShape):
 class PerceptionShape(PictureShape):
     """Two encoder-decoders that read one bird's-eye view of LiDAR scans, one channel each, and give a picture each."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["perception"] = "perception"
     base: int = 32  # channels of the first level; doubled from level to level
     levels: int = 6  # halvings of the picture, rounded down
@@ -171,3 +166,36 @@ def _check_levels(shape: PerceptionShape) -> None:
 def _same_number(field: str, values: tuple[int, ...], like: Sequence[int]) -> None:
     if len(values) != len(like):
         raise InputError(field, values, f"Give {len(like)} numbers.")
+
+
+_SIDES = re.compile(r"^([1-9]\d*)(?:x([1-9]\d*))?$")
+
+
+def sides_of(image: str) -> tuple[int, int]:
+    """Height and width."""
+    found = _SIDES.match(image.lower())
+    if found is None:
+        raise InputError("--image", image, "Give pixels as 224, or height and width as 512x1024.")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def sizes_of(shape: Shape, name: str, image: str) -> dict[str, object]:
+    """Fields of a shape for pictures of another size."""
+    height, width = sides_of(image)
+    sizes: dict[str, object] = (
+        {"image_height": height, "image_width": width} if height != width else {"image_size": height}
+    )
+    if all(hasattr(shape, field) for field in sizes):
+        return sizes
+    if hasattr(shape, "image_size"):
+        raise not_square(name, image)
+    raise InputError("--image", image, f"{name}: It takes no pictures.")
+
+
+def not_square(name: str, image: str) -> InputError:
+    """That a model is priced with square pictures only, and what else there is."""
+    side = min(sides_of(image))
+    remedy = (
+        f"models of this family are priced with square pictures: give {side}, or trace your own with SCRIPT:FACTORY."
+    )
+    return InputError("--image", image, f"{name}: {remedy}")

@@ -13,7 +13,6 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, kind_of, read_data
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
-from galvatron_lite.model.shapes.complete import complete
 from galvatron_lite.model.shapes.fields import (
     SHAPES,
     ConvNextShape,
@@ -25,6 +24,7 @@ from galvatron_lite.model.shapes.fields import (
     Shape,
     TransformerShape,
     VitShape,
+    complete,
 )
 from galvatron_lite.model.shapes.picture_fields import PictureShape
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
@@ -76,9 +76,8 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
     """One of the families; its module is imported here, so that one model does not wait for all families."""
     if isinstance(shape, PictureShape | ResNetShape | ConvNextShape):
         return _picture_graph(shape, precision, item_bytes, kernels)
-    from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph
+    from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph, vit_graph
     from galvatron_lite.model.shapes.transformer import decoder_graph, encoder_graph
-    from galvatron_lite.model.shapes.vision import vit_graph
 
     match shape:
         case DecoderShape() | MoeShape():
@@ -94,8 +93,7 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
 def _picture_graph(
     shape: PictureShape | ResNetShape | ConvNextShape, precision: str, item_bytes: int, kernels: Kernels
 ) -> ModelGraph:
-    from galvatron_lite.model.shapes.convnet import convnext_graph, resnet_graph
-    from galvatron_lite.model.shapes.pictures import picture_graph
+    from galvatron_lite.model.shapes.convnet import convnext_graph, picture_graph, resnet_graph
 
     match shape:
         case ResNetShape():
@@ -119,12 +117,6 @@ def load_model(
     precision: str = "bf16",
 ) -> ModelGraph:
     """The graph of a shipped model or of a model file.
-
-    Args:
-        name_or_path: ``gpt2``, hyphens as you like (``resnet-50``), or a path that ends in .yaml, .yml or .json.
-        overrides: fields of the shape to change (``{"layers": 4}``).
-        sequence: see ``build_graph``.
-        precision: see ``build_graph``.
 
     Raises:
         InputError: an unknown name (lists the closest and all), or fields that do not fit.
@@ -159,12 +151,7 @@ def _find(name_or_path: str) -> Path:
 
 
 def shape_from_data(data: Mapping[str, object], field: str = "model", *, strict: bool = True) -> Shape:
-    """The shape that a mapping describes; ``arch`` names its family (``decoder`` where it is missing).
-
-    Raises:
-        FileFormatError: an unknown or missing field, or a value of the wrong kind.
-        InputError: an unknown family, or sizes that do not fit one another.
-    """
+    """The shape that a mapping describes; ``arch`` names its family (``decoder`` where it is missing)."""
     arch = data.get("arch", "decoder")
     if not isinstance(arch, str) or arch not in SHAPES:
         raise InputError(f"{field}, arch", arch, f"Choose one of {', '.join(SHAPES)}.")
@@ -176,9 +163,6 @@ def shape_from_flags(flags: Mapping[str, str]) -> Shape:
 
     Names are fields of the family that ``arch`` names (``decoder`` where missing), with ``-`` for ``_``; short ones are
     ``seq``, ``ffn``, ``experts``, ``topk``, ``image``, ``tied``. Lists are written ``3,4,6,3``.
-
-    Raises:
-        InputError: an unknown flag, a missing one, or a value that does not fit.
     """
     named = {flag.lstrip("-").replace("-", "_"): value for flag, value in flags.items()}
     data: dict[str, Any] = {_FLAGS.get(name, name): value for name, value in named.items()}

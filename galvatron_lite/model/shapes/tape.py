@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding, SplitDims, TensorSplit
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes.calls import Division, ShapeCall, Value
-from galvatron_lite.model.shapes.compiled import compile_records
 from galvatron_lite.model.shapes.keeping import (
     Record,
+    backward_peak,
+    compile_records,
     excess,
+    forward_peak,
     overwrites_anchors,
     runs_again,
     saved_by,
@@ -26,7 +28,6 @@ from galvatron_lite.model.shapes.keeping import (
     split_of,
     whole_tokens,
 )
-from galvatron_lite.model.shapes.liveness import backward_peak, forward_peak
 
 _SHARDING = {Division.TENSOR: Sharding.TENSOR, Division.SEQUENCE: Sharding.SEQUENCE, Division.WHOLE: Sharding.NONE}
 

@@ -15,11 +15,11 @@ _FAMILIES = (
     (sizes.GPT, "gpt", "GPT"),
     (sizes.LLAMA, "llama", "Llama"),
     (sizes.MOE, "moe", "MoE"),
-    (sizes.RESNET, "resnet", "ResNet"),
-    (sizes.VGG, "vgg", "VGG"),
-    (sizes.ALEXNET, "alexnet", "AlexNet"),
+    (sizes.RESNET, "convnets", "ResNet"),
+    (sizes.VGG, "convnets", "VGG"),
+    (sizes.ALEXNET, "convnets", "AlexNet"),
     (sizes.CONVNEXT, "convnext", "ConvNeXt"),
-    (sizes.REGNET, "regnet", "RegNet"),
+    (sizes.REGNET, "convnets", "RegNet"),
     (sizes.UNET, "unet", "UNet"),
     (sizes.COSMOFLOW, "cosmoflow", "CosmoFlow"),
     (sizes.PERCEPTION, "perception", "Perception"),
@@ -36,15 +36,7 @@ def size_named(name: str) -> str | None:
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
-    """A reference model by name (``gpt-tiny``, ``resnet-50``), on the current default device.
-
-    Args:
-        name: a key of ``SIZES``, hyphens as you like (``resnet50``).
-        overrides: config fields to change (``layers=2``).
-
-    Raises:
-        InputError: no size of that name, or a config field that does not exist.
-    """
+    """A reference model by name (``gpt-tiny``, ``resnet-50``), on the current default device."""
     known = size_named(name)
     if known is None:
         raise InputError("model", name, f"Choose one of {', '.join(SIZES)}.")

@@ -1,10 +1,10 @@
-"""Config fields of every named size of the reference models, by family. No torch here."""
+"""Config fields of every named size of the reference models, by family."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from galvatron_lite.model.shapes.images.regular import LINES, widths_of
+from galvatron_lite.model.shapes.images.residual import LINES, widths_of
 
 Sizes = dict[str, dict[str, Any]]
 
@@ -20,7 +20,7 @@ LLAMA: Sizes = {
 }
 MOE: Sizes = {
     "moe-tiny": {"vocab": 256, "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
-    | {"sequence": 64, "experts": 8, "choices": 2},
+    | {"sequence": 64, "experts": 8, "choices": 2}
 }
 RESNET: Sizes = {
     "resnet-50": {"depths": (3, 4, 6, 3)},
@@ -53,9 +53,7 @@ _REGNETS = {
 REGNET: Sizes = {
     f"regnet-{name}": {"widths": tuple(widths_of(LINES[key])), "group": LINES[key][3], "squeeze": key[0] == "y"}
     for name, key in _REGNETS.items()
-} | {
-    "regnet-mini": {"widths": (8, 8, 16, 16), "group": 4, "squeeze": True, "stem": 8, "side": 32, "classes": 10},
-}
+} | {"regnet-mini": {"widths": (8, 8, 16, 16), "group": 4, "squeeze": True, "stem": 8, "side": 32, "classes": 10}}
 UNET: Sizes = {
     "unet": {},
     "unet-bilinear": {"bilinear": True},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.zoo.pictures import classification_loss, random_pictures
+from galvatron_lite.model.zoo.convnets import classification_loss, random_pictures
 
 
 @dataclass(frozen=True, slots=True)

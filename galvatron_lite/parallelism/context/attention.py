@@ -11,12 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from galvatron_lite.parallelism.context.ring import Ring, ring_attention
-from galvatron_lite.parallelism.context.ulysses import (
-    Swap,
-    heads_by_rank,
-    heads_of_all_tokens,
-    tokens_of_all_heads,
-)
+from galvatron_lite.parallelism.context.ulysses import Swap, heads_by_rank, heads_of_all_tokens, tokens_of_all_heads
 from galvatron_lite.parallelism.cuts.alignment import same_line
 from galvatron_lite.parallelism.cuts.calls import fronted
 from galvatron_lite.parallelism.cuts.fallback import on_whole

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.parallelism.cuts.calls import argument, fronted, handled_by
-from galvatron_lite.parallelism.cuts.tensor import (
-    Call,
-    Handler,
-    cuts_of,
-    shares_only,
-    whole_shape,
-)
+from galvatron_lite.parallelism.cuts.tensor import Call, Handler, cuts_of, shares_only, whole_shape
 
 
 def _of_share(call: Call) -> Any:

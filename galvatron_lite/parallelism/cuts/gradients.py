@@ -12,15 +12,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.alignment import brought
 from galvatron_lite.parallelism.cuts.calls import argument
 from galvatron_lite.parallelism.cuts.fallback import keep_whole
-from galvatron_lite.parallelism.cuts.tensor import (
-    Call,
-    CutTensor,
-    Handler,
-    cut_like,
-    cut_tensors,
-    cuts_of,
-    shares_only,
-)
+from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, cut_like, cut_tensors, cuts_of, shares_only
 
 
 def _gradient(call: Call) -> Any:

@@ -19,15 +19,7 @@ from galvatron_lite.parallelism.cuts.functions import sum_over
 from galvatron_lite.parallelism.cuts.indices import IndexPlan, plan_of
 from galvatron_lite.parallelism.cuts.laying import ItemRange, LaidLine, taken
 from galvatron_lite.parallelism.cuts.moving import Range, recut, shares_of
-from galvatron_lite.parallelism.cuts.tensor import (
-    Call,
-    Cut,
-    CutTensor,
-    Handler,
-    cut_like,
-    shares_only,
-    whole_shape,
-)
+from galvatron_lite.parallelism.cuts.tensor import Call, Cut, CutTensor, Handler, cut_like, shares_only, whole_shape
 
 
 def _get(call: Call) -> Any:

@@ -14,15 +14,7 @@ from galvatron_lite.parallelism.cuts.calls import argument, fronted
 from galvatron_lite.parallelism.cuts.fallback import on_whole
 from galvatron_lite.parallelism.cuts.functions import sum_over
 from galvatron_lite.parallelism.cuts.line import Line
-from galvatron_lite.parallelism.cuts.tensor import (
-    Call,
-    Cuts,
-    CutTensor,
-    Handler,
-    cut_like,
-    shares_only,
-    whole_shape,
-)
+from galvatron_lite.parallelism.cuts.tensor import Call, Cuts, CutTensor, Handler, cut_like, shares_only, whole_shape
 
 HALF = (torch.float16, torch.bfloat16)
 """Dtypes in which nothing is added up."""

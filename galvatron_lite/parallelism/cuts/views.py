@@ -14,15 +14,7 @@ from galvatron_lite.parallelism.cuts.calls import fronted, handled_by
 from galvatron_lite.parallelism.cuts.fallback import on_whole, warn_gathered
 from galvatron_lite.parallelism.cuts.functions import gathered_along
 from galvatron_lite.parallelism.cuts.homes import Shape, cuts_after, home_of, reshaped_share
-from galvatron_lite.parallelism.cuts.tensor import (
-    Call,
-    Cuts,
-    CutTensor,
-    Handler,
-    cut_like,
-    shares_only,
-    whole_shape,
-)
+from galvatron_lite.parallelism.cuts.tensor import Call, Cuts, CutTensor, Handler, cut_like, shares_only, whole_shape
 
 
 @functools.lru_cache(4096)

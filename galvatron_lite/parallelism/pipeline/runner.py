@@ -17,13 +17,7 @@ from galvatron_lite.parallelism.pipeline.post import P2PChannel, StepMail
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.pipeline.stage import StageModel
 from galvatron_lite.parallelism.pipeline.table import Pipeline, RankSchedule, programme_of
-from galvatron_lite.parallelism.pipeline.transfer import (
-    GradientSlot,
-    PipelineGroups,
-    Value,
-    arrived,
-    differentiable,
-)
+from galvatron_lite.parallelism.pipeline.transfer import GradientSlot, PipelineGroups, Value, arrived, differentiable
 
 Call = Callable[[int, Any], Any]
 """``call(chunk, microbatch)`` runs a stage's model."""

@@ -20,15 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional, grad
 
 from galvatron_lite.parallelism.cuts.grid import PIXELS
-from galvatron_lite.parallelism.cuts.tensor import (
-    Call,
-    CutTensor,
-    Handler,
-    cut_tensor,
-    cuts_of,
-    local_of,
-    whole_shape,
-)
+from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, cut_tensor, cuts_of, local_of, whole_shape
 from galvatron_lite.parallelism.spatial.halo import (
     Box,
     Halo,

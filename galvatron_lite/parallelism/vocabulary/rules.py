@@ -16,14 +16,7 @@ from torch import Tensor
 from galvatron_lite.parallelism.cuts import asking, gradients, pointwise
 from galvatron_lite.parallelism.cuts.calls import argument, fronted, handled_by, in_place
 from galvatron_lite.parallelism.cuts.fallback import refuse_writing
-from galvatron_lite.parallelism.cuts.tensor import (
-    Call,
-    CutTensor,
-    Handler,
-    cut_like,
-    shares_only,
-    whole_shape,
-)
+from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, cut_like, shares_only, whole_shape
 from galvatron_lite.parallelism.tensor.functions import copy_to_group
 from galvatron_lite.parallelism.vocabulary.logits import columns_of, everything_whole
 

@@ -31,8 +31,7 @@ FIXED: dict[Engine, dict[str, float]] = {
     Engine.V240: {"off": 2 / 3, "on_first": 1.0, "on_last": 0.0},
 }
 """Share of the activations of embedding and head that does not grow with the sequence, by stage."""
-BATCH_POINTS = 8
-"""Batch sizes from which its engine fits a line through a layer's times."""
+BATCH_POINTS = 8  # batch sizes from which its engine fits a line through a layer's times
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +44,7 @@ class Sizes:
 
 
 def read_model(
-    folder: Path,
-    sizes: Sequence[Sizes],
-    mode: str = "",
-    sequence_parallel: bool = True,
-    engine: Engine = Engine.MAIN,
+    folder: Path, sizes: Sequence[Sizes], mode: str = "", sequence_parallel: bool = True, engine: Engine = Engine.MAIN
 ) -> HetuModel:
     """A model's profile from a folder with one ``computation_profiling_*`` and one ``memory_profiling_*`` file.
 

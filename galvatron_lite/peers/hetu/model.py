@@ -17,10 +17,8 @@ from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, 
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.units import ITEM_BYTES
 
-CONTEXT_MB = 1024
-"""What Hetu-Galvatron counts for the driver's context."""
-BIAS = 0.003
-"""What its memory formulas add to 1/n."""
+CONTEXT_MB = 1024  # what Hetu-Galvatron counts for the driver's context
+BIAS = 0.003  # what its memory formulas add to 1/n
 
 
 class Engine(StrEnum):
@@ -142,8 +140,7 @@ class HetuHardware:
 MB = 2**20
 STATE_BYTES = 16
 """Bytes of states for one parameter item that its memory figures hold: fp32 or half precision, Adam."""
-SAMPLES = (1, 64)
-"""Samples of the points that stand for its straight lines."""
+SAMPLES = (1, 64)  # samples of the points that stand for its straight lines
 ENDS = {Engine.MAIN: 3, Engine.V240: 2}
 """Collectives of the boundary tensor in one forward pass of a layer."""
 
@@ -266,10 +263,7 @@ def _edge_parameters(states: Mapping[int, float]) -> TensorSplit:
 
 def _block_points(name: str, kind: LayerType, model: HetuModel) -> Iterator[LayerPoint]:
     for degree, figure in sorted(kind.activation.items()):
-        kept = {
-            Recompute.NONE: figure,
-            Recompute.FULL: kind.checkpoint / (degree if model.sequence_parallel else 1),
-        }
+        kept = {Recompute.NONE: figure, Recompute.FULL: kind.checkpoint / (degree if model.sequence_parallel else 1)}
         buffer = _buffer(kind, model) if degree > 1 else 0.0
         for choice, size in kept.items():
             yield from _points(name, degree, choice, kind.forward, size, buffer, model)

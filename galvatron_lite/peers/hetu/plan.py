@@ -68,14 +68,7 @@ class HetuPlan:
 
 
 def read_hetu_plan(data: Mapping[str, Any], field: str, devices: int = 0, batch: int = 0) -> HetuPlan:
-    """A plan from its JSON, of searched plans (figures of each layer) or of GLOBAL mode (one strategy by flags).
-
-    Args:
-        data: what the file holds.
-        field: names the file in errors.
-        devices: GPUs, for files without ``world_size`` (v2.4.0's).
-        batch: samples a step, for files without ``global_bsz``.
-    """
+    """A plan from its JSON, of searched plans (figures of each layer) or of GLOBAL mode (one strategy by flags)."""
     if "tp_sizes_enc" not in data:
         return _global_plan(data, field, devices, batch)
     stages = _integer(data, "pp_deg", field)
@@ -226,7 +219,7 @@ def to_plan(
         engine: v2.4.0 shards the states of embedding and head over a Ulysses group of one replica too.
     """
     layers = _layers(plan, profile)
-    shared = _shares_tokens(profile) if profile else tokens
+    shared = all(point.sequence_parallel for point in profile.layers if point.tensor > 1) if profile else tokens
     stage = 1 if async_reduce and (plan.chunks > 1 or (profile is not None and profile.accumulates)) else 2
     edges = our_strategy(plan.edges, shared, stage, alone=engine is Engine.V240)
     strategies = [edges, *(our_strategy(one, shared, stage) for one in plan.layers), edges]
@@ -256,19 +249,8 @@ def _layers(plan: HetuPlan, profile: Profile | None) -> list[Layer]:
     return layers
 
 
-def _shares_tokens(profile: Profile) -> bool:
-    return all(point.sequence_parallel for point in profile.layers if point.tensor > 1)
-
-
 def our_strategy(one: HetuStrategy, tokens: bool, zero2: int = 1, *, alone: bool = False) -> Strategy:
-    """Our strategy of one of theirs.
-
-    Args:
-        one: theirs.
-        tokens: as in ``to_plan``.
-        zero2: the stage that stands for its ``zero2``.
-        alone: whether the Ulysses group of a single replica shards states.
-    """
+    """Our strategy of one of theirs."""
     replicated = one.kind is DataType.DDP or (one.shards if alone else one.data) == 1
     stage = 3 if one.kind is DataType.ZERO3 else zero2
     return Strategy(

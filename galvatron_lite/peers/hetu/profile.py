@@ -40,20 +40,13 @@ from galvatron_lite.profiler.schema import (
 from galvatron_lite.units import ITEM_BYTES
 
 MB = 2**20
-PER_MS = MB * 1000
-"""Bytes a second of one MB a millisecond."""
+PER_MS = MB * 1000  # bytes a second of one MB a millisecond
 EXCHANGES = 2
 """All-to-alls of the whole boundary tensor that its formulas count in one forward pass."""
 
 
 def to_cluster(hardware: HetuHardware, precision: str, memory: int) -> Cluster:
-    """The devices, which its files say nothing of but their number, in nodes.
-
-    Args:
-        hardware: its profile.
-        precision: of compute, so that the devices have it.
-        memory: bytes of one device.
-    """
+    """The devices, which its files say nothing of but their number, in nodes."""
     device = Device("gpu", memory, 1.0, {precision: 1.0}, context=CONTEXT_MB * MB, source=hardware.source)
     levels = [Level("node", hardware.gpus, hardware.near[hardware.gpus] * PER_MS, 0.0, source="measured")]
     if hardware.nodes > 1:
@@ -61,22 +54,6 @@ def to_cluster(hardware: HetuHardware, precision: str, memory: int) -> Cluster:
         levels.append(Level("cluster", hardware.nodes, bandwidth, 0.0, source="measured"))
     name = f"{hardware.nodes}x{hardware.gpus}"
     return Cluster(name, (DeviceGroup(device, hardware.devices),), tuple(levels), {"profiled-by": "Hetu-Galvatron"})
-
-
-def to_fits(hardware: HetuHardware) -> tuple[CollectiveFit, ...]:
-    """A straight line for every collective and shape of group."""
-    return tuple(fit for ranks, stride in _groups(hardware) for fit in _fits(hardware, ranks, stride))
-
-
-def to_collectives(hardware: HetuHardware) -> tuple[CollectivePoint, ...]:
-    """The points of the latency tables, for groups of neighbours."""
-    return tuple(
-        point
-        for ranks, stride in _groups(hardware)
-        if stride == 1
-        for kind, table, share, scale in _tables(hardware, ranks)
-        for point in _points(hardware, kind, ranks, table, share, scale)
-    )
 
 
 def _groups(hardware: HetuHardware) -> Iterator[tuple[int, int]]:
@@ -175,8 +152,14 @@ def to_profile(
         communication_origin=Origin(OriginKind.MEASURED, f"Hetu-Galvatron ({engine.value}): {hardware.source}"),
         layers=to_points(model, single=single),
         optimizer=OptimizerCost("adam", 16 - 2 * compute, 0.0),
-        collectives=to_collectives(hardware),
-        fits=to_fits(hardware),
+        collectives=tuple(
+            point
+            for ranks, stride in _groups(hardware)
+            if stride == 1
+            for kind, table, share, scale in _tables(hardware, ranks)
+            for point in _points(hardware, kind, ranks, table, share, scale)
+        ),
+        fits=tuple(fit for ranks, stride in _groups(hardware) for fit in _fits(hardware, ranks, stride)),
         overlap=Overlap(hardware.overlap, hardware.overlap),
         hidden=dict(HIDDEN),
         gather_precision=model.precision,
@@ -197,17 +180,7 @@ def import_profile(
     engine: Engine = Engine.MAIN,
     memory: int = DEVICE_MEMORY,
 ) -> Profile:
-    """Our profile from its files.
-
-    Args:
-        folder: of the model's computation and memory profile.
-        sizes: of its layer types.
-        nodes, gpus: nodes and GPUs of each.
-        hardware: folder of the hardware profile; the model's or the one beside it called ``hardware`` or
-            ``hardware_configs`` if not given.
-        engine: whose communication counts.
-        memory: bytes of one device.
-    """
+    """Our profile from its files."""
     places = (folder, folder / "hardware", folder.parent / "hardware", folder.parent / "hardware_configs")
     found = hardware or next((place for place in places if any(place.glob("allreduce_bandwidth_*.json"))), folder)
     model = read_model(folder, sizes, engine=engine)

@@ -1,4 +1,4 @@
-"""For Hugging Face accelerate: the YAML file of ``accelerate launch --config_file``. No torch.
+"""For Hugging Face accelerate: the YAML file of ``accelerate launch --config_file``.
 
 ZeRO-2 and ZeRO-3 are FSDP2, which is what ``auto_parallelize`` trains with; ZeRO-1, optimizer states in host memory,
 and plans for DeepSpeed are its DeepSpeed plugin; no ZeRO at all is DistributedDataParallel.
@@ -24,7 +24,7 @@ from galvatron_lite.plans.export.common import (
     recomputed,
     unlike,
 )
-from galvatron_lite.plans.export.deepspeed_config import zero_stage
+from galvatron_lite.plans.export.deepspeed import zero_stage
 from galvatron_lite.plans.schema import LayerRun, Plan, TrainedBy
 
 TOOL = "accelerate"

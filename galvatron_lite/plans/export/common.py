@@ -1,4 +1,4 @@
-"""What all tools' files have in common: one strategy for all layers, and a list of what they cannot say. No torch."""
+"""What all tools' files have in common: one strategy for all layers, and a list of what they cannot say."""
 
 from __future__ import annotations
 
@@ -75,12 +75,7 @@ def _named(run: LayerRun) -> str:
 
 
 def lacking(strategy: Strategy, words: Mapping[str, str]) -> Iterator[str]:
-    """What a strategy uses of what a tool does not have.
-
-    Args:
-        strategy: of the layers.
-        words: what fields of ``Strategy`` stand for, of those that the tool lacks.
-    """
+    """What a strategy uses of what a tool does not have."""
     plain = Strategy()
     for one in fields(Strategy):
         value = getattr(strategy, one.name)

@@ -1,27 +1,22 @@
-"""The tools that plans are written for, by name. No torch."""
+"""The tools that plans are written for, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.plans.export import accelerate, deepspeed, megatron, nemo, torchtitan
+from galvatron_lite.plans.export import accelerate, deepspeed, megatron, torchtitan
 from galvatron_lite.plans.export.common import Exported
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
 
 TOOLS: Mapping[str, Callable[[Plan], Exported]] = {
-    module.TOOL: module.exported for module in (deepspeed, megatron, torchtitan, accelerate, nemo)
-}
+    module.TOOL: module.exported for module in (deepspeed, megatron, torchtitan, accelerate)
+} | {"nemo": megatron.nemo}
 
 
 def export(plan: Plan, tool: str, *, strict: bool = False) -> Exported:
     """A plan in a tool's words; the same plan gives the same text.
-
-    Args:
-        plan: what to say.
-        tool: ``deepspeed``, ``megatron``, ``torchtitan``, ``accelerate`` or ``nemo``.
-        strict: whether all of the plan must be said.
 
     Raises:
         InputError: no such tool, a plan that contradicts itself, or (strict) something that the tool's file cannot say.

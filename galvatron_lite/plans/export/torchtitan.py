@@ -1,4 +1,4 @@
-"""For torchtitan: options of its command line, one a line. No torch.
+"""For torchtitan: options of its command line, one a line.
 
 They come behind those that name the model: ``--module llama3 --config llama3_8b $(grep -v '^#' FILE)``.
 """

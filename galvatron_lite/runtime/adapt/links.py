@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from galvatron_lite.cluster.cluster import Collective
-from galvatron_lite.profiler.measure_collectives import GroupShape, make_group, prepare
+from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.adapt.correct import members_of, points_of
 from galvatron_lite.runtime.adapt.schema import LinkPoint

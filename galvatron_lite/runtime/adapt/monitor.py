@@ -29,12 +29,7 @@ from galvatron_lite.runtime.adapt.decide import (
     on_window,
     wants_links,
 )
-from galvatron_lite.runtime.adapt.exhausted import (
-    asked_group,
-    everywhere,
-    factor_of,
-    let_go,
-)
+from galvatron_lite.runtime.adapt.exhausted import asked_group, everywhere, factor_of, let_go
 from galvatron_lite.runtime.adapt.links import measure_links, probes_of
 from galvatron_lite.runtime.adapt.log import AdaptLog
 from galvatron_lite.runtime.adapt.planning import PlanningProcess, PlanQuery, Replanned, answer

@@ -10,7 +10,7 @@ from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
-from galvatron_lite.profiler.measure_collectives import prepare
+from galvatron_lite.profiler.measure_hardware import prepare
 from galvatron_lite.profiler.timing import Across, Term, TimingRule, single_part, time_difference
 from galvatron_lite.runtime.branches.engine import BranchedModel
 

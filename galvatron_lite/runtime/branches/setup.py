@@ -24,13 +24,7 @@ from galvatron_lite.runtime.branches.session import PassSetting, RankBranch
 from galvatron_lite.runtime.branches.stand_in import StandIn, entrances, replace_module, resolve_outside, skeleton
 from galvatron_lite.runtime.branches.templates import Foreseen
 from galvatron_lite.runtime.mesh import Meshes, build_part_meshes, join_world
-from galvatron_lite.runtime.setup import (
-    ModelFacts,
-    SetupOptions,
-    StageRuntime,
-    assemble,
-    examine,
-)
+from galvatron_lite.runtime.setup import ModelFacts, SetupOptions, StageRuntime, assemble, examine
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy, prepare_for_training
 from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.export.deepspeed_config import DeepSpeedConfig, config_of
+from galvatron_lite.plans.export.deepspeed import DeepSpeedConfig, config_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.asked import Saver
 from galvatron_lite.runtime.checkpoint.saving import Saving

@@ -6,7 +6,7 @@ from typing import Any
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.export.deepspeed_config import DeepSpeedConfig
+from galvatron_lite.plans.export.deepspeed import DeepSpeedConfig
 from galvatron_lite.plans.schema import Plan
 
 

@@ -1,1 +1,1 @@
-"""Whether what a dry run did is what the plan says and what the cost model priced. No torch here."""
+"""Whether what a dry run did is what the plan says and what the cost model priced."""

@@ -1,4 +1,4 @@
-"""Whether collectives go over the ranks that the plan puts together for what they are for. No torch here."""
+"""Whether collectives go over the ranks that the plan puts together for what they are for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from galvatron_lite.verify.conformance.layers import (
     line_of,
     together,
 )
-from galvatron_lite.verify.match.words import rank_list, where
+from galvatron_lite.verify.match.meeting import rank_list, where
 from galvatron_lite.verify.schema import Check, During, LayerSplit, Message, MessageType, ParameterSplit, RoleRun
 
 GROUPS = "groups are the plan's"
@@ -28,13 +28,7 @@ Ranks = tuple[int, ...]
 
 
 def groups_fit(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> Check:
-    """Whether every message of a stage goes over ranks that a strategy of the stage puts together for its purpose.
-
-    Args:
-        runs: of one rank of each role.
-        plan: that they are to have followed.
-        graph: of the model.
-    """
+    """Whether every message of a stage goes over ranks that a strategy of the stage puts together for its purpose."""
     planned = PlannedLayers(plan, graph)
     wrong = [line for run in runs for line in _wrong(run, planned)]
     return check_of(GROUPS, wrong, "Messages go over the groups of ranks that the plan makes.")
@@ -103,13 +97,7 @@ class Needed:
 
 
 def gradients_summed(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> Check:
-    """Whether all sums that the plan needs were made.
-
-    Args:
-        runs: of one rank of each role.
-        plan: that they are to have followed.
-        graph: of the model.
-    """
+    """Whether all sums that the plan needs were made."""
     planned = PlannedLayers(plan, graph)
     wrong = [line for run in runs for line in (*_missing(run, planned), *_apart(run, planned))]
     said = "Every gradient is summed over all ranks that hold its parameter and see other samples, tokens or pixels."

@@ -1,4 +1,4 @@
-"""Whether stages, parameter splits and recomputation are those of the plan. No torch here.
+"""Whether stages, parameter splits and recomputation are those of the plan.
 
 The ranks that work together follow from the plan's strategies alone: nothing is shared with ``runtime.mesh``, whose
 groups are checked against them.
@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.conformance.memory import memory_checks
-from galvatron_lite.verify.match.words import folded
+from galvatron_lite.verify.match.meeting import folded
 from galvatron_lite.verify.schema import Check, LayerSplit, MessageType, ParameterSplit, RoleRun, Verdict
 
 OTHERS = ("data", "zero", "context", "spatial")
@@ -119,14 +119,7 @@ class PlannedLayers:
 
 
 def layer_checks(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph, cluster: Cluster | None = None) -> list[Check]:
-    """Hold runs against their plan.
-
-    Args:
-        runs: of one rank of each role.
-        plan: that they are to have followed; with a prediction, or memory is not looked at.
-        graph: of the model.
-        cluster: that the plan is for, where that is known.
-    """
+    """Hold runs against their plan."""
     planned, count = PlannedLayers(plan, graph), len(plan.stages)
     held = f"All {count} stages hold the plan's layers." if count > 1 else "The one stage holds the plan's layers."
     return [

@@ -1,4 +1,4 @@
-"""Memory that dry runs take, against the prediction and the budget. No torch here."""
+"""Memory that dry runs take, against the prediction and the budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from galvatron_lite.cost.step import device_memory
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Provenance, Stage
 from galvatron_lite.units import format_budget, format_bytes
-from galvatron_lite.verify.match.words import folded
+from galvatron_lite.verify.match.meeting import folded
 from galvatron_lite.verify.schema import Check, RoleRun, Verdict
 
 MEMORY = "memory is as predicted"
@@ -26,13 +26,7 @@ _CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary
 
 
 def memory_checks(runs: Sequence[RoleRun], plan: Plan, cluster: Cluster | None = None) -> list[Check]:
-    """Peaks against the prediction, and against the budget (what the device itself takes, as predicted, included).
-
-    Args:
-        runs: of one rank of each role.
-        plan: that they ran.
-        cluster: that it is for, where that is known.
-    """
+    """Peaks against the prediction, and against the budget (what the device itself takes, as predicted, included)."""
     if plan.prediction is None:
         said = "The plan has no prediction: evaluate it first."
         return [Check(name, Verdict.SKIPPED, said) for name in (MEMORY, BUDGET)]

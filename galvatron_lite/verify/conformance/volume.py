@@ -1,4 +1,4 @@
-"""Bytes that a rank puts on the wire in a step, against what the cost model prices. No torch here.
+"""Bytes that a rank puts on the wire in a step, against what the cost model prices.
 
 Wire bytes of a collective over n ranks are those of the formulas in ``cluster.collectives``, of S bytes in all:
 2 (n-1)/n S of an all-reduce, (n-1)/n S of an all-gather or reduce-scatter, what comes from others of an all-to-all, S
@@ -28,7 +28,7 @@ from galvatron_lite.units import ITEM_BYTES, format_bytes
 from galvatron_lite.verify.conformance.groups import COPIES
 from galvatron_lite.verify.conformance.layers import PlannedLayers, together
 from galvatron_lite.verify.conformance.memory import EXPLAINED
-from galvatron_lite.verify.match.words import folded
+from galvatron_lite.verify.match.meeting import folded
 from galvatron_lite.verify.schema import Check, During, Message, MessageType, RoleRun, Verdict
 
 VOLUME = "communication is as priced"
@@ -45,13 +45,7 @@ _NOT_PRICED = "not priced"
 
 
 def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
-    """A table of what was sent and what was priced, by class, of each group of devices.
-
-    Args:
-        runs: of one rank of each role.
-        plan: that they ran.
-        profile: that it is priced with.
-    """
+    """A table of what was sent and what was priced, by class, of each group of devices."""
     planned, pricer = PlannedLayers(plan, profile.graph), LayerPricer(profile)
     lines, wrong, far = list[str](), list[str](), list[str]()
     slack = SLACK * max(plan.microbatches, 2)

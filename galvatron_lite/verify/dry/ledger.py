@@ -99,13 +99,7 @@ class Ledger:
         return self._entries.get(id(tensor.untyped_storage()))
 
     def use(self, tensors: Iterable[Tensor], use: Use, only: frozenset[Use] | None = None) -> None:
-        """From now on the storages of these tensors count as this.
-
-        Args:
-            tensors: plain ones.
-            use: what for.
-            only: what they must have counted as before; None: anything.
-        """
+        """From now on the storages of these tensors count as this."""
         for tensor in tensors:
             entry = self.entry(tensor)
             if entry is not None and entry.use is not use and (only is None or entry.use in only):

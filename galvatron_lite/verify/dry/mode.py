@@ -21,8 +21,7 @@ from galvatron_lite.verify.dry.op_cache import OpCache
 
 OWN = "galvatron"
 """Namespace of this project's operators that send messages: what they do inside is seen."""
-SHARDING = "fsdp"
-"""Namespace of the operators between what ZeRO shares out and what it sends."""
+SHARDING = "fsdp"  # namespace of the operators between what ZeRO shares out and what it sends
 SMALL = 2**16
 """Items of a tensor of whole numbers, made from nothing, up to which it is real: places, sizes, announcements."""
 
@@ -38,9 +37,6 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     positions and announcements need their values; so are tensors on the meta device what they always are. Whether
     something is finite, which is asked behind every step, is answered with yes. Where numbers stand in a sorted tensor
     without data is answered as if it held each as often as the others: routers send every expert as many tokens.
-
-    Args:
-        ledger: where storages are entered.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -116,8 +112,7 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _PASSING = frozenset({Use.TEMPORARY, Use.ACTIVATIONS})
-_RANDOM = torch.ops.aten.randint
-"""Makes whole numbers: the beginnings of other random numbers."""
+_RANDOM = torch.ops.aten.randint  # makes whole numbers: the beginnings of other random numbers
 _DEVICE, _ITEM = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 _COPY = torch.ops.aten._to_copy.default
 _SEARCH = torch.ops.aten.searchsorted.Tensor

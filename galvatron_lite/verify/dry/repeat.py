@@ -16,8 +16,7 @@ from galvatron_lite.errors import GalvatronError
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.verify.schema import NOBODY, Message
 
-SPARE = 3
-"""Micro-batches beyond twice the stages (see ``shortened``)."""
+SPARE = 3  # micro-batches beyond twice the stages (see ``shortened``)
 
 
 class UnlikeError(GalvatronError):
@@ -40,16 +39,7 @@ def shortened(plan: Plan) -> Plan:
 
 
 def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan) -> tuple[Message, ...]:
-    """The messages of all micro-batches of a plan.
-
-    Args:
-        messages: of a step of fewer micro-batches.
-        starts: how many messages there were when the forward of each micro-batch began, in order.
-        plan: whole.
-
-    Raises:
-        UnlikeError: the two micro-batches that are held against each other did not send the same.
-    """
+    """The messages of all micro-batches of a plan."""
     missing = plan.microbatches - len(starts)
     if missing <= 0:
         return tuple(messages)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import lcm
 
 from torch import Tensor
 
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.graph import Role as LayerRole
 from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of
 from galvatron_lite.parallelism.strategy import Strategy, Strided
@@ -19,8 +22,59 @@ from galvatron_lite.verify.dry.step import DryRunError, Subject, dry_run
 from galvatron_lite.verify.dry.world import Announced, Hear, UnheardError
 from galvatron_lite.verify.schema import RoleRun
 
-Each = Callable[[RoleRun, int], None]
-"""Told of every role that was run, and how many there are."""
+SHARED = frozenset({"before", "after"})  # names that layers of all models have
+
+
+def named_for(plan: Plan, layers: Sequence[Layer]) -> Plan:
+    """The plan with its layers called as the model's, which are taken in order; itself where it knows them.
+
+    A layer between an encoder and a decoder may be several of the model's.
+    """
+    names, start = [layer.name for layer in layers], 0
+    runs = [run for stage in plan.stages for run in stage.runs]
+    ends = [name for run in runs for name in (run.first, run.last)]
+    strange = [name for name in ends if name not in names]
+    counts = [run.count for run in runs]
+    sizes = _sizes(counts, names)
+    if not strange and sizes == counts:
+        return plan
+    if strange and len(strange) * 2 < len([name for name in ends if name not in SHARED]):
+        raise InputError("plan: layer", strange[0], f"The model has no such layer. {_layer_list(names)}")
+    if sum(sizes) != len(names):
+        remedy = f"The plan is for {sum(sizes)} layers, the model has {len(names)}: give the model it was made for."
+        raise InputError("plan", plan.model, remedy)
+    stages, left = [], iter(sizes)
+    for stage in plan.stages:
+        own = []
+        for run, size in zip(stage.runs, left, strict=False):
+            own.append(replace(run, first=names[start], last=names[start + size - 1], count=size))
+            start += size
+        stages.append(replace(stage, runs=tuple(own)))
+    return replace(plan, stages=tuple(stages))
+
+
+def _sizes(counts: Sequence[int], names: Sequence[str]) -> list[int]:
+    """Layers of the model that each run of so many planned ones stands for.
+
+    If the model has more of them, and those without a number lie together between the repeated ones (encoder and
+    decoder), then the plan has one in their stead.
+    """
+    more = len(names) - sum(counts)
+    between = [
+        place for place, name in enumerate(names) if not name.rpartition(".")[2].isdigit() and name not in SHARED
+    ]
+    if more <= 0 or between != list(range(min(between, default=0), min(between, default=0) + more + 1)):
+        return list(counts)
+    ends = accumulate(counts)
+    return [count + more * (0 <= between[0] - end + count < count) for count, end in zip(counts, ends, strict=True)]
+
+
+def _layer_list(names: Sequence[str]) -> str:
+    shown = list(names) if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
+    return f"Its layers are: {', '.join(shown)}."
+
+
+Each = Callable[[RoleRun, int], None]  # told of every role that was run, and how many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +123,7 @@ def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool =
 def _places(
     strategies: Sequence[Strategy], entering: Sequence[Strategy], width: int, *, even: bool, apart: bool
 ) -> dict[str, list[int]]:
-    """Places of a stage whose ranks do the same.
-
-    Args:
-        strategies: of its layers.
-        entering: of layers of other stages, as which it may be given what they make.
-        width: ranks of the stage.
-        even, apart: see ``roles_of``.
-    """
+    """Places of a stage whose ranks do the same."""
     if not _alike([*strategies, *entering]):
         repeats = width if apart else _repeats([*strategies, *entering], width)
         said = f"of {width}" if repeats == width else f"of every {repeats}"
@@ -120,13 +167,6 @@ def run_roles(
     more than once) is begun again once that has been run so far.
 
     Micro-batches that repeat others are not run (``dry_repeat``); all are where some turn out not to.
-
-    Args:
-        subject: what is trained.
-        plan: how.
-        done: roles that were run before, by rank; of a plan with one stage, as stages must hear one another.
-        each: told of every role.
-        chained: see ``roles_of``.
 
     Raises:
         DryRunError: what runs depends on values, or ranks wait for one another.

@@ -81,21 +81,7 @@ def subject_of(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     precision: str | None = None,
 ) -> Subject:
-    """What a plan trains, examined once.
-
-    Args:
-        model: on the meta device, or any; it is not changed.
-        plan: for it.
-        batch: an example batch; a global one is made of its shapes.
-        loss_fn: see ``model.batch.loss_of``.
-        blocks: see ``discover_layers``.
-        optimizer: of the step.
-        precision: of compute; the plan's if not given.
-
-    Raises:
-        InputError: the plan does not fit the model.
-        TraceError: the model does not run on the batch.
-    """
+    """What a plan trains, examined once."""
     layers = discover_layers(model, batch, blocks)
     everything = [placed for stage in place_layers(plan, layers) for placed in stage]
     whole = resize_batch(map_tensors(batch, lambda one: one.to("meta")), plan.global_batch)
@@ -137,9 +123,6 @@ def dry_run(
         hear: what other ranks announce to this one.
         announced: what the rank announces is put in here, too, as far as it comes.
         brief: leave out micro-batches that repeat others (``dry_repeat``).
-
-    Returns:
-        What was seen, and what the rank announced.
 
     Raises:
         DryRunError: what runs depends on values.
@@ -190,13 +173,7 @@ def _notes(plan: Plan, run: Plan) -> tuple[str, ...]:
 
 
 class DryWatch(Watch):
-    """Tells where the rank is, and nobody else.
-
-    Args:
-        place: to be told.
-        log: asked how many messages there are when a forward begins: ``starts``.
-        ledger: to be told when forward passes end.
-    """
+    """Tells where the rank is, and nobody else."""
 
     def __init__(self, place: RankPlace, log: MessageLog, ledger: Ledger) -> None:
         super().__init__(DEVICE)

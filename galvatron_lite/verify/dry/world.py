@@ -25,8 +25,7 @@ from galvatron_lite.errors import LaunchError
 from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType
 from galvatron_lite.world import DRY_BACKEND
 
-EVERYONE = "all ranks"
-"""What the group that torch calls ``default_pg`` is for."""
+EVERYONE = "all ranks"  # what the group that torch calls ``default_pg`` is for
 
 Announced = dict[tuple[str, int], list[Tensor]]
 """What a rank announced, by the purpose of the group and the receiver's place in it, in order."""
@@ -58,11 +57,7 @@ class MessageLog:
     heard: dict[tuple[int, str], int] = field(default_factory=dict)  # how much of it was listened to
 
     def listen(self, source: int, purpose: str, place: int) -> Tensor:
-        """The next of these announcements.
-
-        Raises:
-            UnheardError: that rank was not run so far.
-        """
+        """The next of these announcements."""
         number = self.heard.get((source, purpose), 0)
         self.heard[source, purpose] = number + 1
         found = None if self.hear is None else self.hear(source, purpose, place, number)
@@ -109,10 +104,6 @@ class DryGroup(dist.ProcessGroup):
     """A process group of which this rank alone is there.
 
     Its methods are those that ``torch.distributed`` calls of every group; names of 2.11 and of 2.13.
-
-    Args:
-        options: what torch makes a group of.
-        log: where its calls are written down.
     """
 
     def __init__(self, options: Any, log: MessageLog) -> None:
@@ -141,7 +132,7 @@ class DryGroup(dist.ProcessGroup):
         self,
         kind: MessageType,
         tensor: Tensor | None,
-        given: int | None = None,
+        nbytes: int | None = None,
         *,
         peer: int = NOBODY,
         tag: int = 0,
@@ -153,7 +144,7 @@ class DryGroup(dist.ProcessGroup):
             number=len(log.messages), kind=kind, ranks=self._ranks, purpose=self._purpose, peer=peer, tag=tag,
             shape=() if tensor is None else tuple(tensor.shape),
             dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
-            bytes=(0 if tensor is None else tensor.nbytes) if given is None else given,
+            bytes=(0 if tensor is None else tensor.nbytes) if nbytes is None else nbytes,
             phase=place.phase, microbatch=place.microbatch, layer=place.layer, **more,
         )  # fmt: skip
         log.messages.append(message)
@@ -178,8 +169,8 @@ class DryGroup(dist.ProcessGroup):
         """From one rank to all."""
         one = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
         root = 0 if opts is None else int(opts.rootRank)
-        given = one.nbytes if root == self._own else 0
-        return self._note(MessageType.BROADCAST, one, given, peer=self._world(root), result=tensors)
+        nbytes = one.nbytes if root == self._own else 0
+        return self._note(MessageType.BROADCAST, one, nbytes, peer=self._world(root), result=tensors)
 
     def reduce(self, tensors: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
         """A sum for one rank."""
@@ -217,8 +208,8 @@ class DryGroup(dist.ProcessGroup):
         """Sums, a part for each rank."""
         works = []
         for parts in inputs:
-            given, operator = sum(one.nbytes for one in parts), _operator(opts)
-            works.append(self._note(MessageType.REDUCE_SCATTER, parts[0], given, operator=operator))
+            nbytes, operator = sum(one.nbytes for one in parts), _operator(opts)
+            works.append(self._note(MessageType.REDUCE_SCATTER, parts[0], nbytes, operator=operator))
         return self._notes(works, outputs)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
@@ -236,26 +227,26 @@ class DryGroup(dist.ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     def alltoall_base(
-        self, output: Tensor, tensor: Tensor, taken: Sequence[int], given: Sequence[int], opts: Any = None
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> DoneWork:
         """A part of this rank's for each other; where that has values, all are taken to give this one the same."""
         del opts
         if has_value(tensor):
-            _fill_from_each(output, tensor, given, len(self._ranks), self._own)
-        return self._note(MessageType.ALL_TO_ALL, tensor, given=None, result=output, **_splits(given, taken))
+            _fill_from_each(output, tensor, input_sizes, len(self._ranks), self._own)
+        return self._note(MessageType.ALL_TO_ALL, tensor, result=output, **_splits(input_sizes, output_sizes))
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, taken: Sequence[int], given: Sequence[int], opts: Any = None
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> DoneWork:
         """The same."""
-        return self.alltoall_base(output, tensor, taken, given, opts)
+        return self.alltoall_base(output, tensor, output_sizes, input_sizes, opts)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> DoneWork:
         """The same of lists."""
         del opts
-        given, taken = ([one.numel() for one in tensors] for tensors in (inputs, outputs))
-        whole = sum(one.nbytes for one in inputs)
-        return self._note(MessageType.ALL_TO_ALL, inputs[0], whole, result=outputs, **_splits(given, taken))
+        splits = _splits(*([one.numel() for one in tensors] for tensors in (inputs, outputs)))
+        nbytes = sum(one.nbytes for one in inputs)
+        return self._note(MessageType.ALL_TO_ALL, inputs[0], nbytes, result=outputs, **splits)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
         """Every rank's part for one."""
@@ -267,8 +258,8 @@ class DryGroup(dist.ProcessGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
         """One rank's parts for all."""
         root = 0 if opts is None else int(opts.rootRank)
-        given = sum(one.nbytes for one in inputs[0]) if inputs else 0
-        return self._note(MessageType.SCATTER, outputs[0], given, peer=self._world(root), result=outputs)
+        nbytes = sum(one.nbytes for one in inputs[0]) if inputs else 0
+        return self._note(MessageType.SCATTER, outputs[0], nbytes, peer=self._world(root), result=outputs)
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> DoneWork:
         """To one rank. What has a value is kept for whoever runs that rank."""
@@ -297,9 +288,9 @@ def has_value(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not tensor.is_meta and not tensor.is_floating_point()
 
 
-def _splits(sizes: Sequence[int], taken: Sequence[int]) -> dict[str, Any]:
-    """Of uneven parts."""
-    return {"sent": tuple(map(int, sizes)), "taken": tuple(map(int, taken))}
+def _splits(input_sizes: Sequence[int], output_sizes: Sequence[int]) -> dict[str, Any]:
+    """Items of uneven parts for and from every rank."""
+    return {"sent": tuple(map(int, input_sizes)), "taken": tuple(map(int, output_sizes))}
 
 
 def _operator(opts: Any) -> str:
@@ -314,20 +305,16 @@ def _fill(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-def _fill_from_each(output: Tensor, whole: Tensor, given: Sequence[int], size: int, own: int) -> None:
+def _fill_from_each(output: Tensor, tensor: Tensor, input_sizes: Sequence[int], size: int, rank: int) -> None:
     """From every rank what this one gives itself, where that is as much."""
-    kept: Tensor = torch.split(whole, list(given) or len(whole) // size)[own]
+    kept: Tensor = torch.split(tensor, list(input_sizes) or len(tensor) // size)[rank]
     if len(kept) * size == len(output):
         output.copy_(torch.cat([kept] * size))
 
 
 @contextmanager
 def dry_world(rank: int, size: int, log: MessageLog) -> Iterator[None]:
-    """Be one rank of a world of so many, of which no other is there.
-
-    Raises:
-        LaunchError: this process has joined a world already.
-    """
+    """Be one rank of a world of so many, of which no other is there."""
     if dist.is_initialized():
         raise LaunchError("A world of processes runs here already; dry runs need a process of their own.")
     if not dist.is_backend_available(DRY_BACKEND):

@@ -1,1 +1,1 @@
-"""Whether the messages of all ranks of the world meet, as they would on the cluster. No torch here."""
+"""Whether the messages of all ranks of the world meet, as they would on the cluster."""

@@ -1,4 +1,4 @@
-"""Whether the messages of all ranks of the world meet, as they would on the cluster. No torch here.
+"""Whether the messages of all ranks of the world meet, as they would on the cluster.
 
 Every rank does what its role was seen to do, with its own groups and partners (``match_places``). A collective happens
 once all ranks of its group have come to it, in the order in which each starts those of the group; a message from rank
@@ -8,19 +8,223 @@ receivers, as NCCL's may. So what passes here goes on wherever messages are not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.match.places import RankRole, parts_of, script_of
-from galvatron_lite.verify.match.replay import Replay, ReplayResult
-from galvatron_lite.verify.match.words import (
-    deadlock_text,
-    mismatch_text,
-    missing_group_text,
-    rank_list,
-    unmatched_text,
-)
-from galvatron_lite.verify.schema import Check, RoleRun, Verdict
+from galvatron_lite.verify.match.places import PAIRED, RankRole, Stream, parts_of, script_of
+from galvatron_lite.verify.match.replay import RankMessage, Replay, ReplayResult, StartedMessage, rank_message
+from galvatron_lite.verify.schema import NOBODY, Check, During, Message, MessageType, RoleRun, Verdict
+
+_MOST = 8  # lines of one sort that are shown
+_NEXT = 3  # messages that must be alike for one before them to count as left out
+_WHAT = {
+    "kind": "are of other kinds",
+    "dtype": "have other dtypes",
+    "shape": "have other shapes",
+    "root": "have other roots",
+    "operator": "sum in other ways",
+    "parts": "cut what they exchange in other ways",
+    "micro-batch": "are of other micro-batches",
+    "layer": "are of other layers or micro-batches",
+}
+
+
+def where(stage: int, message: Message) -> str:
+    """Where in its step a rank gives a message: ``stage 1, backward of micro-batch 2, layer h.3``."""
+    during = "before the step" if message.phase is During.SETUP else str(message.phase)
+    of = f" of micro-batch {message.microbatch}" if message.microbatch != NOBODY else ""
+    layer = f", layer {message.layer}" if message.layer else ""
+    return f"stage {stage}, {during}{of}{layer}"
+
+
+def what(message: Message, stream: Stream, partner: int = NOBODY) -> str:
+    """A message: ``all-reduce of (64,) float32 over ranks 0, 2 (gradients)``."""
+    of = "" if message.kind is MessageType.BARRIER else f" of {message.shape} {message.dtype}"
+    if message.kind in PAIRED:
+        return f"{message.kind}{of} {'to' if message.kind is MessageType.SEND else 'from'} rank {partner} ({stream[0]})"
+    return f"{message.kind}{of} over {rank_list(stream[1])}{f' ({stream[0]})' if stream[0] else ''}"
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0, 2``; the first ones where they are many."""
+    shown = ", ".join(map(str, ranks[:_MOST]))
+    more = f" and {len(ranks) - _MOST} more" if len(ranks) > _MOST else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def mismatch_text(ended: ReplayResult) -> tuple[str, list[str]]:
+    """Messages that met and do not fit: a line, and more of them."""
+    assert ended.clash is not None
+    assert ended.meeting is not None
+    clash, (stream, way, count) = ended.clash, ended.meeting
+    odd = clash.odd[0]
+    names = rank_list([one.rank for one in clash.odd])
+    common = f"What {names} and rank {clash.other.rank} give one another" if way else f"What {names} and others give"
+    said = f"{common} as message {count} of {rank_list(stream[1])} ({stream[0]}) {_WHAT[clash.what]}."
+    lines = [f"expected: {_described(clash.other, stream)}", *(_described(one, stream) for one in clash.odd[:_MOST])]
+    hint = _left_out(ended, stream, odd, clash.other, count) if way is None else ""
+    return said, [*lines, hint] if hint else lines
+
+
+def _described(one: RankMessage, stream: Stream) -> str:
+    parts = f", parts {one.message.sent}" if one.message.sent else ""
+    return f"rank {one.rank} ({where(one.stage, one.message)}): {what(one.message, stream, one.peer)}{parts}"
+
+
+def _left_out(ended: ReplayResult, stream: Stream, odd: RankMessage, other: RankMessage, count: int) -> str:
+    """Whether one of two ranks has left a message out, or two are in another order."""
+    own, theirs = (_looks(ended.actors[rank].part, stream)[count - 1 :] for rank in (odd.rank, other.rank))
+    if len(own) > 1 and own[:2] == theirs[1::-1]:
+        return f"rank {odd.rank} gives this message and the one after it in the other order."
+    for rank, short, long in ((odd.rank, own, theirs), (other.rank, theirs, own)):
+        if len(long) > 1 and short[:_NEXT] == long[1 : _NEXT + 1]:
+            return f"rank {rank} has left one out: what it gives here is what others give next."
+    return ""
+
+
+def _looks(part: RankRole, stream: Stream) -> list[tuple[object, ...]]:
+    """What the collectives of a rank on a group look like, in order."""
+    pairs = zip(part.script.lines, part.script.messages, strict=True)
+    own = [message for line, message in pairs if part.streams[line] == stream and message.kind not in PAIRED]
+    return [(one.kind, one.shape, one.dtype, one.layer, one.microbatch) for one in own]
+
+
+def missing_group_text(ended: ReplayResult) -> tuple[str, list[str]]:
+    """A message of a group some of whose ranks have no such group."""
+    assert ended.strangers is not None
+    given, strangers = ended.strangers
+    stream = given.meeting[0]
+    said = f"Rank {given.rank} uses the group of {rank_list(stream[1])} ({stream[0]}), which {rank_list(strangers)} "
+    said += f"{'do' if len(strangers) > 1 else 'does'} not use."
+    lines = [_line(ended, given)]
+    for rank in strangers[:_MOST]:
+        own = [one for one in ended.actors[rank].part.streams if one is not None and one[0] == stream[0]]
+        has = "; ".join(rank_list(one[1]) for one in own) or "none"
+        lines.append(f"rank {rank}'s groups for {stream[0]}: {has}")
+    return said, lines
+
+
+def _line(ended: ReplayResult, message: StartedMessage) -> str:
+    return _described(rank_message(ended.actors[message.rank].part, message.number), message.meeting[0])
+
+
+def deadlock_text(ended: ReplayResult) -> tuple[str, list[str]]:
+    """Ranks that wait for ever: for one that has ended, or in a circle."""
+    waiting = _waiting(ended)
+    for rank, (given, missing) in waiting.items():
+        gone = [one for one in missing if ended.actors[one].ended]
+        if gone:
+            ends = f"{rank_list(gone)} {'end' if len(gone) > 1 else 'ends'} without it"
+            lines = [_line(ended, given), *(_why_gone(ended, one, given.meeting[0]) for one in gone[:_MOST])]
+            return f"Rank {rank} waits for ever: {ends}.", lines
+    circle = _circle(waiting)
+    said = f"Ranks wait for one another for ever: {' → '.join(map(str, (*circle, circle[0])))}."
+    return said, [f"{_line(ended, waiting[one][0])}, waits for {rank_list(waiting[one][1])}" for one in circle]
+
+
+def _why_gone(ended: ReplayResult, rank: int, stream: Stream) -> str:
+    """What a rank gave last on a group, and what it never gives."""
+    part = ended.actors[rank].part
+    own = [number for number, line in enumerate(part.script.lines) if part.streams[line] == stream]
+    if not own:
+        return f"rank {rank} gives nothing there"
+    last = _described(rank_message(part, own[-1]), stream)
+    return f"rank {rank} gives {len(own)} message{'s' if len(own) > 1 else ''} there, the last: {last}"
+
+
+Waiting = dict[int, tuple[StartedMessage, list[int]]]
+"""By rank: a message that it waits for, and the ranks that do not come to it."""
+
+
+def _waiting(ended: ReplayResult) -> Waiting:
+    found: Waiting = {}
+    for rank, actor in ended.actors.items():
+        held = [one for one in actor.open.values() if NOBODY != actor.messages[one.number].waited <= actor.next]
+        first = next((one for given in held for one in _heads(ended, given) if _missing(ended, one)), None)
+        if first is not None:
+            found[rank] = first, _missing(ended, first)
+    return found
+
+
+def _heads(ended: ReplayResult, message: StartedMessage) -> Iterator[StartedMessage]:
+    """What a message waits for on its own rank, where others are before it; else itself."""
+    for queue in ended.actors[message.rank].lanes.values():
+        if any(message in batch for batch in queue):
+            yield from (one for one in queue[0] if not one.done)
+            return
+    yield message
+
+
+def _missing(ended: ReplayResult, message: StartedMessage) -> list[int]:
+    stream, way, _ = message.meeting
+    there = {one.rank for one in ended.present[message.meeting]}
+    wanted = stream[1] if way is None else way[:2]
+    return [rank for rank in wanted if rank not in there]
+
+
+def _circle(waiting: Waiting) -> list[int]:
+    """Ranks each of which waits for the next."""
+    way: list[int] = []
+    rank = next(iter(waiting))
+    while rank not in way:
+        way.append(rank)
+        rank = next(one for one in waiting[rank][1] if one in waiting)
+    circle = way[way.index(rank) :]
+    first = circle.index(min(circle))
+    return [*circle[first:], *circle[:first]]
+
+
+def unmatched_text(ended: ReplayResult) -> tuple[str, list[str]]:
+    """Messages that nobody waits for, and that never arrive."""
+    held = ended.open
+    given = held[0]
+    message = ended.actors[given.rank].messages[given.number]
+    missing = rank_list(_missing(ended, given)) if _missing(ended, given) else "its partners"
+    verb = {MessageType.SEND: "never receives it", MessageType.RECEIVE: "never sends it"}.get(
+        message.kind, "never gives it"
+    )
+    said = f"Rank {given.rank} has a {message.kind} left at the end of the step: {missing} {verb}"
+    more = f" ({len(held)} messages in all)." if len(held) > 1 else "."
+    return said + more, [_line(ended, one) for one in held[:_MOST]]
+
+
+_RANK = re.compile(r"^Rank (\d+) \(stage (\d+)\)(.*)$", re.DOTALL)
+_STAGE = re.compile(r"^([Ss])tage (\d+)(: .*)$", re.DOTALL)
+
+
+def folded(lines: Iterable[str]) -> list[str]:
+    """The lines in order; ranks, or stages, of which the same is said are named together in the first of them."""
+    groups: dict[tuple[str, str], list[re.Match[str] | str]] = {}
+    for line in lines:
+        match = _RANK.match(line) or _STAGE.match(line)
+        key = (line, "") if match is None else (match[3], "" if match.re is _RANK else match[1])
+        groups.setdefault(key, []).append(line if match is None else match)
+    return [_folded_line(found) for found in groups.values()]
+
+
+def _folded_line(parts: Sequence[re.Match[str] | str]) -> str:
+    matches = [one for one in parts if not isinstance(one, str)]
+    if len(matches) < 2:
+        return parts[0] if isinstance(parts[0], str) else parts[0][0]
+    stages = _numbers(sorted({int(one[2]) for one in matches}))
+    if matches[0].re is _STAGE:
+        return f"{matches[0][1]}tages {stages}{matches[0][3]}"
+    many = "stages" if len({one[2] for one in matches}) > 1 else "stage"
+    return f"Ranks {_numbers(sorted(int(one[1]) for one in matches))} ({many} {stages}){matches[0][3]}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """``0 to 2, 5`` for 0, 1, 2 and 5; ``0, 1`` for two."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(parts)
+
 
 FIT = "messages fit"
 PROGRESS = "no rank waits for ever"
@@ -34,9 +238,6 @@ def match(runs: Sequence[RoleRun], plan: Plan, *, in_order: bool = True) -> list
         plan: that they ran.
         in_order: whether the messages of one group happen one after the other on each rank, those from rank to rank
             that start alone in order with the ones of the same partner, as NCCL runs them; else as gloo does.
-
-    Returns:
-        Whether what meets fits (``FIT``), and whether every rank comes to its end (``PROGRESS``).
     """
     scripts = [script_of(run) for run in runs]
     parts = {part.rank: part for script in scripts for part in parts_of(script, plan.stage_devices)}
@@ -73,8 +274,8 @@ def _verdicts(ended: ReplayResult, parts: Mapping[int, RankRole]) -> list[Check]
     ]
 
 
-def _failed(name: str, told: tuple[str, list[str]]) -> Check:
-    return Check(name, Verdict.FAILED, told[0], tuple(told[1]))
+def _failed(name: str, text: tuple[str, list[str]]) -> Check:
+    return Check(name, Verdict.FAILED, text[0], tuple(text[1]))
 
 
 def _ended(failed: Check) -> list[Check]:

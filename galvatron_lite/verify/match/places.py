@@ -1,4 +1,4 @@
-"""What every rank of the world sends, from what one rank of each role does. No torch here.
+"""What every rank of the world sends, from what one rank of each role does.
 
 A rank does what the recorded rank of its role does, with the groups and partners that belong to its own place. Ranks of
 a stage are row-major over the degrees of a strategy (``parallelism.strategy.Strategy``), so the groups that differ in
@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from galvatron_lite.verify.schema import NOBODY, Message, MessageType, RoleRun
 
 PAIRED = (MessageType.SEND, MessageType.RECEIVE)
-PIPELINE = "pipeline"
-"""What the purposes of groups between stages begin with."""
+PIPELINE = "pipeline"  # what the purposes of groups between stages begin with
 
 Ranks = tuple[int, ...]
-Stream = tuple[str, Ranks]
-"""A process group: what it is for, and its ranks."""
+Stream = tuple[str, Ranks]  # A process group: what it is for, and its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +81,7 @@ def _batches(messages: Sequence[Message]) -> tuple[int, ...]:
 
 
 def parts_of(script: Script, width: int) -> list[RankRole]:
-    """What every rank of a role does.
-
-    Args:
-        script: of the role.
-        width: ranks of one stage.
-    """
+    """What every rank of a role does."""
     return [_part(script, rank, width) for rank in script.run.ranks]
 
 
@@ -104,14 +97,7 @@ def _part(script: Script, rank: int, width: int) -> RankRole:
 
 
 def moved_group(ranks: Ranks, source: int, target: int, width: int) -> Ranks | None:
-    """The group that is to rank ``target`` what ``ranks`` is to rank ``source``; None where there is none.
-
-    Args:
-        ranks: with ``source`` among them.
-        source: a rank.
-        target: another.
-        width: ranks of one stage.
-    """
+    """The group that is to rank ``target`` what ``ranks`` is to rank ``source``; None where there is none."""
     if source == target:
         return ranks
     stages = {rank // width for rank in ranks}
@@ -145,11 +131,7 @@ def _in_stage(ranks: Ranks, target: int, width: int) -> Ranks | None:
 
 
 def steps_of(offsets: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Strides and sizes of the dims whose sums are these offsets, innermost first; None where there are none.
-
-    Args:
-        offsets: ascending from 0.
-    """
+    """Strides and sizes of the dims whose sums are these offsets, innermost first; None where there are none."""
     steps: list[tuple[int, int]] = []
     made = [0]
     while len(made) < len(offsets):

@@ -15,10 +15,8 @@ from galvatron_lite.verify.schema import Check, Verdict
 from galvatron_lite.verify.source import ModelSource
 
 NAME = "numbers"
-TIMEOUT = 300.0
-"""Seconds for the reference, and for the ranks."""
-_SHOWN = 12
-"""Differences that are listed."""
+TIMEOUT = 300.0  # seconds for the reference, and for the ranks
+_SHOWN = 12  # differences that are listed
 
 Result = Mapping[str, Any]
 
@@ -26,15 +24,7 @@ Result = Mapping[str, Any]
 def check_numbers(
     source: ModelSource, plan: Plan, nursery: Nursery, processes: int | None = None, timeout: float = TIMEOUT
 ) -> Check:
-    """Train a small model under a small plan on gloo processes, and hold loss, gradients and weights against one.
-
-    Args:
-        source: the model that the plan is for.
-        plan: of any size.
-        nursery: starts the processes.
-        processes: the most there may be; see ``shrink``.
-        timeout: seconds, after which what still runs hangs.
-    """
+    """Train a small model under a small plan on gloo processes, and hold loss, gradients and weights against one."""
     reason = _not_run(plan)
     if reason:
         return Check(NAME, Verdict.SKIPPED, reason)

@@ -21,7 +21,7 @@ from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.placement import place_layers
 from galvatron_lite.units import format_count
-from galvatron_lite.verify.dry.names import named_for
+from galvatron_lite.verify.dry.roles import named_for
 from galvatron_lite.verify.numbers.shrink_model import (
     calmed,
     can_drop,
@@ -47,17 +47,14 @@ from galvatron_lite.verify.numbers.shrink_plan import (
 from galvatron_lite.verify.source import ModelSource, example_of
 
 Chosen = Mapping[str, Strategy]
-LARGEST = 50_000_000
-"""Parameters of a model that is run for real, at most."""
+LARGEST = 50_000_000  # parameters of a model that is run for real, at most
 MOST_WORK = 4 * 10**11
 """FLOPs of a step of it, at most: with steps, processes and the reference a minute or two on two cores."""
 BUILT = 500_000_000
 """Parameters of a whole model that is built for the sake of its factory's batch, at most."""
-FEW, MANY = 4, 8
-"""Processes that are started."""
+FEW, MANY = 4, 8  # processes that are started
 STAGES = "every stage"
-STEPS = 3
-"""Batches that a small model is given."""
+STEPS = 3  # batches that a small model is given
 
 
 class TooLargeError(GalvatronError):
@@ -88,17 +85,7 @@ class Small:
 
 
 def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Recipe:
-    """How to make a small model and a plan for it that uses what ``plan`` uses.
-
-    Args:
-        source: the large model.
-        plan: for it.
-        processes: the most there may be; if not given 4, or 8 where 4 have no room for all that the plan uses.
-
-    Raises:
-        TooLargeError: neither the model's sizes nor its blocks can be made few enough to run it here.
-        InputError: the plan is not for this model.
-    """
+    """How to make a small model and a plan for it that uses what ``plan`` uses."""
     made = source.on_meta()
     layers = discover_layers(made[0], example_of(made))
     named = named_for(plan, layers)
@@ -232,11 +219,7 @@ def _size_lines(spots: Sequence[Spot], kept: Sequence[Spot], graph: ModelGraph) 
 
 
 def make_small(source: ModelSource, recipe: Recipe) -> Small:
-    """The small model with values, always the same ones; its batches differ from one another.
-
-    Raises:
-        InputError: a batch of values can be had neither from the factory nor from the model.
-    """
+    """The small model with values, always the same ones; its batches differ from one another."""
     torch.manual_seed(0)
     model, given, loss_fn = source.on_meta() if recipe.ways else source.make()
     made = narrowed(model, recipe.ways, source.configured) if recipe.ways else None
@@ -257,11 +240,7 @@ def make_small(source: ModelSource, recipe: Recipe) -> Small:
 
 
 def _with_values(source: ModelSource, model: nn.Module, batch: Any) -> Any:
-    """The user's batch; where it was made without values, made again beside the whole model, if that is not too large.
-
-    Returns:
-        None where the model is to make its own.
-    """
+    """The user's batch; made again beside the full model where it has no values and that is not too large; or None."""
     if batch is None or not any(tensor.is_meta for tensor in tensors_of(batch)):
         return batch
     whole = sum(parameter.numel() for parameter in model.parameters())

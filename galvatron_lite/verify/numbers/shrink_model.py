@@ -17,17 +17,12 @@ from galvatron_lite.model.trace_meta import BATCH_NORMS
 CHANCES = ("drop", "jitter", "stochastic_depth", "mask_time_prob", "mask_feature_prob")
 """Fields and attributes with one of these in their names are chances when they are numbers."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-HEAD = 8
-"""Items of an attention head of a narrow model."""
+HEAD = 8  # items of an attention head of a narrow model
 PATCH = 8
 
 
 def targets(ways: int) -> dict[str, int]:
-    """What sizes become where they are larger, so that each can be split so many ways.
-
-    Args:
-        ways: the largest degree that is needed.
-    """
+    """What sizes become where they are larger, so that each can be split so many ways."""
     hidden = 2 * ways * HEAD
     wide: dict[str, int] = {
         **dict.fromkeys(("vocab", "vocab_size", "n_vocab"), 16 * ways),
@@ -46,16 +41,7 @@ def targets(ways: int) -> dict[str, int]:
 
 
 def narrowed(model: nn.Module, ways: int, configured: bool = False) -> tuple[nn.Module, list[str]] | None:
-    """The model built anew from a configuration of smaller sizes, on the current default device, and what changed.
-
-    Args:
-        model: it may be without storages.
-        ways: degree by which everything that is split must divide.
-        configured: whether it is known that the model is made of its configuration alone.
-
-    Returns:
-        None where the model is not made of its configuration alone, or cannot be made smaller.
-    """
+    """The model built anew from a configuration of smaller sizes, on the current default device, and what changed."""
     config = getattr(model, "config", None)
     if config is None or not (configured or _made_of(model, config)):
         return None
@@ -161,10 +147,6 @@ def dropped(model: nn.Module, paths: Sequence[str]) -> nn.Module:
     """The model without some blocks of its lists and sequences; changed in place.
 
     Blocks behind them take their numbers.
-
-    Args:
-        model: any.
-        paths: of blocks whose parents are ``nn.ModuleList`` or ``nn.Sequential``.
     """
     by_parent: dict[str, list[int]] = {}
     for path in paths:
@@ -229,13 +211,7 @@ def cut_batch(batch: Any, tokens: tuple[int, int] | None, vocab: int | None) -> 
 
 
 def with_samples(batch: Any, samples: int, shift: int = 0) -> Any:
-    """A batch of so many samples, no two of them alike: those that are missing are made from others.
-
-    Args:
-        batch: with values.
-        samples: wanted.
-        shift: makes another batch of the same.
-    """
+    """A batch of so many samples, no two of them alike: those that are missing are made from others."""
     size = batch_size(batch)
 
     def resized(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A plan for few processes that uses all that a large one does, each degree as small as it can be. No torch here."""
+"""A plan for few processes that uses all that a large one does, each degree as small as it can be."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from galvatron_lite.search.strategies import Narrowed, strategies_for
 
 DEGREES = ("data", "zero", "context", "tensor", "depth", "height", "width", "filters", "channels")
 """Fields of ``Strategy`` that multiply to the devices of a stage."""
-REPEATS = 2
-"""Equal layers with equal strategies that are kept next to each other in a stage."""
-MOST_LAYERS = 24
-"""Layers beyond which only one is kept of such."""
+REPEATS = 2  # equal layers with equal strategies that are kept next to each other in a stage
+MOST_LAYERS = 24  # layers beyond which only one is kept of such
 
 Legal = Callable[[Strategy], bool]
 
@@ -111,13 +109,7 @@ def _worth(strategy: Strategy) -> tuple[int, int, tuple[int, ...]]:
 
 
 def choose_size(plan: Plan, strategies: Sequence[Strategy], processes: int) -> Size:
-    """How few processes keep most of what a plan uses: its pipeline, the features of its strategies, its stages.
-
-    Args:
-        plan: the large one.
-        strategies: those it uses.
-        processes: the most there may be; at least 2.
-    """
+    """How few processes keep most of what a plan uses: its pipeline, the features of its strategies, its stages."""
     choices = [
         (groups, devices)
         for groups in range(min(2, plan.pipeline), min(plan.pipeline, processes) + 1)
@@ -169,15 +161,7 @@ def legal_for(kinds: Sequence[LayerKind], devices: int) -> Legal:
 def small_plan(
     plan: Plan, size: Size, kept: Sequence[Spot], names: Sequence[str], chosen: Mapping[str, Strategy]
 ) -> Plan:
-    """The plan for the small model.
-
-    Args:
-        plan: the large one.
-        size: how many processes there are.
-        kept: layers of the large model that stay.
-        names: what they are called in the small one.
-        chosen: what becomes of the strategy of each, by its name in the large one.
-    """
+    """The plan for the small model."""
     stages = len(plan.stages)
     layers: list[list[tuple[str, Strategy]]] = [[] for _ in range(size.stages)]
     for spot, name in zip(kept, names, strict=True):

@@ -30,12 +30,22 @@ from galvatron_lite.runtime.loss_weight import (
     share_scales,
     weighted,
 )
-from galvatron_lite.verify.trial.double import SAMPLES, Double, SkippedError, make_double, masks_of
-from galvatron_lite.verify.trial.passes import CallObserver, PassResult, counts_of, relative_error, run_pass, terms_of
+from galvatron_lite.verify.trial.double import (
+    SAMPLES,
+    CallObserver,
+    Double,
+    PassResult,
+    SkippedError,
+    counts_of,
+    make_double,
+    masks_of,
+    relative_error,
+    run_pass,
+    terms_of,
+)
 
 SHARES = 2
-ENOUGH = 5.0
-"""Seconds of a trial after which no further batch is begun."""
+ENOUGH = 5.0  # seconds of a trial after which no further batch is begun
 TOLERANCE = 2e-3
 """Relative error of a gradient that another order of sums in float32 may make in a copy of a few layers."""
 MEAN, SUM, WHOLE = "weighted mean", "sum", "whole"
@@ -58,11 +68,7 @@ class Findings:
     unsaid: InputError | None = None  # what has to be said of the loss before a batch can be shared out; None: nothing
 
     def pins(self) -> dict[str, tuple[str, ...]]:
-        """What the planner keeps to: ``fix`` and ``forbid`` of ``galvatron plan``.
-
-        Raises:
-            InputError: something has to be said of the loss first.
-        """
+        """What the planner keeps to: ``fix`` and ``forbid`` of ``galvatron plan``."""
         if self.unsaid is not None:
             raise self.unsaid
         fix = ("dp=1", "microbatches=1") if self.whole else ()
@@ -160,18 +166,7 @@ def try_model(
     reduction: str = "mean",
     init_fn: Callable[[nn.Module], None] | None = None,
 ) -> Findings:
-    """Find out what of a model depends on how a batch is shared.
-
-    Args:
-        model: it is not changed.
-        batch: an example, with values.
-        layers: of the model.
-        loss_fn: see ``model.batch.loss_of``.
-        weight: the user's ``loss_weight``.
-        reduction: the user's ``loss_reduction``.
-        init_fn: initial values of a model on the meta device.
-
-    """
+    """Find out what of a model depends on how a batch is shared."""
     try:
         double = make_double(model, batch, layers, init_fn)
         observer = CallObserver(double, model)

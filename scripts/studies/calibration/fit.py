@@ -1,4 +1,4 @@
-"""Fits calibrated constants to measured step times: robust least squares with priors. No torch here.
+"""Fits calibrated constants to measured step times: robust least squares with priors.
 
 With e_i = predicted_i / measured_i - 1 (what is scored), weights w_i, and unknowns x on a scale without bounds
 (``parameters``) it minimises
@@ -28,25 +28,20 @@ from galvatron_lite.calibration.schema import Calibration
 from studies.calibration.parameters import Parameter, from_scale, places_of, to_scale, with_places
 
 Array = NDArray[np.float64]
-Task = tuple[Calibration, Sequence[int]]
-"""A calibration, and the rows to predict with it."""
+Task = tuple[Calibration, Sequence[int]]  # A calibration, and the rows to predict with it
 PredictMany = Callable[[Sequence[Task]], Sequence[Array]]
 """Logarithms of predicted seconds of each task's rows; not a number where a row cannot be predicted."""
 
 SMOOTH = 0.02
 """Error below which it counts by its square: published figures repeat within some two per cent."""
 
-NUDGE = 0.02
-"""Step of the forward differences on the scale of the fit."""
+NUDGE = 0.02  # step of the forward differences on the scale of the fit
 
-LARGEST_STEP = 1.5
-"""Most that an unknown may move in one step, on the scale of the fit."""
+LARGEST_STEP = 1.5  # most that an unknown may move in one step, on the scale of the fit
 
-HALVINGS = 3
-"""How often a step that does not help is halved."""
+HALVINGS = 3  # how often a step that does not help is halved
 
-ENOUGH = 1e-3
-"""Relative fall of the objective below which the fit ends."""
+ENOUGH = 1e-3  # relative fall of the objective below which the fit ends
 
 INNER = 25
 """Reweighted steps on a linearised problem; they go part of their way, for absolute errors have kinks."""
@@ -111,9 +106,7 @@ class Fit:
 
 
 def unknowns_of(
-    calibration: Calibration,
-    parameters: Sequence[Parameter],
-    arranged: Callable[[Calibration], Calibration] = as_it_is,
+    calibration: Calibration, parameters: Sequence[Parameter], arranged: Callable[[Calibration], Calibration] = as_it_is
 ) -> Unknowns:
     """Unknowns whose prior is a calibration's own values."""
     deviations = np.array([deviation_of(calibration, parameter) for parameter in parameters])
@@ -242,17 +235,7 @@ def fit(
     steps: int = 8,
     report: Callable[[int, Fit], None] | None = None,
 ) -> Fit:
-    """The unknowns that fit best.
-
-    Args:
-        problem: rows.
-        unknowns: what is fitted.
-        predict: the cost model.
-        start: places to start from; None: the priors.
-        jacobian: derivatives to begin with; None: those at the start.
-        steps: at most so many.
-        report: called after each with its number and the fit so far.
-    """
+    """The unknowns that fit best."""
     places = unknowns.prior.copy() if start is None else start
     if jacobian is None:
         jacobian = jacobian_of(problem, unknowns, places, predict)
@@ -286,12 +269,6 @@ def family_weights(families: Sequence[str], groups: NDArray[np.int64], grades: S
 
     Within a family half is shared by rows alike and half by groups alike, so that a family's many rows of one group do
     not govern it. Families of few rows count less: n rows count n / (n + 2).
-
-    Args:
-        families: of each row.
-        groups: as in ``Problem``.
-        grades: factor on each row for the quality of its measurement.
-        total: weight of a family of many rows.
     """
     names = np.array(families)
     weights: Array = np.zeros(len(names))

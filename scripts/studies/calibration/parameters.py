@@ -1,4 +1,4 @@
-"""Calibrated constants as the unknowns of a fit: one number each, on a scale without bounds. No torch here.
+"""Calibrated constants as the unknowns of a fit: one number each, on a scale without bounds.
 
 A share of a data sheet lies between 0 and 1 and is fitted as its logit; times and factors are above 0 and are fitted
 as their logarithm. Each unknown has a prior: a normal distribution on that scale around the value before the fit, as

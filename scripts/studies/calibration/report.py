@@ -22,8 +22,7 @@ from studies.calibration.parameters import value_of
 from studies.calibration.rows import Rows
 from studies.calibration.stages import Setup, Staged, entries_fitted
 
-Ways = dict[str, list[Judged]]
-"""Judged rows by the way they were left out."""
+Ways = dict[str, list[Judged]]  # judged rows by the way they were left out
 
 
 def graded(judged: Sequence[Judged]) -> list[Judged]:

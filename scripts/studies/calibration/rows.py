@@ -25,8 +25,7 @@ from galvatron_lite.validate.rows import PublishedRun
 from studies.calibration.fit import Array, PredictMany, Problem, Task, family_weights
 from studies.calibration.stages import Mask, Setup, Staged, calibrated_without, common_without
 
-GRADES = {"A": 1.0, "B": 0.4}
-"""Weight of a row by the quality of its figures."""
+GRADES = {"A": 1.0, "B": 0.4}  # weight of a row by the quality of its figures
 
 ORDER = 0.5
 """Weight of errors within a group of plans beside errors of time itself: the order of plans is what a planner needs."""
@@ -38,8 +37,7 @@ UNMODELLED = frozenset({"gptoss120b"})
 """Models that are scored but not fitted to, for their kernels are not modelled (attention sinks, clamped activations,
 biases of experts, each unfused): constants of other kernels must not be bent to explain them."""
 
-CHUNK = 160
-"""Rows that one process predicts at once."""
+CHUNK = 160  # rows that one process predicts at once
 
 Progress = Callable[[int, int, str], None]
 

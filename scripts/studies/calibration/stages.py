@@ -1,4 +1,4 @@
-"""Calibrates in two stages: what stacks have in common, then each stack's own. No torch here.
+"""Calibrates in two stages: what stacks have in common, then each stack's own.
 
 1. Devices, links and the default stack are fitted as if all rows ran on one stack. What is documented of a stack (which
    communication it overlaps, which attention kernel it runs) stays: its numbers are the default's times the ratio of
@@ -19,26 +19,15 @@ from numpy.typing import NDArray
 
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import DEFAULT
-from studies.calibration.fit import (
-    Fit,
-    PredictMany,
-    Problem,
-    Unknowns,
-    errors_of,
-    fit,
-    jacobian_of,
-    unknowns_of,
-)
+from studies.calibration.fit import Fit, PredictMany, Problem, Unknowns, errors_of, fit, jacobian_of, unknowns_of
 from studies.calibration.parameters import Parameter, parameters_of, places_of
 
 FOLD_STEPS = 5
 """Steps of a fit that leaves rows out, at most; its derivatives are good from the start."""
 
-LEAST_ROWS = 3
-"""Rows that must use an entry for its constants to be fitted."""
+LEAST_ROWS = 3  # rows that must use an entry for its constants to be fitted
 
-APART = frozenset({DEFAULT})
-"""Stacks that are not predicted as the default's: itself."""
+APART = frozenset({DEFAULT})  # stacks that are not predicted as the default's: itself
 
 Mask = NDArray[np.bool_]
 
@@ -121,8 +110,7 @@ _ELSEWHERE = ("hidden", "convolution")
 """Not fitted in the first stage: documented, and fitted to runs of image models."""
 
 
-Report = Callable[[str], None]
-"""Is told of each step."""
+Report = Callable[[str], None]  # is told of each step
 
 
 def _silent(_: str) -> None:

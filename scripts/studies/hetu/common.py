@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
     from studies.hetu.recorded import RecordedSearch
 
-DEGREES = (1, 2, 4, 8)
-"""Of its tensor and Ulysses groups."""
+DEGREES = (1, 2, 4, 8)  # of its tensor and Ulysses groups
 
 
 def backend_of(search: RecordedSearch) -> Backend:

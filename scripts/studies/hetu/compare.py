@@ -43,16 +43,14 @@ if TYPE_CHECKING:
     from studies.hetu.recorded import RecordedSearch
 
 MB = 2**20
-SHARES = (1.0, 0.5, 0.0)
-"""Of their formulas in what the searches of ``choose`` make small."""
+SHARES = (1.0, 0.5, 0.0)  # of their formulas in what the searches of ``choose`` make small
 PARTS = (1.0, 0.99)
 """Of the budget that these may fill: plans that fill it by their formulas may be too large by our memory model."""
 STEPS = (8, 32, 128)
 """MB less, beyond what a plan is too large by their formulas, in searches with ever smaller budgets."""
 MOST = 32
 """Of the plans that one search by their formulas meets, how many are priced by ours, the quickest by theirs first."""
-SLACK = 1e-9
-"""Relative difference that counts as equal."""
+SLACK = 1e-9  # relative difference that counts as equal
 
 
 class How(StrEnum):
@@ -68,55 +66,36 @@ class How(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A plan by both cost models.
+    """A plan by both cost models."""
 
-    Attributes:
-        plan: ours.
-        seconds: a step by our model.
-        memory: MB of the fullest device by ours.
-        their_seconds, their_memory: the same by their formulas; None where they cannot say it: other than even splits,
-            unlike embedding and head, dimensions that they do not know.
-        cpu: seconds of the search.
-        how: it was found.
-    """
-
-    plan: Plan
-    seconds: float
-    memory: int
+    plan: Plan  # ours
+    seconds: float  # a step by our model
+    memory: int  # MB of the fullest device by ours
+    # the same by their formulas; None where they cannot say it: other than even splits, unlike embedding and head,
+    # dimensions that they do not know
     their_seconds: float | None
     their_memory: int | None
-    cpu: float = 0.0
-    how: How = How.OURS
+    cpu: float = 0.0  # seconds of the search
+    how: How = How.OURS  # it was found
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One recorded search; see the module.
+    """One recorded search; see the module."""
 
-    Attributes:
-        search: what was asked, and what they found.
-        theirs: their plan; None where they found none.
-        ours, chosen, by_theirs: ours; None where nothing fits.
-    """
-
-    search: RecordedSearch
-    theirs: Priced | None
-    ours: Priced | None
+    search: RecordedSearch  # what was asked, and what they found
+    theirs: Priced | None  # their plan; None where they found none
+    ours: Priced | None  # ours; None where nothing fits
     chosen: Priced | None
     by_theirs: Priced | None
 
 
 @dataclass(slots=True)
 class Bench:
-    """What both are given.
+    """What both are given."""
 
-    Attributes:
-        peer: their space, with their profiles.
-        single, several: our profile of the same, for plans of one stage and of several.
-    """
-
-    peer: PeerSearch
-    single: Profile
+    peer: PeerSearch  # their space, with their profiles
+    single: Profile  # our profile of the same, for plans of one stage and of several
     several: Profile
     _sessions: dict[bool, Session] = field(default_factory=dict)
 
@@ -139,7 +118,7 @@ class Bench:
             said: tuple[float | None, int | None] = (theirs.seconds, max(theirs.memory))
         except InputError:
             said = (None, None)
-        return Priced(known, known.prediction.step_seconds, _mb(known.prediction.peak_memory), *said, cpu, how)
+        return Priced(known, known.prediction.step_seconds, (-(-known.prediction.peak_memory // MB)), *said, cpu, how)
 
     def of(self, plan: HetuPlan, cpu: float = 0.0, how: How = How.THEIRS) -> Priced:
         """A plan of theirs by both models."""
@@ -152,11 +131,6 @@ class Bench:
         """A plan of the common space and a pipeline degree, and its picoseconds by the closed form.
 
         The best by our model without a pipeline; with one, the best that a quick search meets.
-
-        Args:
-            degree: of the pipeline.
-            budget: MB.
-            below: what these must be less than.
         """
         asked, session = self.peer.asked, self.session(single=degree == 1)
         fixed = replace(pins_of(asked), pipeline=degree)
@@ -190,11 +164,7 @@ def bench_for(search: RecordedSearch, folder: Path) -> Bench:
 
 
 def compare(search: RecordedSearch, folder: Path) -> Comparison:
-    """A recorded search beside ours.
-
-    Raises:
-        InputError: a profile that cannot be read.
-    """
+    """A recorded search beside ours."""
     bench = bench_for(search, folder)
     warm(bench.single)
     theirs = bench.of(search.hetu_plan()) if search.status == "ok" else None
@@ -300,7 +270,3 @@ def _even(plan: HetuPlan) -> HetuPlan:
     if len(set(plan.division)) > 1:
         raise InputError("pp_division", plan.division, "Its formulas hold for even splits only.")
     return plan
-
-
-def _mb(size: int) -> int:
-    return -(-size // MB)

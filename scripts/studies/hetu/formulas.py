@@ -32,32 +32,20 @@ RESERVE_ABOVE_MB, RESERVE = 20 * 1024, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What its command line says once for a search.
+    """What its command line says once for a search."""
 
-    Attributes:
-        engine: whose formulas.
-        async_reduce: whether gradients are summed behind the last micro-batch only.
-        tables: whether collectives of tensor groups come from the latency tables (``--sp_space tp+sp``).
-        least_tensor: v2.4.0's ``min_tp`` of the search that found a plan.
-    """
-
-    engine: Engine = Engine.MAIN
-    async_reduce: bool = True
-    tables: bool = True
-    least_tensor: int = 1
+    engine: Engine = Engine.MAIN  # whose formulas
+    async_reduce: bool = True  # whether gradients are summed behind the last micro-batch only
+    tables: bool = True  # whether collectives of tensor groups come from the latency tables (``--sp_space tp+sp``)
+    least_tensor: int = 1  # v2.4.0's ``min_tp`` of the search that found a plan
 
 
 @dataclass(frozen=True, slots=True)
 class HetuCost:
-    """A plan priced by its formulas.
+    """A plan priced by its formulas."""
 
-    Attributes:
-        seconds: of one step.
-        memory: MB of each stage, as it compares them with its budget.
-    """
-
-    seconds: float
-    memory: tuple[int, ...]
+    seconds: float  # of one step
+    memory: tuple[int, ...]  # MB of each stage, as it compares them with its budget
 
 
 def usable_mb(budget_gb: float) -> int:

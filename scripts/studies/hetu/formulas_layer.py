@@ -28,16 +28,7 @@ def samples(plan: HetuPlan, strategy: HetuStrategy, engine: Engine) -> float:
 def layer_ms(
     model: HetuModel, hardware: HetuHardware, plan: HetuPlan, place: int, engine: Engine, table_volume: bool = True
 ) -> tuple[float, float]:
-    """Milliseconds of one micro-batch of a layer: with the sum of its gradients, and without.
-
-    Args:
-        model, hardware: profiles.
-        plan: whose layer it is.
-        place: of the layer.
-        engine: whose formulas.
-        table_volume: whether tensor groups' collectives come from the latency tables; else from the bus bandwidth
-            (v2.4.0 with ``--sp_space tp``).
-    """
+    """Milliseconds of one micro-batch of a layer: with the sum of its gradients, and without."""
     kind, strategy = model.type_of(place), plan.layers[place]
     size = samples(plan, strategy, engine)
     forward = kind.forward.at(size / strategy.sharing)

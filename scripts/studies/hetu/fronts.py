@@ -17,17 +17,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Ways to run some layers, none of which needs both more memory and more time than another.
+    """Ways to run some layers, none of which needs both more memory and more time than another."""
 
-    Attributes:
-        memory: MB of each, ascending.
-        seconds: of each, descending.
-        counts: (ways, strategies): how many layers take each strategy.
-    """
-
-    memory: Ints
-    seconds: Floats
-    counts: Ints
+    memory: Ints  # MB of each, ascending
+    seconds: Floats  # of each, descending
+    counts: Ints  # (ways, strategies): how many layers take each strategy
 
     def best(self, room: int) -> int:
         """Place of the quickest way within so many MB; -1 where none is."""
@@ -35,14 +29,7 @@ class Front:
 
 
 def front_of(memory: Sequence[int], seconds: Sequence[float], layers: int, room: int) -> Front:
-    """The front of so many equal layers.
-
-    Args:
-        memory: whole MB of a layer by strategy.
-        seconds: of a layer by strategy.
-        layers: how many.
-        room: MB that they may take together.
-    """
+    """The front of so many equal layers."""
     single = _best(np.array(memory), np.array(seconds), np.eye(len(memory), dtype=np.int64), room)
     total = Front(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, len(memory)), np.int64))
     power = single

@@ -20,49 +20,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RecordedSearch:
-    """One search; ``profiles/hetu/README.md`` says how they were recorded.
-
-    Attributes:
-        engine: ``main`` or ``v240``.
-        model: folder of its profile.
-        nodes, gpus: the cluster.
-        budget_gb: memory a GPU.
-        batch: samples a step.
-        layers: (layers, hidden, sequence) of each layer type.
-        sequence_parallel, async_reduce, tables: see ``HetuModel`` and ``Rules``.
-        per_layer: whether each layer has a strategy of its own.
-        off: dimensions it was told to leave out (``tp``, ``sp``, ``pp``, ``ckpt``, ``fsdp``).
-        status: ``ok``, ``infeasible`` or ``error``.
-        modified: what was changed in its engine; empty where nothing was.
-        shipped_core: whether the CPU time is that of its engine as shipped; a faster core with the same answers else.
-        search_cpu_seconds: of the search alone.
-        chunks: micro-batches, where they were given; 0: searched.
-        most_tensor: largest tensor degree, where it was less than 8.
-        plan: its plan file.
-        seconds, throughput, memory_mb: what it predicts for it: a step, samples a second, MB of each stage.
-    """
+    """One search; ``profiles/hetu/README.md`` says how they were recorded."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    engine: str
-    model: str
-    nodes: int
+    engine: str  # ``main`` or ``v240``
+    model: str  # folder of its profile
+    nodes: int  # the cluster
     gpus: int
-    budget_gb: int
-    batch: int
-    layers: tuple[tuple[int, int, int], ...]
-    sequence_parallel: bool
+    budget_gb: int  # memory a GPU
+    batch: int  # samples a step
+    layers: tuple[tuple[int, int, int], ...]  # (layers, hidden, sequence) of each layer type
+    sequence_parallel: bool  # see ``HetuModel`` and ``Rules``
     async_reduce: bool
     tables: bool
-    per_layer: bool
-    off: tuple[str, ...]
-    status: str
-    modified: str
+    per_layer: bool  # whether each layer has a strategy of its own
+    off: tuple[str, ...]  # dimensions it was told to leave out (``tp``, ``sp``, ``pp``, ``ckpt``, ``fsdp``)
+    status: str  # ``ok``, ``infeasible`` or ``error``
+    modified: str  # what was changed in its engine; empty where nothing was
+    # whether the CPU time is that of its engine as shipped; a faster core with the same answers else
     shipped_core: bool
-    search_cpu_seconds: float | None
-    chunks: int = 0
-    most_tensor: int = 8
-    plan: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
+    search_cpu_seconds: float | None  # of the search alone
+    chunks: int = 0  # micro-batches, where they were given; 0: searched
+    most_tensor: int = 8  # largest tensor degree, where it was less than 8
+    plan: dict[str, Any] = field(default_factory=dict)  # its plan file
+    seconds: float = 0.0  # what it predicts for it: a step, samples a second, MB of each stage
     throughput: float = 0.0
     memory_mb: tuple[int, ...] = ()
 
@@ -101,10 +82,6 @@ class RecordedSearch:
 
 
 def read_searches(path: Path) -> Iterator[RecordedSearch]:
-    """Recorded searches, one a line of JSON.
-
-    Raises:
-        FileFormatError: a line that is none.
-    """
+    """Recorded searches, one a line of JSON."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         yield from_data(RecordedSearch, parse_line(line, f"{path}, line {number}"), f"{path}, line {number}")

@@ -38,27 +38,16 @@ MOST = (0, 1, 2, 4, 8)
 
 @dataclass(slots=True)
 class PeerSearch:
-    """The space of one recorded search.
+    """The space of one recorded search."""
 
-    Attributes:
-        asked: model, cluster, batch, budget and what is left out.
-        model, hardware: its profiles.
-        pricer: of our profile of the same; for mixtures.
-    """
-
-    asked: RecordedSearch
-    model: HetuModel
+    asked: RecordedSearch  # model, cluster, batch, budget and what is left out
+    model: HetuModel  # its profiles
     hardware: HetuHardware
-    pricer: LayerPricer
+    pricer: LayerPricer  # of our profile of the same; for mixtures
     _known: dict[tuple[object, ...], Front] = field(default_factory=dict)
 
     def plans(self, room: int, share: float = 1.0) -> Iterator[HetuPlan]:
-        """The best plan of each pipeline degree, number of micro-batches and edge strategy that fits.
-
-        Args:
-            room: MB a GPU.
-            share: of its formulas in what a layer costs; the rest is ours.
-        """
+        """The best plan of each pipeline degree, number of micro-batches and edge strategy that fits."""
         for stages, most in product(self._pipelines(), MOST):
             if most * stages > self.asked.devices:
                 continue

@@ -1,1 +1,1 @@
-"""Image networks from compact descriptions of their families, layer by layer or summed up. No torch here."""
+"""Image networks from compact descriptions of their families, layer by layer or summed up."""

@@ -1,4 +1,4 @@
-"""AmoebaNet-D, whose cells take the outputs of the two cells before them. No torch here.
+"""AmoebaNet-D, whose cells take the outputs of the two cells before them.
 
 Sources: Real et al. 2018 (arXiv:1802.01548, figure 5 and appendix), as GPipe (Huang et al. 2018, arXiv:1811.06965) and
 torchgpipe (Kim et al. 2020, arXiv:2004.09910, section 4) train it: the outputs of a normal cell are its states 0, 3, 4

@@ -1,4 +1,4 @@
-"""A picture on its way through one layer: which operators it passes, written on the layer's tape. No torch here."""
+"""A picture on its way through one layer: which operators it passes, written on the layer's tape."""
 
 from __future__ import annotations
 
@@ -294,13 +294,7 @@ class ImageFlow:
         return self
 
     def choose(self, ways: int, hidden: int, groups: int) -> ImageFlow:
-        """Weighted sum of pictures that lie side by side in the channels; two 1 x 1 convolutions find the weights.
-
-        Args:
-            ways: pictures.
-            hidden: channels between the two convolutions.
-            groups: of the two convolutions.
-        """
+        """Weighted sum of pictures that lie side by side in the channels; two 1 x 1 convolutions find the weights."""
         x, tape, whole = self.value, self.tape, self.channels
         channels = whole // ways
         pooled = ImageFlow(tape, rules.global_pool(tape, self._name("gap"), x, channels), channels, (1, 1))

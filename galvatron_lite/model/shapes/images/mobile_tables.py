@@ -1,4 +1,4 @@
-"""Rows of the networks that ``mobile`` builds, from their papers' tables, and which name means which. No torch here."""
+"""Rows of the networks that ``mobile`` builds, from their papers' tables, and which name means which."""
 
 from __future__ import annotations
 

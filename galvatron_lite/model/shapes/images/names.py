@@ -1,4 +1,4 @@
-"""From an image network's published name to its graph, by rules a family. No torch here.
+"""From an image network's published name to its graph, by rules a family.
 
 Names follow the common convention of model zoos (``resnext50_32x4d``, ``regnety_032``, ``tf_efficientnet_b3_ns``): what
 only tells how or by whom the weights were trained is dropped. A name no rule knows has no graph: ``summary`` may do.
@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes.fields import ConvNextShape, VitShape
-from galvatron_lite.model.shapes.images.branched import branched_graph, branched_of
-from galvatron_lite.model.shapes.images.classic import dense_graph, vgg_graph
-from galvatron_lite.model.shapes.images.crossstage import cross_graph, cross_of
-from galvatron_lite.model.shapes.images.detection import detector_graph
+from galvatron_lite.model.shapes.images.classic import (
+    cross_graph,
+    cross_of,
+    dense_graph,
+    normfree_graph,
+    normfree_of,
+    vgg_graph,
+)
 from galvatron_lite.model.shapes.images.evolved import evolved_graph
-from galvatron_lite.model.shapes.images.medical import MEDICAL, medical_graph
-from galvatron_lite.model.shapes.images.mirrored import mirrored_graph
-from galvatron_lite.model.shapes.images.mixnet import mixnet_graph, mixnet_of
-from galvatron_lite.model.shapes.images.mobile import mobile_graph
+from galvatron_lite.model.shapes.images.mirrored import MEDICAL, medical_graph, mirrored_graph
+from galvatron_lite.model.shapes.images.mobile import mixnet_graph, mixnet_of, mobile_graph
 from galvatron_lite.model.shapes.images.mobile_tables import mobile_of
-from galvatron_lite.model.shapes.images.normfree import normfree_graph, normfree_of
-from galvatron_lite.model.shapes.images.regular import LINES, regular_graph
-from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
+from galvatron_lite.model.shapes.images.residual import (
+    LINES,
+    Residual,
+    branched_graph,
+    branched_of,
+    detector_graph,
+    regular_graph,
+    residual_graph,
+)
 from galvatron_lite.model.shapes.images.tokens import tokens_graph, tokens_of
 
 _TRAINED = r"(?:_(?:in1k|in21k|in22k|in22ft1k|in21ft1k|384|miil|ra|a1h|tv|hnf|ols|in21k))*"
@@ -168,46 +178,36 @@ def shape_of_name(name: str, side: int) -> ConvNextShape | VitShape | None:
     return convnext_of(name, side) or vit_of(name, side)
 
 
+_SPECIFIED: tuple[tuple[Callable[[str], Any], Callable[..., ModelGraph]], ...] = (
+    (residual_of, residual_graph),
+    (mobile_of, mobile_graph),
+    (normfree_of, normfree_graph),
+    (tokens_of, tokens_graph),
+    (mixnet_of, mixnet_graph),
+    (branched_of, branched_graph),
+    (cross_of, cross_graph),
+)
+"""What a name means in each family, None where it is none of the family's; and the graph of that."""
+
+
 def builder_of(name: str) -> Builder | None:
     """What makes the graph of a name from side, classes, precision and bytes an item; None: no rule knows the name."""
-    if residual := residual_of(name):
-        return lambda side, classes, precision, size: residual_graph(name, residual, side, classes, precision, size)
-    if mobile := mobile_of(name):
-        return lambda side, classes, precision, size: mobile_graph(name, mobile, side, classes, precision, size)
-    if free := normfree_of(name):
-        return lambda side, classes, precision, size: normfree_graph(name, free, side, classes, precision, size)
-    if tokens := tokens_of(name):
-        return lambda side, classes, precision, size: tokens_graph(name, tokens, side, classes, precision, size)
-    if mixnet := mixnet_of(name):
-        return lambda side, classes, precision, size: mixnet_graph(name, mixnet, side, classes, precision, size)
-    if branched := branched_of(name):
-        return lambda side, classes, precision, size: branched_graph(name, branched, side, classes, precision, size)
-    if cross := cross_of(name):
-        return lambda side, classes, precision, size: cross_graph(name, cross, side, classes, precision, size)
-    return _lettered(name)
-
-
-def _lettered(name: str) -> Builder | None:
-    """Families that are told by one number or letter."""
+    for spec_of, graph_of in _SPECIFIED:
+        if spec := spec_of(name):
+            return partial(graph_of, name, spec)
     if (found := re.fullmatch(r"regnet([xy]_\d{3})", name)) and found[1] in LINES:
-        key = found[1]
-        return lambda side, classes, precision, size: regular_graph(name, key, side, classes, precision, size)
+        return partial(regular_graph, name, found[1])
     if found := re.fullmatch(r"(?:tv_)?vgg(11|13|16|19)(_bn)?", name):
-        depth, norm = int(found[1]), bool(found[2])
-        return lambda side, classes, precision, size: vgg_graph(name, depth, norm, side, classes, precision, size)
+        return partial(vgg_graph, name, int(found[1]), bool(found[2]))
+    if found := re.fullmatch(r"(?:tv_)?densenet(121|161|169|201|264)", name):
+        return partial(dense_graph, name, int(found[1]))
+    if found := re.fullmatch(r"amoebanet_d_l(\d+)_d(\d+)", name):
+        return partial(evolved_graph, name, int(found[1]), int(found[2]))
     if name in MEDICAL:
         return lambda _, __, precision, size: medical_graph(name, MEDICAL[name], precision, size)
     if name == "ssd300_resnet50":
         return lambda side, _, precision, size: detector_graph(name, side, precision, size)
-    if found := re.fullmatch(r"amoebanet_d_l(\d+)_d(\d+)", name):
-        layers, filters = int(found[1]), int(found[2])
-        return lambda side, classes, precision, size: evolved_graph(
-            name, layers, filters, side, classes, precision, size
-        )
     if found := re.fullmatch(r"unet_b(\d+)_c(\d+)", name):
         count, base = int(found[1]), int(found[2])
         return lambda side, _, precision, size: mirrored_graph(name, count, base, side, precision, size)
-    if found := re.fullmatch(r"(?:tv_)?densenet(121|161|169|201|264)", name):
-        layers = int(found[1])
-        return lambda side, classes, precision, size: dense_graph(name, layers, side, classes, precision, size)
     return None

@@ -1,4 +1,4 @@
-"""Layers of an image network one after the other, equal ones of one kind, made into a ``ModelGraph``. No torch here."""
+"""Layers of an image network one after the other, equal ones of one kind, made into a ``ModelGraph``."""
 
 from __future__ import annotations
 
@@ -55,13 +55,7 @@ class NetworkBuilder:
         self._add("before", step, settings, grad=False)
 
     def block(self, step: Step, at: str = "", **settings: object) -> None:
-        """One more layer; equal to an earlier one where its step, settings and picture are.
-
-        Args:
-            step: what it does.
-            at: its name; empty: by its number.
-            settings: of the step.
-        """
+        """One more layer; equal to an earlier one where its step, settings and picture are."""
         kind = self._add("", step, settings, grad=not self.given)
         self.given = False
         self.layers.append(Layer(at or f"blocks.{len(self.layers)}", kind.name, Role.BLOCK))
@@ -111,14 +105,7 @@ class NetworkBuilder:
         return tape.kind(name, (flow.value,), dims, tensor_reason=_REASON, recomputed=block)
 
     def finish(self, classes: int, precision: str, step: Step | None = None, **settings: object) -> ModelGraph:
-        """The graph, closed by a head: ``step``, mean of all pixels, linear classifier and loss.
-
-        Args:
-            classes: outputs of the head.
-            precision: of activations.
-            step: operators before the mean (a last convolution); None: none.
-            settings: of the step.
-        """
+        """The graph, closed by a head: ``step``, mean of all pixels, linear classifier and loss."""
 
         def head(flow: ImageFlow) -> None:
             if step is not None:

@@ -1,4 +1,4 @@
-"""An image network of which only totals are known: multiply-adds, activations, parameters. No torch here.
+"""An image network of which only totals are known: multiply-adds, activations, parameters.
 
 It becomes so many equal layers, each a dense convolution with its normalisation and activation, whose multiply-adds,
 outputs and weights add up to the totals. Multiply-adds over activations is the inner extent of the mean convolution
@@ -13,10 +13,10 @@ convolutions, tell run time better than multiply-adds do; here both enter by the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Literal
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import STRICT
+from galvatron_lite.files import Strict
 from galvatron_lite.limits import Name
 from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
 from galvatron_lite.model.shapes.calls import Division, ShapeCall
@@ -24,14 +24,9 @@ from galvatron_lite.model.shapes.images.flow import ImageFlow
 from galvatron_lite.model.shapes.images.network import NetworkBuilder
 from galvatron_lite.model.shapes.tape import memory_operator
 
-if TYPE_CHECKING:
-    from pydantic import ConfigDict
+LAYERS = 50  # convolutions of a typical network; only launches depend on it
 
-LAYERS = 50
-"""Convolutions of a typical network; only launches depend on it."""
-
-WIDTH = 256
-"""Output channels of the mean convolution: tile padding is small from here on."""
+WIDTH = 256  # output channels of the mean convolution: tile padding is small from here on
 
 BESIDE = (3, 4)
 """[Empirical] times that everything besides convolution, norm and activation reads or writes the activations, forward
@@ -46,10 +41,9 @@ normalisation in place keeps its output alone (Rota Bulo et al. 2018, arXiv:1712
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageTotals:
+class ImageTotals(Strict):
     """Totals of an image network for one sample."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
     arch: Literal["image"] = "image"
     name: Name = ""  # name, source: for people
     source: str = ""
@@ -63,11 +57,7 @@ class ImageTotals:
 
 
 def summary_graph(totals: ImageTotals, precision: str, item_bytes: int) -> ModelGraph:
-    """Equal layers that add up to the totals, between an empty stem and a classifier.
-
-    Raises:
-        InputError: totals that are not positive.
-    """
+    """Equal layers that add up to the totals, between an empty stem and a classifier."""
     for field in ("macs", "activations", "parameters"):
         if getattr(totals, field) <= 0:
             raise InputError(field, getattr(totals, field), "Give the network's total, above 0.")

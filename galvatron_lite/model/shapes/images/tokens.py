@@ -1,4 +1,4 @@
-"""Networks of equal blocks over the patches of a picture: XCiT and ConvMixer. No torch here.
+"""Networks of equal blocks over the patches of a picture: XCiT and ConvMixer.
 
 Sources: El-Nouby et al. 2021 (arXiv:2106.09681, table 1), Trockman and Kolter 2022 (arXiv:2201.09792).
 """
@@ -14,8 +14,7 @@ from galvatron_lite.model.shapes.images.network import NetworkBuilder
 
 _XCIT = {"nano": (128, 4), "tiny": (192, 4), "small": (384, 8), "medium": (512, 8), "large": (768, 16)}
 """Width and heads."""
-CLASS_LAYERS = 2
-"""XCiT's last layers, whose attention is the class token's only."""
+CLASS_LAYERS = 2  # XCiT's last layers, whose attention is the class token's only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,319 @@
+"""Classifiers of pictures: AlexNet, VGG, ResNet, RegNet; and what all reference models of pictures share.
+
+Krizhevsky 2014 (arXiv:1404.5997; one tower); Simonyan and Zisserman 2014 (arXiv:1409.1556, table 1); He et al. 2015
+(arXiv:1512.03385, table 1; the stride is that of the 3 x 3 convolution, version 1.5); Radosavovic et al. 2020
+(arXiv:2003.13678, section 3.3 and tables 8 and 9; Y sizes squeeze and excite).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from galvatron_lite.errors import InputError
+
+
+def classification_loss(logits: Tensor, labels: Tensor | None) -> Tensor:
+    """Mean cross-entropy of logits (samples, classes, ...) with labels (samples, ...); the logits without labels."""
+    return logits if labels is None else F.cross_entropy(logits.float(), labels)
+
+
+def random_pictures(samples: int, shape: Sequence[int], classes: int, places: Sequence[int] = ()) -> dict[str, Tensor]:
+    """Random pictures (samples, *shape), and labels below ``classes`` of shape (samples, *places)."""
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "pictures": torch.rand((samples, *shape), generator=draw),
+        "labels": torch.randint(0, classes, (samples, *places), generator=draw),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class AlexNetConfig:
+    """Shape of an AlexNet."""
+
+    widths: tuple[int, int, int, int, int] = (64, 192, 384, 256, 256)  # channels of the five convolutions
+    hidden: int = 4096  # outputs of the first two fully connected layers
+    pooled: int = 6  # pixels along each side of what enters the first of these
+    dropout: float = 0.5  # probability of dropping an input of them
+    side: int = 224  # pixels along each side of an example picture
+    channels: int = 3  # of the picture
+    classes: int = 1000  # outputs of the head
+
+
+_WINDOWS = ((11, 4, 2), (5, 1, 2), (3, 1, 1), (3, 1, 1), (3, 1, 1))
+"""Kernel, stride and padding of each convolution."""
+_POOLED = (0, 1, 4)  # convolutions that max pooling follows
+
+
+class Unit(nn.Module):
+    """A convolution with ReLU, and max pooling of 3 x 3 pixels with stride 2 where asked for."""
+
+    def __init__(self, inner: int, outer: int, window: tuple[int, int, int], pool: bool) -> None:
+        super().__init__()
+        kernel, stride, padding = window
+        self.conv = nn.Conv2d(inner, outer, kernel, stride, padding)
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve, rectify, pool."""
+        x = nn.functional.relu(self.conv(x), inplace=True)
+        return nn.functional.max_pool2d(x, 3, 2) if self.pool else x
+
+
+class AlexNet(nn.Module):
+    """Classifier of pictures (samples, channels, height, width)."""
+
+    def __init__(self, config: AlexNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        inner = (config.channels, *config.widths)
+        self.features = nn.Sequential(
+            *(Unit(inner[i], inner[i + 1], window, i in _POOLED) for i, window in enumerate(_WINDOWS))
+        )
+        self.avgpool = nn.AdaptiveAvgPool2d(config.pooled)
+        self.classifier = nn.Sequential(
+            nn.Dropout(config.dropout),
+            nn.Linear(config.widths[-1] * config.pooled**2, config.hidden),
+            nn.ReLU(inplace=True),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.hidden, config.hidden),
+            nn.ReLU(inplace=True),
+            nn.Linear(config.hidden, config.classes),
+        )
+
+    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+        x = torch.flatten(self.avgpool(self.features(pictures)), 1)
+        return classification_loss(self.classifier(x), labels)
+
+    def example_batch(self, samples: int) -> dict[str, Tensor]:
+        """Random pictures and labels."""
+        config = self.config
+        return random_pictures(samples, (config.channels, config.side, config.side), config.classes)
+
+
+@dataclass(frozen=True, slots=True)
+class VGGConfig:
+    """Shape of a VGG."""
+
+    depths: tuple[int, ...]  # convolutions a group
+    widths: tuple[int, ...] = (64, 128, 256, 512, 512)  # channels a group
+    hidden: int = 4096  # outputs of the first two fully connected layers
+    pooled: int = 7  # pixels along each side of what enters the first of these
+    dropout: float = 0.5  # probability of dropping an output of them
+    side: int = 224  # pixels along each side of an example picture
+    channels: int = 3  # of the picture
+    classes: int = 1000  # outputs of the head
+
+
+def conv_group(inner: int, outer: int, depth: int) -> nn.Sequential:
+    """So many 3 x 3 convolutions with ReLU, then max pooling, which halves the picture."""
+    parts: list[nn.Module] = []
+    for index in range(depth):
+        parts += [nn.Conv2d(outer if index else inner, outer, 3, padding=1), nn.ReLU(inplace=True)]
+    return nn.Sequential(*parts, nn.MaxPool2d(2, 2))
+
+
+def classifier(inner: int, hidden: int, classes: int, dropout: float) -> nn.Sequential:
+    """Three fully connected layers with ReLU and dropout between them."""
+    return nn.Sequential(
+        nn.Linear(inner, hidden),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Linear(hidden, classes),
+    )
+
+
+class VGG(nn.Module):
+    """Classifier of pictures (samples, channels, height, width)."""
+
+    def __init__(self, config: VGGConfig) -> None:
+        super().__init__()
+        self.config = config
+        inner = (config.channels, *config.widths)
+        groups = zip(inner, config.widths, config.depths, strict=False)
+        self.features = nn.Sequential(*(conv_group(*group) for group in groups))
+        self.avgpool = nn.AdaptiveAvgPool2d(config.pooled)
+        self.classifier = classifier(
+            config.widths[-1] * config.pooled**2, config.hidden, config.classes, config.dropout
+        )
+
+    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+        x = torch.flatten(self.avgpool(self.features(pictures)), 1)
+        return classification_loss(self.classifier(x), labels)
+
+    def example_batch(self, samples: int) -> dict[str, Tensor]:
+        """Random pictures and labels."""
+        config = self.config
+        return random_pictures(samples, (config.channels, config.side, config.side), config.classes)
+
+
+@dataclass(frozen=True, slots=True)
+class ResNetConfig:
+    """Shape of a residual network."""
+
+    depths: tuple[int, ...]  # blocks a stage
+    width: int = 64  # channels of the first stage's bottleneck; doubled from stage to stage
+    expansion: int = 4  # output channels / bottleneck channels
+    side: int = 224  # pixels along each side of an example picture
+    channels: int = 3  # of the picture
+    classes: int = 1000  # outputs of the head
+
+
+class Bottleneck(nn.Module):
+    """1 x 1, 3 x 3 (with the stride) and 1 x 1 convolutions added to the input.
+
+    Maps (samples, inner, height, width) to (samples, outer, height / stride, width / stride).
+    """
+
+    def __init__(self, inner: int, middle: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, middle, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(middle)
+        self.conv2 = nn.Conv2d(middle, middle, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(middle)
+        self.conv3 = nn.Conv2d(middle, outer, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outer)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = None
+        if stride > 1 or inner != outer:
+            self.shortcut = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Narrow, convolve, widen, add."""
+        out: Tensor = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += x if self.shortcut is None else self.shortcut(x)
+        rectified: Tensor = self.relu(out)
+        return rectified
+
+
+class ResNet(nn.Module):
+    """Classifier of pictures (samples, channels, height, width)."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.conv1 = nn.Conv2d(config.channels, config.width, 7, 2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(config.width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        stages, inner = [], config.width
+        for stage, depth in enumerate(config.depths):
+            middle, blocks = config.width * 2**stage, []
+            for index in range(depth):
+                stride = 2 if stage and not index else 1
+                blocks.append(Bottleneck(inner, middle, middle * config.expansion, stride))
+                inner = middle * config.expansion
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.Sequential(*stages)
+        self.fc = nn.Linear(inner, config.classes)
+
+    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(pictures))))
+        x = self.stages(x)
+        x = torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1)
+        return classification_loss(self.fc(x), labels)
+
+    def example_batch(self, samples: int) -> dict[str, Tensor]:
+        """Random pictures and labels."""
+        config = self.config
+        return random_pictures(samples, (config.channels, config.side, config.side), config.classes)
+
+
+@dataclass(frozen=True, slots=True)
+class RegNetConfig:
+    """Shape of a RegNet."""
+
+    widths: tuple[int, ...]  # channels of every block; the picture is halved where they grow
+    group: int  # channels of a group of the 3 x 3 convolutions; divides all widths above it
+    squeeze: bool  # whether blocks squeeze and excite (Y)
+    stem: int = 32  # channels of the first convolution
+    side: int = 224  # pixels along each side of an example picture
+    channels: int = 3  # of the picture
+    classes: int = 1000  # outputs of the head
+
+    def __post_init__(self) -> None:
+        uneven = [width for width in self.widths if width % min(self.group, width)]
+        if uneven:
+            raise InputError("group", self.group, f"Choose a number that divides the widths {uneven}.")
+
+
+class ConvNorm(nn.Sequential):
+    """A convolution without bias, batch normalisation, and ReLU where asked for."""
+
+    def __init__(self, inner: int, outer: int, kernel: int, stride: int = 1, groups: int = 1, relu: bool = True):
+        conv = nn.Conv2d(inner, outer, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+        super().__init__(conv, nn.BatchNorm2d(outer), *([nn.ReLU(inplace=True)] if relu else []))
+
+
+class SqueezeExcitation(nn.Module):
+    """Each channel times a factor that two 1 x 1 convolutions find from the mean of its pixels (Hu et al. 2018)."""
+
+    def __init__(self, channels: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Conv2d(channels, hidden, 1)
+        self.fc2 = nn.Conv2d(hidden, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean, two convolutions, product."""
+        factor = x.mean([-2, -1], keepdim=True)
+        factor = torch.sigmoid(self.fc2(torch.relu(self.fc1(factor))))
+        return factor * x
+
+
+class RegNetBlock(nn.Module):
+    """1 x 1, grouped 3 x 3 (with the stride) and 1 x 1 convolutions added to the input."""
+
+    def __init__(self, inner: int, outer: int, stride: int, group: int, squeeze: bool) -> None:
+        super().__init__()
+        self.a = ConvNorm(inner, outer, 1)
+        self.b = ConvNorm(outer, outer, 3, stride, outer // min(group, outer))
+        self.se = SqueezeExcitation(outer, round(inner / 4)) if squeeze else nn.Identity()
+        self.c = ConvNorm(outer, outer, 1, relu=False)
+        changes = stride > 1 or inner != outer
+        self.shortcut = ConvNorm(inner, outer, 1, stride, relu=False) if changes else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve and add."""
+        return torch.relu(self.shortcut(x) + self.c(self.se(self.b(self.a(x)))))
+
+
+class RegNet(nn.Module):
+    """Classifier of pictures (samples, channels, height, width)."""
+
+    def __init__(self, config: RegNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.stem = ConvNorm(config.channels, config.stem, 3, 2)
+        stages, inner = [], config.stem
+        for width, same in groupby(config.widths):
+            blocks = []
+            for index, _ in enumerate(same):
+                blocks.append(RegNetBlock(inner, width, 1 if index else 2, config.group, config.squeeze))
+                inner = width
+            stages.append(nn.Sequential(*blocks))
+        self.trunk = nn.Sequential(*stages)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(inner, config.classes)
+
+    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+        x = self.avgpool(self.trunk(self.stem(pictures)))
+        return classification_loss(self.fc(x.flatten(1)), labels)
+
+    def example_batch(self, samples: int) -> dict[str, Tensor]:
+        """Random pictures and labels."""
+        config = self.config
+        return random_pictures(samples, (config.channels, config.side, config.side), config.classes)
