@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.cli.profile import load_factory
+from galvatron_lite.capture.factory import load_factory
+from galvatron_lite.capture.named import graph_named
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.zoo import build
 
 SOURCE = """
 from torch import nn, zeros
@@ -38,3 +40,16 @@ def test_what_it_may_not(script: Path, name: str, said: str) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no file"):
         load_factory(f"{tmp_path}/none.py:make")
+
+
+def test_a_plan_of_a_model_of_ones_own(tmp_path: Path) -> None:
+    script = tmp_path / "model.py"
+    script.write_text(
+        "from galvatron_lite.model.zoo import build\n"
+        "def make(): return build('gpt-tiny', layers=2, hidden=32, heads=2, sequence=8)\n"
+    )
+    graph = graph_named(f"{script}:make", precision="fp32")
+    model = build("gpt-tiny", layers=2, hidden=32, heads=2, sequence=8)
+    assert graph.parameters == sum(one.numel() for one in model.parameters())
+    with pytest.raises(InputError, match="--seq"):
+        graph_named(f"{script}:make", sequence=16)
