@@ -153,7 +153,7 @@ def line_of(thread: int) -> tuple[str, bool]:
     frame = sys._current_frames().get(thread)  # documented for finding deadlocks
     if frame is None:
         return "", False
-    code, number = frame.f_code, frame.f_lineno
+    code, number = frame.f_code, frame.f_lineno or 0  # None between lines
     # A frame keeps its variables: a gradient held here is copied by autograd in the other thread, not moved.
     del frame
     line = linecache.getline(code.co_filename, number)

@@ -59,12 +59,22 @@ def make_double(
     A model that does not run without some of its blocks is copied with all of them.
     """
     gone = _left_out(model, layers)
+    if gone:
+        with suppress(SkippedError):
+            double = _double(model, batch, gone, init_fn)
+            if _runs(double):
+                return double
+    return _double(model, batch, [], init_fn)
+
+
+def _runs(double: Double) -> bool:
+    """Whether the copy runs with values, which may be places among what is left."""
     try:
-        return _double(model, batch, gone, init_fn)
-    except SkippedError:
-        if not gone:
-            raise
-        return _double(model, batch, [], init_fn)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            call_model(copy.deepcopy(double.model), double.batch)
+    except Exception:  # whatever a user's model does
+        return False
+    return True
 
 
 def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable[[nn.Module], None] | None) -> Double:
