@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -63,10 +64,15 @@ def make_batch() -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
 
 
+@cache
+def layers_of(model: str) -> list[str]:
+    return [layer.name for layer in discover_layers(make_model(model))]
+
+
 def plan_of(case: Case) -> Plan:
-    layers = discover_layers(make_model(case.model))
+    layers = layers_of(case.model)
     bounds = [0, *case.cuts, len(layers)]
-    names = [[layer.name for layer in layers[a:b]] for a, b in pairwise(bounds)]
+    names = [list(layers[a:b]) for a, b in pairwise(bounds)]
     strategies = [list(case.strategies[a:b]) for a, b in pairwise(bounds)]
     plan = make_plan(names, strategies, SAMPLES, case.microbatches, case.precision)
     return replace(plan, devices=case.world, schedule=case.schedule, virtual_stages=case.virtual)
