@@ -22,11 +22,12 @@ from tests.runtime.untouched import (
     DECODERS,
     SAMPLES,
     VOCAB,
-    Changed,
+    alone,
     batch_for,
     difference,
     same_strategy,
     trained_plainly,
+    unchanged,
     under,
     untouched,
 )
@@ -70,9 +71,8 @@ def each_split(family: str) -> list[str]:
         ]
 
 
-def in_stages(family: str, strategy: Strategy, change: Changed = lambda model: model) -> str:
-    batch, model = batch_for(family), change(untouched(family))
-    expected = trained_plainly(change(untouched(family)), batch)
+def in_stages(family: str, strategy: Strategy) -> str:
+    batch, model, expected = batch_for(family), untouched(family), alone(family, unchanged, ())
     layers = discover_layers(model, batch)
     stages = [[layer.name for layer in part] for part in (layers[:-2], layers[-2:])]
     plan = make_plan(stages, [[strategy] * len(stage) for stage in stages], SAMPLES, 2)

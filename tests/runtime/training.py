@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
@@ -65,23 +66,22 @@ def make_batch() -> dict[str, Tensor]:
 
 
 @cache
-def layers_of(model: str) -> list[str]:
-    return [layer.name for layer in discover_layers(make_model(model))]
+def layers_of(model: str) -> tuple[Layer, ...]:
+    return discover_layers(make_model(model))
 
 
 def plan_of(case: Case) -> Plan:
     layers = layers_of(case.model)
     bounds = [0, *case.cuts, len(layers)]
-    names = [list(layers[a:b]) for a, b in pairwise(bounds)]
+    names = [[layer.name for layer in layers[a:b]] for a, b in pairwise(bounds)]
     strategies = [list(case.strategies[a:b]) for a, b in pairwise(bounds)]
     plan = make_plan(names, strategies, SAMPLES, case.microbatches, case.precision)
     return replace(plan, devices=case.world, schedule=case.schedule, virtual_stages=case.virtual)
 
 
 def make_parallel(case: Case, **options: Any) -> ParallelModel:
-    model = make_model(case.model)
-    layers = discover_layers(model)
-    return ParallelModel(model, plan_of(case), layers, make_batch(), device="cpu", **options)
+    layers = layers_of(case.model)
+    return ParallelModel(make_model(case.model), plan_of(case), layers, make_batch(), device="cpu", **options)
 
 
 def train(case: Case, steps: int = 3) -> Trained:
