@@ -17,6 +17,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.auto_jobs import measuring_briefly
 from tests.pool import WorkerPool
+from tests.runtime.examined import examined_once
 from tests.runtime.plans import make_plan
 from tests.runtime.untouched import (
     DECODERS,
@@ -57,6 +58,7 @@ def test_nor_on_two_ranks(pool: WorkerPool, family: str) -> None:
     assert pool.run(2, each_split, family=family) == [[""] * 5] * 2
 
 
+@examined_once()
 def each_split(family: str) -> list[str]:
     asked = {} if family == "Adapted" else {"use_cache": True}
     edge, zero = Strategy(data=2), Strategy(zero=2, zero_stage=3)
