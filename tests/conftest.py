@@ -14,7 +14,7 @@ import pytest
 # before anything imports torch: many small processes share few cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.pool import WorkerPool
+from tests.pool import GARBAGE, WorkerPool
 
 # What else a machine does is no property of ours. Every run has the same examples; others where EXPLORE is set.
 hypothesis.settings.register_profile("shared", deadline=None, derandomize="EXPLORE" not in os.environ)
@@ -64,6 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: looking through all of torch again and again took a twelfth of the time."""
+    """What is there by now stays: looking through all of torch again and again took a twelfth of the time. As much
+    again went on looking every few hundred objects for cycles.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GARBAGE)

@@ -1,12 +1,16 @@
-"""The command on a few published rows, in a process of its own."""
+"""The command on a few published rows."""
 
+import io
 import json
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from subprocess import CompletedProcess
+from unittest.mock import patch
 
 import pytest
 
+from galvatron_lite.cli import main
 from galvatron_lite.cli.validate import _chosen, _grouping
 from galvatron_lite.errors import InputError
 from galvatron_lite.validate.rows import read_runs
@@ -21,9 +25,15 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "galvatron_lite", "validate", *arguments]
-    return subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+def command(*arguments: str, lines: tuple[str, ...] = ()) -> CompletedProcess[str]:
+    """How the command ends in this process, and what it prints; ``lines`` of standard input."""
+    words, out, said = ["galvatron", "validate", *arguments], io.StringIO(), io.StringIO()
+    with (
+        patch.object(sys, "argv", words), patch.object(sys, "stdin", io.StringIO("\n".join(lines))),
+        redirect_stdout(out), redirect_stderr(said), pytest.raises(SystemExit) as ended,
+    ):  # fmt: skip
+        main()
+    return CompletedProcess(words, int(ended.value.code or 0), out.getvalue(), said.getvalue())
 
 
 def test_json_and_plot(few: Path, tmp_path: Path) -> None:
@@ -77,9 +87,8 @@ def own(**changes: object) -> str:
     return json.dumps({name: value for name, value in (OWN | changes).items() if value is not None})
 
 
-def scored(*lines: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "galvatron_lite", "validate", "-", *options]
-    return subprocess.run(words, input="\n".join(lines), capture_output=True, text=True, timeout=240, check=False)
+def scored(*lines: str, options: tuple[str, ...] = ()) -> CompletedProcess[str]:
+    return command("-", *options, lines=lines)
 
 
 def test_odd_rows_cost_no_other_and_are_named() -> None:

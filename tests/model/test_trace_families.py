@@ -87,10 +87,9 @@ def test_the_batch_size_of_the_example_does_not_matter() -> None:
 
 
 def test_models_on_meta_and_on_a_device_give_the_same_graph() -> None:
-    real, batch = hugging_face("Llama")
     with torch.device("meta"):
         meta, _ = hugging_face("Llama")
-    assert trace(real, batch) == trace(meta, batch)
+    assert captured_graph("hf-llama") == trace(meta, hugging_face("Llama")[1], name="hf-llama")
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -109,16 +108,15 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_a_mask_without_padding_changes_no_operator() -> None:
     model, batch = hugging_face("Llama")
-    plain_graph, masked = trace(model, batch), trace(model, {**batch, "attention_mask": torch.ones(2, TOKENS)})
-    assert masked.kinds["block"] == plain_graph.kinds["block"]
+    masked = trace(model, {**batch, "attention_mask": torch.ones(2, TOKENS)})
+    assert masked.kinds["block"] == captured_graph("hf-llama").kinds["block"]
 
 
 def test_the_models_own_checkpointing_is_left_out() -> None:
     model, batch = hugging_face("Llama")
-    before = trace(model, batch)
     for layer in model.model.layers:
         layer.gradient_checkpointing = True
-    assert trace(model, batch) == before
+    assert trace(model, batch, name="hf-llama") == captured_graph("hf-llama")
 
 
 class Recomputing(Mixer):
@@ -130,7 +128,7 @@ class Recomputing(Mixer):
 
 def test_checkpoints_inside_a_users_block_are_left_to_the_plan() -> None:
     model, batch = plain()
-    wanted = trace(model, batch).kinds["block"]
+    wanted = captured_graph("plain").kinds["block"]
     for place in range(LAYERS):
         model.body[place] = Recomputing(HIDDEN)
     block = trace(model, batch).kinds["block"]
@@ -143,7 +141,7 @@ def heavy_flops(kind: LayerKind) -> int:
 
 def test_precision_halves_bytes_and_leaves_flops() -> None:
     model, batch = FAMILIES["gpt"]()
-    single, half = trace(model, batch), trace(model, batch, precision="bf16")
+    single, half = captured_graph("gpt"), trace(model, batch, precision="bf16")
     assert (single.precision, half.precision) == ("fp32", "bf16")
     assert single.flops == half.flops
     assert single.kinds["block"].output_bytes == 2 * half.kinds["block"].output_bytes

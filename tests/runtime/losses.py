@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -139,10 +140,14 @@ def make(kind: str) -> tuple[nn.Module, Any]:
     return Network(kind), {"tokens": tokens, "labels": labels, **more} | ({"mask": keeps} if "masked" in kind else {})
 
 
+@cache
+def layers_of(kind: str) -> list[str]:
+    return [layer.name for layer in discover_layers(*make(kind))]
+
+
 def plan_of(name: str, kind: str) -> Plan:
     stages, microbatches, strategy = PLANS[name]
-    model, batch = make(kind)
-    names = [layer.name for layer in discover_layers(model, batch)]
+    names = layers_of(kind)
     bounds = [round(number * len(names) / stages) for number in range(stages + 1)]
     split = [names[a:b] for a, b in pairwise(bounds)]
     return make_plan(split, [[strategy] * len(part) for part in split], SAMPLES, microbatches)
@@ -186,14 +191,17 @@ def differences(kind: str, names: Sequence[str], **options: Any) -> list[str]:
     return lines
 
 
-def refusal(kind: str, name: str, **options: Any) -> str:
-    """The error that a plan meets before the first step; empty: none."""
-    model, batch = make(kind)
-    try:
-        auto_parallelize(model, batch, plan=plan_of(name, kind), device="cpu", **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def refusals(kind: str, names: Sequence[str], **options: Any) -> list[str]:
+    """The error that each plan meets before the first step; empty: none."""
+    errors = []
+    for name in names:
+        model, batch = make(kind)
+        try:
+            auto_parallelize(model, batch, plan=plan_of(name, kind), device="cpu", **options)
+            errors.append("")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def switch_refusal(kind: str, first: str, other: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_gradients, full_state_dict
@@ -86,9 +88,14 @@ def make_pictures(case: Pictures) -> tuple[Tensor, Tensor]:
     return image, torch.randint(0, CLASSES, size, generator=generator)
 
 
+@cache
+def layers_of(norm: str, dense: bool, chain: bool) -> tuple[Layer, ...]:
+    case = Pictures([], norm=norm, dense=dense, chain=chain)
+    return discover_layers(make_net(case), make_pictures(case), blocks=[f"blocks.{number}" for number in range(3)])
+
+
 def make_parallel_net(case: Pictures, **options: Any) -> ParallelModel:
-    model, batch = make_net(case), make_pictures(case)
-    layers = discover_layers(model, batch, blocks=[f"blocks.{number}" for number in range(3)])
+    model, batch, layers = make_net(case), make_pictures(case), layers_of(case.norm, case.dense, case.chain)
     bounds = [0, *case.cuts, len(layers)]
     names = [[layer.name for layer in layers[a:b]] for a, b in pairwise(bounds)]
     strategies = [list(case.strategies[a:b]) for a, b in pairwise(bounds)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,11 +37,12 @@ def steps_of(count: int = 1) -> list[list[dict[str, Tensor]]]:
     return [[batch() for _ in range(count)] for _ in range(2)]
 
 
-def alone(steps: list[list[dict[str, Tensor]]]) -> Trained:
+@cache
+def alone(count: int) -> Trained:
     """One process, on all batches of a step as one."""
     model = make_model("gpt-tiny")
     optimizer, losses = torch.optim.AdamW(model.parameters(), **ADAMW), []
-    for step in steps:
+    for step in steps_of(count):
         loss = model(**{key: torch.cat([batch[key] for batch in step]) for key in step[0]})
         loss.backward()
         optimizer.step()
@@ -81,7 +83,7 @@ def runs(pool: WorkerPool) -> Together:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_shares_and_lists_train_as_one_process_does_on_all(runs: Together, name: str) -> None:
-    wanted = [alone(steps_of(count)) for count in (1, 1, 2, 2)]
+    wanted = [alone(count) for count in (1, 1, 2, 2)]
     for found in runs[name]:
         for one, other in zip(found, wanted, strict=True):
             assert_same(one, other)

@@ -22,6 +22,7 @@ from galvatron_lite.runtime.engine import ParallelModel
 from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
+from tests.runtime.examined import examined_once
 
 SAMPLES, STEPS, SEED = 8, 3, 5
 RATE = 0.3
@@ -74,6 +75,7 @@ def plans(layers: tuple[Layer, ...]) -> list[Plan]:
     return [one(dict.fromkeys(names, recomputed), 1), two, *others]
 
 
+@examined_once()
 def train(layers: tuple[Layer, ...], every: list[Plan]) -> list[tuple[list[float], dict[str, Any]]]:
     given, found = batches(), []
     for plan in every:

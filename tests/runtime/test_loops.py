@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,11 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
-from tests.runtime.training import SAMPLES, TOKENS, VOCAB, Case, make_batch, make_model, plan_of
+from tests.runtime.examined import examined_once
+from tests.runtime.training import (
+    SAMPLES,
+    TOKENS,
+    VOCAB,
+    Case,
+    layers_of,
+    make_batch,
+    make_model,
+    make_parallel,
+    plan_of,
+)
 from tests.together import Together
 
 MODEL = "llama-tiny"
@@ -302,16 +313,24 @@ def model_for(loop: str) -> nn.Module:
     return model
 
 
+@examined_once()
 def run_loops(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (loop, _) in LOOPS.items():
         model = model_for(name)
         try:
-            parallel = ParallelModel(model, plan_of(case), discover_layers(model), make_batch(), device="cpu")
+            parallel = ParallelModel(model, plan_of(case), layers_of(case.model), make_batch(), device="cpu")
             found[name] = loop(parallel), parallel.full_state_dict()
         except InputError as error:
             found[name] = str(error)
     return found
+
+
+@cache
+def alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """What a loop finds in one process, and the state after it."""
+    model = model_for(name)
+    return LOOPS[name][0](model), model.state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -322,16 +341,16 @@ def looped(pool: WorkerPool) -> Together:
 @pytest.mark.parametrize("plan", PLANS)
 def test_loops_train_as_in_one_process_or_are_refused(looped: Together, plan: str) -> None:
     for found in looped[plan]:
-        for name, (loop, message) in LOOPS.items():
+        for name, (_, message) in LOOPS.items():
             result = found[name]
             if name in ALWAYS_REFUSED | REFUSED.get(plan, set()):
                 assert isinstance(result, str), name
                 assert message in result
                 continue
             assert not isinstance(result, str), (name, result)
-            model = model_for(name)
-            assert result[0] == pytest.approx(loop(model), rel=1e-4), name
-            for key, wanted in model.state_dict().items():
+            losses, state = alone(name)
+            assert result[0] == pytest.approx(losses, rel=1e-4), name
+            for key, wanted in state.items():
                 assert float((result[1][key] - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max()), (name, key)
 
 
@@ -341,8 +360,7 @@ def test_another_loss_before_the_models_is_refused(pool: WorkerPool) -> None:
 
 
 def other_loss_first() -> str:
-    model = make_model(MODEL)
-    parallel = ParallelModel(model, plan_of(PLANS["data"]), discover_layers(model), make_batch(), device="cpu")
+    parallel = make_parallel(PLANS["data"])
     with pytest.raises(InputError) as raised:
         next(parallel.parameters()).square().sum().backward()
     return str(raised.value)

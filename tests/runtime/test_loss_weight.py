@@ -16,7 +16,7 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.store import write_profile
 from galvatron_lite.runtime.loss_weight import TargetCount, TargetCounts, share_factors
 from tests.pool import WorkerPool
-from tests.runtime.losses import count_mask, differences, make, planned, refusal, switch_refusal
+from tests.runtime.losses import count_mask, differences, make, planned, refusals, switch_refusal
 
 TWO = ("data", "zero1", "zero3", "pipeline")
 FOUR = ("pipeline and data",)
@@ -56,11 +56,11 @@ def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any],
     ],
 )
 def test_refused_before_the_first_step(pool: WorkerPool, kind: str, names: tuple[str, ...], said: str) -> None:
-    for name in names:
-        world = 1 if name == "micro-batches" else 2
-        for message in pool.run(world, refusal, kind=kind, name=name):
-            assert message.startswith("InputError")
-            assert said in message
+    alone = [name for name in names if name == "micro-batches"]
+    for world, some in ((1, alone), (2, names[len(alone) :])):
+        for messages in pool.run(world, refusals, kind=kind, names=some) if some else ():
+            assert len(messages) == len(some)
+            assert all(message.startswith("InputError") and said in message for message in messages), messages
 
 
 def test_no_switch_to_a_plan_that_trains_otherwise(pool: WorkerPool) -> None:
@@ -90,7 +90,7 @@ def test_the_planner_keeps_to_plans_that_train_it_right(pool: WorkerPool, tmp_pa
 
 
 def test_a_share_in_which_nothing_counts(pool: WorkerPool) -> None:
-    (message,) = pool.run(1, refusal, kind="masked 0/0", name="micro-batches", loss_weight=count_mask)
+    ((message,),) = pool.run(1, refusals, kind="masked 0/0", names=["micro-batches"], loss_weight=count_mask)
     assert ".clamp(min=1)" in message
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.runtime.optimizer_check import _built_again, _copied, _reach
 from tests.pool import WorkerPool
+from tests.runtime.examined import examined_once
 from tests.runtime.training import Case, make_batch, make_model, make_parallel
 from tests.together import Together
 
@@ -154,6 +156,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[...
     return losses
 
 
+@examined_once()
 def clipped(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for clip in CLIPS:
@@ -177,11 +180,18 @@ def same(found: tuple[list[float], dict[str, Tensor]], wanted: tuple[list[float]
         assert float((found[1][name] - tensor).abs().max()) <= 1e-4 * float(tensor.abs().max()), name
 
 
+@cache
+def trained_alone(
+    model: str, name: str, clip: Callable[..., None] | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """One process, with an optimizer of ``FACTORIES``."""
+    alone, (factory, options) = make_model(model), FACTORIES[name]
+    return train(alone, factory(alone.parameters(), **options), clip), dict(alone.state_dict())
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_clipping_by_other_code(clipped_runs: Together, name: str) -> None:
     for clip in CLIPS:
-        model = make_model(PLANS[name].model)
-        losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), clip)
         for found in clipped_runs[name]:
             result = found[clip.__name__]
             if isinstance(result, str):
@@ -189,7 +199,7 @@ def test_clipping_by_other_code(clipped_runs: Together, name: str) -> None:
                 assert clip is not of_elements
                 assert "parallel.clip_grad_norm(max_norm)" in result
             else:
-                same(result, (losses, dict(model.state_dict())))
+                same(result, trained_alone(PLANS[name].model, "adamw", clip))
     assert {name} <= WHOLE or any(isinstance(one, str) for one in clipped_runs[name][0].values()) or "zero" in name
 
 
@@ -202,6 +212,7 @@ FACTORIES: dict[str, tuple[OptimizerFactory, dict[str, Any]]] = {
 WAYS = {name: ("made", "own", "by hand") if name in ("adamw", "total") else ("made",) for name in FACTORIES}
 
 
+@examined_once()
 def stepped(case: Case) -> dict[tuple[str, str], Any]:
     """Each optimizer as the model makes it, and as a user does."""
     found: dict[tuple[str, str], Any] = {}
@@ -233,15 +244,13 @@ def stepped_runs(pool: WorkerPool) -> Together:
 def test_optimizers_of_other_libraries(stepped_runs: Together, plan: str) -> None:
     right = {"adamw"} | ({"adafactor", "lamb", "total"} if plan in WHOLE else set())
     right |= {"adafactor", "lamb"} if plan == "pipeline" else set()
-    for name, (factory, options) in FACTORIES.items():
-        model = make_model(PLANS[plan].model)
-        wanted = train(model, factory(model.parameters(), **options), None)
+    for name in FACTORIES:
         for found in stepped_runs[plan]:
             for way in WAYS[name]:
                 result = found[name, way]
                 if name in right:
                     assert not isinstance(result, str), (name, way, result)
-                    same(result, (wanted, dict(model.state_dict())))
+                    same(result, trained_alone(PLANS[plan].model, name))
                 else:
                     assert isinstance(result, str), (name, way)
                     assert "parameters whole" in result

@@ -17,16 +17,18 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.auto_jobs import measuring_briefly
 from tests.pool import WorkerPool
+from tests.runtime.examined import examined_once
 from tests.runtime.plans import make_plan
 from tests.runtime.untouched import (
     DECODERS,
     SAMPLES,
     VOCAB,
-    Changed,
+    alone,
     batch_for,
     difference,
     same_strategy,
     trained_plainly,
+    unchanged,
     under,
     untouched,
 )
@@ -56,6 +58,7 @@ def test_nor_on_two_ranks(pool: WorkerPool, family: str) -> None:
     assert pool.run(2, each_split, family=family) == [[""] * 5] * 2
 
 
+@examined_once()
 def each_split(family: str) -> list[str]:
     asked = {} if family == "Adapted" else {"use_cache": True}
     edge, zero = Strategy(data=2), Strategy(zero=2, zero_stage=3)
@@ -70,9 +73,8 @@ def each_split(family: str) -> list[str]:
         ]
 
 
-def in_stages(family: str, strategy: Strategy, change: Changed = lambda model: model) -> str:
-    batch, model = batch_for(family), change(untouched(family))
-    expected = trained_plainly(change(untouched(family)), batch)
+def in_stages(family: str, strategy: Strategy) -> str:
+    batch, model, expected = batch_for(family), untouched(family), alone(family, unchanged, ())
     layers = discover_layers(model, batch)
     stages = [[layer.name for layer in part] for part in (layers[:-2], layers[-2:])]
     plan = make_plan(stages, [[strategy] * len(stage) for stage in stages], SAMPLES, 2)

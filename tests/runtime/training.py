@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
@@ -63,8 +65,13 @@ def make_batch() -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
 
 
+@cache
+def layers_of(model: str) -> tuple[Layer, ...]:
+    return discover_layers(make_model(model))
+
+
 def plan_of(case: Case) -> Plan:
-    layers = discover_layers(make_model(case.model))
+    layers = layers_of(case.model)
     bounds = [0, *case.cuts, len(layers)]
     names = [[layer.name for layer in layers[a:b]] for a, b in pairwise(bounds)]
     strategies = [list(case.strategies[a:b]) for a, b in pairwise(bounds)]
@@ -73,9 +80,8 @@ def plan_of(case: Case) -> Plan:
 
 
 def make_parallel(case: Case, **options: Any) -> ParallelModel:
-    model = make_model(case.model)
-    layers = discover_layers(model)
-    return ParallelModel(model, plan_of(case), layers, make_batch(), device="cpu", **options)
+    layers = layers_of(case.model)
+    return ParallelModel(make_model(case.model), plan_of(case), layers, make_batch(), device="cpu", **options)
 
 
 def train(case: Case, steps: int = 3) -> Trained:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,12 @@ def trained_plainly(model: nn.Module, batch: Any, steps: int = STEPS) -> tuple[l
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
+@cache
+def alone(family: str, change: Changed, more: tuple[tuple[str, Any], ...]) -> tuple[list[float], dict[str, Tensor]]:
+    """The same of a family, changed; ``more`` goes into the batch."""
+    return trained_plainly(change(untouched(family)), batch_for(family) | dict(more))
+
+
 def same_strategy(model: nn.Module, batch: Any, block: Strategy, edge: Strategy, parts: int = 1) -> tuple[Plan, Any]:
     """A plan of one stage whose blocks have one strategy, and the layers."""
     layers = discover_layers(model, batch)
@@ -156,10 +163,17 @@ def difference(parallel: Any, batch: Any, expected: tuple[list[float], dict[str,
     return ""
 
 
-def under(family: str, block: Strategy, edge: Strategy, change: Changed = lambda model: model, **more: Any) -> str:
+def unchanged(model: nn.Module) -> nn.Module:
+    return model
+
+
+def under(family: str, block: Strategy, edge: Strategy, change: Changed = unchanged, **more: Any) -> str:
     """What differs for a family under a plan; ``more`` goes into the batch."""
-    batch, model = batch_for(family) | more, change(untouched(family))
-    expected = trained_plainly(change(untouched(family)), batch)
+    batch, model, expected = (
+        batch_for(family) | more,
+        change(untouched(family)),
+        alone(family, change, (*more.items(),)),
+    )
     plan, layers = same_strategy(model, batch, block, edge)
     return difference(ParallelModel(model, plan, layers, batch, device="cpu"), batch, expected)
 

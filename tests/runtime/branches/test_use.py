@@ -61,7 +61,7 @@ def test_a_usual_loop(pool: WorkerPool) -> None:
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for found in pool.run(2, jobs.call_and_clip, case=case):
-        assert found == pytest.approx((float(loss), float(norm)), rel=1e-5)
+        assert found == pytest.approx((loss.item(), norm.item()), rel=1e-5)
 
 
 def test_a_rank_that_is_late_is_named(pool: WorkerPool) -> None:
