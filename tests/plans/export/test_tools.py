@@ -70,6 +70,18 @@ def test_what_a_tool_can_be_told_is_said_in_full(tool: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("tool", sorted(TOOLS))
+@pytest.mark.parametrize("name", EVERY)
+def test_every_plan_is_written_alike_each_time_and_comments_say_what_is_missing(tool: str, name: str) -> None:
+    made = export(PLANS[name], tool)
+    assert made == export(PLANS[name], tool)
+    if tool == "deepspeed":
+        json.loads(made.text)
+    else:
+        assert all(f"# not said here: {line}\n" in made.text for line in made.left_out)
+        assert made.text.endswith("\n")
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS))
 def test_what_is_written_changes_on_purpose_alone(tool: str) -> None:
     """``exported.json`` is what was written before, of the same plans: where it differs, read the difference first."""
     written = {name: export(PLANS[name], tool) for name in EVERY}
