@@ -156,9 +156,8 @@ def auto_parallelize(
 
     Raises:
         LaunchError: the world's size is not the plan's, or there is no GPU.
-        InputError: the model, batch or a file cannot be used, or the delay is none of these; or the plan would train
-            the model otherwise than one process does, as far as the loss, parameters that are read outside of their
-            layers and buffers are concerned.
+        InputError: the model, batch or a file cannot be used, or the delay is none of these; or the plan would not
+            train the model as one process does: its loss, parameters read outside of their layers, or buffers.
         InfeasibleError: no plan fits the budget.
         VerificationError: ``verify``, and a check failed; on every rank.
     """
