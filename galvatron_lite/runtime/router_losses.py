@@ -81,8 +81,8 @@ class _Masks:
             return None
         return tuple(map(self._router_input, args)), {name: self._router_input(one) for name, one in kwargs.items()}
 
-    def _router_input(self, given: Any) -> Any:
-        return self.own if given is self.whole else given
+    def _router_input(self, value: Any) -> Any:
+        return self.own if value is self.whole else value
 
 
 def install_router_losses(

@@ -38,7 +38,6 @@ from galvatron_lite.search.alternatives import Finalist, alternatives_to, finali
 from galvatron_lite.search.best_first import MOST_WORK, Progress, SolvedPlan, search
 from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
 from galvatron_lite.search.figures import TICKS
-from galvatron_lite.search.given import given_plans
 from galvatron_lite.search.infeasible.relief import relief
 from galvatron_lite.search.one_device import with_one_device
 from galvatron_lite.search.pins import check_pins, schedules_for
@@ -48,6 +47,7 @@ from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.simplify import SLACK, simple, simplest
 from galvatron_lite.search.space import Fixed, reasons
+from galvatron_lite.search.warm_start import given_plans
 from galvatron_lite.search.ways import Delay, PlanTask, with_ways
 
 

@@ -237,11 +237,11 @@ class Uniform:
             known[key] = Mixtures(table, first, second, counts)
         return known[key]
 
-    def _mixed(self, own: Mixtures, rows: IntArray) -> _Part:
+    def _mixed(self, mixtures: Mixtures, rows: IntArray) -> _Part:
         """What blocks take under some of the choices."""
-        first, second, count = own.first[rows], own.second[rows], own.count[rows]
+        first, second, count = mixtures.first[rows], mixtures.second[rows], mixtures.count[rows]
         parts = range(self.chunks.placed.shape[-1])
-        tables = [own.table.at(np.where(number < count, first, second)) for number in parts]
+        tables = [mixtures.table.at(np.where(number < count, first, second)) for number in parts]
         return _Part(len(rows), {place: tables[number] for place, number in self.chunks.positions.items()})
 
     @cached_property

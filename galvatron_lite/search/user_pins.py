@@ -177,21 +177,21 @@ def _shown(value: object) -> object:
     return getattr(value, "value", value)
 
 
-def _read(given: str, graph: ModelGraph) -> tuple[str | None, PinName, object]:
+def _read(pin_text: str, graph: ModelGraph) -> tuple[str | None, PinName, object]:
     """The layers that one pin names (None: all), its name and its value."""
-    left, equals, text = given.partition("=")
+    left, equals, text = pin_text.partition("=")
     if not equals or not text.strip():
-        raise InputError("--fix", given, "Write NAME=VALUE or LAYERS.NAME=VALUE: pp=4, layers.3.recompute=full.")
+        raise InputError("--fix", pin_text, "Write NAME=VALUE or LAYERS.NAME=VALUE: pp=4, layers.3.recompute=full.")
     layers, _, name = left.strip().rpartition(".")
     pin = pin_named(name)
     value = pin.read(pin.name, text.strip().lower())
     if not layers:
         return None, pin, value
     if pin.once:
-        raise InputError("--fix", given, f"{pin.name} is chosen once for the whole plan: write {name}={text}.")
+        raise InputError("--fix", pin_text, f"{pin.name} is chosen once for the whole plan: write {name}={text}.")
     names = [layer.name for layer in graph.layers]
     if not any(fnmatchcase(one, layers) for one in names):
-        raise InputError("--fix", given, f"{near(layers, names)}Layers of {graph.name}: {_few(names)}.")
+        raise InputError("--fix", pin_text, f"{near(layers, names)}Layers of {graph.name}: {_few(names)}.")
     return layers, pin, value
 
 

@@ -148,9 +148,9 @@ def _worst(every: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [own for own in most if not any(_between(own, other, known) for other in most if other != own)]
 
 
-def _between(own: tuple[int, ...], other: tuple[int, ...], known: Container[tuple[int, ...]]) -> bool:
-    """Whether ``own`` is the midpoint of ``other`` and a third one, each with some of the same chunks."""
-    third = tuple(2 * here - there for here, there in zip(own, other, strict=True))
-    return third in known and [count > 0 for count in other] == [count > 0 for count in own] == [
+def _between(middle: tuple[int, ...], other: tuple[int, ...], points: Container[tuple[int, ...]]) -> bool:
+    """Whether ``middle`` is the midpoint of ``other`` and a third one, each with some of the same chunks."""
+    third = tuple(2 * here - there for here, there in zip(middle, other, strict=True))
+    return third in points and [count > 0 for count in other] == [count > 0 for count in middle] == [
         count > 0 for count in third
     ]

@@ -177,11 +177,11 @@ def shares_pixels(kind: LayerKind, strategy: Either) -> Flag:
 
 
 def _moved(
-    kind: LayerKind, strategy: Either, borders: Sequence[SideTraffic], share: Real, own: bool
+    kind: LayerKind, strategy: Either, borders: Sequence[SideTraffic], share: Real, local_norms: bool
 ) -> Iterator[Communication]:
     """Exchanges with the neighbours along each side, and sums over all pixels.
 
-    ``share``: samples x bytes of an item; ``own``: normalisations take each device's own statistics.
+    ``share``: samples x bytes of an item; ``local_norms``: normalisations take each device's own statistics.
     """
     cut = [name for name in SIDES if not never(getattr(strategy, name) > 1)]
     for name, border in zip(SIDES, borders, strict=True):
@@ -193,17 +193,17 @@ def _moved(
             size = items * share / where(sends > 0, sends, 1)
             yield Communication(Collective.SEND_RECV, size, group, moment, False, sends, "spatial")
     for name in cut:
-        yield from _summed(kind, side_group(strategy, name), getattr(strategy, name), own)
+        yield from _summed(kind, side_group(strategy, name), getattr(strategy, name), local_norms)
 
 
-def _summed(kind: LayerKind, group: RankGroup, degree: Whole, own: bool) -> Iterator[Communication]:
+def _summed(kind: LayerKind, group: RankGroup, degree: Whole, local_norms: bool) -> Iterator[Communication]:
     """Sums over all pixels along one side.
 
     Means and variances of normalisations are gathered in forward, from which each device makes those of the whole
     (Chan et al. 1983); all else is all-reduced.
     """
     several = degree > 1
-    weighted = () if own else kind.operators
+    weighted = () if local_norms else kind.operators
     norms = [one.statistics * STATISTIC_BYTES for one in weighted if one.statistics and one.weight_bytes]
     means = [one.statistics * STATISTIC_BYTES for one in kind.operators if one.statistics and not one.weight_bytes]
     gathered, forward, backward = (sum(sizes) / max(len(sizes), 1) for sizes in (norms, means, norms + means))

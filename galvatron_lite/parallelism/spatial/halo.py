@@ -111,8 +111,8 @@ def _places(sides: Sides) -> Places:
         outputs=outputs,
         interior=tuple(_interior(one) for one in sides),
         travelling=tuple(index for index, one in enumerate(sides) if travels(one.window, one.extent, one.degree)),
-        given=tuple(_loans(sides, index, every, given=True) for index in range(len(sides))),
-        taken=tuple(_loans(sides, index, every, given=False) for index in range(len(sides))),
+        given=tuple(_loans(sides, index, every, lending=True) for index in range(len(sides))),
+        taken=tuple(_loans(sides, index, every, lending=False) for index in range(len(sides))),
     )
 
 
@@ -120,9 +120,9 @@ def _interior(side: HaloSide) -> Range:
     return (0, 0) if side.window.transposed else interior(side.window, side.extent, side.degree, side.rank)
 
 
-def _loans(sides: Sides, index: int, every: Box, given: bool) -> Loans:
+def _loans(sides: Sides, index: int, every: Box, lending: bool) -> Loans:
     side = sides[index]
-    found = (lends if given else borrows)(side.window, side.extent, side.degree, side.rank)
+    found = (lends if lending else borrows)(side.window, side.extent, side.degree, side.rank)
     inside = zip(sides[:index], every[:index], strict=True)
     before = tuple((max(start, 0), min(stop, one.extent)) for one, (start, stop) in inside)
     after = tuple(own_range(one.extent, one.degree, one.rank) for one in sides[index + 1 :])

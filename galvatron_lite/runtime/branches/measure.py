@@ -26,9 +26,9 @@ class _Pair(nn.Module):
         super().__init__()
         self.first, self.second = (nn.Linear(_WIDTH, _WIDTH) for _ in _NAMES)
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """A loss."""
-        joined: Tensor = self.first(given) + self.second(given)
+        joined: Tensor = self.first(hidden) + self.second(hidden)
         return joined.mean()
 
 

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from galvatron_lite.errors import FileFormatError, GalvatronError, InputError, LaunchError
 from galvatron_lite.folders import remove_folder
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.checkpoint.asked import ExtraState, Resumed
 from galvatron_lite.runtime.checkpoint.content import (
     blank_states,
     check_optimizer,
@@ -33,6 +32,7 @@ from galvatron_lite.runtime.checkpoint.content import (
     state_of,
     states_of,
 )
+from galvatron_lite.runtime.checkpoint.interfaces import ExtraState, Resumed
 from galvatron_lite.runtime.checkpoint.manifest import (
     FORMAT,
     TRAINING,

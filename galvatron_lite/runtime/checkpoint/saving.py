@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from galvatron_lite.runtime.checkpoint.asked import ExtraState, Resumed, Saver
+from galvatron_lite.runtime.checkpoint.interfaces import ExtraState, Resumed, Saver
 from galvatron_lite.runtime.checkpoint.keeper import Checkpointer, SavableModel
 
 

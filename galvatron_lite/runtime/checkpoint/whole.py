@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from galvatron_lite.parallelism.data.apply import GradientReducer
-from galvatron_lite.runtime.checkpoint.asked import Resumed
 from galvatron_lite.runtime.checkpoint.content import blank_states, check_optimizer, give
+from galvatron_lite.runtime.checkpoint.interfaces import Resumed
 from galvatron_lite.runtime.checkpoint.manifest import TRAINING, check_whole, process_file
 from galvatron_lite.runtime.checkpoint.options import check_members, put_options, put_schedule
 from galvatron_lite.runtime.checkpoint.plain import read_plain

@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.deepspeed import DeepSpeedConfig, config_of
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.checkpoint.asked import Saver
+from galvatron_lite.runtime.checkpoint.interfaces import Saver
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.deepspeed.library import load
 from galvatron_lite.runtime.deepspeed.optimizer import EngineOptimizer

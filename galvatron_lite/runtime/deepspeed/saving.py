@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.checkpoint.asked import ExtraState, Resumed
+from galvatron_lite.runtime.checkpoint.interfaces import ExtraState, Resumed
 from galvatron_lite.runtime.checkpoint.keeper import Checkpointer
 from galvatron_lite.runtime.checkpoint.whole import alone
 from galvatron_lite.runtime.deepspeed.optimizer import EngineOptimizer

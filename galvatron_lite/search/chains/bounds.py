@@ -136,7 +136,7 @@ def line_of(chain: Chain) -> LinkedChain:
     return LinkedChain(tuple(kinds), tuple(kind), tuple(moves), by, chain.room, chain.runs, parts)
 
 
-def _key(layer: ChainLayer, told: bool) -> bytes:
+def _key(layer: ChainLayer, with_strategy: bool) -> bytes:
     names = (
         "time",
         "rest",
@@ -147,7 +147,7 @@ def _key(layer: ChainLayer, told: bool) -> bytes:
         "pending",
         "updated",
         "group",
-        *(("strategy",) if told else ()),
+        *(("strategy",) if with_strategy else ()),
     )
     return b"".join(getattr(layer, name).tobytes() for name in names)
 
@@ -202,13 +202,13 @@ def priced(kind: LayerChoices, prices: FloatArray) -> FloatArray:
     return values
 
 
-def bounds_at(line: LinkedChain, prices: FloatArray, whole: bool = True, moment: int | None = None) -> Bounds:
+def bounds_at(line: LinkedChain, prices: FloatArray, every_layer: bool = True, moment: int | None = None) -> Bounds:
     """The bounds at some prices.
 
     Args:
         line: the chain.
         prices: (K,) of memory.
-        whole: whether ``behind`` is wanted of all layers, not only of the last.
+        every_layer: whether ``behind`` is wanted of all layers, not only of the last.
         moment: place of a layer before the last ones whose moment is priced too.
     """
     count = len(line.kind)
@@ -228,7 +228,7 @@ def bounds_at(line: LinkedChain, prices: FloatArray, whole: bool = True, moment:
     if moment is not None:
         inside, early = _inside(line, prices, scaled, before, moment)
         root = np.maximum(root, early - prices * line.room)
-    if whole:
+    if every_layer:
         for place in range(start - 1, 0, -1):
             behind.append((scaled[place] + (behind[-1] + least[line.kind[place]])[:, None, :]).min(axis=2))
     return Bounds(line, prices, before, behind[::-1], last, root, inside)
@@ -321,11 +321,11 @@ def _best_price(line: LinkedChain, moment: int | None) -> tuple[float, float]:
     sizes = sum(float(np.ptp(kind.segment.figures[BOTH])) for kind in line.kinds) + 1.0
     prices = np.concatenate(([0.0], times / sizes * _STEPS))
     for _ in range(2):
-        best = int(np.argmax(bounds_at(line, prices, whole=False, moment=moment).root))
+        best = int(np.argmax(bounds_at(line, prices, every_layer=False, moment=moment).root))
         low, high = prices[max(best - 1, 0)], prices[min(best + 1, len(prices) - 1)]
         low = max(low, high * 2.0**-6)
         prices = np.concatenate(([0.0], low * (high / low) ** (np.arange(17) / 16)))
-    root = bounds_at(line, prices, whole=False, moment=moment).root
+    root = bounds_at(line, prices, every_layer=False, moment=moment).root
     best = int(np.argmax(root))
     return float(max(prices[best], high * 2.0**-12)), float(root[best])
 

@@ -215,11 +215,11 @@ class Search:
             np.concatenate((runs, step.runs[bound])),
         )
 
-    def _most_promising(self, own: FloatArray) -> IntArray:
+    def _most_promising(self, seconds: FloatArray) -> IntArray:
         """Some times as many pairs as the beam keeps labels, and notes what any other costs at the least."""
-        order = np.argsort(own, kind="stable")
+        order = np.argsort(seconds, kind="stable")
         count = int(self._crowd())
-        self._drop(float(own[order[count]]))
+        self._drop(float(seconds[order[count]]))
         return np.sort(order[:count])
 
     def _crowd(self) -> float:

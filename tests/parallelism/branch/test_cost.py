@@ -65,9 +65,9 @@ def test_nothing_moves_on_one_device() -> None:
 
 def test_buffers_of_its_own_devices_and_of_those_that_wait() -> None:
     border, site = BranchTraffic(read=100, given=40), BranchSite(4, 2, 2, True, 8)
-    assert buffer_bytes(border, site, own=True) == 2 * (100 * 8 / 2 + 40 * 8 / 4)
-    assert buffer_bytes(border, site, own=False) == 2 * 40 * 8 / 4
-    assert buffer_bytes(border, replace(site, spread=False), own=False, training=False) == 40 * 8
+    assert buffer_bytes(border, site, member=True) == 2 * (100 * 8 / 2 + 40 * 8 / 4)
+    assert buffer_bytes(border, site, member=False) == 2 * 40 * 8 / 4
+    assert buffer_bytes(border, replace(site, spread=False), member=False, training=False) == 40 * 8
 
 
 def test_parts_of_a_model() -> None:
