@@ -43,7 +43,7 @@ def branch_seconds(device: torch.device, rule: TimingRule) -> float:
         device: of this rank.
         rule: how long to time.
     """
-    batch = {"given": torch.ones(1, _WIDTH, device=device)}
+    batch = {"hidden": torch.ones(1, _WIDTH, device=device)}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         layers = [Layer(name, "branch", Role.BLOCK, (name,)) for name in _NAMES]
         apart = BranchedModel(_Pair(), _plan(dist.get_world_size()), layers, batch, device=device)
