@@ -201,7 +201,7 @@ def auto_parallelize(
             asked["backend"] = backend
         pinned: Any = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
         for name, words in ({} if findings is None else findings.pins()).items():
-            pinned[name] = (*pinned[name], *words)
+            pinned[name] = (*words, *pinned[name])
         if settings is not None:
             kept = (*settings.fix, *pinned["fix"]), (*settings.forbid, *pinned["forbid"])
             settings = replace(settings, fix=kept[0], forbid=kept[1])
@@ -212,7 +212,7 @@ def auto_parallelize(
             why = "; ".join(() if findings is None else findings.notes())
             if not why or (not fix and not forbid):
                 raise
-            remedy = f"{error.remedy} What the model itself asks for: {why}."
+            remedy = f"{why[:1].upper()}{why[1:]}. {error.remedy}"
             raise InputError(error.field, error.value, remedy) from error
         if dist.get_rank() == 0:
             say(f"plan: {plan_line(chosen)}")

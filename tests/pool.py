@@ -40,7 +40,7 @@ HOST = "127.0.0.1"
 MAX_WORLD = 8
 GRACE_SECONDS = 2.0
 GARBAGE = 20_000, 20, 20
-"""When garbage is collected: a fifteenth as often as usual, which took a twelfth of the time."""
+"""When garbage is collected: a fifteenth as often as usual."""
 PRELOADED = [
     "hypothesis",
     "numpy",
