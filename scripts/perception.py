@@ -60,8 +60,8 @@ def rows(asked: argparse.Namespace) -> Iterator[Row]:
     """The quickest plan of each number of GPUs, without recomputation and with all of it."""
     for again in (False, True):
         for gpus in range(1, asked.gpus + 1):
-            pins = {"fix": ("recompute=full",)} if again else {"forbid": ("recompute", "offload", "placement")}
-            pins |= {"forbid": ("offload", "placement")} if again else {}
+            pins = {"fix": ("recompute=full",)} if again else {"forbid": ("recompute", "offload")}
+            pins |= {"forbid": ("offload",)} if again else {}
             known = profile_of(asked.cluster, gpus)
             try:
                 found = plan(known, mem=asked.mem, batch=CAMERAS, backend=asked.backend, runners_up=0, **pins)

@@ -19,7 +19,7 @@ PRECISION, ITEM_BYTES = "bf16", 2
 LAYERS = (8, 16, 32, 64, 128, 256, 512)
 UNLIKE = (10, 20, 40, 75, 150, 300)
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-DIMENSIONS = ("offload", "placement", "context", "ulysses", "recompute", "sequence", "zero", "tensor", "pipeline")
+DIMENSIONS = ("offload", "context", "ulysses", "recompute", "sequence", "zero", "tensor", "pipeline")
 """Left out of the whole space, one after another."""
 
 

@@ -42,7 +42,7 @@ FAMILIES = (
     "mbridge-bf16-moe", "mbridge-lowprec-dense", "zero-bubble",
 )  # fmt: skip
 """Megatron-LM and software made of it, Llama 3, BLOOM."""
-OPTIONAL = ("context", "expert", "offload", "placement")
+OPTIONAL = ("context", "expert", "offload")
 """Dimensions left out of a search where no published plan of the case has them, unless all are asked for."""
 EFFORT = 0
 SLACK = 1e-9

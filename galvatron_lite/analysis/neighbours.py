@@ -22,7 +22,7 @@ from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan, Schedule, Stage
 from galvatron_lite.search.alternatives import UNBOUNDED
 from galvatron_lite.search.best_first import finished, search
@@ -64,7 +64,7 @@ AXES = (
         "tensor", ("tensor",), lambda s: s.tensor, lambda s: s.tensor > 1, True, ("sequence_parallel", "expert_tensor")
     ),
     PlanDimension("sequence", ("sequence_parallel",), None, lambda s: s.sequence_parallel),
-    PlanDimension("context", ("context",), lambda s: s.context, lambda s: s.context > 1, True, ("ulysses", "strided")),
+    PlanDimension("context", ("context",), lambda s: s.context, lambda s: s.context > 1, True, ("ulysses",)),
     PlanDimension("ulysses", ("ulysses",), None, lambda s: s.ulysses),
     PlanDimension("expert", ("expert", "expert_tensor"), lambda s: s.expert, lambda s: s.expert > 1),
     PlanDimension("zero", ("zero", "zero_stage", "data"), lambda s: s.zero, lambda s: s.zero_stage > 0),
@@ -73,7 +73,6 @@ AXES = (
     PlanDimension("channels", ("channels",), lambda s: s.channels, lambda s: s.channels > 1, True),
     PlanDimension("recompute", ("recompute",), None, lambda s: s.recompute is not Recompute.NONE),
     PlanDimension("offload", ("offload",), None, lambda s: s.offload is not Offload.NONE),
-    PlanDimension("placement", ("strided",), None, lambda s: s.strided is not Strided.NONE),
 )
 
 

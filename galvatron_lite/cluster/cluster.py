@@ -164,17 +164,15 @@ class RankGroup:
     """The shape of a process group inside one stage; arrays where there is one for each of several strategies."""
 
     size: Whole  # ranks
-    stride: Whole = 1  # ranks from one member to the next, or from one run to the next
+    stride: Whole = 1  # ranks from one member to the next
     siblings: Whole = 1  # groups that work at the same moment and share the links above the level they fit in
-    run: Whole = 1  # members in a run of neighbours; 1 where all are equally far apart
-    gap: Whole = 1  # ranks from one member of a run to the next
     # of arrays, which groups occur, where that was worked out
     apart: Apart | None = field(default=None, compare=False, repr=False)
 
     @property
     def reach(self) -> Whole:
         """Ranks from the first member to the last."""
-        return (self.size // self.run - 1) * self.stride + (self.run - 1) * self.gap
+        return (self.size - 1) * self.stride
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -46,7 +46,7 @@ class Hop:
 def hops_of(cluster: Cluster, group: RankGroup) -> tuple[Hop, ...]:
     """The levels a group crosses, innermost first; empty for a group of one.
 
-    A level's block of ``c`` devices holds ``ceil(c / stride)`` of the group's ranks (or runs). Sibling groups with
+    A level's block of ``c`` devices holds ``ceil(c / stride)`` of the group's ranks. Sibling groups with
     ranks in the same block share its links; adapters that no rank of the block drives are idle (``Level.lanes``).
 
     Raises:
@@ -63,16 +63,11 @@ def _hops(levels: tuple[Level, ...], group: RankGroup) -> tuple[Hop, ...]:
     hops: list[Hop] = []
     block, inside = 1, 1
     for level in levels:
-        upper = min(group.size, _inside(block * level.size, group))
+        upper = min(group.size, ceil(block * level.size / group.stride))
         if upper > inside:
             hops.append(_hop(level, block, inside, upper, group.siblings))
         block, inside = block * level.size, upper
     return tuple(hops)
-
-
-def _inside(block: int, group: RankGroup) -> int:
-    """Ranks of a group in a block of so many devices, the first of which is one."""
-    return int(ceil(block / group.stride) * min(group.run, ceil(block / group.gap)))
 
 
 def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Hop:

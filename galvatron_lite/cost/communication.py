@@ -123,7 +123,7 @@ class Links:
 
     def _new_shape(self, collective: Collective, group: RankGroup) -> GroupSize:
         cluster = as_driven(self.profile.cluster, self.profile.transport, collective)
-        if group.size == 1 or group.run > 1:
+        if group.size == 1:
             return GroupSize(collective_lines(cluster, collective, group), None)
         key = (collective, group.size, group.stride)
         curve = _nearest(self._measured[key], group.siblings) if key in self._measured else None

@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from galvatron_lite.arrays import FloatArray, IntArray
-from galvatron_lite.parallelism.strategy import Strategy, Strided
+from galvatron_lite.parallelism.strategy import Strategy
 
 Layout = tuple[int, int, int, int, bool]
 """How boundary tensors lie on a stage's devices: ways that samples are split, ways that the tokens or pixels of a
-sample are, devices that hold the same or share it once more, how the parts are cut (``NEAR``, ``FAR``, ``CHANNELS``, or
+sample are, devices that hold the same or share it once more, how the parts are cut (``NEAR``, ``CHANNELS``, or
 ``GRID`` and the planes and rows of a grid of pixels), and whether those devices share (tokens or channels) rather than
 hold the same."""
 NEAR = 0
-FAR = 1
-"""The parts of a sample lie far apart (strided) with those of other samples between them."""
-CHANNELS = 2
+CHANNELS = 1
 """By channels."""
 GRID = CHANNELS
 """By pixels: what is added is planes * ``PLANE`` + rows of the grid of devices."""
@@ -24,14 +22,10 @@ PLANE = 2**10
 
 
 def layout(strategy: Strategy) -> Layout:
-    """How a strategy's boundary tensors lie.
-
-    Strided ZeRO ranks change nothing: which samples a rank of data x zero takes is free, so they go by its place.
-    """
+    """How a strategy's boundary tensors lie."""
     batch, context, tensor = strategy.batch_degree, strategy.context, strategy.tensor
-    far = strategy.strided is Strided.CONTEXT and context > 1 and batch > 1
     if strategy.spatial * strategy.slices == 1:
-        return batch, context, tensor, FAR if far else NEAR, strategy.sequence_parallel
+        return batch, context, tensor, NEAR, strategy.sequence_parallel
     split = strategy.channels > 1
     pixels = GRID + strategy.depth * PLANE + strategy.height
     cut = pixels if strategy.spatial > 1 else CHANNELS if split else NEAR
@@ -46,31 +40,21 @@ def of_layout(layout: Layout) -> Strategy:
         return Strategy(data=data, depth=planes, height=rows, width=context // planes // rows, filters=tensor)
     if cut == CHANNELS:
         return Strategy(data=data, context=context, channels=tensor)
-    far = cut == FAR
-    strided = Strided.CONTEXT if far else Strided.NONE
-    return Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared, strided=strided)
+    return Strategy(data=data, context=context, tensor=tensor, sequence_parallel=shared)
 
 
 def exchanging(left: IntArray, right: IntArray) -> IntArray:
     """Consecutive devices within which layouts differ: 1 where they are the same.
 
     Layouts (b, c, t) and (b', c', t') put the samples in order on runs of lcm(c t, c' t') devices, whether by tokens,
-    pixels or channels; where both are far and c = c', each part of the samples lies on runs of lcm(t, t'). All devices
-    where one is far and the other is not.
+    pixels or channels.
 
     Args:
         left: (..., 5) layouts, those of ``right`` broadcast against it.
         right: the same.
     """
-    (batch, context, tensor, cut, _), (_, context2, tensor2, cut2, _) = (
-        np.moveaxis(left, -1, 0),
-        np.moveaxis(right, -1, 0),
-    )
-    near = np.lcm(context * tensor, context2 * tensor2)
-    inside = np.where(context == context2, np.lcm(tensor, tensor2), batch * context * tensor)
-    far = cut == FAR
-    differ = np.where(far != (cut2 == FAR), batch * context * tensor, np.where(far, inside, near))
-    size: IntArray = np.where((left == right).all(axis=-1), 1, differ)
+    runs = np.lcm(left[..., 1] * left[..., 2], right[..., 1] * right[..., 2])
+    size: IntArray = np.where((left == right).all(axis=-1), 1, runs)
     return size
 
 
@@ -79,21 +63,18 @@ def received(left: IntArray, right: IntArray) -> FloatArray:
     mean of going there (in forward) and back (in backward, where every device that holds a part has its gradient).
 
     Each device keeps what it has of what it is to have, which is told from boxes of samples, tokens, pixels and
-    channels, device by device. Where the parts of one of the two lie far apart, it gets all but its share of a run.
+    channels, device by device.
 
     Args:
         left: (..., 5) layouts, those of ``right`` broadcast against it.
         right: the same.
     """
     runs = exchanging(left, right)
-    far = (left[..., 3] == FAR) | (right[..., 3] == FAR)
-    devices = np.arange(int(np.where(far, 1, runs).max(initial=1)))
+    devices = np.arange(int(runs.max(initial=1)))
     boxes = [_boxes(own[..., None, :], devices) for own in (left, right)]
     common = _volume(np.maximum(boxes[0][0], boxes[1][0]), np.minimum(boxes[0][1], boxes[1][1]))
     there, back = ((_volume(*box) - common).max(axis=-1) for box in reversed(boxes))
-    size = left[..., 0] * left[..., 1] * left[..., 2]
-    share: FloatArray = np.where(far, (runs - 1) / size, (there + back) / 2)
-    return np.where(runs == 1, 0.0, np.maximum(share, 0.0))
+    return np.where(runs == 1, 0.0, np.maximum((there + back) / 2, 0.0))
 
 
 def _boxes(layout: IntArray, device: IntArray) -> tuple[FloatArray, FloatArray]:

@@ -17,7 +17,7 @@ from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.oracle.closed_form import HYBRIDS, Method
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.channel.each import each_divides
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 
 
@@ -65,7 +65,6 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "expert_tensor": (0,),
     "ulysses": (False,),
     "offload": (Offload.NONE,),
-    "strided": (Strided.NONE,),
 }
 _PIXELS = ("depth", "height", "width")
 SLICES = {Method.FILTER: "filters", Method.DATA_FILTER: "filters", Method.CHANNEL: "channels"}

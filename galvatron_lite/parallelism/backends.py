@@ -9,7 +9,7 @@ from enum import StrEnum
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, SIMPLE, ZERO_BUBBLE, Schedule
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 
 
 class Mode(StrEnum):
@@ -98,12 +98,10 @@ before those of weights are made; products with shares of pixels and channels ma
 GALVATRON = Backend(
     "galvatron",
     EXECUTABLE,
-    {
-        "strided": (Strided.NONE,),
-    },
+    {},
     (
-        "galvatron leaves out ranks in another order (--backend any offers them), and tries zero-bubble schedules and "
-        "host memory only where they are asked for (--fix schedule=..., offload=...)",
+        "galvatron tries zero-bubble schedules and host memory only where they are asked for (--fix schedule=..., "
+        "offload=...)",
     ),
     rule=_trains,
     asked=dict.fromkeys(ZERO_BUBBLE, SPLIT_BACKWARD),
@@ -125,7 +123,6 @@ DEEPSPEED = Backend(
     {
         **dict.fromkeys(("tensor", "context", "expert", "depth", "height", "width", "filters", "channels"), (1,)),
         "offload": (Offload.NONE, Offload.STATES),
-        "strided": (Strided.NONE,),
     },
     (
         "deepspeed trains with one ZeRO stage over all devices, and leaves out tensor, context and expert parallelism, "

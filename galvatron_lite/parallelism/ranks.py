@@ -2,18 +2,16 @@
 
 Ranks are row-major over (data, zero, context, tensor, spatial, channel), the last innermost: the ranks of a tensor
 group lie next to one another, and so do those that share the pixels or the channels of a convolution (a layer has one
-or the other: where pixels are shared, neither tokens nor matmuls are). ``Strategy.strided`` takes one dimension out of
-that order and puts it outermost, so that its ranks lie as far apart as the stage allows and the others move inwards.
-``strides_of`` is the one place that knows the order.
+or the other: where pixels are shared, neither tokens nor matmuls are). ``strides_of`` is the one place that knows the
+order.
 
 All but the tensor and channel ranks see other tokens or pixels, so gradients are summed over data x zero x context x
 spatial. States are sharded over zero x context x spatial (Megatron-Core's distributed optimizer and torchtitan's
-``dp_shard_cp`` mesh take context ranks in too) and replicated over data. A group over two dimensions that are not
-neighbours in the order is made of runs.
+``dp_shard_cp`` mesh take context ranks in too) and replicated over data.
 
 Experts that are spread ``expert`` ways have an order of their own: they lie on the ranks next to one another above the
 tensor slices (Megatron-Core's order ``tp-ep-dp`` of expert layers), so ``expert`` times fewer ranks hold the same ones:
-innermost ranks of the shards are taken first. ``strided`` says nothing of them.
+innermost ranks of the shards are taken first.
 
 Every function takes one ``Strategy``, or ``Strategies`` and then gives arrays.
 """
@@ -27,12 +25,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from galvatron_lite.arrays import Real, Whole, is_option, largest, least, never, opposite, where
+from galvatron_lite.arrays import Real, Whole, largest, least, never, opposite, where
 from galvatron_lite.cluster.cluster import Apart, RankGroup
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.base import LayerWork
 from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Strategy, Strided
+from galvatron_lite.parallelism.strategy import Strategy
 
 Either = Strategy | Strategies
 T = TypeVar("T")
@@ -73,14 +71,8 @@ def strides_of(strategy: Either) -> dict[str, Whole]:
     """Ranks from one member to the next in each dimension."""
     strides: dict[str, Whole] = {"channel": 1, "spatial": strategy.slices}
     inner: Whole = strategy.slices * strategy.spatial
-    for name, option in (("tensor", None), ("context", Strided.CONTEXT), ("zero", Strided.ZERO)):
-        degree = getattr(strategy, name)
-        far = option is not None and is_option(strategy.strided, option)
-        if never(far):
-            strides[name], inner = inner, inner * degree
-        else:
-            strides[name] = where(far, strategy.devices // degree, inner)
-            inner = where(far, inner, inner * degree)
+    for name in ("tensor", "context", "zero"):
+        strides[name], inner = inner, inner * getattr(strategy, name)
     return {**strides, "data": inner}
 
 
@@ -128,22 +120,14 @@ def spread_of(strategy: Either) -> StateSpread:
     pixels = strategy.spatial > 1
     context = RankAxis(strategy.context * strategy.spatial, where(pixels, strides["spatial"], strides["context"]))
     zero, data = RankAxis(strategy.zero, strides["zero"]), RankAxis(strategy.data, strides["data"])
-    far = is_option(strategy.strided, Strided.CONTEXT)
     split, whole = (RankAxis(where(mask, context.size, 1), context.stride) for mask in (sharded, opposite(sharded)))
-    return StateSpread(_joined(split, zero, far, strategy.devices), _joined(whole, data, far, strategy.devices))
+    return StateSpread(_joined(split, zero, strategy.devices), _joined(whole, data, strategy.devices))
 
 
-def _joined(context: RankAxis, other: RankAxis, far: Whole, devices: Whole) -> RankGroup:
-    """The group over the context ranks and those of a dimension that lies above them, below where context is far."""
-    inner = RankAxis(where(far, other.size, context.size), where(far, other.stride, context.stride))
-    outer = RankAxis(where(far, context.size, other.size), where(far, context.stride, other.stride))
+def _joined(inner: RankAxis, outer: RankAxis, devices: Whole) -> RankGroup:
+    """The group over two dimensions, of which ``outer`` lies right above ``inner``."""
     size = inner.size * outer.size
-    plain = (inner.size == 1) | (outer.size == 1) | (outer.stride == inner.size * inner.stride)
-    stride, siblings = where(inner.size == 1, outer.stride, inner.stride), devices // size
-    if never(opposite(plain)):
-        return rank_group(size, stride, siblings)
-    run, gap = where(plain, 1, inner.size), where(plain, 1, inner.stride)
-    return rank_group(size, where(plain, stride, outer.stride), siblings, run, gap)
+    return rank_group(size, where(inner.size == 1, outer.stride, inner.stride), devices // size)
 
 
 @_remembered
@@ -187,25 +171,20 @@ def sharded_items(work: LayerWork, strategy: Either) -> Real:
     return sum((where(spread.shards.size > 1, items, 0.0) for items, spread in shared_items(work, strategy)), 0.0)
 
 
-def rank_group(size: Whole, stride: Whole, siblings: Whole, run: Whole = 1, gap: Whole = 1) -> RankGroup:
+def rank_group(size: Whole, stride: Whole, siblings: Whole) -> RankGroup:
     """A group, or an array of groups that are told apart at once."""
-    group = RankGroup(size, stride, siblings, run, gap)
+    group = RankGroup(size, stride, siblings)
     return replace(group, apart=told_apart(group)) if isinstance(size, np.ndarray) else group
 
 
 def told_apart(groups: RankGroup) -> Apart:
     """The groups that an array of them has."""
-    codes = (groups.size + _WIDTH * (groups.stride + _WIDTH * groups.siblings), groups.run + _WIDTH * groups.gap)
-    if isinstance(groups.run, np.ndarray):
-        pairs = np.column_stack(np.broadcast_arrays(*codes))
-        found, place = np.unique(pairs, axis=0, return_inverse=True)
-        return Apart([_group_of(int(one), int(runs)) for one, runs in found], place.reshape(-1))
-    found, place = np.unique(codes[0], return_inverse=True)
-    return Apart([_group_of(int(one), int(codes[1])) for one in found], place)
+    codes = groups.size + _WIDTH * (groups.stride + _WIDTH * groups.siblings)
+    found, place = np.unique(codes, return_inverse=True)
+    return Apart([_group_of(int(code)) for code in found], place)
 
 
-def _group_of(code: int, runs: int) -> RankGroup:
+def _group_of(code: int) -> RankGroup:
     rest, size = divmod(code, _WIDTH)
     siblings, stride = divmod(rest, _WIDTH)
-    gap, run = divmod(runs, _WIDTH)
-    return RankGroup(size, stride, siblings, run, gap)
+    return RankGroup(size, stride, siblings)

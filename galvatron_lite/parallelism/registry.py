@@ -8,7 +8,6 @@ from galvatron_lite.parallelism.context.cost import ContextDimension
 from galvatron_lite.parallelism.data.cost import DataDimension
 from galvatron_lite.parallelism.expert.cost import ExpertDimension
 from galvatron_lite.parallelism.offload.cost import OffloadDimension
-from galvatron_lite.parallelism.placement.cost import PlacementDimension
 from galvatron_lite.parallelism.recompute.cost import RecomputeDimension
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
@@ -38,7 +37,6 @@ CHOSEN: tuple[Dimension, ...] = (
     *_PIXELS,
     DataDimension(),
     ZeroDimension(),
-    PlacementDimension(),
     OffloadDimension(),
     RecomputeDimension(),
 )

@@ -12,7 +12,7 @@ import numpy as np
 
 from galvatron_lite.arrays import BoolArray, Flag, IntArray, is_option, where
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,6 @@ class Strategies:
     expert_tensor: IntArray
     ulysses: BoolArray
     offload: IntArray
-    strided: IntArray
     depth: IntArray
     height: IntArray
     width: IntArray
@@ -97,7 +96,7 @@ class Strategies:
 
 _PLACES: dict[str, dict[object, int]] = {
     name: {option: place for place, option in enumerate(options)}
-    for name, options in (("recompute", Recompute), ("offload", Offload), ("strided", Strided))
+    for name, options in (("recompute", Recompute), ("offload", Offload))
 }
 
 

@@ -22,14 +22,6 @@ class Offload(StrEnum):
     ALL = "all"
 
 
-class Strided(StrEnum):
-    """The dimension whose ranks lie farthest apart, instead of in the usual order."""
-
-    NONE = ""
-    ZERO = "zero"
-    CONTEXT = "context"
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class Strategy:
     """What one layer does with the devices of its stage.
@@ -50,15 +42,13 @@ class Strategy:
         ulysses: whether context ranks exchange heads for tokens around attention (all-to-all; Jacobs et al. 2023,
             arXiv:2309.14509) instead of passing keys and values around a ring.
         offload: what is kept in host memory.
-        strided: the dimension whose ranks lie farthest apart.
         depth, height, width: devices that share the pixels of each sample, as a grid of planes, rows and columns
             (spatial parallelism of convolutions).
         filters: devices that share the output channels of convolutions, whose inputs are whole on each.
         channels: devices that share the input channels of convolutions, and the channels of what lies between layers.
 
     Rank order inside a stage is row-major over (data, zero, context, tensor, depth, height, width, filters,
-    channels), the last innermost (closest); where one is strided, it comes first: (zero, data, ...), whose
-    replicas are near, or (context, data, zero, tensor).
+    channels), the last innermost (closest).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -73,7 +63,6 @@ class Strategy:
     expert_tensor: int = 0
     ulysses: bool = False
     offload: Offload = Offload.NONE
-    strided: Strided = Strided.NONE
     depth: int = 1
     height: int = 1
     width: int = 1
@@ -141,6 +130,4 @@ class Strategy:
             parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
         if self.offload is not Offload.NONE:
             parts.append("offload" + ("" if self.offload is Offload.ALL else f"-{self.offload.value}"))
-        if self.strided is not Strided.NONE:
-            parts.append(f"{self.strided.value}-strided")
         return " ".join(parts) or "whole"

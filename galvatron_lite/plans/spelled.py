@@ -11,14 +11,14 @@ from typing import Any
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import BranchPlacement, LayerRun, Plan, Stage
 
 REMEDY = (
     "Write parts such as data4, zero3x8 (stage 3 over 8), zero3 (over ranks of context or pixels alone), tensor2, "
     "tensor2+sp, context2, ulysses2, expert4, expert4-whole, spatial2x4 (rows x columns; spatial2x2x4: planes x rows "
     "x columns), filters2, channels2, "
-    "zero-strided, context-strided, recompute, selective, offload, offload-states, offload-activations; or whole."
+    "recompute, selective, offload, offload-states, offload-activations; or whole."
 )
 _DEGREE = re.compile(r"^(data|tensor|context|ulysses|expert|filters|channels)([1-9]\d*)(\+sp)?$")
 _WHOLE_EXPERTS = re.compile(r"^expert([1-9]\d*)-whole$")
@@ -28,8 +28,6 @@ _FIXED: dict[str, dict[str, object]] = {
     "whole": {},
     "recompute": {"recompute": Recompute.FULL},
     "selective": {"recompute": Recompute.SELECTIVE},
-    "context-strided": {"strided": Strided.CONTEXT},
-    "zero-strided": {"strided": Strided.ZERO},
     "offload": {"offload": Offload.ALL},
     "offload-states": {"offload": Offload.STATES},
     "offload-activations": {"offload": Offload.ACTIVATIONS},

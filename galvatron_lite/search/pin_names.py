@@ -115,7 +115,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "fsdp": ("zero",), "dp": ("data", "zero"), "tensor": ("tensor",), "tp": ("tensor",), "sequence": ("sequence",),
     "sp": ("sequence",), "context": ("context",), "cp": ("context",), "ulysses": ("ulysses",), "expert": ("expert",),
     "ep": ("expert",), "recompute": ("recompute",), "ckpt": ("recompute",), "offload": ("offload",),
-    "placement": ("placement",), "spatial": ("spatial",), "filters": ("filters",), "channels": ("channels",),
+    "spatial": ("spatial",), "filters": ("filters",), "channels": ("channels",),
     "channel": ("filters", "channels"), "branches": ("branches",), "branch": ("branches",),
 }  # fmt: skip
 """What ``--forbid`` takes, and the dimensions that it leaves out."""

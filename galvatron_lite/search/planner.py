@@ -38,9 +38,9 @@ from galvatron_lite.search.alternatives import Finalist, alternatives_to, finali
 from galvatron_lite.search.best_first import MOST_WORK, Progress, SolvedPlan, search
 from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
 from galvatron_lite.search.figures import TICKS
-from galvatron_lite.search.infeasible.relief import relief
 from galvatron_lite.search.one_device import with_one_device
 from galvatron_lite.search.pins import check_pins, schedules_for
+from galvatron_lite.search.relief import relief
 from galvatron_lite.search.result import provenance
 from galvatron_lite.search.scenarios import ranges_of
 from galvatron_lite.search.session import Session
@@ -160,7 +160,7 @@ def _ordinary(
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
     found = (looked(exact=False) if effort == 0 else None) or looked()
     if found is None:
-        from galvatron_lite.search.infeasible.lean import infeasible
+        from galvatron_lite.search.least_memory import infeasible
 
         error = infeasible(request, pricer)
         more = relief(request, kept, task.backend.name) if runners_up else ""

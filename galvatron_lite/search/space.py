@@ -36,7 +36,7 @@ from galvatron_lite.parallelism.backends import GALVATRON, Backend
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import CHOSEN
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 
@@ -100,7 +100,6 @@ STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
     "expert": ("expert",),
     "recompute": ("recompute",),
     "offload": ("offload",),
-    "placement": ("strided",),
     "spatial": ("depth", "height", "width"),
     "filters": ("filters",),
     "channels": ("channels",),
@@ -157,7 +156,7 @@ class Space:
 
     def _legal(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         """What is pinned, beyond the rules."""
-        plain = {"offload": (Offload.NONE,), "strided": (Strided.NONE,)}
+        plain = {"offload": (Offload.NONE,)}
         wanted = Narrowed({**plain, **self._narrowed(fixed).values})
         every = strategies_for(self.graph.kinds[kind], devices, narrowed=wanted)
         return self._kept(every, fixed)

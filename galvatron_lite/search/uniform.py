@@ -149,7 +149,6 @@ class Uniform:
 
     problem: Problem  # the shape, its tables and budgets
     cuts: tuple[int, ...]  # where chunks begin
-    lean: bool = False  # whether only memory matters
     settled: list[_Part] = field(default_factory=list)  # ``parts``, where they are known
     _kept: IntArray = field(default_factory=lambda: np.arange(0), init=False)  # see ``_first``
     _looked: int = field(default=0, init=False)
@@ -208,9 +207,9 @@ class Uniform:
         if shared:
             return np.arange(len(first))
         rounds = form.microbatches if form.freed else 0
-        key = (self.lean, form.freed, rounds, form.apart, *map(id, of))
+        key = (form.freed, rounds, form.apart, *map(id, of))
         if key not in known:
-            judged = [table.memory_keys if self.lean else table.keys(form) for table in tables]
+            judged = [table.keys(form) for table in tables]
             keys = np.column_stack((*judged, *(table.figures.resting for table in tables)))
             groups = [np.flatnonzero(first.codes == code) for code in first.present]
             kept = [rows[pareto_rows(keys[rows])] for rows in groups]
@@ -227,7 +226,7 @@ class Uniform:
             return None
         whole, parts = tables[0].unpruned(layers[blocks[0]].kind, layers[blocks[0]].name), self.chunks.placed.shape[-1]
         form, known = self.problem.form, tables[0].store.mixtures
-        key = (id(whole), parts, self.lean, form.freed, form.microbatches if form.freed else 0)
+        key = (id(whole), parts, form.freed, form.microbatches if form.freed else 0)
         if key not in known:
             table = whole.at(self._useful([whole], [whole], shared=False))
             every, (a, b) = np.arange(len(table)), pairs_within(table.options.degrees[table.rows])

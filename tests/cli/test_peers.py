@@ -103,10 +103,10 @@ def test_evaluate_says_whether_it_fits_and_how_far_off_it_may_be(hand: Path) -> 
 
 
 def test_evaluate_says_what_galvatron_cannot_run(tmp_path: Path) -> None:
-    path = tmp_path / "strided.yaml"
-    path.write_text(
-        "devices: 8\nglobal_batch: 64\nmicrobatches: 4\nruns: [{layers: '*', strategy: data4 zero2x2 zero-strided}]\n"
-    )
+    path = tmp_path / "split.yaml"
+    strategies = {"before": "data8", "layers.*": "data8 selective offload-activations", "after": "data8"}
+    runs = [{"layers": layers, "strategy": strategy} for layers, strategy in strategies.items()]
+    path.write_text(json.dumps({"devices": 8, "global_batch": 64, "microbatches": 4, "runs": runs}))
     assert "galvatron can run it: no. " in run("evaluate", path, *LLAMA, "--gpus", 8).output
 
 

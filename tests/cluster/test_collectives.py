@@ -112,9 +112,6 @@ def test_trees_over_four_nodes_send_the_tensor_twice() -> None:
         (RankGroup(16, 2), [(4, 1), (4, 4)]),
         (RankGroup(4, 2), [(4, 1)]),
         (RankGroup(2, 16), [(2, 1)]),
-        (RankGroup(8, 16, 1, 4, 1), [(4, 1), (2, 4)]),
-        (RankGroup(16, 16, 2, 8, 2), [(4, 1), (4, 4)]),
-        (RankGroup(4, 16, 8, 2, 8), [(4, 1)]),
         (RankGroup(1), []),
     ],
 )
@@ -231,4 +228,4 @@ def test_a_group_beyond_the_cluster_is_refused() -> None:
     with pytest.raises(InputError, match="has 32 devices"):
         collective_seconds(nested(), Collective.ALL_REDUCE, MIB, RankGroup(8, 8))
     with pytest.raises(InputError):
-        collective_seconds(nested(), Collective.ALL_REDUCE, MIB, RankGroup(8, 16, 1, 2, 1))
+        collective_seconds(nested(), Collective.ALL_REDUCE, MIB, RankGroup(8, 16))

@@ -17,7 +17,7 @@ from galvatron_lite.model.graph import (
     TensorSplit,
 )
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.profiler.schema import (
     CollectiveFit,
     CollectivePoint,
@@ -55,11 +55,6 @@ def cases(seed: int, count: int, each: int) -> Iterator[Case]:
         wide = max(strategy.batch_degree for strategy in strategies) * draw.choice((1, 2, 3))
         sharing = draw.choice((ALONE, ParameterSharing(grouped=True), ParameterSharing(copied=1000, exchanged=4000)))
         yield Case(profile, kind, strategies, wide, draw.choice(divisors(DEVICES // devices)), sharing)
-
-
-def placed(draw: random.Random, case: Case) -> Case:
-    """The same with some dimensions strided."""
-    return replace(case, strategies=tuple(replace(s, strided=draw.choice(list(Strided))) for s in case.strategies))
 
 
 def strategy_of(draw: random.Random, devices: int) -> Strategy:

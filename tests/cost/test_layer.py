@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from galvatron_lite.cost.layer import LayerPricer, ParameterSharing
 from galvatron_lite.cost.layout import exchanging, layout, of_layout
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Strategy, Strided
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import LayerPoint, Overlap
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
 
@@ -63,14 +63,11 @@ def test_replicas_sum_gradients_behind_the_last_backward(beta: float, hidden: bo
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[Strategy, Strategy]:
-    """Two strategies of as many devices, far apart or not."""
+    """Two strategies of as many devices."""
     sizes = [draw(st.permutations([1, 2, 2, 3])) for _ in range(2)]
-    far = [draw(st.sampled_from(list(Strided))) for _ in range(2)]
     made = [
-        Strategy(
-            data=own[0], zero=own[1], zero_stage=3 if own[1] > 1 else 0, context=own[2], tensor=own[3], strided=place
-        )
-        for own, place in zip(sizes, far, strict=True)
+        Strategy(data=own[0], zero=own[1], zero_stage=3 if own[1] > 1 else 0, context=own[2], tensor=own[3])
+        for own in sizes
     ]
     return made[0], made[1]
 
@@ -78,13 +75,11 @@ def pairs(draw: st.DrawFn) -> tuple[Strategy, Strategy]:
 def parts(strategy: Strategy) -> list[tuple[Fraction, Fraction]]:
     """Per rank the part of the batch's tokens (begin, end) that its boundary tensors hold, by a grid of ranks.
 
-    Tokens are put in order of samples, then of their place in the sample; where context ranks are far, the other way.
+    Tokens are put in order of samples, then of their place in the sample.
     """
     batch, context = strategy.batch_degree, strategy.context
-    far = layout(strategy)[3]
-    grid = product(range(context), range(batch), range(strategy.tensor)) if far else None
-    grid = grid or ((c, b, t) for b, c, t in product(range(batch), range(context), range(strategy.tensor)))
-    return [(Fraction(b, batch), Fraction(c, context)) for c, b, _ in grid]
+    grid = product(range(batch), range(context), range(strategy.tensor))
+    return [(Fraction(b, batch), Fraction(c, context)) for b, c, _ in grid]
 
 
 @given(pairs())
@@ -109,9 +104,7 @@ def cells(own: list[tuple[Fraction, Fraction]], strategy: Strategy) -> set[tuple
 
 def test_redistribution_of_all_pairs_of_layouts_at_once() -> None:
     every = [
-        Strategy(data=4 // c // t, context=c, tensor=t, strided=far)
-        for c, t in ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
-        for far in Strided
+        Strategy(data=4 // c // t, context=c, tensor=t) for c, t in ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
     ]
     layouts, known = [layout(strategy) for strategy in every], pricer()
     matrix = known.redistributions(100, 8, layouts, layouts)

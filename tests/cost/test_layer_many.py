@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from galvatron_lite.cost.layer import LayerCost, LayerCosts, LayerPricer
 from galvatron_lite.cost.memory import terms
 from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.parallelism.strategy import Strategy
-from tests.cost.priced import Case, cases, placed
+from tests.cost.priced import Case, cases
 
 RECORDED = Path(__file__).with_name("priced.json")
 NAMES = [item.name for item in fields(LayerCost)]
@@ -46,8 +45,7 @@ def test_figures_are_those_recorded_one_strategy_at_a_time() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_many_are_priced_as_each_alone_to_the_last_bit(seed: int) -> None:
     seen = 0
-    draw = random.Random(seed)
-    for case in (placed(draw, case) for case in cases(100 + seed, 16, 40)):
+    for case in cases(100 + seed, 16, 40):
         costs, alone = many(case), singles(case)
         assert list(costs.valid) == [cost is not None for cost in alone]
         found = terms(costs, 2, 1)

@@ -16,7 +16,7 @@ from galvatron_lite.parallelism.base import Communication, DimensionContext, Lay
 from galvatron_lite.parallelism.ranks import context_group, expert_spread_of, spread_of, tensor_group
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Strategy, Strided
+from galvatron_lite.parallelism.strategy import Strategy
 from tests.factories import make_kind
 
 ITEMS = 1200
@@ -83,20 +83,14 @@ def test_context_ranks_share_states_or_are_replicas() -> None:
 degrees = st.sampled_from([1, 2, 4])
 
 
-ORDERS = {
-    Strided.NONE: ("data", "zero", "context", "tensor"),
-    Strided.ZERO: ("zero", "data", "context", "tensor"),
-    Strided.CONTEXT: ("context", "data", "zero", "tensor"),
-}
+ORDER = ("data", "zero", "context", "tensor")
 """Outermost first."""
 
 
-@given(degrees, degrees, degrees, degrees, st.booleans(), st.sampled_from(list(Strided)))
-def test_groups_are_those_of_the_grid(
-    data: int, zero: int, context: int, tensor: int, sharded: bool, strided: Strided
-) -> None:
+@given(degrees, degrees, degrees, degrees, st.booleans())
+def test_groups_are_those_of_the_grid(data: int, zero: int, context: int, tensor: int, sharded: bool) -> None:
     """Ranks that differ in zero and context only hold the shards of one copy; those that differ in data, copies."""
-    strategy = Strategy(data, zero if sharded else 1, 1 if sharded else 0, tensor, context=context, strided=strided)
+    strategy = Strategy(data, zero if sharded else 1, 1 if sharded else 0, tensor, context=context)
     spread = spread_of(strategy)
     assert members(spread.shards) == ranks(strategy, {"zero", "context"} if sharded else set())
     assert members(spread.replicas) == ranks(strategy, {"data"} if sharded else {"data", "context"})
@@ -109,29 +103,27 @@ def test_groups_are_those_of_the_grid(
 
 def ranks(strategy: Strategy, free: set[str]) -> list[int]:
     """Ranks that differ from rank 0 in some dimensions only, by a grid of all ranks."""
-    order = ORDERS[strategy.strided]
-    places = product(*(range(getattr(strategy, name)) for name in order))
+    places = product(*(range(getattr(strategy, name)) for name in ORDER))
     return [
         rank
         for rank, place in enumerate(places)
-        if all(at == 0 or name in free for name, at in zip(order, place, strict=True))
+        if all(at == 0 or name in free for name, at in zip(ORDER, place, strict=True))
     ]
 
 
 def members(group: RankGroup) -> list[int]:
     """Ranks of the group that rank 0 is in."""
-    runs = range(group.size // group.run)
-    return [run * group.stride + place * group.gap for run in runs for place in range(group.run)]
+    return [place * group.stride for place in range(group.size)]
 
 
-@given(st.lists(st.tuples(degrees, degrees, degrees, degrees, st.sampled_from(list(Strided))), min_size=1))
-def test_groups_of_many_are_those_of_each(chosen: list[tuple[int, int, int, int, Strided]]) -> None:
-    made = [Strategy(d, z, 1, t, context=c, strided=strided, expert=2) for d, z, c, t, strided in chosen]
+@given(st.lists(st.tuples(degrees, degrees, degrees, degrees), min_size=1))
+def test_groups_of_many_are_those_of_each(chosen: list[tuple[int, int, int, int]]) -> None:
+    made = [Strategy(d, z, 1, t, context=c, expert=2) for d, z, c, t in chosen]
     for groups in (tensor_group, context_group, lambda one: spread_of(one).shards, lambda one: spread_of(one).replicas):
         many = groups(Strategies.of(made))
         for place, strategy in enumerate(made):
             own = groups(strategy)
-            for name in ("size", "stride", "siblings", "run", "gap"):
+            for name in ("size", "stride", "siblings"):
                 assert np.broadcast_to(getattr(many, name), len(made))[place] == getattr(own, name)
 
 

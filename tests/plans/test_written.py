@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.notes import placed_branches
 from galvatron_lite.plans.schema import BranchPlacement
 from galvatron_lite.plans.spelled import parse_strategy
@@ -39,7 +39,6 @@ STRATEGIES = st.builds(
     expert=st.integers(1, 4),
     recompute=st.sampled_from(Recompute),
     offload=st.sampled_from(Offload),
-    strided=st.sampled_from(Strided),
 )
 
 

@@ -12,7 +12,7 @@ from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import DIMENSIONS
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.shapes import Request
@@ -59,7 +59,6 @@ def random_strategy(draw: random.Random, data: int, zero: int, context: int, ten
     """A strategy with these degrees, or with replicas and shards in each other's place."""
     data, zero = draw.choice([(data, zero), (zero, data), (data * zero, 1), (1, data * zero)])
     stages = [1, 2, 3] if zero > 1 else [0, 0, 1, 2, 3] if context > 1 else [0]
-    strided = [Strided.NONE, *[Strided.ZERO] * (zero > 1 < data), *[Strided.CONTEXT] * (context > 1 < data * zero)]
     return Strategy(
         data=data,
         zero=zero,
@@ -71,7 +70,6 @@ def random_strategy(draw: random.Random, data: int, zero: int, context: int, ten
         expert=draw.choice([1, 1, *divisors(data * zero * context)]),
         ulysses=context > 1 and draw.random() < 0.5,
         offload=draw.choice([Offload.NONE, Offload.NONE, *Offload]),
-        strided=draw.choice(strided),
     )
 
 

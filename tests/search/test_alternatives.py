@@ -14,7 +14,7 @@ from galvatron_lite.plans.schema import Proof, Schedule
 from galvatron_lite.search import planner
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest, traits
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.infeasible.lean import leanest
+from galvatron_lite.search.least_memory import leanest
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import random_profile
@@ -80,7 +80,7 @@ def test_runners_up_are_of_the_declared_space(seed: int) -> None:
         kinds = {layer.name: layer.kind for layer in profile.graph.layers}
         assert all(run.strategy in space.strategies(kinds[run.first], devices, Fixed()) for run in runs)
         assert option.plan.prediction is not None
-        assert option.plan.prediction.peak_memory >= least.peak
+        assert option.plan.prediction.peak_memory >= least.budget.most
         assert all(run.strategy.zero > 1 or run.strategy.zero_stage == 0 for run in runs)
 
 
@@ -121,7 +121,7 @@ def test_where_the_plan_found_does_not_fit_after_all_another_one_does(schedules:
     peak = finalists(request, pricer, found, 0)[0].alternative.peak_memory
     least = leanest(request, pricer)
     assert least is not None
-    tight = replace(request, budget=(peak + least.peak) // 2)
+    tight = replace(request, budget=(peak + least.budget.most) // 2)
     first, *others = finalists(tight, pricer, found, 0)
     assert not first.fits
     assert {one.plan.schedule for one in others} <= set(schedules)

@@ -18,7 +18,7 @@ from galvatron_lite.model.graph import Passed
 from galvatron_lite.parallelism.backends import GALVATRON, in_mode
 from galvatron_lite.parallelism.branch.assign import Option, exact, places
 from galvatron_lite.parallelism.branch.find import find_regions
-from galvatron_lite.parallelism.strategy import Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Recompute, Strategy
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Schedule, Stage
 from galvatron_lite.profiler.schema import HostOverhead, Profile
@@ -249,7 +249,8 @@ def test_they_can_be_forbidden_by_name() -> None:
 def test_a_strategy_of_a_branch_that_nobody_runs_is_refused() -> None:
     (found,) = branch_plans(asked(plain_profile([3.0, 2.0]), 2, 1, Mode.TRAINING))
     assert check_runs(found) is found
-    runs = (replace(found.branches[0].runs[0], strategy=Strategy(strided=Strided.ZERO)),)
+    strategy = Strategy(offload=Offload.ACTIVATIONS, recompute=Recompute.SELECTIVE)
+    runs = (replace(found.branches[0].runs[0], strategy=strategy),)
     with pytest.raises(InputError, match=r"branches\.0"):
         check_runs(replace(found, branches=(replace(found.branches[0], runs=runs), *found.branches[1:])))
 

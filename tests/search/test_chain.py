@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.search.chains.chain import Chain, ChainLayer
-from galvatron_lite.search.chains.frontier import ChainFront, least_room, pareto_paths
+from galvatron_lite.search.chains.frontier import ChainFront, pareto_paths
 
 QUIET = {"deadline": None, "derandomize": True}
 Times = tuple[int, ...]
@@ -131,36 +130,6 @@ def test_every_sequence(seed: int) -> None:
         cap = weighted(chain, draw.choice(fitting)) if fitting and draw.random() < 0.5 else None
         best = pareto([time for time in fitting if cap is None or weighted(chain, time) <= cap])
         check(own, pareto_paths(own, cap, draw.choice([None, None, 1, 2, 5])), best)
-
-
-@settings(max_examples=120, **QUIET)
-@given(st.integers(0, 10**9))
-def test_least_room(seed: int) -> None:
-    draw = random.Random(seed)
-    layers = draw.randint(1, 7)
-    chain = random_chain(draw, layers, 4 if layers < 6 else 2, 1, equal=draw.random() < 0.6)
-    least = min(peak for _, peak in every_path(chain))
-    found = least_room(chain)
-    assert found is not None
-    assert found[0] == least == moments_peak(chain, found[1])
-    assert least_room(chain, least) == found
-    assert least_room(chain, least - 1) is None
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_least_room_of_runs(seed: int) -> None:
-    draw = random.Random(seed)
-    chain = random_chain(draw, draw.randint(8, 14), 3, 1, equal=True)
-    found = least_room(chain)
-    assert found is not None
-    assert moments_peak(chain, found[1]) == found[0]
-    assert plain_labels(timeless(chain, found[0])) == [(0,)]
-    assert plain_labels(timeless(chain, found[0] - 1)) == []
-
-
-def timeless(chain: Chain, room: int) -> Chain:
-    layers = tuple(replace(layer, time=np.zeros_like(layer.time)) for layer in chain.layers)
-    return Chain(layers, np.zeros_like(chain.moves), chain.weights, room)
 
 
 def plain_labels(chain: Chain) -> list[Times]:

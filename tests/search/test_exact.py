@@ -13,7 +13,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.search.best_first import finished, search
-from galvatron_lite.search.infeasible.lean import leanest
+from galvatron_lite.search.least_memory import leanest
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Space
 from tests.search.brute import Brute, bound_of, brute_of, every_plan
@@ -78,7 +78,7 @@ def test_the_leanest_plan_needs_the_least_that_any_plan_needs(seed: int) -> None
     for asked in (random_instance(seed), uniform_instance(seed)):
         peaks = brute_of(asked).peaks()
         lean = leanest(asked.request(0), LayerPricer(asked.profile))
-        assert (lean.peak if lean else None) == (peaks[0] if peaks else None)
+        assert (lean.budget.most if lean else None) == (peaks[0] if peaks else None)
 
 
 @pytest.mark.parametrize("seed", range(8))

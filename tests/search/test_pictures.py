@@ -14,7 +14,7 @@ from galvatron_lite.model.shapes.fields import ConvNextShape, ResNetShape
 from galvatron_lite.model.shapes.images.mirrored import mirrored_graph
 from galvatron_lite.model.shapes.registry import build_graph, load_model
 from galvatron_lite.parallelism.backends import ANY, GALVATRON
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -93,7 +93,7 @@ def test_the_dimensions_are_offered_alone_within_a_node_and_run() -> None:
         assert all(one.spatial * one.slices <= 8 and one.tensor * one.context == 1 for one in shared)
         assert all(1 in (one.spatial, one.slices) and 1 in (one.filters, one.channels) for one in shared)
         runs = [one for one in Space(graph, 8, GALVATRON).strategies(key, 16, Fixed()) if one.spatial * one.slices > 1]
-        near = [one for one in shared if one.strided is Strided.NONE and one.offload is Offload.NONE]
+        near = [one for one in shared if one.offload is Offload.NONE]
         assert {*runs} == {*near}
         forbidden = Fixed(forbidden=("spatial", "filters", "channels"))
         assert not {*shared} & {*Space(graph, 8, ANY).strategies(key, 16, forbidden)}

@@ -13,7 +13,7 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Rec
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import ANY, GALVATRON, Backend
 from galvatron_lite.parallelism.registry import CHOSEN
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.search.space import Fixed, Space
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 from tests.factories import make_graph, make_kind
@@ -28,20 +28,19 @@ KINDS = {"plain": PLAIN, "attention": ATTENTION, "mixture": MIXTURE, "bare": BAR
 def every(devices: int) -> Iterator[Strategy]:
     """All values of all fields whose degrees take the devices; experts of 8 or fewer."""
     degrees = list(product(range(1, devices + 1), repeat=4))
-    flags = list(product((0, 1, 2, 3), (False, True), (False, True), (1, 2, 3, 4, 8), (0, 1), Strided))
+    flags = list(product((0, 1, 2, 3), (False, True), (False, True), (1, 2, 3, 4, 8), (0, 1)))
     for data, zero, context, tensor in degrees:
         if data * zero * context * tensor == devices:
-            for stage, shared, ulysses, expert, slices, order in flags:
+            for stage, shared, ulysses, expert, slices in flags:
                 yield Strategy(
-                    data, zero, stage, tensor, shared, Recompute.NONE, context, expert, slices, ulysses,
-                    strided=order,
+                    data, zero, stage, tensor, shared, Recompute.NONE, context, expert, slices, ulysses
                 )  # fmt: skip
 
 
 def legal(kind: LayerKind, one: Strategy, devices: int) -> bool:
     """Rule by rule, as people would say them."""
     dims, shares = kind.dims, one.context * (one.tensor if one.sequence_parallel else 1)
-    attends, hybrid = dims.heads > 0, one.zero > 1 and one.data > 1
+    attends = dims.heads > 0
     slice_heads = max(dims.kv_heads // one.tensor, 1)
     return all((
         kind.tensor_degrees % one.tensor == 0,
@@ -54,9 +53,6 @@ def legal(kind: LayerKind, one: Strategy, devices: int) -> bool:
         one.expert == 1 or (dims.experts > 0 and dims.experts % one.expert == 0),
         one.expert_tensor == 0 or (one.expert > 1 and one.tensor > 1),
         devices % (one.expert * (1 if one.expert_tensor else one.tensor)) == 0 or one.expert == 1,
-        one.strided is not Strided.ZERO or hybrid,
-        one.strided is not Strided.CONTEXT or (one.context > 1 and one.batch_degree > 1 and not one.ulysses),
-        one.strided is Strided.NONE or (one.expert == 1 and not one.ulysses),
     ))  # fmt: skip
 
 
@@ -97,19 +93,15 @@ def sensible(kind: LayerKind, one: Strategy, devices: int, node: int, tokens: in
         shares *= 2
     shared = one.tensor == 1 or one.sequence_parallel or not kind.sequence_parallel
     hybrid = one.data > 1 and one.zero_stage > 0
-    shards, far = one.zero * one.context * one.tensor, one.data * one.context * one.tensor
+    shards = one.zero * one.context * one.tensor
     states, kept = (getattr(one, name) for name in ("offloads_states", "offloads_activations"))
-    apart = devices > node and devices // one.context % node == 0
     return all((
         near(one.tensor),
         not one.ulysses or near(one.context * one.tensor),
         one.context == 1 or (shared and kind.dims.sequence >= tokens * shares),
         one.context == 1 or one.ulysses or not kind.dims.heads or kind.dims.sequence // one.context >= 4 * tokens,
         one.expert == 1 or (shared and not (one.expert_tensor and one.expert < one.tensor)),
-        not hybrid or (far if one.strided is Strided.ZERO else shards) == node,
-        one.strided is not Strided.ZERO or devices > node,
-        one.strided is not Strided.CONTEXT or (apart and not hybrid),
-        one.offload is Offload.NONE or one.strided is Strided.NONE,
+        not hybrid or shards == node,
         not states or (one.data == 1 and (one.context == 1 or one.zero_stage > 0)),
         not kept or one.tensor == 1 or one.sequence_parallel,
     ))  # fmt: skip
@@ -158,7 +150,7 @@ def test_a_pin_outside_the_rules_is_taken_as_it_is() -> None:
 
 def test_forbidden_dimensions_leave_the_others() -> None:
     space = Space(graph_of("mixtral-8x7b"), 8, ANY, offload=True)
-    for name in ("context", "ulysses", "expert", "offload", "placement", "zero", "tensor", "recompute"):
+    for name in ("context", "ulysses", "expert", "offload", "zero", "tensor", "recompute"):
         offered = space.strategies("block", 16, Fixed(forbidden=(name,)))
         plain = [one for one in space.strategies("block", 16, Fixed()) if Fixed(forbidden=(name,)).allows(one)]
         assert list(offered) == plain != []
@@ -170,7 +162,7 @@ def test_nothing_is_offloaded_where_the_link_is_not_known() -> None:
 
 def test_backends_say_what_they_leave_out() -> None:
     left = " ".join(GALVATRON.missing)
-    for word in ("another order", "zero-bubble"):
+    for word in ("zero-bubble", "host memory"):
         assert word in left
     assert not GALVATRON.runs(Strategy(offload=Offload.ACTIVATIONS, recompute=Recompute.SELECTIVE))
     assert GALVATRON.runs(Strategy(offload=Offload.ALL, recompute=Recompute.FULL))

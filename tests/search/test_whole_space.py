@@ -12,7 +12,7 @@ from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import ANY
-from galvatron_lite.parallelism.strategy import Offload, Strided
+from galvatron_lite.parallelism.strategy import Offload
 from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.search.session import Session
@@ -52,12 +52,11 @@ def test_what_is_offered_depends_on_what_a_layer_is() -> None:
         found = {"context": any(one.context > 1 for one in offered), "ulysses": any(one.ulysses for one in offered)}
         found |= {"expert": any(one.expert > 1 for one in offered), "tensor": any(one.tensor > 1 for one in offered)}
         found["offload"] = {one.offload for one in offered} == set(Offload)
-        found["placement"] = {one.strided for one in offered} == set(Strided)
         return {name for name, there in found.items() if there}
 
-    assert used("mixtral-8x7b", "block") == {"context", "ulysses", "expert", "tensor", "offload", "placement"}
-    assert used("llama3-8b", "block") == {"context", "ulysses", "tensor", "offload", "placement"}
-    assert used("llama3-8b", "before") == {"context", "tensor", "offload", "placement"}
+    assert used("mixtral-8x7b", "block") == {"context", "ulysses", "expert", "tensor", "offload"}
+    assert used("llama3-8b", "block") == {"context", "ulysses", "tensor", "offload"}
+    assert used("llama3-8b", "before") == {"context", "tensor", "offload"}
     assert used("vit-huge", "block") == {"tensor", "offload"}  # 257 tokens cannot be shared evenly
     assert used("resnet50", "stage0_block") == {"offload"}
 

@@ -24,7 +24,7 @@ from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Room, shared, sliced
 from galvatron_lite.parallelism.ranks import Either
-from galvatron_lite.parallelism.strategy import Offload, Strided
+from galvatron_lite.parallelism.strategy import Offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class OffloadDimension:
 
     def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
         """Sensible: only what no other device of the stage holds a copy of, for sharing copies out (ZeRO over all
-        ranks, sequence parallelism) saves as much over quicker links; and only in the usual order of ranks. Not beside
-        spatial or channel parallelism, which a layer takes to share out what would go to the host."""
+        ranks, sequence parallelism) saves as much over quicker links. Not beside spatial or channel parallelism, which
+        a layer takes to share out what would go to the host."""
         offload = chosen["offload"]
         if room.node is None or offload is Offload.NONE:
             return True
@@ -53,7 +53,7 @@ class OffloadDimension:
         sharded = chosen["data"] == 1 and (chosen["context"] == 1 or chosen["zero_stage"] > 0)
         single = chosen["tensor"] == 1 or chosen["sequence_parallel"]
         states, kept = offload is not Offload.ACTIVATIONS, offload is not Offload.STATES
-        return chosen["strided"] is Strided.NONE and (sharded or not states) and (single or not kept)
+        return (sharded or not states) and (single or not kept)
 
     def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
         """Never limited by a layer."""

@@ -52,7 +52,7 @@ class ZeroDimension:
 
         Sensible: over all ranks that see other tokens, or hybrid (Zhang et al. 2022, MiCS, arXiv:2205.00119): shards
         that with the tensor slices fill exactly one node, replicated over nodes, so that gathers stay in a node and
-        as much is saved as that allows. Where ``placement`` puts shards far apart, replicas fill the node instead.
+        as much is saved as that allows.
         """
         if chosen["zero_stage"] == 0:
             return True
@@ -61,9 +61,7 @@ class ZeroDimension:
             return False
         if room.node is None or chosen["data"] == 1:
             return True
-        near = bool(room.node == sliced(chosen) * shards)
-        far = bool(room.node == sliced(chosen) * shared(chosen) * chosen["data"])
-        return near or (chosen["zero"] > 1 and far)
+        return bool(room.node == sliced(chosen) * shards)
 
     def reason(self, kind: LayerKind) -> str:
         """Says so where there is nothing to shard."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.peers.hetu.model import Engine
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage, layer_runs
@@ -317,7 +317,6 @@ def _unsaid(one: Strategy) -> tuple[tuple[bool, str], ...]:
         (one.context > 1 and not one.ulysses, "context parallelism by rings"),
         (one.context > 1 and one.tensor > 1, "Ulysses and tensor parallelism in one layer"),
         (one.expert > 1, "experts"),
-        (one.strided is not Strided.NONE, "placement"),
         (one.offload is not Offload.NONE, "offload"),
         (one.recompute is Recompute.SELECTIVE, "selective recomputation"),
     )

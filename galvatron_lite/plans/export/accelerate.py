@@ -15,7 +15,6 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.export.common import (
     EDGES,
     PICTURES,
-    PLACES,
     Exported,
     head,
     kinds,
@@ -30,7 +29,6 @@ from galvatron_lite.plans.schema import LayerRun, Plan, TrainedBy
 TOOL = "accelerate"
 _LACKING = {
     **PICTURES,
-    **PLACES,
     "expert": "expert parallelism",
     "ulysses": "Ulysses: context parallelism is a ring here",
 }

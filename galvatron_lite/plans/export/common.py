@@ -88,7 +88,6 @@ PICTURES = {
     "filters": "shares of the output channels", "channels": "shares of the input channels",
 }  # fmt: skip
 """Ways to split convolutions, which tools for language models do not have."""
-PLACES = {"strided": "ranks in another order"}
 
 
 def kinds(plan: Plan) -> Iterator[str]:

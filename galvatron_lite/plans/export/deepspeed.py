@@ -13,7 +13,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.export.common import PICTURES, PLACES, Exported, kinds, lacking, main_strategy, unlike
+from galvatron_lite.plans.export.common import PICTURES, Exported, kinds, lacking, main_strategy, unlike
 from galvatron_lite.plans.schema import Plan
 
 
@@ -107,7 +107,6 @@ def _zero(strategy: Strategy, pinned: bool) -> ZeroOptimization:
 TOOL = "deepspeed"
 _LACKING = {
     **PICTURES,
-    **PLACES,
     "context": "context parallelism",
     "expert": "expert parallelism (its MoE layers do it)",
 }

@@ -19,7 +19,6 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.export.common import (
     EDGES,
     PICTURES,
-    PLACES,
     Exported,
     StageCut,
     cuts,
@@ -117,7 +116,7 @@ def _left_out(plan: Plan, main: Strategy) -> Iterator[str]:
     yield from kinds(plan)
     if len(plan.stages) > 1 and plan.cyclic is None and plan.schedule not in _RUNS:
         yield f"schedule {plan.schedule.value}: Megatron runs 1f1b, interleaved where groups have several stages"
-    yield from lacking(main, {**PICTURES, **PLACES})
+    yield from lacking(main, PICTURES)
     if main.offloads_activations:
         yield "activations of all layers in host memory: Megatron keeps those of some there, without recomputation"
     yield from _recompute_left_out(plan)

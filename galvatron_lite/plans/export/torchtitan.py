@@ -11,7 +11,6 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.export.common import (
     PICTURES,
-    PLACES,
     Exported,
     cuts,
     head,
@@ -111,7 +110,7 @@ def _left_out(plan: Plan, main: Strategy) -> Iterator[str]:
     yield from kinds(plan)
     if plan.precision not in _DTYPES:
         yield f"precision {plan.precision}: here bfloat16"
-    yield from lacking(main, {**PICTURES, **PLACES, "ulysses": "Ulysses", "expert_tensor": "slices of experts"})
+    yield from lacking(main, {**PICTURES, "ulysses": "Ulysses", "expert_tensor": "slices of experts"})
     if main.zero_stage == 1:
         yield "ZeRO-1: FSDP shares gradients and parameters too"
     if main.offloads_states:

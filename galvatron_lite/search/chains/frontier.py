@@ -47,7 +47,7 @@ from galvatron_lite.search.chains.bounds import (
     line_of,
 )
 from galvatron_lite.search.chains.chain import Chain
-from galvatron_lite.search.chains.labels import OPTIMIZER, WAITING, WORST, ChainExtension, Search
+from galvatron_lite.search.chains.labels import ChainExtension, Search
 from galvatron_lite.search.chains.one_run import best_of_parts
 from galvatron_lite.search.chains.segments import FIRST, HEAD, PARTS, REST, SINGLE, TAIL, TIME, Segment
 
@@ -57,7 +57,6 @@ _CLOSER = 0.7
 """Once a path is met, the share of what is between bound and path that is looked through first."""
 _DOUBT = 1.25
 """How many times the bound a limit may be without a path before it is asked whether any fits."""
-_BOUNDLESS = 2**50
 _QUICK = 40
 """Labels a layer that a first path is looked for with."""
 
@@ -160,7 +159,7 @@ def _quickest(line: LinkedChain, bounds: Bounds, cap: float, beam: int | None) -
             if best.paths:
                 break
         if not best.paths and low > doubt:
-            if _leanest(_timeless(line), line.room, None) is None:
+            if not _fits(line):
                 return ChainFront((), work)
             doubt = np.inf
     return ChainFront(best.paths, work, missed if missed <= most else np.inf)
@@ -186,38 +185,14 @@ def _passed(line: LinkedChain, bounds: Bounds, limit: float, narrow: int | None,
     return replace(wider, work=found.work + wider.work)
 
 
-def least_room(chain: Chain, most: int | None = None) -> tuple[int, tuple[int, ...]] | None:
-    """The least bytes that any path needs, whatever its time, and the choice of each layer of such a path.
-
-    Args:
-        chain: the problem; its own room does not matter.
-        most: None is returned where every path needs more bytes than this.
-    """
-    line = _timeless(line_of(chain))
-    first = _leanest(line, _BOUNDLESS if most is None else most, _QUICK)
-    room = first[0] - 1 if first else most
-    return first if room is None else _leanest(line, room, None) or first
-
-
-def _timeless(line: LinkedChain) -> LinkedChain:
-    """The chain with nothing but memory."""
+def _fits(line: LinkedChain) -> bool:
+    """Whether any path is within the room, whatever its time."""
     kinds = []
     for kind in line.kinds:
         figures = kind.segment.figures[:PARTS].copy()
         figures[[TIME, HEAD, TAIL]] = 0
         kinds.append(LayerChoices(Segment(1, figures, kind.segment.names, kind.segment.strategy)))
     still = np.zeros((1, 1), dtype=np.int64)
-    by = np.zeros(1, dtype=np.int64)
-    return replace(line, kinds=tuple(kinds), moves=(still,) * len(line.moves), by=by)
-
-
-def _leanest(line: LinkedChain, room: int, beam: int | None) -> tuple[int, tuple[int, ...]] | None:
-    """The path of least memory that needs at most ``room``, as far as the beam tells; None where none is met."""
-    line = replace(line, room=room)
-    search = Search(line, bounds_at(line, np.ones(1)), ahead_of(line), 0.0, room, beam, fitting=False)
-    last = search.run()
-    if last is None:
-        return None
-    peaks = last.figures[[WORST, WAITING, OPTIMIZER]].max(axis=0)
-    row = int(np.argmin(peaks))
-    return int(peaks[row]), search.path(row)[1]
+    timeless = replace(line, kinds=tuple(kinds), moves=(still,) * len(line.moves), by=np.zeros(1, dtype=np.int64))
+    search = Search(timeless, bounds_at(timeless, np.ones(1)), ahead_of(timeless), 0.0, line.room, None)
+    return search.run() is not None

@@ -81,7 +81,6 @@ class Search:
     limit: float  # on the weighted time
     room: int  # bytes
     beam: int | None  # how many labels of a layer are kept at most; None: all
-    fitting: bool = True  # whether all that counts of memory is that it is within ``room``; else less is better
     work: int = 0  # pairs of labels and choices looked at
     dropped: float = np.inf  # the least promise of a label that the beam dropped
     history: list[ChainExtension] = field(default_factory=list)  # labels after each segment
@@ -125,14 +124,9 @@ class Search:
         if line is not self.line:
             self.line, self.ahead = line, ahead_of(line)
         memory = (figures[WORST], figures[WAITING], figures[RESTING], figures[OPTIMIZER])
-        if is_plain(self.line, self.ahead, place, count, self.floor, *memory):
+        if is_plain(self.line, self.ahead, place, count, self.room, *memory):
             return segments_of(self.line, place, count, around, behind)
         return [self.line.at(place - 1).segment]
-
-    @property
-    def floor(self) -> int:
-        """Bytes up to which one moment is as good as another."""
-        return self.room if self.fitting else -8 * _FAR
 
     def _alone(self, place: int) -> int:
         """How many layers like the one before ``place`` were put before the labels one by one."""
@@ -275,7 +269,7 @@ class Search:
         several = len(figures) > CRITERIA
         times = figures[CRITERIA:] if several else figures[TIMES : TIMES + 1]
         if place == 0:
-            return np.sort(pareto_rows(times.T)) if self.fitting else np.arange(figures.shape[1])
+            return np.sort(pareto_rows(times.T))
         telling = self._telling(place, figures)
         limited = self.line.runs is not None
         group = _strategies(step.segment)[step.choice] if limited else figures[GROUP]
@@ -294,7 +288,7 @@ class Search:
 
     def _telling(self, place: int, figures: IntArray) -> list[IntArray]:
         """The memory figures that may make a difference, raised as far as makes none."""
-        ahead, floor = self.ahead, self.floor
+        ahead, floor = self.ahead, self.room
         worst = np.maximum(figures[WORST], floor - ahead.both_most[place])
         rest = figures[RESTING]
         certain = [

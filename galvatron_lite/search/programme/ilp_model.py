@@ -74,7 +74,7 @@ class ShapeModel:
     # per (layer, stage) its table and the variable of each of its rows
     layers: dict[tuple[int, int], tuple[StrategyTable, list[int]]] = field(default_factory=dict)
     offset: float = 0.0  # seconds of a step that no variable stands for
-    _edges: dict[tuple[int, int, Layout], int] = field(default_factory=dict)
+    _edges: dict[tuple[int, int, Layout, Layout], int] = field(default_factory=dict)
     _flows: dict[tuple[int, int, Layout, Layout], int] = field(default_factory=dict)
     _stages: list[_Stage] = field(default_factory=list)
 
@@ -161,16 +161,16 @@ class ShapeModel:
                 leaving = dict.fromkeys(held, -1.0)
                 for b in rows(place + 1, stage):
                     leaving[self._flow(place + 1, stage, a, b)] = 1.0
-                if a in rows(place + 1, stage + 1):
-                    leaving[self._edge(place + 1, stage, a)] = 1.0
+                for b in self._across(a, rows(place + 1, stage + 1)):
+                    leaving[self._edge(place + 1, stage, a, b)] = 1.0
                 if place + 1 < self.count:
                     programme.equal.append((leaving, 0.0))
             for b, held in rows(place, stage).items():
                 coming = dict.fromkeys(held, -1.0)
                 for a in rows(place - 1, stage):
                     coming[self._flow(place, stage, a, b)] = 1.0
-                if b in rows(place - 1, stage - 1):
-                    coming[self._edge(place, stage - 1, b)] = 1.0
+                for a in self._across(b, rows(place - 1, stage - 1)):
+                    coming[self._edge(place, stage - 1, a, b)] = 1.0
                 if place:
                     programme.equal.append((coming, 0.0))
         programme.equal.append((dict.fromkeys(self.layers[0, 0][1], 1.0), 1.0))
@@ -185,11 +185,12 @@ class ShapeModel:
                 self._add_exchange(stage, left, right, size)
         for stage, cut in enumerate(cuts[1:-1]):
             before, after = self._by_layout(cut - 1, stage), self._by_layout(cut, stage + 1)
-            for wire in dict.fromkeys((*before, *after)):
-                both = wire in before and wire in after
-                through = {self._edge(cut, stage, wire): -1.0} if both else {}
-                for held in (before, after):
-                    programme.equal.append((dict.fromkeys(held.get(wire, ()), 1.0) | through, 0.0))
+            for a, held in before.items():
+                through = {self._edge(cut, stage, a, b): -1.0 for b in self._across(a, after)}
+                programme.equal.append((dict.fromkeys(held, 1.0) | through, 0.0))
+            for b, held in after.items():
+                through = {self._edge(cut, stage, a, b): -1.0 for a in self._across(b, before)}
+                programme.equal.append((dict.fromkeys(held, 1.0) | through, 0.0))
 
     def _add_exchange(self, stage: int, left: int, right: int, size: int) -> None:
         """What goes between two layers of a stage, from each layout to each."""
@@ -225,9 +226,14 @@ class ShapeModel:
     def _moved(self, size: int, stage: int, a: Layout, b: Layout) -> float:
         return self._pricer(stage).redistribution(size, self.problem.shape.microbatch, of_layout(a), of_layout(b))
 
-    def _edge(self, place: int, stage: int, wire: Layout) -> int:
-        """The boundary before a layer: both sides pay for what they send, and hold its buffers."""
-        key = (place, stage, wire)
+    def _across(self, layout: Layout, others: Iterable[Layout]) -> list[Layout]:
+        """Layouts that the other side of a boundary may have: the same."""
+        return [layout] if layout in others else []
+
+    def _edge(self, place: int, stage: int, wire: Layout, right: Layout) -> int:
+        """The boundary before a layer: both sides pay for what they send, and hold its buffers; its layout behind it is
+        ``right``."""
+        key = (place, stage, wire, right)
         if key not in self._edges:
             number = self._edges[key] = self.programme.variable(binary=False)
             sender = of_layout(wire)
@@ -236,11 +242,12 @@ class ShapeModel:
             apart = groups[0] != groups[1]
             size = boundary_bytes(self.problem.graph.crossing(place), shape.microbatch, sender) if apart else 0
             seconds = transfer_seconds(pricer, size, sender, shape, groups) if apart else 0.0
-            left, right = (self._host(side).pipeline for side in (stage, stage + 1))
-            self._stages[stage].forward[number] = seconds + left
-            self._stages[stage].backward[number] = left
-            self._stages[stage + 1].backward[number] = seconds + right
-            self._stages[stage + 1].forward[number] = right
+            moved = self._moved(self.problem.graph.crossing(place), stage + 1, wire, right)
+            before, behind = (self._host(side).pipeline for side in (stage, stage + 1))
+            self._stages[stage].forward[number] = seconds + before
+            self._stages[stage].backward[number] = before
+            self._stages[stage + 1].backward[number] = seconds + behind + moved
+            self._stages[stage + 1].forward[number] = behind + moved
             counted = not pricer.profile.unbuffered
             self._stages[stage].buffers[number] = buffer_bytes(0, size, shape.microbatches, counted=counted)
             received = buffer_bytes(size, 0, shape.microbatches, counted=counted)
@@ -256,17 +263,21 @@ class ShapeModel:
 
     def _add_agreements(self) -> None:
         """One wire; one strategy for layers that share parameters; one glue."""
+        self._add_wire()
         graph, stages = self.problem.graph, self.problem.shape.stages
-        for first, second in pairwise(range(self.chunks - 1)):
-            for wire in sorted({key[2] for key in self._edges}):
-                every = {n: 1.0 for (_, stage, own), n in self._edges.items() if (stage, own) == (first, wire)}
-                every |= {n: -1.0 for (_, stage, own), n in self._edges.items() if (stage, own) == (second, wire)}
-                self.programme.equal.append((every, 0.0))
         for group in tied_groups(graph):
             self._agree(group, lambda table, row: table.strategies[row])
         edges = [place for place, layer in enumerate(graph.layers) if layer.role is not Role.BLOCK]
         if stages == 1 and is_glued(graph):
             self._agree(edges, lambda table, row: glue_of(table.layouts[row]))
+
+    def _add_wire(self) -> None:
+        """One layout at all boundaries."""
+        for first, second in pairwise(range(self.chunks - 1)):
+            for wire in sorted({key[2] for key in self._edges}):
+                every = {n: 1.0 for (_, stage, own, _), n in self._edges.items() if (stage, own) == (first, wire)}
+                every |= {n: -1.0 for (_, stage, own, _), n in self._edges.items() if (stage, own) == (second, wire)}
+                self.programme.equal.append((every, 0.0))
 
     def _agree(self, places: Iterable[int], what: object) -> None:
         """Layers that must have something of their strategies in common."""
@@ -362,7 +373,7 @@ class ShapeModel:
         table, own = self.layers[place - 1, stage]
         result = row_of(own, table.figures.memory[:, 4])
         for layout in dict.fromkeys(table.layouts):
-            number = self._edges.get((place, stage, layout))
+            number = self._edges.get((place, stage, layout, layout))
             if number is not None:
                 rows = [row for row, other in enumerate(table.layouts) if other == layout]
                 result[number] = -float(table.figures.memory[rows, 4].max())

@@ -9,7 +9,7 @@ activations of micro-batches in flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.programme.ilp_model import ShapeModel, Terms, added, row_of
-from galvatron_lite.search.tables import StrategyTable
+from galvatron_lite.search.tables import Layout, StrategyTable
 
 
 def first_blocks(graph: ModelGraph, strategies: Sequence[Strategy]) -> frozenset[int]:
@@ -50,6 +50,13 @@ class UniformModel(ShapeModel):
         layer = self.problem.graph.layers[place]
         sharing = sharing_of(self.problem.graph, self._places(self._group(stage))).get(place, ALONE)
         return self.problem.tables[self._group(stage)].unpruned(layer.kind, layer.name, sharing)
+
+    def _across(self, layout: Layout, others: Iterable[Layout]) -> list[Layout]:  # noqa: ARG002
+        """Any: what arrives is redistributed."""
+        return list(others)
+
+    def _add_wire(self) -> None:
+        """None is asked for."""
 
     def _add_agreements(self) -> None:
         """As for every shape; and one strategy for all layers of a role, or of two sets of them."""

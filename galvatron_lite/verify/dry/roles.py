@@ -13,7 +13,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.graph import Role as LayerRole
 from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of
-from galvatron_lite.parallelism.strategy import Strategy, Strided
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.zero.cut import cut_dim
 from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
@@ -125,7 +125,7 @@ def _places(
 ) -> dict[str, list[int]]:
     """Places of a stage whose ranks do the same."""
     if not _alike([*strategies, *entering]):
-        repeats = width if apart else _repeats([*strategies, *entering], width)
+        repeats = width if apart else _repeats([*strategies, *entering])
         said = f"of {width}" if repeats == width else f"of every {repeats}"
         return {f"place {place} {said}": list(range(place, width, repeats)) for place in range(repeats)}
     tensor = strategies[0].tensor
@@ -139,15 +139,13 @@ def _places(
 
 def _alike(strategies: Sequence[Strategy]) -> bool:
     """Whether no rank of a stage does anything that its neighbours do not."""
-    degrees = {(one.batch_degree, one.tensor, one.strided) for one in strategies}
+    degrees = {(one.batch_degree, one.tensor) for one in strategies}
     places = any(one.context * one.spatial * one.slices * one.expert > 1 for one in strategies)
     return len(degrees) == 1 and not places
 
 
-def _repeats(strategies: Sequence[Strategy], width: int) -> int:
+def _repeats(strategies: Sequence[Strategy]) -> int:
     """After how many ranks of a stage places begin anew."""
-    if any(one.strided is not Strided.NONE for one in strategies):
-        return width
     inner = [one.devices // one.batch_degree for one in strategies]
     experts = [int(expert_slices(one)) * one.expert for one in strategies if one.expert > 1]
     return lcm(*inner, *experts)

@@ -1,7 +1,7 @@
 """The space that Hetu-Galvatron's files and formulas can say too, for our search.
 
 Even splits, one strategy for embedding and head, no rings, no replicas of shards, Ulysses or tensor groups but not
-both, no selective recomputation, no offload, no placement; and what a recorded search was told to leave out.
+both, no selective recomputation, no offload; and what a recorded search was told to leave out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from galvatron_lite.model.graph import Recompute, Tie
 from galvatron_lite.parallelism.backends import Backend
-from galvatron_lite.parallelism.strategy import Offload, Strategy, Strided
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.peers.hetu.model import Engine
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.space import Fixed
@@ -36,7 +36,6 @@ def backend_of(search: RecordedSearch) -> Backend:
         "expert": (1,),
         "recompute": (Recompute.NONE,) if "ckpt" in off else (Recompute.NONE, Recompute.FULL),
         "offload": (Offload.NONE,),
-        "strided": (Strided.NONE,),
     }
     lone = search.engine == Engine.V240.value
     return Backend("hetu-galvatron", (Schedule.ONE_F_ONE_B,), values, rule=_whole_groups if lone else _replicas)

@@ -1,1 +1,0 @@
-"""Which ranks of a stage lie next to one another."""

@@ -1,0 +1,114 @@
+"""The least memory that a plan needs: what is reported where nothing fits.
+
+A search that ends with the first plan it meets answers whether anything fits a budget. The smallest budget is found by
+halving the range between one that no plan fits and what a plan needs. Exact for models of few layers; for others
+searches end at 3 % from one that fits, or after some work, and the error says that the budget is the least found.
+
+Where devices of several types have budgets of their own, memory counts as a share of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.errors import InfeasibleError
+from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.checks import unglued
+from galvatron_lite.search.result import summary
+from galvatron_lite.search.shapes import Request
+from galvatron_lite.units import format_budget
+
+_EXACT_LAYERS = 8
+_SLACK = 0.03
+"""Share of its memory within which the search for a leaner plan of a model with more layers ends."""
+_BOUNDLESS = 2**60
+_EFFORT, _ANY_TIME = 2_000_000, 2**62
+"""Labels after which a search for a plan that fits gives up, as if there were none; picoseconds that any plan takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeanPlan:
+    """A plan that needs little memory."""
+
+    plan: Plan  # priced
+    budget: Budget  # the least that it fits, in the proportion of the one asked for
+
+
+def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
+    """The error for a budget that is too small: the smallest that fits, and what would have to give."""
+    slack = 0.0 if len(request.graph.layers) <= _EXACT_LAYERS else _SLACK
+    lean = leanest(request, pricer, slack)
+    if lean is None:
+        return InfeasibleError(
+            f"No plan of {request.graph.name} exists on {request.devices} devices with a batch of "
+            f"{request.global_batch}: no way to split its layers divides the batch and has figures in the profile. "
+            + (unglued(request) or "Give another batch, other devices, or profile more tensor degrees.")
+        )
+    asked = as_budget(request.budget)
+    before = asked.scaled(1.0 / (1.0 - request.margin)).plus(1) if request.margin else asked
+    shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in before.own)
+    return InfeasibleError(
+        f"No plan of {request.graph.name} fits {shares or format_budget(bytes_on(before, ''))} a device on "
+        f"{request.devices} devices. {_needed(request, lean, slack)}, with {summary(lean.plan)}. "
+        "What would have to give: more memory a device, more devices, shorter samples, or a smaller model.",
+        _with_margin(request, lean.budget.most),
+    )
+
+
+def _needed(request: Request, lean: LeanPlan, slack: float) -> str:
+    """The smallest budget, or that of each type of device where they have budgets of their own."""
+    share = (", the least found" if slack else "") + (f", {request.margin:.1%} of it free" if request.margin else "")
+    if not as_budget(request.budget).own:
+        needed = _with_margin(request, lean.budget.most)
+        return f"The smallest budget that fits is {format_budget(needed, up=True)} ({needed} bytes{share})"
+    needs = [(name, _with_margin(request, size)) for name, size in lean.budget.own]
+    parts = (f"{format_budget(size, up=True)} ({name}: {size} bytes{share})" for name, size in needs)
+    return f"The smallest budgets that fit, in about the proportion of those given, are {' and '.join(parts)}"
+
+
+def _with_margin(request: Request, size: int) -> int:
+    return ceil(size / (1.0 - request.margin))
+
+
+def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeanPlan | None:
+    """A plan of the space that needs little memory; None where the space is empty.
+
+    Args:
+        request: what is asked for; of its budget only the proportion between types of devices matters.
+        pricer: prices layers.
+        slack: 0.0: no plan needs less; else the search ends where nothing is met below ``1 - slack`` of the memory.
+    """
+    asked = as_budget(request.budget)
+    unit = asked.scaled(1.0) if asked.own else Budget(1)
+
+    def fitting(budget: Budget, exact: bool = True) -> LeanPlan | None:
+        wanted = replace(request, budget=budget if asked.own else budget.least)
+        result = search(wanted, pricer, exact=exact, slack=1.0, effort=_EFFORT, below=_ANY_TIME)
+        if result is None:
+            return None
+        plan = finished(wanted, pricer, result)
+        factor = max(stage.memory.total / unit.of(stage.device) for stage in plan.stages)
+        if plan.schedule not in SIMPLE:  # a search counts more than is priced
+            factor = min(2.0 * factor, budget.most / unit.most)
+        return LeanPlan(plan, unit.scaled(factor).plus(bool(asked.own)))
+
+    boundless = unit.scaled(_BOUNDLESS / unit.most)
+    best, low = fitting(boundless, exact=False) or fitting(boundless), 0
+    if best is None:
+        return None
+    while (high := best.budget.most) - low > _SLACK * high:  # by quick searches, which prove nothing
+        middle = (low + high) // 2
+        found = fitting(unit.scaled(middle / unit.most), exact=False)
+        best, low = (best, middle) if found is None else (found, low)
+    low, step = 0, max(slack, _SLACK)
+    while (high := best.budget.most) - low > max(1, ceil(slack * high)):
+        middle = max((low + high) // 2, int((1.0 - step) * high)) if slack or not low else (low + high) // 2
+        found = fitting(unit.scaled(middle / unit.most))
+        best, low = (best, middle) if found is None else (found, low)
+        step = max(slack, step / 2) if found is None else min(2 * step, 0.5)
+    return best
