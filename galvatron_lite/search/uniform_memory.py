@@ -18,6 +18,8 @@ from galvatron_lite.search.tables import StrategyTable
 IntArray = NDArray[np.int64]
 Run = tuple[int, StrategyTable, int]
 """Axis, table and number of neighbouring layers with one table."""
+Kind = tuple[tuple[int, int, int], ...]
+"""What chunks of equal layers have in common: axis, identity of the table and number of each of their runs."""
 
 
 def along(values: IntArray, axis: int) -> IntArray:
@@ -40,19 +42,31 @@ def group_bytes(
     """
     shape = problem.shape
     runs = [list(_runs(parts, inside)) for inside in chunks.values()]
+    kinds: list[Kind] = [tuple((axis, id(table), count) for axis, table, count in own) for own in runs]
+    of = dict(zip(kinds, runs, strict=True))
+    sums = {kind: [_column(own, figure) for figure in _FIGURES] for kind, own in of.items()}
     held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-    peak = sum((_column(own, lambda table: table.figures.memory[:, UPDATED]) for own in runs), start=_ZERO)
+    peak = sum((sums[kind][0] for kind in kinds), start=_ZERO)
+    worst = {pair: _worst(of[pair[0]], pair[1]) for pair in {(kinds[own], max(counts[own], 1)) for own, counts in held}}
     for own, counts in held:
-        moment = _worst(runs[own], max(counts[own], 1))
-        for other, count in enumerate(counts):
-            if other != own:
-                moment = moment + _waiting(runs[other], count)
+        moment = worst[kinds[own], max(counts[own], 1)]
+        for kind, (_, states, kept, gathered) in sums.items():
+            waiting = [count for other, count in enumerate(counts) if other != own and kinds[other] == kind]
+            in_flight, busy = sum(waiting), len(waiting) - waiting.count(0)
+            moment = moment + len(waiting) * states + in_flight * kept + busy * gathered
         peak = np.maximum(peak, moment)
     context = problem.tables[group].pricer.profile.cluster.device.context
     return peak + _around(problem, parts, chunks, held) + context
 
 
 _ZERO = np.zeros((1, 1, 1), dtype=np.int64)
+_FIGURES: tuple[Callable[[StrategyTable], IntArray], ...] = (
+    lambda table: table.figures.memory[:, UPDATED],
+    lambda table: table.figures.resting[:, 0],
+    lambda table: table.figures.kept,
+    lambda table: table.figures.resting[:, 1],
+)
+"""Bytes of a layer: while the optimizer runs, at rest, of each micro-batch in flight, with any in flight besides."""
 
 
 def _runs(parts: Sequence[Mapping[int, StrategyTable]], inside: range) -> Iterator[Run]:
@@ -68,13 +82,6 @@ def _column(runs: Sequence[Run], figure: Callable[[StrategyTable], IntArray]) ->
     for axis, table, count in runs:
         total = total + along(count * figure(table), axis)
     return total
-
-
-def _waiting(runs: Sequence[Run], count: int) -> IntArray:
-    """A chunk that does not compute, with so many micro-batches in flight."""
-    return _column(
-        runs, lambda own: own.figures.resting[:, 0] + count * own.figures.kept + (count > 0) * own.figures.resting[:, 1]
-    )
 
 
 def _worst(runs: Sequence[Run], held: int) -> IntArray:
