@@ -22,7 +22,13 @@ from galvatron_lite.profiler.schema import Profile
 
 
 def price_stages(
-    pricer: LayerPricer, shape: Shape, sizes: Sequence[int], strategies: Sequence[Strategy], ordered: bool = True
+    pricer: LayerPricer,
+    shape: Shape,
+    sizes: Sequence[int],
+    strategies: Sequence[Strategy],
+    *,
+    ordered: bool = True,
+    memory: bool = True,
 ) -> list[StageCost]:
     """Costs of all stages, in the order of the model; equal ones are priced once.
 
@@ -33,6 +39,7 @@ def price_stages(
         strategies: of all layers of the model.
         ordered: whether zero-bubble passes are put in order, for the memory that they need then; if not, memory is that
             of the micro-batches that the schedule allows.
+        memory: whether the memory of their devices is worked out too.
     """
     ends = list(accumulate(sizes))
     ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -47,7 +54,7 @@ def price_stages(
             beside = inside if shape.virtual == 1 else _places(shape, stage, ranges)
             known[key] = price_chunk(pricer, shape, stage, inside, strategies, beside)
         costs.append(known[key])
-    return _with_memory(pricer, shape, costs, ordered)
+    return _with_memory(pricer, shape, costs, ordered) if memory else costs
 
 
 def _passed(graph: ModelGraph, inside: range) -> tuple[object, ...]:

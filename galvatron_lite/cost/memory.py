@@ -201,7 +201,14 @@ def group_memory(
     if len(chunks) == 1:
         return stage_memory(chunks[0], held[0][1][0], microbatches, buffers, context, filled=filled)
     moments = [updating_memory([cost for chunk in chunks for cost in chunk], microbatches, buffers, context)]
-    moments += [backward_memory(chunks, own, counts, microbatches, buffers, context) for own, counts in held]
+    resting = {id(chunk): _resting(chunk, microbatches) for chunk in chunks}
+    running: dict[tuple[int, int], MemoryBreakdown] = {}
+    for own, counts in held:
+        key = id(chunks[own]), max(counts[own], 1)
+        if key not in running:
+            running[key] = stage_memory(chunks[own], key[1], microbatches, buffers, context, optimizer=False)
+        others = [(resting[id(chunk)], counts[place]) for place, chunk in enumerate(chunks) if place != own]
+        moments.append(_beside(running[key], others))
     return max(moments, key=lambda memory: memory.total)
 
 

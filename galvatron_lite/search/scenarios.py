@@ -52,7 +52,7 @@ def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:
 
 def _seconds(pricer: LayerPricer, plan: Plan, shape: Shape, strategies: Sequence[Strategy]) -> float:
     sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
-    return bound_seconds(pricer.profile, shape, price_stages(pricer, shape, sizes, strategies, ordered=False))
+    return bound_seconds(pricer.profile, shape, price_stages(pricer, shape, sizes, strategies, memory=False))
 
 
 def scenarios_of(profile: Profile) -> list[Profile]:
