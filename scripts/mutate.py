@@ -40,7 +40,7 @@ ROOMS = {
     "plans": ("plans/**/*.py", ["tests/plans", "tests/search/test_phases.py", "tests/cost/test_branched.py"]),
     "checkpoint": ("runtime/checkpoint/*.py", ["tests/runtime/checkpoint"]),
     "search": ("search/**/*.py", ["tests/search"]),
-    "cost": ("cost/*.py", ["tests/cost", "tests/analysis"]),
+    "cost": ("cost/*.py", ["tests/cost", "tests/analysis", "tests/search/test_phases.py"]),
     "apply": ("parallelism/*/apply.py", ["tests/parallelism", "tests/equivalence"]),
 }
 """Sources, and the tests that must notice a change of theirs."""

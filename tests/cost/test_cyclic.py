@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.cluster.cluster import Level
+from galvatron_lite.cluster.cluster import Collective, Level, RankGroup
+from galvatron_lite.cluster.collectives import collective_seconds
 from galvatron_lite.cost.cyclic import price
-from galvatron_lite.cost.cyclic_stages import split
+from galvatron_lite.cost.cyclic_stages import split, stage_figures
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate, price_plan
 from galvatron_lite.errors import InputError
@@ -139,6 +140,30 @@ def test_nodes_are_farther_apart() -> None:
     taken = {(one.source, one.target): priced.message_seconds(one) for one in priced.loop.messages}
     assert taken[0, 1] == taken[2, 3] == pytest.approx(8 * ITEMS / 1e7)
     assert taken[1, 2] == pytest.approx(8 * ITEMS / 1e5)
+
+
+def test_half_of_a_node_sends_to_the_other_half_at_once() -> None:
+    """By a law of links that all devices slow down: pairs of a node send together, those of other nodes wait."""
+    profile = even(8, 4, bandwidth=1e7)
+    busy = replace(profile.cluster.levels[0], contention=3.0)
+    profile = replace(profile, cluster=replace(profile.cluster, levels=(busy,)))
+    priced = price(LayerPricer(profile), plan_on(profile, CyclicSetting.DATA, CyclicRule.V2, 4))
+    message = next(one for one in priced.loop.messages if (one.source, one.target) == (0, 1))
+    seconds = collective_seconds(profile.cluster, Collective.SEND_RECV, 8 * ITEMS, RankGroup(2, 1, 2))
+    assert priced.message_seconds(message) == pytest.approx(seconds)
+    alone = collective_seconds(profile.cluster, Collective.SEND_RECV, 8 * ITEMS, RankGroup(2, 1, 1))
+    assert seconds > 1.4 * alone
+
+
+def test_a_stage_holds_what_its_first_layers_keep_before_the_last_works() -> None:
+    """By hand: the most of what is kept already and of what the next layer needs."""
+    profile = even(3, 1)
+    pricer = LayerPricer(profile)
+    cost = pricer.price("block", Strategy(), 2, 1)
+    assert cost is not None
+    (stage,) = stage_figures(pricer, (0, 3), 2)
+    assert stage.kept == 3 * cost.kept
+    assert stage.ahead == 2 * cost.kept + max(cost.forward_working, cost.kept)
 
 
 @settings(max_examples=25, deadline=None)

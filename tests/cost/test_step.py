@@ -22,7 +22,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import stride_between
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Schedule
+from galvatron_lite.plans.schema import LayerRun, MemoryBreakdown, Plan, Schedule
 from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, LayerPoint, OptimizerCost, Overlap, Profile
 from galvatron_lite.search.result import plan_of
 from tests.factories import make_cluster, make_graph, make_kind, make_profile, random_profile
@@ -96,6 +96,22 @@ def test_unknown_layer_and_wrong_numbers_are_named() -> None:
     odd = plan_of(profile.graph, devices=2, global_batch=4, microbatches=4, cuts=(0, 3), strategies=[Strategy(2)] * 3)
     with pytest.raises(InputError, match="do not divide"):
         evaluate(profile, odd)
+
+
+def test_errors_name_the_layer_that_follows_and_numbers_that_do_not_divide() -> None:
+    profile = random_profile(random.Random(3), devices=4, blocks=2)
+    names = [layer.name for layer in profile.graph.layers]
+    runs = (LayerRun(names[-1], names[-1], 1, Strategy()),)
+    whole = plan_of(
+        profile.graph, devices=4, global_batch=8, microbatches=2, cuts=[0, len(names)],
+        strategies=[Strategy(data=4)] * len(names),
+    )  # fmt: skip
+    wrong = replace(whole, stages=(replace(whole.stages[0], runs=runs),))
+    with pytest.raises(InputError, match=rf"goes on with {names[0]} \.\. {names[0]}"):
+        strategies_of(wrong, profile)
+    for other, field in ((replace(whole, microbatches=3), "microbatches"), (replace(whole, microbatches=0), "micro")):
+        with pytest.raises(InputError, match=field):
+            shape_of(other, [Strategy(data=4)])
 
 
 def test_together() -> None:
