@@ -3,7 +3,8 @@
 Symbols, for layers 1..L of the stage in running order, k micro-batches in flight, m micro-batches a step:
 
     r_l   at rest: parameters, optimizer states, gradients (also those that only form in backward)
-    c_l   copies of weights that all passes share and that are gone when the optimizer runs
+    c_l   copies of weights that all passes share and that are gone when the optimizer runs; their gradients, as large,
+          last until a backward pass ends where m > 1 (``passing_of``), and are in A and, negative, in q
     a_l   kept from forward to backward, one micro-batch
     p_l   parameters gathered from forward until the layer's own backward ends
     w_l   live while the layer itself computes, beyond all of the above of earlier layers (its own a_l, p_l included)
@@ -64,6 +65,12 @@ def gradients_of(cost: LayerCost | LayerCosts, microbatches: int) -> Whole:
     return cost.gradients + cost.formed_gradients + (cost.accumulated if microbatches > 1 else 0)
 
 
+def passing_of(cost: LayerCost | LayerCosts, microbatches: int) -> Whole:
+    """Bytes of gradients that last until a backward pass ends. Copies of weights that several micro-batches share were
+    made in the first one, before all else of a later one: autograd takes their gradients to the weights last."""
+    return cost.passing_gradients + (cost.copies if microbatches > 1 else 0)
+
+
 def late_gradients(cost: LayerCost | LayerCosts) -> Whole:
     """Bytes of gradients that a stage is sure to lack in the backward of later layers, if that is the first of several
     and all micro-batches are in memory (min(f, q) of the module's text)."""
@@ -83,7 +90,7 @@ def terms(cost: LayerCost | LayerCosts, in_flight: int, microbatches: int, *, fi
         microbatches: a step (m).
         filled: whether that many are there in the first backward of the step alone (``pipeline.cost.fills``).
     """
-    passing, rest = cost.passing_gradients, resting(cost, microbatches)
+    passing, rest = passing_of(cost, microbatches), resting(cost, microbatches)
     own = cost.gathered + cost.gather
     whole = cost.whole_gradients if microbatches == 1 else largest(cost.whole_gradients - cost.accumulated, 0)
     middle = own + cost.working + whole

@@ -30,7 +30,7 @@ def replay(costs: list[LayerCost], microbatches: int) -> int:
     """Peak bytes of a single stage, one micro-batch after the other, by keeping a ledger of what is alive."""
     peak, formed = 0, [0] * len(costs)
     rest = sum(cost.parameters + cost.gradients + cost.states + cost.copies for cost in costs)
-    for _ in range(microbatches):
+    for number in range(microbatches):
         held = 0
         for cost in costs:
             own = cost.gathered + cost.gather + cost.gathering + cost.forward_working
@@ -43,7 +43,8 @@ def replay(costs: list[LayerCost], microbatches: int) -> int:
             prefetched = costs[place - 1].gather if place else 0
             middle = cost.gathered + cost.gather + cost.working + cost.whole_gradients
             formed[place] = cost.formed_gradients
-            passing += cost.passing_gradients
+            # autograd goes from the newest to the oldest: copies of the first micro-batch come last in all others
+            passing += cost.passing_gradients + (cost.copies if number else 0)
             alive = rest + sum(formed) + passing + held + prefetched
             peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing)
             pending = cost.reducing
@@ -57,8 +58,8 @@ def test_equals_a_replay_in_the_steady_state(seed: int) -> None:
     costs = [make_cost(draw, draw.choice([0, 2, 3])) for _ in range(draw.randint(1, 6))]
     expected, predicted = replay(costs, 3), stage_memory(costs, 1, 3, 0, 0).total
     # A layer's own passing gradients are counted in its forward too, as those that form are below.
-    assert expected <= predicted <= expected + max(cost.passing_gradients for cost in costs)
-    lasting = [replace(cost, passing_gradients=0) for cost in costs]
+    assert expected <= predicted <= expected + max(cost.passing_gradients + cost.copies for cost in costs)
+    lasting = [replace(cost, passing_gradients=0, copies=0) for cost in costs]
     assert stage_memory(lasting, 1, 3, 0, 0).total == replay(lasting, 3)
 
 
@@ -97,7 +98,7 @@ def test_is_close_above_a_replay_that_begins_with_all_micro_batches(seed: int) -
     is let go of."""
     draw = random.Random(seed)
     costs = [make_cost(draw, draw.choice([0, 2, 3])) for _ in range(draw.randint(1, 6))]
-    costs = [replace(cost, passing_gradients=0) for cost in costs]
+    costs = [replace(cost, passing_gradients=0, copies=0) for cost in costs]
     predicted, expected = stage_memory(costs, 3, 3, 0, 0, filled=True).total, replay_filled(costs, 3)
     assert expected <= predicted <= stage_memory(costs, 3, 3, 0, 0).total
     light = [replace(cost, formed_gradients=min(cost.formed_gradients, cost.kept + cost.gathered)) for cost in costs]
