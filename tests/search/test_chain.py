@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.search.chains.chain import Chain, ChainLayer
 from galvatron_lite.search.chains.frontier import ChainFront, pareto_paths
+from galvatron_lite.search.chains.one_run import best_of_parts
 
 QUIET = {"deadline": None, "derandomize": True}
 Times = tuple[int, ...]
@@ -177,3 +179,28 @@ def test_the_same_answer_again() -> None:
     chain = random_chain(random.Random(7), 12, 4, 2, equal=True)
     own = with_room(chain, moments_peak(chain, (0,) * 12))
     assert pareto_paths(own) == pareto_paths(own)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_strategy_a_part_equals_every_choice_of_one(seed: int) -> None:
+    """Three parts, whose layers have their strategies in any order."""
+    draw = random.Random(seed)
+    count, top = draw.randint(1, 4), draw.choice([3, 1000])
+    layers = []
+    for place in range(6):
+        strategy = np.array(draw.sample(range(count), count))
+        figures = random_figures(draw, count, 2, 1, top) | {"group": strategy % 2}  # the layout is the strategy's
+        move = np.array([[0, draw.randint(1, top)], [draw.randint(1, top), 0]])
+        layers.append(ChainLayer(**figures, move=move, strategy=strategy, part=place // 2))
+    chain = Chain(tuple(layers), np.array([draw.randint(1, 3)]), np.array([draw.randint(1, 2)]), 0, runs=1)
+    paths = {}
+    for chosen in itertools.product(range(count), repeat=3):
+        path = tuple(list(layer.strategy).index(chosen[layer.part]) for layer in layers)
+        paths[path] = path_time(chain, path)[0], moments_peak(chain, path)
+    for room in sorted({peak for _, peak in paths.values()}):
+        least = min(time for time, peak in paths.values() if peak <= room)
+        found = best_of_parts(replace(chain, room=room), float(least * chain.weights[0]))
+        assert found is not None
+        assert (found[0], paths[found[1]][0]) == (least, least)
+        assert paths[found[1]][1] <= room
+        assert best_of_parts(replace(chain, room=room), least * chain.weights[0] - 0.5) is None
