@@ -27,8 +27,8 @@ _EXACT_LAYERS = 8
 _SLACK = 0.03
 """Share of its memory within which the search for a leaner plan of a model with more layers ends."""
 _BOUNDLESS = 2**60
-_EFFORT, _ANY_TIME = 2_000_000, 2**62
-"""Labels after which a search for a plan that fits gives up, as if there were none; picoseconds that any plan takes."""
+_EFFORT, _ANY_TIME = 150_000_000, 2**62
+"""Labels, by layers, after which a search gives up as if nothing fitted; picoseconds that any plan takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,11 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeanPl
     """
     asked = as_budget(request.budget)
     unit = asked.scaled(1.0) if asked.own else Budget(1)
+    effort = _EFFORT // len(request.graph.layers)
 
     def fitting(budget: Budget, exact: bool = True) -> LeanPlan | None:
         wanted = replace(request, budget=budget if asked.own else budget.least)
-        result = search(wanted, pricer, exact=exact, slack=1.0, effort=_EFFORT, below=_ANY_TIME)
+        result = search(wanted, pricer, exact=exact, slack=1.0, effort=effort, below=_ANY_TIME)
         if result is None:
             return None
         plan = finished(wanted, pricer, result)
