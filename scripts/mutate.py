@@ -50,6 +50,10 @@ _FLIPS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }  # fmt: skip
 
 
+_SYMMETRIC = {"range", "max", "min", "largest", "least", "maximum", "minimum"}
+"""Functions whose first two arguments may change places, or may not."""
+
+
 def changes(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
     """Nodes within the functions of a module, and what each may be replaced by."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -64,11 +68,7 @@ def changes(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
                 new.value = number + 1
             case ast.BoolOp(), ast.BoolOp():
                 new.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-            case ast.Call(args=[_, _, *_]), ast.Call() if not isinstance(node.func, ast.Name) or node.func.id not in (
-                "range",
-                "max",
-                "min",
-            ):
+            case ast.Call(args=[_, _, *_]), ast.Call() if _called(node.func) not in _SYMMETRIC:
                 new.args[:2] = new.args[1::-1]
             case ast.Expr(value=ast.Call()) | ast.AugAssign(), _:
                 new = ast.copy_location(ast.Pass(), node)
@@ -79,6 +79,10 @@ def changes(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
             case _:
                 continue
         yield node, new
+
+
+def _called(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
 def mutated(text: str, node: ast.AST, new: ast.AST) -> str:

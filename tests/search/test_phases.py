@@ -95,9 +95,9 @@ def test_the_course_is_the_best_of_all() -> None:
     assert switched > 20
 
 
-def one_layer(devices: int, layers: int = 1) -> Profile:
-    """A model of equal layers whose matmuls can be split, on nodes of two devices."""
-    kind = make_kind("block", ITEMS, tensor_degrees=4)
+def one_layer(devices: int, layers: int = 1, whole: int = 0) -> Profile:
+    """A model of equal layers whose matmuls can be split, on nodes of two devices; tensor groups have ``whole``."""
+    kind = make_kind("block", ITEMS, tensor_degrees=4, whole=whole)
     cluster = make_cluster(devices, bandwidth=1e6, latency=0.0)
     if devices > 2:
         level = cluster.levels[0]
@@ -136,6 +136,13 @@ def test_what_two_devices_take_from_each_other(before: Strategy, after: Strategy
     held = ITEMS * STATE // (1 if after == DATA else 2)
     moving = received / 1e6 + 2 * held / profile.cluster.device.memory_bandwidth
     assert cost.seconds == pytest.approx(FIXED + LAYER + moving)
+
+
+def test_what_tensor_parallelism_does_not_split_moves_as_a_whole() -> None:
+    profile = one_layer(2, whole=80)
+    total = profile.graph.kinds["block"].parameters.total
+    cost = switch_cost(profile, plan_with(profile, [ZERO3]), plan_with(profile, [TENSOR]))
+    assert cost.received == ((total - 80) // 4 + 80 // 2) * STATE
 
 
 def test_stages_give_their_layers_over_the_slow_link() -> None:
