@@ -12,7 +12,7 @@ from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
 from galvatron_lite.parallelism.base import LayerWork
 from galvatron_lite.parallelism.ranks import Either, sharded_items
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.units import activation_bytes
+from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
 _CAST = frozenset({OperatorClass.MATMUL, OperatorClass.CONVOLUTION})
 """Operators whose weights autocast casts; tables of embeddings are looked up as they are."""
@@ -34,6 +34,22 @@ def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: E
     copies = up(where(wrapped, left, _items(profile, kind, work, strategy)) * profile.copied_bytes)
     held = is_option(strategy.recompute, Recompute.NONE)
     return where(held, copies, 0), where(held, 0, copies)
+
+
+def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:
+    """Bytes of the largest gradient of one weight of a layer on one device, in the precision of its parameters.
+
+    From the second micro-batch on it is made beside the sum of those before. Args as ``copied_bytes``.
+    """
+    if not profile.copied_bytes:
+        return 0
+    item, total = activation_bytes(profile.graph.precision), kind.parameters.total
+    read = [operator.weight_bytes / operator.count / item for operator in kind.operators if operator.weight_bytes]
+    looked_up = total - sum(operator.weight_bytes for operator in kind.operators) / item
+    most = max([looked_up, *read])
+    items = work.gradient_items * (most / total) if most <= total else most / strategy.tensor
+    wrapped = (strategy.state_shards > 1) & (strategy.zero_stage > 1)
+    return up(where(wrapped, 0.0, items) * ITEM_BYTES[profile.parameter_precision])
 
 
 def _items(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:

@@ -16,7 +16,7 @@ import numpy as np
 from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links
-from galvatron_lite.cost.copies import copied_bytes
+from galvatron_lite.cost.copies import copied_bytes, new_gradient_bytes
 from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
 from galvatron_lite.cost.layout import Layout, exchanging, layout, received
 from galvatron_lite.cost.overlap import Exposed, exposed_by
@@ -116,6 +116,8 @@ class LayerCost(_Seconds):
     # ``forward_working``) and beside the layer after it, on their way in either pass
     returning: int = 0
     copies: int = 0  # bytes of weights in the precision of compute, held beside the parameters in all passes of a step
+    # bytes of the largest gradient of one weight: made beside the sum of earlier micro-batches, then added to it
+    new_gradient: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +152,7 @@ class LayerCosts(_Seconds):
     accumulated: IntArray
     returning: IntArray
     copies: IntArray
+    new_gradient: IntArray
 
 
 _NAMES = tuple(item.name for item in fields(LayerCost))
@@ -449,6 +452,7 @@ class LayerPricer:
             "passing_gradients": up(work.gradient_items * profile.passing_bytes),
             "accumulated": largest(up(work.reduce_items * summed) - gradients, 0) if profile.accumulates else 0,
             "copies": copies,
+            "new_gradient": new_gradient_bytes(profile, kind, work, strategy),
             "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }
 

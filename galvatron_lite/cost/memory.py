@@ -7,7 +7,8 @@ Symbols, for layers 1..L of the stage in running order, k micro-batches in fligh
           last until a backward pass ends where m > 1 (``passing_of``), and are in A and, negative, in q
     a_l   kept from forward to backward, one micro-batch
     p_l   parameters gathered from forward until the layer's own backward ends
-    w_l   live while the layer itself computes, beyond all of the above of earlier layers (its own a_l, p_l included)
+    w_l   live while the layer itself computes, beyond all of the above of earlier layers (its own a_l, p_l included);
+          where m > 1 also the largest gradient of one weight, beside the sum of those of earlier micro-batches
     g_l   parameters gathered for this layer alone; the layer after it prefetches them in backward; and activations that
           wait in host memory, on their way beside the layer after it in either pass
     d_l   the buffer its gradients are reduced from; lives on in the backward of the layer before it
@@ -97,10 +98,11 @@ def terms(cost: LayerCost | LayerCosts, in_flight: int, microbatches: int, *, fi
     end = largest(cost.gathered - cost.gathering, 0) + whole + cost.reducing
     forward = own + cost.gathering + cost.forward_working
     prefix = cost.kept + cost.gathered
+    new = own + cost.new_gradient if microbatches > 1 else 0
     return MemoryTerms(
         rest=rest + passing + (in_flight - 1) * cost.kept,
         prefix=prefix - passing - _unformed(cost, microbatches, filled),
-        peak=largest(middle, end, forward, prefix),
+        peak=largest(middle, end, forward, prefix, new),
         middle=middle,
         prefetched=cost.gather + cost.returning,
         pending=cost.reducing,

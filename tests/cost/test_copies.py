@@ -45,6 +45,16 @@ def test_tables_are_copied_where_a_matmul_reads_them(known: Profile) -> None:
     assert held(known, "after", Strategy(data=4, tensor=2)) == ENTRIES * HIDDEN
 
 
+@pytest.mark.parametrize("kind", ["before", "after"])
+def test_a_new_gradient_of_a_table_is_of_its_own_precision(known: Profile, kind: str) -> None:
+    pricer = LayerPricer(known)
+    whole, half = (pricer.price(kind, one, 8, 1) for one in (Strategy(data=8), Strategy(data=4, tensor=2)))
+    assert whole is not None
+    assert half is not None
+    assert whole.new_gradient == 4 * ENTRIES * HIDDEN
+    assert half.new_gradient == pytest.approx(2 * ENTRIES * HIDDEN, rel=0.03)  # positions are not split
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_zero_gathers_has_none(known: Profile, stage: int) -> None:
     assert held(known, "block", Strategy(zero=8, zero_stage=stage)) == 0

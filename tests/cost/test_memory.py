@@ -23,6 +23,7 @@ def make_cost(draw: random.Random, zero: int) -> LayerCost:
         gathering=whole if zero else 0, whole_gradients=whole if zero else 0, reducing=whole if zero else 0,
         working=kept + draw.randint(0, 500), forward_working=kept, updating=draw.randint(0, 400),
         passing_gradients=draw.choice([0, whole]), copies=0 if zero else draw.choice([0, whole]),
+        new_gradient=0 if zero else draw.choice([0, 3 * whole]),
     )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def replay(costs: list[LayerCost], microbatches: int) -> int:
             passing += cost.passing_gradients + (cost.copies if number else 0)
             alive = rest + sum(formed) + passing + held + prefetched
             peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing)
+            peak = max(peak, alive + cost.gathered + cost.gather + (cost.new_gradient if number else 0))
             pending = cost.reducing
     return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 
@@ -88,6 +90,9 @@ def replay_filled(costs: list[LayerCost], microbatches: int) -> int:
             formed[place] = cost.formed_gradients
             alive = rest + sum(formed) + held + sum(gathered) + prefetched
             peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing)
+            peak = max(
+                peak, alive + cost.gathered + cost.gather + (cost.new_gradient if left < microbatches - 1 else 0)
+            )
             pending = cost.reducing
     return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 
@@ -101,6 +106,7 @@ def test_is_close_above_a_replay_that_begins_with_all_micro_batches(seed: int) -
     costs = [replace(cost, passing_gradients=0, copies=0) for cost in costs]
     predicted, expected = stage_memory(costs, 3, 3, 0, 0, filled=True).total, replay_filled(costs, 3)
     assert expected <= predicted <= stage_memory(costs, 3, 3, 0, 0).total
+    costs = [replace(cost, new_gradient=0) for cost in costs]  # counted beside the first micro-batch's activations
     light = [replace(cost, formed_gradients=min(cost.formed_gradients, cost.kept + cost.gathered)) for cost in costs]
     assert stage_memory(light, 3, 3, 0, 0, filled=True).total == replay_filled(light, 3)
 
