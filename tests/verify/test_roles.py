@@ -13,6 +13,7 @@ from galvatron_lite.verify.dry.repeat import UnlikeError, lengthened, shortened
 from galvatron_lite.verify.dry.roles import roles_of, run_roles
 from galvatron_lite.verify.dry.step import dry_run, subject_of
 from galvatron_lite.verify.dry.world import Announced
+from galvatron_lite.verify.match.places import moved_group
 from galvatron_lite.verify.schema import NOBODY, During, Message, MessageType
 from tests.equivalence.plans import write_plan
 
@@ -51,12 +52,15 @@ UNLIKE = {
     "edges": dict.fromkeys(EDGES, Strategy(data=2, tensor=4)),
     "tokens": {"blocks.1": Strategy(zero=4, zero_stage=3, context=2)}
     | dict.fromkeys(EDGES, Strategy(data=4, tensor=2)),
+    "tokens and tensor": dict.fromkeys(NAMES, Strategy(data=2, context=2, tensor=2)),
+    "tokens and stages": dict.fromkeys(NAMES, Strategy(data=2, context=2, tensor=2))
+    | dict.fromkeys(NAMES[2:3], Strategy(zero=2, zero_stage=1, context=2, tensor=2)),
     "tokens of all": dict.fromkeys(NAMES, Strategy(zero=4, zero_stage=1, context=2)),
     "sequence": {"blocks.0": Strategy(data=4, tensor=2, sequence_parallel=True), "blocks.1": Strategy(data=8)},
 }
 
 
-@pytest.mark.parametrize(("name", "stages"), list(zip(UNLIKE, (1, 2, 1, 2), strict=True)))
+@pytest.mark.parametrize(("name", "stages"), list(zip(UNLIKE, (1, 2, 1, 2, 1, 2), strict=True)))
 def test_every_rank_of_a_role_does_the_same(name: str, stages: int) -> None:
     """Each rank is run, and compared with the one that stands for it."""
     strategies = dict.fromkeys(NAMES, Strategy(zero=8, zero_stage=3)) | UNLIKE[name]
@@ -75,17 +79,18 @@ def test_every_rank_of_a_role_does_the_same(name: str, stages: int) -> None:
         for rank in role.ranks[1:]:
             other = runs[rank]
             assert (other.peak, other.kept) == (known.peak, known.kept)
-            assert [_shown(one, rank) for one in other.messages] == [_shown(one, role.rank) for one in known.messages]
+            expected = [_shown(one, role.rank, rank) for one in known.messages]
+            assert [_shown(one, rank, rank) for one in other.messages] == expected
 
 
-def _shown(one: Message, rank: int) -> tuple[object, ...]:
-    """What does not depend on the place; parts for the ranks of a stage, from this rank's own on."""
+def _shown(one: Message, rank: int, target: int) -> tuple[object, ...]:
+    """What a message of one rank is to another; parts for the ranks of a stage, from this rank's own on."""
     size = len(one.ranks)
     at = one.ranks.index(rank)
     parts = [tuple(own[(at + step) % size] for step in range(size)) if own else () for own in (one.sent, one.taken)]
-    lies = tuple(sorted((other - rank) % 8 for other in one.ranks))
+    group = moved_group(one.ranks, rank, target, 8)
     given = 0 if one.kind is MessageType.BROADCAST else one.bytes  # its root alone gives any
-    return one.kind, lies, one.purpose, one.tag, one.shape, one.dtype, given, one.phase, one.layer, *parts
+    return one.kind, group, one.purpose, one.tag, one.shape, one.dtype, given, one.phase, one.layer, *parts
 
 
 def test_where_shards_are_not_all_alike_each_rank_is_run() -> None:

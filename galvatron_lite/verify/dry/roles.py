@@ -126,8 +126,12 @@ def _places(
     """Places of a stage whose ranks do the same."""
     if not _alike([*strategies, *entering]):
         repeats = width if apart else _repeats([*strategies, *entering])
+        inner = strategies[0].tensor if even and not apart and _tokens_alike([*strategies, *entering]) else 1
         said = f"of {width}" if repeats == width else f"of every {repeats}"
-        return {f"place {place} {said}": list(range(place, width, repeats)) for place in range(repeats)}
+        return {
+            f"place {place} {said}": [one for one in range(width) if one % repeats // inner == place // inner]
+            for place in range(0, repeats, inner)
+        }
     tensor = strategies[0].tensor
     if even or tensor == 1:
         return {"all ranks": list(range(width))}
@@ -142,6 +146,12 @@ def _alike(strategies: Sequence[Strategy]) -> bool:
     degrees = {(one.batch_degree, one.tensor) for one in strategies}
     places = any(one.context * one.spatial * one.slices * one.expert > 1 for one in strategies)
     return len(degrees) == 1 and not places
+
+
+def _tokens_alike(strategies: Sequence[Strategy]) -> bool:
+    """Whether all layers share samples and tokens alike, and nothing else; tensor groups are the innermost then."""
+    layouts = {(one.batch_degree, one.context, one.tensor, one.sequence_parallel) for one in strategies}
+    return len(layouts) == 1 and all(one.spatial * one.slices * one.expert == 1 for one in strategies)
 
 
 def _repeats(strategies: Sequence[Strategy]) -> int:
