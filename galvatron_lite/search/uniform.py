@@ -119,7 +119,7 @@ def _chunks(
     )
     held = tuple(frozenset(place for stage in own for place in range(*cuts[stage : stage + 2])) for own in stages_of)
     own = [sorted(places.intersection(blocks)) for places in held]
-    parts = min(_PARTS, *map(len, own))
+    parts = min(_PARTS, *(len(places) for places in own if places))  # a group may hold the edges of the model alone
     positions = {place: number * parts // len(places) for places in own for number, place in enumerate(places)}
     counts = np.zeros((groups, virtual, parts), dtype=np.int64)
     for group, stages in enumerate(stages_of):

@@ -9,6 +9,7 @@ from itertools import pairwise, product
 
 import pytest
 
+from galvatron_lite import api
 from galvatron_lite.cost.groups import groups_of, limit_memory, price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
@@ -126,3 +127,9 @@ def test_chunks_share_out_blocks_or_blocks_and_edges_evenly() -> None:
     assert cuts_of(graph, 4) == [(0, 3, 5, 7, 9), (0, 2, 5, 7, 9)]
     assert cuts_of(graph, 7) == [(0, 2, 3, 4, 5, 6, 7, 9)]
     assert cuts_of(graph, 9) == [tuple(range(10))]
+
+
+def test_a_group_that_holds_the_edges_of_a_model_alone() -> None:
+    """Under ZB-V the first group has the first stage and the last, which may be an embedding and a head."""
+    found = api.plan(model="gpt2", cluster="h100", gpus=4, batch=48, mem="80GB", fix={"schedule": "zb-v", "pp": 4})
+    assert found.schedule is Schedule.ZERO_BUBBLE_V
