@@ -41,11 +41,13 @@ def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strat
 
     From the second micro-batch on it is made beside the sum of those before. Args as ``copied_bytes``.
     """
+    if not profile.copied_bytes:
+        return 0
     item, total = activation_bytes(profile.graph.precision), kind.parameters.total
     read = [operator.weight_bytes / operator.count / item for operator in kind.operators if operator.weight_bytes]
     looked_up = total - sum(operator.weight_bytes for operator in kind.operators) / item
     most = max([looked_up, *read])
-    if not profile.copied_bytes or most <= 0:
+    if most <= 0:  # a layer without weights
         return 0
     items = work.gradient_items * (most / total) if most <= total else most / strategy.tensor
     wrapped = (strategy.state_shards > 1) & (strategy.zero_stage > 1)
