@@ -43,7 +43,7 @@ FOUR: tuple[Row, ...] = (
     (Schedule.ZERO_BUBBLE_2P, 1, (3,), 4, Strategy(data=2)),
 )
 TIED: tuple[Row, ...] = ((Schedule.ZERO_BUBBLE_V, 2, (1, 2, 2), 2, Strategy(context=2)),)
-"""The embedding's weight is the head's, on the same ranks; where tokens are shared, backward makes its gradient."""
+"""The embedding's weight is the head's, on the same ranks."""
 
 
 def plan_of(case: Case, row: Row, world: int) -> Plan:
@@ -70,16 +70,19 @@ def trained(work: Sequence[tuple[Case, Sequence[Plan], Reference]]) -> list[str]
 
 
 def observed(case: Case, plan: Plan) -> list[str]:
-    """One step's passes, and the most micro-batches between them, against the table."""
+    """One step's passes, and the most micro-batches between them, against the table; whether backward leaves products
+    of weights to passes of their own."""
     seen: list[Action] = []
-    most = [0, 0]
+    most, left = [0, 0], 0
 
     def noting(name: str) -> Any:
         run = getattr(PipelineRunner, name)
 
         def noted(self: PipelineRunner, step: Any, box: Any, action: Action, following: Action | None) -> None:
+            nonlocal left
             run(self, step, box, action, following)
             seen.append(action)
+            left += len(step.later.get((action.chunk, action.microbatch), ()))
             most[:] = max(most[0], len(step.passes)), max(most[1], len(step.later))
 
         return patch.object(PipelineRunner, name, noted)
@@ -98,6 +101,7 @@ def observed(case: Case, plan: Plan) -> list[str]:
         pending = counts[Pass.BACKWARD] - counts[Pass.WEIGHT] if splits else 0
         held = [max(held[0], counts[Pass.FORWARD] - counts[Pass.BACKWARD]), max(held[1], pending)]
     wrong = [] if tuple(seen) == table else [f"passes {seen} instead of {table}"]
+    wrong += ["no product waits for a pass of weights"] if plan.schedule in ZERO_BUBBLE and not left else []
     return wrong if most == held else [*wrong, f"holds {most} micro-batches, not {held}"]
 
 

@@ -156,7 +156,9 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, ring: int) -> tuple[
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
-    output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
+    samples, heads, tokens, _ = query.shape
+    # Heads beside items in memory, as attention in one process returns them: joining the heads then copies nothing.
+    output = query.new_zeros((samples, tokens, heads, value.shape[-1]), dtype=wide).transpose(1, 2)
     sums = query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
     for step, keys, values in _visits(key, value, ring):
         for number, task in enumerate(ring.tasks(step)):

@@ -24,6 +24,7 @@ from galvatron_lite.parallelism.cuts.tensor import (
     Handler,
     cut_like,
     cuts_of,
+    local_of,
     shares_only,
     whole_shape,
 )
@@ -102,8 +103,7 @@ def _linear(call: Call) -> Any:
         return on_whole(call)
     plain = not cuts_of(weight) and (bias is None or not cuts_of(bias))
     if plain and isinstance(tensor, CutTensor) and at(tensor.cuts, len(inner)) is None:
-        with shares_only():
-            return cut_like(call.function(tensor, weight, bias), tensor.cuts, call.rules)
+        return cut_like(call.function(local_of(tensor), weight, bias), tensor.cuts, call.rules)
     product = contract(call.function, [tensor, weight], [f"{inner}Y", "ZY"], f"{inner}Z", call)
     return product if bias is None else product + bias
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import grad
 from torch.overrides import TorchFunctionMode
 
+from galvatron_lite.parallelism.cuts.tensor import CutTensor
+
 Later = Callable[[], None]
 """Makes the gradient of a parameter, and adds it to what the parameter has."""
 _PAIR, _DIMS = 2, 4
@@ -66,7 +68,12 @@ class _Deferring(TorchFunctionMode):
         """Run the function; deferring where it is a product with a parameter."""
         product = _PRODUCTS.get(func)
         operands = None if product is None else product.operands(args, kwargs or {})
-        if product is None or operands is None or not _is_weight(operands.weight) or not _is_plain(operands):
+        if product is None or operands is None or not _is_weight(operands.weight):
+            return func(*args, **(kwargs or {}))
+        if isinstance(operands.input, CutTensor):
+            with self:  # the product of this rank's tokens, which the tensor's rules call, comes here again
+                return type(operands.input).__torch_function__(func, types, args, kwargs)
+        if not _is_plain(operands):
             return func(*args, **(kwargs or {}))
         return _Product.apply(*operands.tensors, operands.options, product, self._deferral)  # type: ignore[no-untyped-call]
 
