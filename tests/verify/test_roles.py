@@ -124,19 +124,20 @@ def test_stages_that_go_round_hear_one_another() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "strategy"),
-    [(1, Strategy(zero=2, zero_stage=3)), (2, Strategy())],
+    [(1, Strategy(zero=2, zero_stage=3)), (2, Strategy()), (4, Strategy())],
     ids=str,
 )
 def test_micro_batches_that_repeat_are_not_run_and_nothing_is_missed(stages: int, strategy: Strategy) -> None:
     size = len(NAMES) // stages
     cut = [NAMES[start : start + size] for start in range(0, len(NAMES), size)]
     strategies = dict.fromkeys(NAMES, strategy)
-    plan = write_plan(cut, strategies, devices=strategy.devices * stages, batch=20, microbatches=10)
-    subject = subject_of(model(), plan, random_tokens(20, 16, 64))
+    plan = write_plan(cut, strategies, devices=strategy.devices * stages, batch=26, microbatches=13)
+    subject = subject_of(model(), plan, random_tokens(26, 16, 64))
     said: dict[int, Announced] = {}
     for run in run_roles(subject, plan):
         whole, said[run.rank] = dry_run(subject, plan, run.rank, lambda *at: said[at[0]][at[1], at[2]][at[3]])
-        assert any(f"{2 * stages + 3} of 10 micro-batches" in note for note in run.notes)
+        shown = 2 * (stages - run.stage) + (4 if stages > 1 else 3)
+        assert any(f"{shown} of 13 micro-batches" in note for note in run.notes)
         assert run.messages == whole.messages
         assert (run.peak, run.kept, run.splits) == (whole.peak, whole.kept, whole.splits)
 
@@ -144,13 +145,13 @@ def test_micro_batches_that_repeat_are_not_run_and_nothing_is_missed(stages: int
 def test_what_holds_more_with_more_micro_batches_is_run_whole() -> None:
     strategies = dict.fromkeys(NAMES, Strategy())
     plan = write_plan([NAMES[:2], NAMES[2:]], strategies, devices=2, batch=20, microbatches=10)
-    assert shortened(plan).microbatches == 7
-    assert shortened(replace(plan, schedule=Schedule.GPIPE)).microbatches == 10
-    starts = [10 * number for number in range(7)]
+    assert shortened(plan, 0).microbatches == 8
+    assert shortened(replace(plan, schedule=Schedule.GPIPE), 0).microbatches == 10
+    starts = [10 * number for number in range(8)]
     alike = [
-        Message(n, MessageType.BARRIER, (0,), "", NOBODY, 0, (), "", 0, During.FORWARD, n // 10) for n in range(70)
+        Message(n, MessageType.BARRIER, (0,), "", NOBODY, 0, (), "", 0, During.FORWARD, n // 10) for n in range(80)
     ]
-    assert len(lengthened(alike, starts, plan)) == 100
+    assert len(lengthened(alike, starts, plan, 0)) == 100
     alike[starts[3]] = replace(alike[starts[3]], shape=(3,))
     with pytest.raises(UnlikeError, match="unlike"):
-        lengthened(alike, starts, plan)
+        lengthened(alike, starts, plan, 0)

@@ -58,7 +58,8 @@ class Ledger:
     operations: int = 0  # that made a tensor, so far
     samples: list[Sample] = field(default_factory=list)  # since ``watch``
     _entries: dict[int, LiveStorage] = field(default_factory=dict)
-    _fresh: list[LiveStorage] = field(default_factory=list)
+    _fresh: list[LiveStorage] = field(default_factory=list)  # made since a layer's forward began
+    _backward: list[LiveStorage] = field(default_factory=list)  # made since a backward pass began
     _high: int = 0
     _at_high: tuple[int, ...] = (0,) * len(Use)
     _stride: int = 1
@@ -78,6 +79,8 @@ class Ledger:
         self.operations += 1
         if place.phase is During.FORWARD:
             self._fresh.append(entry)
+        elif place.phase is During.BACKWARD:
+            self._backward.append(entry)
         self._add(Use.TEMPORARY, entry.size)
 
     def _gone(self, key: int, _weak: Any) -> None:
@@ -138,10 +141,17 @@ class Ledger:
 
     def keep_fresh(self) -> None:
         """A layer's forward is over: what it made and is still there is kept for backward."""
-        for entry in self._fresh:
+        self._keep(self._fresh, Use.ACTIVATIONS)
+
+    def end_backward(self, use: Use) -> None:
+        """A backward pass is over: what it made and is still there waits for a later one, as ``use``."""
+        self._keep(self._backward, use)
+
+    def _keep(self, made: list[LiveStorage], use: Use) -> None:
+        for entry in made:
             if entry.size and entry.use is Use.TEMPORARY:
-                self._move(entry, Use.ACTIVATIONS)
-        self._fresh.clear()
+                self._move(entry, use)
+        made.clear()
 
     def kept(self, microbatch: int) -> dict[str, int]:
         """Bytes by layer that the forward passes of a micro-batch made, and that are still there."""

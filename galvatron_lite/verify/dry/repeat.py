@@ -13,24 +13,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from galvatron_lite.errors import GalvatronError
+from galvatron_lite.parallelism.pipeline.table import ROOM
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.verify.schema import NOBODY, Message
-
-SPARE = 3  # micro-batches beyond twice the stages (see ``shortened``)
 
 
 class UnlikeError(GalvatronError):
     """Micro-batches did not repeat: all must be run."""
 
 
-def shortened(plan: Plan) -> Plan:
-    """The plan with as many micro-batches as show all that happens, each of the same size; itself if it has no more.
+def shortened(plan: Plan, stage: int) -> Plan:
+    """The plan with as many micro-batches as show all that happens in a stage, each of the same size; itself if it has
+    no more.
 
-    Those are as many as there are stages to fill the pipeline, two to be held against each other, and one more than
-    there are stages behind them: what is sent is waited for that much later at most. Schedules that hold more the more
-    micro-batches there are (GPipe), and those that go round the stages, stay whole.
+    Those are as many as are under way there at most, two to be held against each other, and those that pass until what
+    was sent is waited for. Schedules that hold more the more micro-batches there are (GPipe), and those that go round
+    the stages, stay whole.
     """
-    enough = 2 * plan.pipeline + SPARE
+    enough = _under_way(plan, stage) + 2 + _behind(plan, stage)
     repeats = plan.schedule is Schedule.ONE_F_ONE_B or plan.pipeline == 1
     if not repeats or plan.microbatches <= enough or plan.global_batch % plan.microbatches:
         return plan
@@ -38,12 +38,23 @@ def shortened(plan: Plan) -> Plan:
     return replace(plan, microbatches=enough, global_batch=samples)
 
 
-def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan) -> tuple[Message, ...]:
-    """The messages of all micro-batches of a plan."""
+def _under_way(plan: Plan, stage: int) -> int:
+    """The most micro-batches that a stage works on at once under 1F1B: one for itself and each stage behind it."""
+    return plan.pipeline - stage
+
+
+def _behind(plan: Plan, stage: int) -> int:
+    """Micro-batches behind two that are held against each other: those under way, and as many as there is room for
+    messages of (``parallelism.pipeline.table.ROOM``), of which one is theirs."""
+    return _under_way(plan, stage) + (ROOM if plan.pipeline > 1 else 1)
+
+
+def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan, stage: int) -> tuple[Message, ...]:
+    """The messages of all micro-batches of a plan, from those of a rank of a stage in a shortened step."""
     missing = plan.microbatches - len(starts)
     if missing <= 0:
         return tuple(messages)
-    place = len(starts) - 2 - plan.pipeline
+    place = len(starts) - 1 - _behind(plan, stage)
     before, start, end = starts[place - 1 : place + 2]
     length = end - start
     if [_shifted(one, 1, length) for one in messages[before:start]] != list(messages[start:end]):

@@ -28,6 +28,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_record import Recorder
 from galvatron_lite.model.trace_run import shapes_only
+from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.runtime.clip import local_tensor
@@ -135,11 +136,11 @@ def dry_run(
     log, ledger = MessageLog(place, said={} if announced is None else announced, hear=hear), Ledger(place)
     mode = DryMode(ledger)
     with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _explain_refusals(place), mode, accelerated():
-        run = shortened(plan) if brief else plan
+        run = shortened(plan, rank // plan.stage_devices) if brief else plan
         made = _Run(subject, run, place, log, ledger)
         made.step()
         splits, kept, stage = made.splits(plan.microbatches), made.kept, made.parallel.runtime.meshes.stage_index
-        messages = lengthened(log.messages, made.starts, plan) if run is not plan else tuple(log.messages)
+        messages = lengthened(log.messages, made.starts, plan, stage) if run is not plan else tuple(log.messages)
         del made
     return RoleRun(
         rank=rank, stage=stage, role="", ranks=(rank,), messages=messages, samples=tuple(ledger.samples),
@@ -175,9 +176,11 @@ def _notes(plan: Plan, run: Plan) -> tuple[str, ...]:
 class DryWatch(Watch):
     """Tells where the rank is, and nobody else."""
 
-    def __init__(self, place: RankPlace, log: MessageLog, ledger: Ledger) -> None:
+    def __init__(self, place: RankPlace, log: MessageLog, ledger: Ledger, *, splits_backward: bool) -> None:
         super().__init__(DEVICE)
         self._place, self._log, self._ledger = place, log, ledger
+        # what outlives a backward pass: what gradients of weights are made of later, or the sums that FSDP2 keeps
+        self._outlives = Use.ACTIVATIONS if splits_backward else Use.GRADIENTS
         self.forwards_over: Callable[[int], None] = lambda _: None
         self.starts: list[int] = []
 
@@ -187,6 +190,8 @@ class DryWatch(Watch):
         ledger, place = self._ledger, self._place
         ledger.keep_fresh()
         ledger.sample()
+        if place.phase is During.BACKWARD:
+            ledger.end_backward(self._outlives)
         if place.phase is During.FORWARD:
             self.forwards_over(place.microbatch)
         place.phase, place.microbatch, place.layer = _DURING[phase], number, ""
@@ -236,7 +241,7 @@ class _Run:
             tensor_plans=subject.known,
             precision=subject.precision,
         )
-        self.watch = self.parallel.watch = DryWatch(place, log, ledger)
+        self.watch = self.parallel.watch = DryWatch(place, log, ledger, splits_backward=plan.schedule in ZERO_BUBBLE)
         self.watch.forwards_over = self._forward_over
         self.optimizer = self.parallel.optimizer(subject.optimizer)
         self._seen = {layer.name: _Seen() for layer in subject.layers}
