@@ -153,10 +153,11 @@ def order_of(profile: Profile, costs: Sequence[StageCost]) -> PassOrder:
 def busy_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> tuple[float, ...]:
     """Seconds from the step's beginning to the end of each group's last backward.
 
-    Zero-bubble: from each group's first pass, as steps follow one another without waiting for all groups.
+    From each group's first pass where steps follow one another without waiting for all groups.
     """
     if shape.schedule in ZERO_BUBBLE:
-        return zero_bubble_of(profile, shape, costs).spans
+        step = zero_bubble_of(profile, shape, costs)
+        return step.spans if profile.steps_overlap else step.ends
     return group_ends([cost.times for cost in costs], course_of(shape), hidden_share(profile))
 
 

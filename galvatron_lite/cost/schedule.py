@@ -26,11 +26,12 @@ v stages that a group runs:
     zero-bubble 1p, V    R = C - (1 + min(1, (m - 1) / (p - 1))) W            (Qi et al. 2023, table 2: ZB-H1)
     zero-bubble 2p       R = C - (1 + min(2, (m - 1) / (p - 1))) W            (the same: ZB-H2)
 
-R is what one more group delays the step by. Zero-bubble steps follow one another without waiting for all groups, so
-T is the span of the busiest group, as in ``cost.zero_bubble``. On equal stages without sends T equals the simulation
-for interleaved, and for zero-bubble where the gradients of input and weights take a forward each; elsewhere the two
-differ by what the greedy order of the simulation makes of it (``tests/cost``). ZB-V is given the bubble of ZB-H1, at
-half its memory: its bubble has no closed form where passes are unlike.
+R is what one more group delays the step by. Where zero-bubble steps follow one another without waiting for all groups,
+T is the span of the busiest group, as in ``cost.zero_bubble``. Where they wait, 2p gains nothing over 1p: what it saves
+on the way back it pays for by starting later, so it has the form of 1p. On equal stages without sends T equals the
+simulation for interleaved, and for zero-bubble where the gradients of input and weights take a forward each; elsewhere
+the two differ by what the greedy order of the simulation makes of it (``tests/cost``). ZB-V is given the bubble of
+ZB-H1, at half its memory: its bubble has no closed form where passes are unlike.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class Form:
         return tuple(ramp + rounds for ramp, rounds in zip(self.ramp, self.rounds, strict=True))
 
 
-def form_of(schedule: Schedule, groups: int, microbatches: int, virtual: int = 1) -> Form:
+def form_of(
+    schedule: Schedule, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False
+) -> Form:
     """The closed form of a schedule on so many groups of devices with so many stages each; see the module."""
     rounds = microbatches - 1
     if schedule is Schedule.GPIPE:
@@ -96,12 +99,19 @@ def form_of(schedule: Schedule, groups: int, microbatches: int, virtual: int = 1
         padded = -(-microbatches // groups) * groups
         return Form(padded, (1 / virtual,), (padded - 1 / virtual,))
     if schedule in ZERO_BUBBLE:
-        most = 2.0 if schedule is Schedule.ZERO_BUBBLE_2P else 1.0
+        most = 2.0 if schedule is Schedule.ZERO_BUBBLE_2P and steps_overlap else 1.0
         return Form(microbatches, (1, 0), (0, 1), 1.0 + min(most, rounds / max(groups - 1, 1)))
     return Form(microbatches, (1,), (rounds,))
 
 
-def closed_form(stages: Sequence[StageTimes], microbatches: int, schedule: Schedule, virtual: int = 1) -> float:
+def closed_form(
+    stages: Sequence[StageTimes],
+    microbatches: int,
+    schedule: Schedule,
+    virtual: int = 1,
+    *,
+    steps_overlap: bool = False,
+) -> float:
     """Seconds from the first forward to the last backward, or of the busiest group's span; see the module.
 
     Args:
@@ -109,9 +119,10 @@ def closed_form(stages: Sequence[StageTimes], microbatches: int, schedule: Sched
         microbatches: a step.
         schedule: order of passes.
         virtual: stages of each group.
+        steps_overlap: see ``Profile``.
     """
     groups = len(stages) // virtual
-    form = form_of(schedule, groups, microbatches, virtual)
+    form = form_of(schedule, groups, microbatches, virtual, steps_overlap=steps_overlap)
     totals = [[0.0] * len(form.ramp) for _ in range(groups)]
     for index, stage in enumerate(stages):
         own = totals[group_of(schedule, groups, index)]

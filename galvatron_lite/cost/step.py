@@ -136,7 +136,8 @@ def bound_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) ->
 
     Equal to the step time that ``predict`` gives without a pipeline, else mostly a little more, see ``cost.schedule``.
     """
-    work = closed_form([cost.times for cost in costs], shape.microbatches, shape.schedule, shape.virtual)
+    times, overlap = [cost.times for cost in costs], profile.steps_overlap
+    work = closed_form(times, shape.microbatches, shape.schedule, shape.virtual, steps_overlap=overlap)
     longest = max(sum(cost.step for cost in group) for group in groups_of(shape, costs))
     alone = work + longest + profile.overhead.step
     return alone * straggling(profile, shape.devices)

@@ -110,7 +110,7 @@ class Timeline:
     course: Course  # of the pipeline
     groups: tuple[GroupTimeline, ...]  # of devices, first ranks first
     host: float  # seconds of fixed host work that end the step
-    # whether a group begins its next step before others have ended this one (zero-bubble schedules): a step then
+    # whether a group begins its next step before others have ended this one (``Profile.steps_overlap``): a step then
     # takes what the busiest group needs, not what passes until all have ended
     overlapping: bool
 
@@ -165,7 +165,8 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         _group(pricer, shape, costs, number, passes, factor)
         for number, passes in enumerate(worked)
     )  # fmt: skip
-    return Timeline(course_of(shape), groups, profile.overhead.step * factor, shape.schedule in ZERO_BUBBLE)
+    overlapping = shape.schedule in ZERO_BUBBLE and profile.steps_overlap
+    return Timeline(course_of(shape), groups, profile.overhead.step * factor, overlapping)
 
 
 def untimed(plan: Plan) -> str:

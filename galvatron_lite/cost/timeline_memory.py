@@ -101,7 +101,7 @@ class GroupMemory:
     def _during(self, what: Pass, chunk: int, counts: Counts) -> MemoryBreakdown:
         """At the worst moment of a pass, whose own micro-batch is counted."""
         if what is Pass.WEIGHT:
-            return self._between(counts)
+            return replace(self._between(counts), temporary=max(map(self._new_gradient, self._chunks[chunk])))
         if what is Pass.FORWARD:
             return self._forward(chunk, counts)
         memory = backward_memory(
@@ -114,8 +114,12 @@ class GroupMemory:
     def _ending(self, what: Pass, chunk: int, counts: Counts) -> MemoryBreakdown:
         """At the end of a backward that leaves the gradients of weights: all that they wait for is there."""
         rest, layers = self._between(_moved(counts, what, chunk, self._split)[1]), self._chunks[chunk]
-        own = max(cost.gathered + cost.gather + cost.working - cost.kept for cost in layers)
-        return replace(rest, temporary=own)
+        own = (c.gathered + c.gather + max(c.working - c.kept, self._new_gradient(c)) for c in layers)
+        return replace(rest, temporary=max(own))
+
+    def _new_gradient(self, cost: LayerCost) -> int:
+        """Bytes of a weight's gradient beside the sum of those of earlier micro-batches."""
+        return cost.new_gradient if self._microbatches > 1 else 0
 
     def _forward(self, chunk: int, counts: Counts) -> MemoryBreakdown:
         """While the forward of one more micro-batch runs."""

@@ -41,19 +41,17 @@ class Backend:
     # fields of ``Strategy`` that have one value in all layers that have parameters; the search takes each value in
     # turn (``search.alike``)
     uniform: tuple[str, ...] = ()
+    block_uniform: tuple[str, ...] = ()  # fields that have one value in all blocks besides
+    block_rule: Callable[[Strategy], bool] | None = None  # what it asks of blocks alone; None: nothing
+    even: bool = False  # whether every stage of a pipeline has as many blocks as any other
+    stack: str = ""  # the software whose costs plans for it are estimated with; empty: our own runtime's
     # whether it runs plans other than stages in the model's order: branches on devices of their own, and delayed
     # gradients
     beside: bool = True
     # by schedule: fields of ``Strategy``, and the value that each must have under it
     asked: Mapping[Schedule, tuple[tuple[str, object], ...]] = field(default_factory=dict)
-    pinned: tuple[Schedule, ...] = ()  # schedules that the search tries only where they are asked for
     # by field of ``Strategy``: the value that the search keeps to where none is asked for
     reserved: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def tried(self) -> tuple[Schedule, ...]:
-        """The schedules that the search tries where none is asked for."""
-        return tuple(schedule for schedule in self.schedules if schedule not in self.pinned)
 
     def leaves_out(self, mode: Mode) -> tuple[str, ...]:
         """What is missing in a mode, a line each."""
@@ -99,15 +97,9 @@ GALVATRON = Backend(
     "galvatron",
     EXECUTABLE,
     {},
-    (
-        "galvatron tries zero-bubble schedules and host memory only where they are asked for (--fix schedule=..., "
-        "offload=...)",
-    ),
+    ("galvatron tries host memory only where it is asked for (--fix offload=...): how much a node has is not known",),
     rule=_trains,
     asked=dict.fromkeys(ZERO_BUBBLE, SPLIT_BACKWARD),
-    # embeddings hold more under them than is predicted
-    pinned=tuple(ZERO_BUBBLE),
-    # how much host memory there is, and what else takes it, is not known
     reserved={"offload": Offload.NONE},
 )
 """What ``auto_parallelize`` trains with."""
@@ -135,9 +127,82 @@ DEEPSPEED = Backend(
     modes=(Mode.TRAINING,),
     uniform=("zero_stage", "offload"),
     beside=False,
+    stack="megatron-deepspeed",
 )
 """What DeepSpeed's engine trains with."""
-BACKENDS = {backend.name: backend for backend in (GALVATRON, DEEPSPEED, ANY)}
+
+
+def _megatron(strategy: Strategy) -> bool:
+    """All replicas share optimizer states (the distributed optimizer), and nothing else."""
+    return strategy.data == 1 and strategy.zero_stage == (strategy.zero * strategy.context > 1) and _spreads(strategy)
+
+
+def _fully_sharded(strategy: Strategy) -> bool:
+    """FSDP2 shares parameters wherever there are replicas."""
+    return strategy.zero_stage in ((2, 3) if strategy.zero * strategy.context > 1 else (0,)) and _spreads(strategy)
+
+
+def _spreads(strategy: Strategy) -> bool:
+    """Experts are whole, one device each."""
+    return strategy.expert == 1 or strategy.expert_tensor == 1
+
+
+def _sequence_parallel(strategy: Strategy) -> bool:
+    """Tensor groups of blocks share tokens between matmuls, too."""
+    return strategy.sequence_parallel == (strategy.tensor > 1)
+
+
+_TRANSFORMERS_ALONE: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("depth", "height", "width", "filters", "channels"), (1,)),
+    "offload": (Offload.NONE,),
+}
+"""What tools for language models do not have."""
+_BY_BLOCK = ("sequence_parallel", "expert", "expert_tensor", "recompute")
+MEGATRON = Backend(
+    "megatron",
+    (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
+    _TRANSFORMERS_ALONE,
+    rule=_megatron,
+    modes=(Mode.TRAINING,),
+    uniform=("tensor", "context", "ulysses"),
+    block_uniform=_BY_BLOCK,
+    block_rule=_sequence_parallel,
+    beside=False,
+    stack="megatron-core",
+)
+"""What Megatron-LM can be told: the distributed optimizer, and one strategy for all layers."""
+NEMO = replace(MEGATRON, name="nemo", stack="megatron-bridge")
+"""The same for NeMo's recipes, which train with Megatron-Bridge."""
+TORCHTITAN = Backend(
+    "torchtitan",
+    (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.GPIPE),
+    {**_TRANSFORMERS_ALONE, "ulysses": (False,)},
+    rule=_fully_sharded,
+    modes=(Mode.TRAINING,),
+    uniform=("data", "tensor", "context", "zero_stage"),
+    block_uniform=_BY_BLOCK,
+    block_rule=_sequence_parallel,
+    beside=False,
+    even=True,
+    stack="torchtitan",
+)
+"""What torchtitan's command line can be told: FSDP2, and one strategy for all layers."""
+ACCELERATE = Backend(
+    "accelerate",
+    SIMPLE,
+    {**_TRANSFORMERS_ALONE, "ulysses": (False,), "expert": (1,), "sequence_parallel": (False,)},
+    ("accelerate runs no pipelines",),
+    rule=_fully_sharded,
+    pipelines=(),
+    modes=(Mode.TRAINING,),
+    uniform=("data", "tensor", "context", "zero_stage"),
+    block_uniform=("recompute",),
+    block_rule=lambda strategy: strategy.recompute is not Recompute.SELECTIVE,
+    beside=False,
+    stack="torchtitan-eager",
+)
+"""What accelerate's configuration can be told: FSDP2, and one strategy for all layers."""
+BACKENDS = {backend.name: backend for backend in (GALVATRON, DEEPSPEED, ANY, MEGATRON, NEMO, TORCHTITAN, ACCELERATE)}
 
 
 def in_mode(backend: Backend, mode: Mode) -> Backend:

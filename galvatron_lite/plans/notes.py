@@ -10,9 +10,8 @@ from galvatron_lite.parallelism.branch.find import Branch, find_regions
 from galvatron_lite.parallelism.branch.parts import trunk_of
 from galvatron_lite.parallelism.cyclic.cuts import unevenness
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Mode, Plan
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_count, format_seconds
 
 
@@ -50,7 +49,7 @@ def has_batch_norms(kind: LayerKind) -> bool:
 def plan_notes(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
     """What results under a plan of a model's own layers are otherwise than those of one process, and what is not run; a
     line each."""
-    return (*_delayed(plan), *_piped(plan), *_normed(graph, plan))
+    return (*_delayed(plan), *_normed(graph, plan))
 
 
 def other_size(plan: Plan, parameters: int) -> tuple[str, ...]:
@@ -61,16 +60,6 @@ def other_size(plan: Plan, parameters: int) -> tuple[str, ...]:
     return (
         f"The plan was made for a model of {format_count(known)} parameters, this one has {format_count(parameters)}: "
         "its times and memory are another model's. Profile and plan this one.",
-    )
-
-
-def _piped(plan: Plan) -> tuple[str, ...]:
-    """What is said of zero-bubble schedules."""
-    if plan.schedule not in ZERO_BUBBLE or plan.pipeline == 1 or plan.mode is Mode.INFERENCE:
-        return ()
-    return (
-        f"its step time is that of {plan.schedule.value} steps that follow one another without waiting for all stages; "
-        "auto_parallelize waits for the loss of each",
     )
 
 

@@ -174,6 +174,7 @@ def estimate_profile(
         overlap=NVIDIA_OVERLAP,
         hidden=dict(host.hidden),
         scattered_sends=stack.scattered_sends,
+        steps_overlap=stack.steps_overlap,
         straggling=host.straggling,
         sharing=host.sharing,
         overhead=slowest.overhead,

@@ -206,6 +206,8 @@ class Profile(Strict):
         versions: of the software it was made with.
         scattered_sends: whether pipeline stages send whole boundary tensors in parts, one from each device of a
             tensor group, and gather them on the other side.
+        steps_overlap: whether stages begin a step before the others have ended the last, under zero-bubble schedules
+            (Qi et al. 2023, section 4); ours wait for the loss of each step.
         types: where the cluster has devices of several types, the figures of each; ``layers``, ``optimizer`` and
             ``overhead`` are then those of the slowest at each point, which paces layers that all of them work on.
         transport: how the software sends.
@@ -240,6 +242,7 @@ class Profile(Strict):
     unbuffered: bool = False
     versions: tuple[tuple[str, str], ...] = ()
     scattered_sends: bool = False
+    steps_overlap: bool = False
     types: tuple[DeviceFigures, ...] = ()
     transport: Transport = STRAIGHT
     pictures: PictureSplit = SPARING

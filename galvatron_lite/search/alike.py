@@ -2,23 +2,32 @@
 must all have the same samples (``ModelGraph.folded``): each way is searched alone.
 
 With the fields of one way pinned, the search is exact over all that is left (recomputation by layer, micro-batches); so
-the quickest of all ways' plans is the quickest there is. A layer without parameters is left as it is: it has nothing to
-shard.
+the quickest of all ways' plans is the quickest there is. Where there are many ways, only the most promising are planned
+in full: those whose best plans take least by the closed form. A layer without parameters is left as it is: it has
+nothing to shard.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
 
 from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Proof
+from galvatron_lite.search.best_first import search
 from galvatron_lite.search.pin_names import typed_name
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.search.ways import PlanTask, led, seconds_of
 
 Pins = tuple[tuple[str, object], ...]
+_PROMISING, _REACH, _WORK = 4, 0.02, 400_000
+"""Ways that are planned in full, how far their closed forms may be above the least, and labels of a search for it."""
 Look = Callable[[PlanTask], Plan]
 """Finds the best plan that keeps the pins of what is asked."""
 
@@ -38,8 +47,14 @@ def with_alike(looked: Look, task: PlanTask, runners_up: int) -> Plan:
     if not _fields(task):
         return looked(task)
     found, errors = list[Plan](), list[InfeasibleError]()
-    for pins in _ways(task):
-        pinned = replace(task, request=replace(task.request, fixed=_pinned(task, pins)))
+    ways = [
+        replace(every, layers=(*every.layers, *own), even=every.even or task.backend.even)
+        for pins in _ways(task)
+        for every in [_pinned(task, pins)]
+        for own in _block_ways(task, pins)
+    ]
+    for fixed in ways if len(ways) <= _PROMISING else _most_promising(task, ways):
+        pinned = replace(task, request=replace(task.request, fixed=fixed))
         try:
             found.append(looked(pinned))
         except InfeasibleError as error:
@@ -77,6 +92,55 @@ def _ways(task: PlanTask) -> Iterator[Pins]:
     for values in product(*(sorted({one[place] for one in common}, key=str) for place in range(len(fields)))):
         if values in common:
             yield tuple(zip(fields, values, strict=True))
+
+
+def _block_ways(task: PlanTask, pins: Pins) -> Iterator[tuple[tuple[str, str, object], ...]]:
+    """Pins of blocks beside those of all layers: one value of each field that all blocks share.
+
+    Kinds of blocks that do not have a field's value (dense blocks of a mixture) are left without it.
+    """
+    request, fields, rule = task.request, task.backend.block_uniform, task.backend.block_rule
+    blocks = [layer for layer in request.graph.layers if layer.role is Role.BLOCK]
+    if not fields or not blocks:
+        yield ()
+        return
+    offered = dict[str, list[Strategy]]()
+    for layer in {one.kind: one for one in blocks}.values():
+        fixed = request.fixed.at_layer(layer.name)
+        own = request.space.strategies(layer.kind, request.devices, replace(fixed, strategy=(*fixed.strategy, *pins)))
+        offered[layer.kind] = [strategy for strategy in own if rule is None or rule(strategy)]
+    for values in {tuple(getattr(own, name) for name in fields): None for every in offered.values() for own in every}:
+        chosen = []
+        for kind, every in offered.items():
+            globs = _globs(request.graph, kind)
+            for name, value in zip(fields, values, strict=True):
+                if any(getattr(own, name) == value for own in every):
+                    chosen += [(glob, name, value) for glob in globs]
+        yield tuple(chosen)
+
+
+def _globs(graph: ModelGraph, kind: str) -> list[str]:
+    """Globs that name the layers of a kind and no others."""
+    names = [layer.name for layer in graph.layers if layer.kind == kind]
+    glob = f"{os.path.commonprefix(names)}*"  # noqa: RUF071 - of names, not paths
+    matching = fnmatch.filter([layer.name for layer in graph.layers], glob)
+    return [glob] if matching == names and len(names) > 1 else names
+
+
+def _most_promising(task: PlanTask, ways: Sequence[Fixed]) -> list[Fixed]:
+    """Those whose best plans take least by the closed form, quickest first."""
+    found, limit = list[tuple[int, Fixed]](), None
+    for fixed in ways:
+        request = replace(task.request, fixed=fixed)
+        try:
+            best = search(request, task.session.pricer, below=limit, effort=_WORK)
+        except InputError:  # a batch that this way cannot share out
+            continue
+        if best is not None:
+            limit = int(best.partition.time * (1.0 + _REACH))
+            found.append((best.partition.time, fixed))
+    found.sort(key=itemgetter(0))
+    return [fixed for _, fixed in found[:_PROMISING]] or list(ways[-_PROMISING:])
 
 
 def _pinned(task: PlanTask, pins: Pins) -> Fixed:

@@ -66,15 +66,13 @@ def schedules_for(fixed: Fixed, schedules: Sequence[Schedule] | None, backend: B
 
     Args:
         fixed: may pin one, or a number of virtual stages.
-        schedules: that are asked for; None: what the backend tries by itself, or whatever it runs where one, or a
-            number of virtual stages, is pinned.
+        schedules: that are asked for; None: all that the backend runs.
         backend: what is to run the plan.
 
     Raises:
         InputError: none is named, the backend does not run one, or pins leave none.
     """
-    by_itself = backend.schedules if fixed.schedule is not None or (fixed.virtual or 1) > 1 else backend.tried
-    asked = tuple(by_itself if schedules is None else schedules)
+    asked = backend.schedules if schedules is None else tuple(schedules)
     if not asked:
         raise InputError("schedules", schedules, "Name at least one.")
     offered = ", ".join(schedule.value for schedule in backend.schedules)

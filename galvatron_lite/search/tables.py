@@ -333,7 +333,8 @@ class Tables:
 
     def __post_init__(self) -> None:
         """Remembers the closed form of the shape."""
-        self.form = form_of(self.shape.schedule, self.shape.stages, self.shape.microbatches, self.shape.virtual)
+        shape, overlap = self.shape, self.pricer.profile.steps_overlap
+        self.form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
         self._plain = Fixed(strategy=self.fixed.strategy, forbidden=self.fixed.forbidden)
 
     @property

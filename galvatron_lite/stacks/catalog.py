@@ -55,6 +55,7 @@ ZERO_BUBBLE = replace(
     name="megatron-zero-bubble",
     # Table 4 of arXiv 2401.10241: 7 more micro-batches of 4 layers take 28 GB, as they do with dropout masks.
     source="github.com/sail-sg/zero-bubble-pipeline-parallelism: Megatron-LM's defaults",
+    steps_overlap=True,  # --enable-optimizer-post-validation
 )
 """The fork with zero-bubble schedules."""
 

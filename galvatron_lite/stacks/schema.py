@@ -73,6 +73,9 @@ class Stack(Strict):
     early_stop: bool = False
     # whether tensor groups share the sending of whole boundary tensors between pipeline stages
     scattered_sends: bool = False
+    # whether stages begin a step before the others have ended the last, under zero-bubble schedules (post-validation of
+    # the optimizer's step: Qi et al. 2023, section 4)
+    steps_overlap: bool = False
     # whether pipeline stages are cut by the work of their layers, the head's too, not their number
     splits_by_work: bool = False
     expert_tensor: int = 1  # devices that share the matmuls of one expert where experts are spread; 0: the tensor group

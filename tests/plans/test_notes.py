@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
@@ -12,9 +11,8 @@ from galvatron_lite.api import plan
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.oracle.request import graph_named
-from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.notes import other_size, plan_notes
-from galvatron_lite.plans.schema import PLAN_VERSION, Mode, Plan, Proof, Provenance, Schedule, Stage, layer_runs
+from galvatron_lite.plans.notes import other_size
+from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Proof, Provenance, Schedule
 from galvatron_lite.profiler.schema import Origin, OriginKind, spread_note
 
 
@@ -71,23 +69,6 @@ def test_a_plan_of_another_width_is_told() -> None:
     assert "has 4M" in said
     assert other_size(given, 2_010_000) == other_size(given, 1_990_000) == ()
     assert other_size(replace(given, provenance=replace(made_from, parameters=0)), 5) == ()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "stages", "mode", "said"),
-    [
-        (Schedule.ZERO_BUBBLE_1P, 2, Mode.TRAINING, True), (Schedule.ONE_F_ONE_B, 2, Mode.TRAINING, False),
-        (Schedule.ZERO_BUBBLE_1P, 1, Mode.TRAINING, False), (Schedule.ZERO_BUBBLE_1P, 2, Mode.INFERENCE, False),
-    ],
-)  # fmt: skip
-def test_zero_bubble_pipelines_of_training_have_a_note(schedule: Schedule, stages: int, mode: Mode, said: bool) -> None:
-    graph = graph_named("convnext-t", "fp32")
-    first = len(graph.layers) - stages + 1
-    (run,) = layer_runs(graph.layers, [Strategy()] * len(graph.layers))
-    parts = [replace(run, count=count) for count in (first, 1)[:stages]]
-    given = Plan(PLAN_VERSION, "m", stages, 4, 4, schedule, "fp32", tuple(Stage((part,)) for part in parts), mode=mode)
-    notes = [note for note in plan_notes(graph, given) if "without waiting" in note]
-    assert len(notes) == said
 
 
 def test_measurements_that_differ_are_told() -> None:

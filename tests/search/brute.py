@@ -276,8 +276,10 @@ class Brute:
     def _mixed(
         self, shape: Shape, sizes: tuple[int, ...], block: Strategy, offered: set[Strategy]
     ) -> Iterator[tuple[Strategy, set[int]]]:
-        """Another strategy for blocks, and which of them have it: none first."""
+        """Another strategy for blocks, and which of them have it: none first, and alone where runs are limited to 1."""
         yield block, set()
+        if self.runs == 1:
+            return
         layers = self.profile.graph.layers
         blocks = [place for place, layer in enumerate(layers) if layer.role is Role.BLOCK]
         groups = [
@@ -393,7 +395,7 @@ class Brute:
         fixed = moving + host * self.profile.overhead.pipeline + self.profile.overhead.microbatch / 2
         forward = summed("forward_seconds") + fixed + sends[1]
         backward = summed("backward_seconds") + fixed + sends[0]
-        ramp, parts = _closed(shape, forward, backward, _weights(layers, grid))
+        ramp, parts = _closed(shape, forward, backward, _weights(layers, grid), self.profile.steps_overlap)
         names = [np.array([self.number[strategy] for strategy, _ in layer]) for layer in layers]
         rows = np.column_stack([name[own] for name, own in zip(names, grid, strict=True)])
         peak = _peak(shape, stage, layers, grid) + buffers + self.profile.cluster.device.context
@@ -480,12 +482,12 @@ def _weights(layers: list[list[tuple[Strategy, LayerCost]]], grid: Ints) -> Floa
     return np.sum([column[own] for column, own in zip(columns, grid, strict=True)], axis=0)
 
 
-def _closed(shape: Shape, forward: Floats, backward: Floats, weight: Floats) -> tuple[Floats, Floats]:
+def _closed(shape: Shape, forward: Floats, backward: Floats, weight: Floats, overlap: bool) -> tuple[Floats, Floats]:
     """What of a stage adds up, and the parts whose greatest counts: T = sum ramp + sum of max parts (+ max step)."""
     count, both = shape.microbatches, forward + backward
     if shape.schedule is Schedule.GPIPE:
         return both, (count - 1) * np.column_stack((forward, backward))
-    most = {Schedule.ZERO_BUBBLE_1P: 1.0, Schedule.ZERO_BUBBLE_2P: 2.0}.get(shape.schedule)
+    most = {Schedule.ZERO_BUBBLE_1P: 1.0, Schedule.ZERO_BUBBLE_2P: 2.0 if overlap else 1.0}.get(shape.schedule)
     saved = 0.0 if most is None else 1.0 + min(most, (count - 1) / (shape.stages - 1))
     ramp = both - saved * weight
     return ramp, (count * both - ramp)[:, None]

@@ -143,6 +143,7 @@ def varied(profile: Profile, draw: random.Random) -> Profile:
         overhead=replace(profile.overhead, microbatch=draw.choice([0.0, 2e-5])),
         straggling=draw.choice([0.0, 0.05]),
         scattered_sends=draw.random() < 0.5,
+        steps_overlap=draw.random() < 0.5,
         bucket_bytes=draw.choice([0, 2]),
         passing_bytes=draw.choice([0, 4]),
         accumulates=draw.random() < 0.3,

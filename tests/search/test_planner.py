@@ -241,6 +241,7 @@ def test_where_nothing_fits_more_devices_are_named_only_where_they_help() -> Non
 def test_layers_may_take_minutes() -> None:
     """Picoseconds times what weighs delays go beyond the whole numbers that floats tell apart."""
     profile = plain_profile([300.0, 200.0])
-    found = find_plan(profile, devices=2, global_batch=1, budget=2**29, fixed=Fixed(pipeline=2))
+    fixed = Fixed(pipeline=2, schedule=Schedule.ONE_F_ONE_B)
+    found = find_plan(profile, devices=2, global_batch=1, budget=2**29, fixed=fixed)
     assert found.prediction is not None
     assert found.prediction.step_seconds == pytest.approx(1500.0, rel=1e-6)

@@ -161,9 +161,8 @@ def test_nothing_is_offloaded_where_the_link_is_not_known() -> None:
 
 
 def test_backends_say_what_they_leave_out() -> None:
-    left = " ".join(GALVATRON.missing)
-    for word in ("zero-bubble", "host memory"):
-        assert word in left
+    (left,) = GALVATRON.missing
+    assert "host memory" in left
     assert not GALVATRON.runs(Strategy(offload=Offload.ACTIVATIONS, recompute=Recompute.SELECTIVE))
     assert GALVATRON.runs(Strategy(offload=Offload.ALL, recompute=Recompute.FULL))
     assert GALVATRON.runs(Strategy(context=2, ulysses=True))

@@ -193,7 +193,7 @@ def test_faster_devices_take_more_layers() -> None:
     cluster = load_cluster("a100-v100")
     profile = estimate_profile(graph, cluster, precision="fp16", name="gpt2", samples=(1, 2, 4))
     budget = Budget(30 * 2**30, tuple((g.device.name, round(0.9 * g.device.memory)) for g in cluster.groups))
-    fixed = Fixed(pipeline=2, microbatches=8, strategy=(("tensor", 1),))
+    fixed = Fixed(pipeline=2, microbatches=8, schedule=Schedule.ONE_F_ONE_B, strategy=(("tensor", 1),))
     plan = find_plan(profile, devices=16, global_batch=128, budget=budget, fixed=fixed)
     assert [stage.device for stage in plan.stages] == [group.device.name for group in cluster.groups]
     first, last = layers_of(plan)

@@ -77,7 +77,8 @@ class Glance:
 
     def bound(self, graph: ModelGraph, shape: Shape) -> float:
         """Picoseconds that no plan of a shape is below; see the module."""
-        form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual)
+        overlap = self.profile.steps_overlap
+        form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
         counts = Counter(self._numbers[layer.kind] for layer in graph.layers)
         used, times = np.array(list(counts)), np.array(list(counts.values()))
         both, ramp = (own[used] for own in self.least(shape.stage_devices, shape.microbatch, form.freed))
