@@ -31,20 +31,21 @@ from galvatron_lite.parallelism.sharded.tensor import (
 )
 from galvatron_lite.parallelism.spatial.halo import (
     Amount,
+    Borrowing,
     Box,
     Halo,
-    ImagePart,
-    assemble,
     borrow,
+    box_shape,
     check_batched,
     give_back,
     halo_of,
+    layout_of,
     on_shards,
     padded,
     per_side,
-    shape_of,
-    sides_after,
+    region,
     specs_after,
+    with_borders,
 )
 from galvatron_lite.parallelism.spatial.windows import SideWindow, crop, needed
 
@@ -193,17 +194,11 @@ def overlaps(halo: Halo, shard: Tensor, weight: Tensor) -> bool:
 class _Convolve(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Tensor:
-        halo = plan.halo
-        borrowing = borrow(shard, halo)
-        if plan.overlaps:
-            result, parts = _overlapped(plan, borrowing.here, borrowing.wait, weight, bias)
-        else:
-            parts = borrowing.wait()
-            image = assemble(parts, halo.sides, halo.places.needed)
-            run = _run_transposed if plan.layer.transposed else _run
-            result = run(plan, image, weight, bias)
+        borrowing = borrow(shard, plan.halo)
+        run = _run_transposed if plan.layer.transposed else _run_overlapped if plan.overlaps else _run
+        result = run(plan, borrowing, weight, bias)
         ctx.plan, ctx.shape = plan, shard.shape
-        kept = (part.tensor for part in parts) if ctx.needs_input_grad[1] else ()
+        kept = (shard, *borrowing.borders) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(weight, *kept)
         return result
 
@@ -212,46 +207,42 @@ class _Convolve(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         weight, *kept = ctx.saved_tensors
         plan: ConvolutionPlan = ctx.plan
-        sides, places = plan.halo.sides, plan.halo.places
         for_shard, for_weight, for_bias, _ = ctx.needs_input_grad
         arriving = gradient
         if plan.layer.transposed:
             # of what the transposed convolution made before it was cropped
-            arriving = padded(gradient, sides, _crops(plan.halo))
+            arriving = padded(gradient, plan.halo.sides, _crops(plan.halo))
         returning = weights = None
         if for_shard:
-            size = shape_of(ctx.shape, sides, places.needed)
+            size = box_shape(ctx.shape, plan.halo.dims(), plan.halo.places.needed)
             returning = give_back(_input_gradient(plan, size, weight, arriving), plan.halo)
         if for_weight:
-            boxes = (places.held, *places.borders())
-            image = assemble(list(map(ImagePart, kept, boxes)), sides, places.needed)
+            image = with_borders(kept[0], plan.halo, kept[1:])
             weights = _weight_gradient(plan, image, weight.shape, arriving)
         biases = gradient.sum((0, *range(PIXELS, gradient.dim()))) if for_bias else None
-        return returning.wait() if returning is not None else None, weights, biases, None
+        return returning.arrive() if returning is not None else None, weights, biases, None
 
 
-def _run(plan: ConvolutionPlan, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return plan.function(image, weight, bias, **plan.steps)
+def _run(plan: ConvolutionPlan, borrowing: Borrowing, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return plan.function(borrowing.arrive(), weight, bias, **plan.steps)
 
 
-def _overlapped(
-    plan: ConvolutionPlan,
-    here: Sequence[ImagePart],
-    wait: Callable[[], tuple[ImagePart, ...]],
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, tuple[ImagePart, ...]]:
+def _run_overlapped(plan: ConvolutionPlan, borrowing: Borrowing, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The outputs that need no borders while these travel, and then the others."""
-    sides, every, inner = plan.halo.sides, plan.halo.places.outputs, plan.halo.places.interior
+    sides, dims, every = plan.halo.sides, plan.halo.dims(), plan.halo.places.outputs
 
-    def outputs(parts: Sequence[ImagePart], box: Box) -> ImagePart:
+    def outputs(box: Box) -> Tensor:
         places = tuple(needed(side.window, side.extent, one) for side, one in zip(sides, box, strict=True))
-        return ImagePart(_run(plan, assemble(parts, sides, places), weight, bias), box)
+        return plan.function(borrowing.region(places), weight, bias, **plan.steps)
 
-    first = outputs(here, inner)
-    parts = wait()
-    strips = [outputs(parts, box) for box in _frame(every, inner)]
-    return assemble([first, *strips], sides_after(sides), every), parts
+    inner = outputs(plan.halo.places.interior)
+    borrowing.arrive()
+    shape = box_shape(inner.shape, dims, every)
+    result = torch.empty(shape, dtype=inner.dtype, device=inner.device, memory_format=layout_of(inner))
+    region(result, dims, every, plan.halo.places.interior).copy_(inner)
+    for box in _frame(every, plan.halo.places.interior):
+        region(result, dims, every, box).copy_(outputs(box))
+    return result
 
 
 def _frame(outer: Box, inner: Box) -> Iterator[Box]:
@@ -262,11 +253,11 @@ def _frame(outer: Box, inner: Box) -> Iterator[Box]:
                 yield (*inner[:index], places, *outer[index + 1 :])
 
 
-def _run_transposed(plan: ConvolutionPlan, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run_transposed(plan: ConvolutionPlan, borrowing: Borrowing, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The transposed convolution of what the outputs depend on, cropped to them."""
     crops = _crops(plan.halo)
     gaps = any(min(one) < 0 for one in crops)
-    result = plan.function(image, weight, None if gaps else bias, output_padding=0, **plan.steps)
+    result = plan.function(borrowing.arrive(), weight, None if gaps else bias, output_padding=0, **plan.steps)
     result = padded(result, plan.halo.sides, [(-before, -after) for before, after in crops])
     if gaps and bias is not None:
         result += bias.view(-1, *[1] * len(plan.layer.windows))

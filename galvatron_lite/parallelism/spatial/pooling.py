@@ -37,14 +37,14 @@ from galvatron_lite.parallelism.sharded.tensor import (
 from galvatron_lite.parallelism.spatial.halo import (
     Amount,
     Halo,
-    borrowed_image,
+    borrow,
+    box_shape,
     check_batched,
     give_back,
     halo_of,
     layout_of,
     on_shards,
     per_side,
-    shape_of,
     specs_after,
 )
 from galvatron_lite.parallelism.spatial.windows import SideWindow, needed, output_extent, refusal
@@ -259,7 +259,7 @@ def _avg_arguments(
 class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool) -> Tensor:
-        image = borrowed_image(shard, pool.halo, fill=-torch.inf)
+        image = borrow(shard, pool.halo, fill=-torch.inf).arrive()
         dilation = tuple(one.dilation for one in pool.windows)
         function = getattr(functional, pool.name)
         made, places = function(image, **pool.steps, dilation=dilation, return_indices=True)
@@ -275,7 +275,7 @@ class _MaxPool(Function):
         flat = gradient.new_zeros(samples, channels, prod(extents))
         flat.scatter_add_(2, places.flatten(2), gradient.flatten(2))
         image = flat.view(ctx.shape).contiguous(memory_format=ctx.layout)
-        return give_back(image, ctx.pool.halo).wait(), None
+        return give_back(image, ctx.pool.halo).arrive(), None
 
 
 class _MeanPool(Function):
@@ -284,7 +284,7 @@ class _MeanPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
         ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, shard.shape, counted, divisor
-        made = _means(borrowed_image(shard, pool.halo), pool, divisor)
+        made = _means(borrow(shard, pool.halo).arrive(), pool, divisor)
         for factor in _factors(made, pool, counted, divisor):
             made *= factor
         return _no_view(made)
@@ -296,10 +296,11 @@ class _MeanPool(Function):
         for factor in _factors(gradient, ctx.pool, ctx.counted, ctx.divisor):
             gradient = gradient * factor
         with torch.enable_grad():  # means are linear: their gradient is the same for every image
-            image = gradient.new_zeros(()).expand(shape_of(ctx.shape, halo.sides, halo.places.needed)).requires_grad_()
+            shape = box_shape(ctx.shape, halo.dims(), halo.places.needed)
+            image = gradient.new_zeros(()).expand(shape).requires_grad_()
             made = _means(image, ctx.pool, ctx.divisor)
         (back,) = torch.autograd.grad(made, image, gradient)
-        return give_back(back, halo).wait(), None, None, None
+        return give_back(back, halo).arrive(), None, None, None
 
 
 def _factors(output: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Iterator[Tensor]:
