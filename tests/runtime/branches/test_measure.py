@@ -9,12 +9,11 @@ from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.profiler.timing import TimingRule
 from galvatron_lite.runtime.branches.measure import branch_seconds
 from galvatron_lite.search.planner import find_plan
-from galvatron_lite.search.space import Fixed
 from galvatron_lite.search.ways import seconds_of
 from tests.branchy import plain_profile
 from tests.pool import WorkerPool
 
-ORDER = Fixed(schedule=Schedule.ONE_F_ONE_B)
+ORDER = (Schedule.ONE_F_ONE_B,)
 QUICK = TimingRule(warmup=1, least=3, most=5, seconds=0.05)
 
 
@@ -38,6 +37,6 @@ def test_a_small_pair_is_not_split_and_a_large_one_is(pool: WorkerPool) -> None:
     assert 0 < branch < 5
     for work, worth in ((branch / 50, False), (branch * 1000, True)):
         profile = plain_profile([work, work], overhead=HostOverhead(branch=branch))
-        plan, alone = (find_plan(profile, devices=count, global_batch=1, budget=2**29, fixed=ORDER) for count in (2, 1))
+        plan, alone = (find_plan(profile, devices=count, global_batch=1, budget=2**29, schedules=ORDER) for count in (2, 1))
         assert bool(plan.branches) is worth
         assert (seconds_of(plan) < seconds_of(alone)) is worth
