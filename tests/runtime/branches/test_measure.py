@@ -37,6 +37,8 @@ def test_a_small_pair_is_not_split_and_a_large_one_is(pool: WorkerPool) -> None:
     assert 0 < branch < 5
     for work, worth in ((branch / 50, False), (branch * 1000, True)):
         profile = plain_profile([work, work], overhead=HostOverhead(branch=branch))
-        plan, alone = (find_plan(profile, devices=count, global_batch=1, budget=2**29, schedules=ORDER) for count in (2, 1))
+        plan, alone = (
+            find_plan(profile, devices=count, global_batch=1, budget=2**29, schedules=ORDER) for count in (2, 1)
+        )
         assert bool(plan.branches) is worth
         assert (seconds_of(plan) < seconds_of(alone)) is worth
