@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from galvatron_lite.parallelism.recompute.sums import kept_sum
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, from_local, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.group import TensorGroup
@@ -116,8 +117,7 @@ class _Copy(Function):
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:  # noqa: ARG004
-        # Not in place: selective recomputation may have saved this matmul's result and will reduce it again.
-        return group.all_reduce(tensor)
+        return kept_sum(lambda: group.all_reduce(tensor))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
@@ -143,7 +143,7 @@ class _ReduceScatterTokens(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return group.reduce_scatter(tensor, TOKENS)
+        return kept_sum(lambda: group.reduce_scatter(tensor, TOKENS))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
