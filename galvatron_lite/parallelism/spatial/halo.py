@@ -7,7 +7,7 @@ from, which is the exact adjoint. No autograd here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -71,20 +71,16 @@ class HaloPlaces:
     """What a rank holds, needs and makes along sides of an image."""
 
     sides: Sides
+    dims: tuple[int, ...]  # of the image, that the sides are
     held: Box  # its shard
     needed: Box  # what its outputs need, with places outside the image
+    extended: Box  # the smallest box with what it holds and what it needs
     outputs: Box
     interior: Box  # outputs that need its own shard only
     travelling: tuple[int, ...]  # sides along which something is sent, by number; the same on every rank
     # by side, what it lends to whom: of sides before, what outputs need (it has arrived); of later ones, its shard
     lent: tuple[Loans, ...]
     borrowed: tuple[Loans, ...]  # what it borrows, likewise
-
-    @property
-    def all(self) -> Box:
-        """The smallest box with what it holds and what it needs."""
-        both = zip(self.held, self.needed, strict=True)
-        return tuple((min(low, start), max(high, stop)) for (low, high), (start, stop) in both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +89,6 @@ class Halo:
 
     places: HaloPlaces
     groups: tuple[AxisGroup, ...]  # that share each side
-
-    @property
-    def sides(self) -> Sides:
-        """The sides."""
-        return self.places.sides
-
-    def dims(self) -> tuple[int, ...]:
-        """Their dims of the image."""
-        return tuple(side.dim for side in self.places.sides)
 
 
 _ALONE = ShapeOnlyAxisGroup(1, 0)
@@ -142,8 +129,10 @@ def _places(sides: Sides) -> HaloPlaces:
 
     return HaloPlaces(
         sides,
+        tuple(side.dim for side in sides),
         held,
         every,
+        tuple((min(low, start), max(high, stop)) for (low, high), (start, stop) in zip(held, every, strict=True)),
         outputs,
         interior=tuple(interior(*share) for share in shares),
         travelling=tuple(index for index, one in enumerate(sides) if travels(one.window, one.extent, one.degree)),
@@ -220,7 +209,7 @@ def box_shape(shape: Sequence[int], dims: Sequence[int], box: Box) -> list[int]:
 class Borrowing:
     """An image whose borders are under way."""
 
-    image: Tensor  # of ``places.all``
+    image: Tensor  # of ``places.extended``
     halo: Halo
     borders: list[Tensor]  # that have arrived or will, in order
     arrival: Arrival | None = None
@@ -228,7 +217,7 @@ class Borrowing:
 
     def region(self, box: Box) -> Tensor:
         """The places of a box that are here."""
-        return region(self.image, self.halo.dims(), self.halo.places.all, box)
+        return region(self.image, self.halo.places.dims, self.halo.places.extended, box)
 
     def arrive(self) -> Tensor:
         """What the rank's outputs need, once it is here."""
@@ -252,24 +241,33 @@ def borrow(shard: Tensor, halo: Halo, fill: float = 0.0) -> Borrowing:
     borrowing = Borrowing(_extended(shard, halo, fill), halo, [])
     for index in places.travelling:
         borrowing.arrive()
-        sent = [(peer, borrowing.region(box).contiguous()) for peer, box in places.lent[index]]
-        coming = [(box, shard.new_empty(box_shape(shard.shape, halo.dims(), box))) for _, box in places.borrowed[index]]
-        wanted = [(peer, border) for (peer, _), (_, border) in zip(places.borrowed[index], coming, strict=True)]
-        borrowing.arrival, borrowing.coming = halo.groups[index].exchange(sent, wanted), coming
-        borrowing.borders += [border for _, border in coming]
+        lent, borrowed = places.lent[index], places.borrowed[index]
+        borrowing.arrival, borrowing.coming = _exchange(borrowing.image, halo, index, lent, borrowed)
+        borrowing.borders += [border for _, border in borrowing.coming]
     return borrowing
+
+
+def _exchange(
+    tensor: Tensor, halo: Halo, index: int, sent: Loans, received: Loans
+) -> tuple[Arrival, list[tuple[Box, Tensor]]]:
+    """Start sending boxes of a tensor along a side, and receiving others."""
+    dims, places = halo.places.dims, halo.places.extended
+    parcels = [(peer, region(tensor, dims, places, box).contiguous()) for peer, box in sent]
+    buffers = [(peer, tensor.new_empty(box_shape(tensor.shape, dims, box))) for peer, box in received]
+    arrival = halo.groups[index].exchange(parcels, buffers)
+    return arrival, [(box, buffer) for (_, box), (_, buffer) in zip(received, buffers, strict=True)]
 
 
 def _extended(shard: Tensor, halo: Halo, fill: float) -> Tensor:
     """An image of all that a rank holds or needs, with room for borders; the shard itself where that is all."""
-    places, dims = halo.places, halo.dims()
-    if places.all == places.held:
+    places, dims = halo.places, halo.places.dims
+    if places.extended == places.held:
         return shard
-    shape = box_shape(shard.shape, dims, places.all)
+    shape = box_shape(shard.shape, dims, places.extended)
     image = torch.empty(shape, dtype=shard.dtype, device=shard.device, memory_format=layout_of(shard))
-    region(image, dims, places.all, places.held).copy_(shard)
-    for box in _outside(halo.sides, places.all):
-        region(image, dims, places.all, box).fill_(fill)
+    region(image, dims, places.extended, places.held).copy_(shard)
+    for box in _outside(halo.places.sides, places.extended):
+        region(image, dims, places.extended, box).fill_(fill)
     return image
 
 
@@ -288,51 +286,38 @@ def _outside(sides: Sides, box: Box) -> Iterator[Box]:
                 yield (*box[:index], places, *box[index + 1 :])
 
 
-@dataclass(slots=True)
-class Returning:
-    """Gradients of borders on their way to where the borders came from."""
-
-    gradient: Tensor  # of ``places.all``
-    halo: Halo
-    left: tuple[int, ...]  # sides that are still to be done, in their order; the last one is under way
-    arrival: Arrival | None = None
-    lent: Sequence[tuple[Box, Tensor]] = ()  # gradients of what this rank lent along that side
-
-    def arrive(self) -> Tensor:
-        """The gradient of this rank's shard."""
-        while self.arrival is not None:
-            self.arrival.wait()
-            for box, gradient in self.lent:
-                self._region(box).add_(gradient)
-            self._start()
-        return self._region(self.halo.places.held).contiguous(memory_format=layout_of(self.gradient))
-
-    def _start(self) -> None:
-        self.arrival = None
-        if not self.left:
-            return
-        *left, index = self.left
-        places, shape = self.halo.places, self.gradient.shape
-        sent = [(peer, self._region(box).contiguous()) for peer, box in places.borrowed[index]]
-        self.lent = [
-            (box, self.gradient.new_empty(box_shape(shape, self.halo.dims(), box))) for _, box in places.lent[index]
-        ]
-        wanted = [(peer, gradient) for (peer, _), (_, gradient) in zip(places.lent[index], self.lent, strict=True)]
-        self.left, self.arrival = tuple(left), self.halo.groups[index].exchange(sent, wanted)
-
-    def _region(self, box: Box) -> Tensor:
-        return region(self.gradient, self.halo.dims(), self.halo.places.all, box)
-
-
-def give_back(gradient: Tensor, halo: Halo) -> Returning:
-    """Start returning the gradients of borders.
+def give_back(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
+    """Start returning the gradients of borders to where the borders came from.
 
     Args:
         gradient: of what this rank's outputs need (``halo.places.needed``); is written to.
         halo: as it was borrowed.
+
+    Returns:
+        What waits for them, and returns the gradient of this rank's shard.
     """
-    both = zip(halo.places.all, halo.places.needed, strict=True)
+    places, left = halo.places, list(halo.places.travelling)
+    both = zip(places.extended, places.needed, strict=True)
     pads = [(start - low, high - stop) for (low, high), (start, stop) in both]
-    returning = Returning(padded(gradient, halo.sides, pads), halo, halo.places.travelling)
-    returning._start()
-    return returning
+    total = padded(gradient, places.sides, pads)
+
+    def start() -> tuple[Arrival, list[tuple[Box, Tensor]]] | None:
+        if not left:
+            return None
+        index = left.pop()
+        return _exchange(total, halo, index, places.borrowed[index], places.lent[index])
+
+    first = start()
+
+    def finish() -> Tensor:
+        under_way = first
+        while under_way is not None:
+            arrival, lent = under_way
+            arrival.wait()
+            for box, part in lent:
+                region(total, places.dims, places.extended, box).add_(part)
+            under_way = start()
+        held = region(total, places.dims, places.extended, places.held)
+        return held.contiguous(memory_format=layout_of(total))
+
+    return finish

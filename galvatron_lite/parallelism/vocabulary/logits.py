@@ -1,7 +1,7 @@
 """Logits that are shares of the vocabulary: a cut tensor whose functions know what they mean for shares.
 
 To code that uses them they are whole: what has no rule here is given whole logits, gathered once. Gradients are
-complete on every rank, unlike those of other cut tensors (``cuts.tensor``): that of a share is that of its columns.
+complete on every rank, unlike those of other sharded tensors: that of a share is that of its columns.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from tests.parallelism.cut_functions import Lines, compare, picture
+from tests.parallelism.sharded_functions import Lines, compare, picture
 
 PIXELS: Lines = (2, 3)
 
