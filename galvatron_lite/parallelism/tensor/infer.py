@@ -194,9 +194,7 @@ def _why_nothing(probe: Probe, dropped: list[str]) -> str:
     return f"No group of linear layers feeds one other linear layer and nothing else{NOT_OFFERED}."
 
 
-def _expert_slices(
-    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[ExpertSlices, ...] | str:
+def _expert_slices(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[ExpertSlices, ...] | str:
     """How the experts of a block are sliced, none where it has none, or why they cannot be."""
     mixtures = routed_experts(block)
     if not mixtures:

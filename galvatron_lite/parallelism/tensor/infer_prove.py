@@ -229,9 +229,7 @@ def _share_of_columns(column: Column, degree: int, rank: int, weight: LowRank, t
     return weight.columns(column.parts, degree, rank)(tensor)
 
 
-def _compare_row(
-    reference: ReferenceRun, path: str, degree: int, rank: int, weight: LowRank, tensor: Tensor
-) -> Tensor:
+def _compare_row(reference: ReferenceRun, path: str, degree: int, rank: int, weight: LowRank, tensor: Tensor) -> Tensor:
     """Compare the row's input with the rank's slice of the reference, and pass the unsplit product on."""
     (expected, output), *_ = reference.calls[path]
     if not _close(tensor, expected.narrow(-1, *share(weight.inputs, degree, rank))):
