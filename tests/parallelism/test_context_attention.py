@@ -13,8 +13,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.context import kernels
 from galvatron_lite.parallelism.context.kernels import AttentionBlock, attend
+from galvatron_lite.parallelism.context.ring import AttentionTask, VisibleKeys, tasks
 from galvatron_lite.parallelism.context.rules import rules_of
-from galvatron_lite.parallelism.context.tasks import AttentionTask, VisibleKeys, tasks
 from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of
 from galvatron_lite.parallelism.cuts.laying import Mirrored
 from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cuts_of, local_of

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cuts.tensor import CutTensor, cut_like, cuts_of, local_of
-from galvatron_lite.parallelism.expert.dispatch import ExpertSpread, mixed
-from galvatron_lite.parallelism.expert.exchange import RowExchange
+from galvatron_lite.parallelism.expert.dispatch import ExpertSpread, RowExchange, mixed
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
 
