@@ -39,7 +39,9 @@ RING, ULYSSES = Strategy(data=2, context=2), Strategy(data=2, context=2, ulysses
 SHARED = Strategy(zero=2, zero_stage=3, context=2, recompute=Recompute.SELECTIVE)
 MATMULS = Strategy(context=2, tensor=2, sequence_parallel=True)
 ALONE = Strategy(context=4, zero_stage=2, recompute=Recompute.FULL)
-EDGES = (Strategy(data=2, context=2), Strategy(context=2, tensor=2), Strategy(data=4), Strategy(context=4))
+EDGES = (
+    Strategy(data=2, context=2), Strategy(context=2, tensor=2), Strategy(data=4), Strategy(context=4), Strategy(data=4),
+)  # fmt: skip
 
 
 def one_stage(names: list[str], edge: Strategy, blocks: tuple[Strategy, ...]) -> Plan:
@@ -64,7 +66,8 @@ def test_plans_that_share_tokens(pool: WorkerPool, family: str) -> None:
         (RING, MATMULS, Strategy(data=4)),
         (ULYSSES, SHARED),
         (MATMULS, ALONE, RING),
-        (Strategy(data=2, tensor=2), ALONE),
+        (Strategy(data=2, tensor=2, recompute=Recompute.SELECTIVE), ALONE),
+        (replace(MATMULS, recompute=Recompute.SELECTIVE), Strategy(data=4)),
     ]
     plans = [one_stage(names, edge, several) for edge, several in zip(EDGES, blocks, strict=True)]
     plans.append(two_stages(names, (Strategy(context=2), Strategy(data=2), Strategy(context=2, ulysses=True))))

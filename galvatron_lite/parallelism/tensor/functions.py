@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cut_tensor, local_of
+from galvatron_lite.parallelism.recompute.sums import kept_sum
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 
@@ -108,8 +109,7 @@ class _Copy(Function):
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:  # noqa: ARG004
-        # Not in place: selective recomputation may have saved this matmul's result and will reduce it again.
-        return group.all_reduce(tensor)
+        return kept_sum(lambda: group.all_reduce(tensor))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
@@ -135,7 +135,7 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return group.reduce_scatter(tensor, dim)
+        return kept_sum(lambda: group.reduce_scatter(tensor, dim))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
