@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -59,7 +59,7 @@ def _remembered(make: Callable[Concatenate[Either, P], T]) -> Callable[Concatena
     """A function that is worked out once for each ``Strategies``."""
 
     @wraps(make)
-    def remembered(strategy: Either, *more: P.args, **named: P.kwargs) -> T:
+    def remembered(strategy: Either, /, *more: P.args, **named: P.kwargs) -> T:
         if isinstance(strategy, Strategy):
             return make(strategy, *more, **named)
         key = (make, *more)
@@ -68,7 +68,7 @@ def _remembered(make: Callable[Concatenate[Either, P], T]) -> Callable[Concatena
         result: T = strategy.known[key]
         return result
 
-    return remembered
+    return cast("Callable[Concatenate[Either, P], T]", remembered)
 
 
 def strides_of(strategy: Either) -> dict[str, Whole]:

@@ -101,10 +101,10 @@ def by_ulysses(arguments: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
     mask = arguments["attn_mask"]
     if mask is not None and mask.dim() > TOKENS and mask.shape[-3] > 1:
         mask = mask[..., slice(*query_heads[line.rank]), :, :]
-    heads = [_swap(query, swap, to_heads=True), *(_swap(one, other, to_heads=True) for one in (key, value))]
+    query, key, value = (_swap(one, how, to_heads=True) for one, how in ((query, swap), (key, other), (value, other)))
     options = {name: arguments[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
     with _own_randomness(line.rank, query.device, bool(arguments["dropout_p"])):
-        mixed = scaled_dot_product_attention(*heads, attn_mask=mask, **options)
+        mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
     return _swap(mixed, swap, to_heads=False)
 
 

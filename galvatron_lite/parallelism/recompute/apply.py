@@ -45,8 +45,8 @@ KEPT_OPERATORS: frozenset[Any] = frozenset(
 def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None = None) -> Forward:
     """A forward function that recomputes; ``forward`` itself where nothing is recomputed.
 
-    ``FULL`` keeps only the inputs. ``SELECTIVE`` keeps what ``KEPT_OPERATORS`` return, of row-split matmuls the sum over
-    the tensor group (``recompute.sums``), and recomputes the rest.
+    ``FULL`` keeps only the inputs. ``SELECTIVE`` keeps what ``KEPT_OPERATORS`` return, of row-split matmuls the sum
+    over the tensor group (``recompute.sums``), and recomputes the rest.
     Non-reentrant ``torch.utils.checkpoint``; random numbers (dropout) and the module's state (buffers, counters, caches
     that it is given) are the same both times, and what it changes is changed once.
 
