@@ -17,7 +17,7 @@ from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.data.apply import Reduced
 from galvatron_lite.parallelism.expert.apply import spread_experts, work_on_shares
-from galvatron_lite.parallelism.expert.exchange import ProcessExchange
+from galvatron_lite.parallelism.expert.dispatch import ProcessExchange
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
 from galvatron_lite.parallelism.offload.states import HostCopy
