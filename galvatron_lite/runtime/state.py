@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,15 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.layout import Box
-from galvatron_lite.runtime.pieces import Held, Parallel, held_buffers, held_gradients, held_parameters, part_of
+from galvatron_lite.runtime.pieces import (
+    Entries,
+    Held,
+    Parallel,
+    held_buffers,
+    held_gradients,
+    held_parameters,
+    part_of,
+)
 
 
 def full_gradients(parallel: Parallel) -> dict[str, Tensor]:
@@ -37,19 +45,27 @@ def load_full_state_dict(parallel: Parallel, state: Mapping[str, Tensor]) -> Non
     Raises:
         InputError: an entry this rank needs is missing, or has another shape.
     """
-    others: dict[str, list[str]] = {}
-    for name, first in parallel.entries.names.items():
-        others.setdefault(first, []).append(name)
-    with torch.no_grad():
-        for held in [*held_parameters(parallel), *held_buffers(parallel)]:
-            whole = _entry(state, others.get(held.name, [held.name]))
-            if tuple(whole.shape) != held.shape:
-                remedy = f"{held.name} has another shape, {held.shape}. Give the state_dict of the same model."
-                raise InputError("state", tuple(whole.shape), remedy)
-            for chunk in held.chunks:
-                part_of(held.tensor, chunk.local).copy_(part_of(whole, chunk.whole))
+    put([*held_parameters(parallel), *held_buffers(parallel)], parallel.entries, state)
     for runtime in parallel.runtimes:
         runtime.updates.take()
+
+
+@torch.no_grad()
+def put(held: Sequence[Held], entries: Entries, state: Mapping[str, Tensor]) -> None:
+    """Set what this rank holds from a full state; errors as of ``load_full_state_dict``."""
+    names: dict[str, list[str]] = {}
+    for name, first in entries.names.items():
+        names.setdefault(first, []).append(name)
+    for one in held:
+        known = names.get(one.name, [one.name])
+        full = next((state[name] for name in known if name in state), None)
+        if full is None:
+            raise InputError("state", known[0], "The state has no such entry. Give the state_dict of the whole model.")
+        if tuple(full.shape) != one.shape:
+            remedy = f"{one.name} has another shape, {one.shape}. Give the state_dict of the same model."
+            raise InputError("state", tuple(full.shape), remedy)
+        for chunk in one.chunks:
+            part_of(one.tensor, chunk.local).copy_(part_of(full, chunk.whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +121,3 @@ def _device() -> torch.device:
 def _named(parallel: Parallel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each tensor under all its names, in the model's order."""
     return {name: tensors[first] for name, first in parallel.entries.names.items() if first in tensors}
-
-
-def _entry(state: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-    known = list(names)
-    for name in known:
-        if name in state:
-            return state[name]
-    raise InputError("state", known[0], "The state has no such entry. Give the state_dict of the whole model.")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from galvatron_lite.parallelism.cyclic.draws import SeededDraws
+from galvatron_lite.parallelism.cyclic.executor import SeededDraws
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
 from tests.parallelism.cyclic.fleet import CPU, SGD, MemoryMailbox, Post, result_of
 from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan, split

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
-from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
+from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, MessageContent
 from tests.pool import WorkerPool
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from galvatron_lite.parallelism.cyclic.packing import ALIGNMENT, pack, packed_bytes, unpack
+from galvatron_lite.parallelism.cyclic.mailbox import ALIGNMENT, pack, packed_bytes, unpack
 from galvatron_lite.parallelism.cyclic.states import StageStates
 
 CPU = torch.device("cpu")
