@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.adapt.schema import Adapt
     from galvatron_lite.runtime.cyclic.model import CyclicModel
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
+    from galvatron_lite.runtime.derived import InferenceModel
     from galvatron_lite.runtime.engine import ParallelModel
-    from galvatron_lite.runtime.inference import InferenceModel
     from galvatron_lite.runtime.loss_weight import LossWeight
     from galvatron_lite.verify.launched import Verifier
     from galvatron_lite.verify.trial.check import Findings
@@ -356,8 +356,8 @@ def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:
 
 
 def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:
+    from galvatron_lite.runtime.derived import InferenceModel
     from galvatron_lite.runtime.engine import ParallelModel
-    from galvatron_lite.runtime.inference import InferenceModel
 
     if not isinstance(model, ParallelModel):
         what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"

@@ -21,32 +21,35 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.averaged import ParameterCopies
 from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.saving import Saving
-from galvatron_lite.runtime.clip import clip_factor, multiply_gradients
 from galvatron_lite.runtime.compiled import check_compile
-from galvatron_lite.runtime.draws import draws_of
-from galvatron_lite.runtime.global_mean import global_mean
+from galvatron_lite.runtime.derived import ParameterCopies
 from galvatron_lite.runtime.live.observed import Observable, observed
-from galvatron_lite.runtime.loss_tensor import guard_loss
+from galvatron_lite.runtime.loss_tensor import global_mean, guard_loss
 from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
+from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime, parallelize
 from galvatron_lite.runtime.parameter_use import ParameterUse, check_hooks, is_alone, refuse_direct_calls
+from galvatron_lite.runtime.parameters import multiply_gradients
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_loss, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.setup import SetupOptions, StageRuntime, set_up
-from galvatron_lite.runtime.stage_calls import Calls
+from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.steering import Steering
-from galvatron_lite.runtime.step_end import finish_step, reduced
-from galvatron_lite.runtime.stepped import GradientsAside, check_gradients, stepped_loss
+from galvatron_lite.runtime.step_end import (
+    GradientsAside,
+    check_gradients,
+    clip_factor,
+    finish_step,
+    reduced,
+    stepped_loss,
+)
 from galvatron_lite.runtime.switch.origin import origin_of
 from galvatron_lite.runtime.switch.switching import Switching
-from galvatron_lite.runtime.synced_buffers import SyncedBuffers
 from galvatron_lite.runtime.watch.notes import StepPhase
 from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.world import pick_device
@@ -158,7 +161,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions) -> StageRuntime:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
-        self._runtimes = set_up(model, self.plan, layers, batch, meshes, options)
+        self._runtimes = parallelize(model, self.plan, layers, batch, meshes, options)
         self.copies = nn.ModuleList(runtime.model for runtime in self._runtimes[1:])
         return self._runtimes[0]
 

@@ -20,10 +20,8 @@ from galvatron_lite.parallelism.channel.borders import is_shared
 from galvatron_lite.parallelism.cuts.functions import enter
 from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
 from galvatron_lite.parallelism.spatial.apply import CUTS, CutsAt
-from galvatron_lite.runtime.border import Bordered, BoundaryLayout, RankPiece
 from galvatron_lite.runtime.layout import IDS, INNER, AxisSplit, Layout
-from galvatron_lite.runtime.layout_tensor import LayoutTensor
-from galvatron_lite.runtime.traffic import Traffic
+from galvatron_lite.runtime.traffic import Bordered, BoundaryLayout, LayoutTensor, RankPiece, Traffic
 
 UserHooks = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """By path of a module, the forward pre-hooks and the forward hooks that its user registered."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.setup import StageRuntime
-from galvatron_lite.runtime.sharding import Owned
+from galvatron_lite.runtime.parallelize import StageRuntime
+from galvatron_lite.runtime.parameters import Owned
 
 
 def check_hooks(model: nn.Module) -> None:

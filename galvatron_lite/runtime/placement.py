@@ -92,7 +92,11 @@ def check_samples(samples: int, plan: Plan, microbatches: int) -> None:
         plan: whose layers share them.
         microbatches: parts the batch is worked through in.
     """
-    degrees = [run.strategy.batch_degree for stage in plan.stages for run in stage.runs]
+    check_divisible(samples, [run.strategy.batch_degree for stage in plan.stages for run in stage.runs], microbatches)
+
+
+def check_divisible(samples: int, degrees: Sequence[int], microbatches: int) -> None:
+    """``check_samples`` by the ways in which layers share samples."""
     unit = microbatches * math.lcm(*degrees)
     if samples % unit or samples == 0:
         below, above = samples // unit * unit, (samples // unit + 1) * unit

@@ -23,10 +23,10 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime import setup
 from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.layer_plans import tensor_plans
+from galvatron_lite.runtime.parameters import Owned
 from galvatron_lite.runtime.placement import LayerAssignment
-from galvatron_lite.runtime.sharding import Owned
 from galvatron_lite.runtime.state import full_gradients, full_state_dict
-from galvatron_lite.runtime.tensor_plans import tensor_plans
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
 from tests.equivalence.families import PICTURES, build_family, build_model, make_batches
 from tests.equivalence.plans import describe

@@ -1,4 +1,4 @@
-"""What moves at the ends of a branch that has devices of its own, and what that takes in memory. No torch here.
+"""What moves at the ends of a branch that has devices of its own, and what that takes in memory.
 
 The trunk (all layers outside branches) works on all D devices: each on its share of the samples where they can be
 shared evenly (spread), else every device on all of them. A branch works on d of them, with b ways to share the samples.

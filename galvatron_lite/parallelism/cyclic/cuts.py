@@ -1,4 +1,4 @@
-"""Stages of equal time: the contiguous split whose slowest stage is quickest. No torch here."""
+"""Stages of equal time: the contiguous split whose slowest stage is quickest."""
 
 from __future__ import annotations
 

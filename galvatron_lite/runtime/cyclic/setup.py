@@ -21,9 +21,9 @@ from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.materialize import Materializer
+from galvatron_lite.runtime.parallelize import known_flow
 from galvatron_lite.runtime.pieces import Entries, entries_of
 from galvatron_lite.runtime.placement import LayerAssignment, place_layers
-from galvatron_lite.runtime.setup import known_flow
 
 
 @dataclass(frozen=True, slots=True)

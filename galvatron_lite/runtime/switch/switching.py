@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime
 from galvatron_lite.runtime.parameter_use import ParameterUse
 from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.setup import SetupOptions, StageRuntime
 from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.switch.change import SwitchableModel
 from galvatron_lite.runtime.switch.live import Switched, switch

@@ -25,7 +25,7 @@ def test_every_layer_has_one_home() -> None:
     trunk, *branches = place_parts(PLAN, LAYERS)
     names = [layer.name for part in (trunk, *branches) for layer in part.layers]
     assert sorted(names) == sorted(layer.name for layer in LAYERS)
-    assert [(part.name, list(part.ranks)) for part in branches] == [("a", [0]), ("b", [1])]
+    assert [(part.name, part.first, part.devices) for part in branches] == [("a", 0, 1), ("b", 1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.branches.stand_in import StandIn, entrances, replace_module, skeleton
+from galvatron_lite.runtime.branches.parts import StandIn, entrances, replace_module, skeleton
 
 
 class Lists(nn.Module):

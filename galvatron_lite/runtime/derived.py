@@ -1,4 +1,4 @@
-"""Copies of a rank's parameters, for averages of them (``torch.optim.swa_utils.AveragedModel``)."""
+"""Made of a split model: copies of its parameters for averages (``AveragedModel``), and a model that only runs."""
 
 from __future__ import annotations
 
@@ -66,3 +66,20 @@ class ParameterCopies(nn.Module):
         for runtime in parallel.runtimes:
             runtime.updates.due = runtime.updates.is_needed
         parallel.publish()
+
+
+class InferenceModel(nn.Module):
+    """Called like the model, or with a batch; every rank calls it alike and gets the model's own outputs; no gradients.
+
+    Args:
+        parallel: the split model, which is set to evaluation mode.
+    """
+
+    def __init__(self, parallel: ParallelModel) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs; see ``ParallelModel.outputs``."""
+        return self.parallel.outputs(*args, **kwargs)
