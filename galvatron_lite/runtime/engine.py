@@ -184,7 +184,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         """The loss of a global batch: ``parallel(batch)``, or as the model is called; then ``loss.backward()``.
 
         The value is that of the whole batch on every rank. Where the plan has a pipeline or micro-batches, and
-        gradients are wanted, their backward passes are done within the call (``runtime.stepped``).
+        gradients are wanted, their backward passes are done within the call (``runtime.step_end.stepped_loss``).
 
         Raises:
             InputError: the batch cannot be shared evenly, or is to get gradients; there are gradients of another batch
