@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class ParameterCopies(nn.Module):
-    """What ``copy.deepcopy`` makes of a split model: copies of its ``parameters()`` and ``buffers()``, in their order.
-
-    Args:
-        parallel: the model.
-    """
+    """A ``copy.deepcopy`` of a split model: copies of its ``parameters()`` and ``buffers()``, in their order."""
 
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()
@@ -47,7 +43,6 @@ class ParameterCopies(nn.Module):
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """The model has these values meanwhile."""
         (parallel,) = self._parallel
         parallel.publish()
         held = [*parallel.parameters(), *parallel.buffers()]
@@ -69,11 +64,7 @@ class ParameterCopies(nn.Module):
 
 
 class InferenceModel(nn.Module):
-    """Called like the model, or with a batch; every rank calls it alike and gets the model's own outputs; no gradients.
-
-    Args:
-        parallel: the split model, which is set to evaluation mode.
-    """
+    """Called like the model, or with a batch, alike on every rank; gives the model's own outputs, without gradients."""
 
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()

@@ -35,12 +35,6 @@ def layer_plans(
 ) -> LayerPlans:
     """How the layers of some stages are split inside.
 
-    Args:
-        model: the full one, on any device; not changed.
-        stages: those of this rank.
-        tensor: plans of all layers that tensor parallelism splits.
-        batch: an example, of which only the shapes count.
-
     Raises:
         InputError: a layer that cannot be split as its strategy says.
         TraceError: the model does not run on the batch.

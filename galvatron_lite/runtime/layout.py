@@ -172,9 +172,6 @@ class Layout:
     def samples(self, shape: Sequence[int]) -> AxisSplit:
         """How a tensor lies whose samples alone are shared.
 
-        Args:
-            shape: of the whole tensor, the stage's whole micro-batch.
-
         Raises:
             InputError: the samples cannot be shared evenly.
         """
@@ -189,10 +186,6 @@ class Layout:
 
     def hidden(self, shape: Sequence[int], pictures: bool = True) -> AxisSplit:
         """How a hidden state lies: samples are shared, and tokens, channels or pixels.
-
-        Args:
-            shape: of the whole tensor: (samples, tokens, ...) or (samples, channels, [[planes,] rows,] columns).
-            pictures: whether it is a picture where pixels are shared.
 
         Raises:
             InputError: samples or tokens cannot be shared evenly.

@@ -51,12 +51,7 @@ class LossTensor(Tensor):
 
 
 def guard_loss(loss: Tensor, parameters: Callable[[], frozenset[int]]) -> Tensor:
-    """The same tensor as a ``LossTensor``; as it is where it requires no gradient.
-
-    Args:
-        loss: of the model.
-        parameters: gives the ids of tensors that are parameters of the model, as it is then.
-    """
+    """The same tensor as a ``LossTensor``; as it is where it requires no gradient."""
     if type(loss) is Tensor and loss.requires_grad:
         loss.__class__ = LossTensor
     if isinstance(loss, LossTensor):
@@ -86,13 +81,7 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def global_mean(loss: Tensor, group: dist.ProcessGroup, shares: int) -> Tensor:
-    """The mean of equal shares' losses; backward gives each rank its own share's part.
-
-    Args:
-        loss: of this rank's share.
-        group: ranks with one share each, or several with the same.
-        shares: how many there are.
-    """
+    """The mean of equal shares' losses; backward gives each rank its own share's part."""
     mean: Tensor = _GlobalMean.apply(loss, group, shares)  # type: ignore[no-untyped-call]
     return mean
 

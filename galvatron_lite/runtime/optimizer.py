@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, NoneType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.parallelize import StageRuntime
 from galvatron_lite.runtime.parameters import Owned, guard_gradients
 from galvatron_lite.world import messages_carry_data
+
+if TYPE_CHECKING:
+    from galvatron_lite.runtime.engine import ParallelModel
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 SIZE = 256
@@ -41,18 +43,16 @@ def split_groups(groups: Groups) -> list[dict[str, Any]]:
     no parameters, and an optimizer refuses an empty list. Where the groups are not those given any more, ``PART_OF``
     says which of them each is a part of.
     """
+    named = [group if isinstance(group, Mapping) else {"params": [group]} for group in groups]
+    plain = [p for group in named if set(group) == {"params"} for p in group["params"]]
+    wanted = [*([{"params": plain}] if plain else []), *(group for group in named if set(group) != {"params"})]
     cut: list[tuple[int, dict[str, Any]]] = []
-    given = [group if isinstance(group, Mapping) else {"params": [group]} for group in groups]
-    plain = [group for group in given if set(group) == {"params"}]
-    merged = [{"params": [p for group in plain for p in group["params"]]}] if plain else []
-    wanted = [*merged, *(group for group in given if set(group) != {"params"})]
     for number, group in enumerate(wanted):
-        options = {key: value for key, value in group.items() if key != "params"}
         alike: dict[object, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             alike.setdefault((mesh, parameter.device.type), []).append(parameter)
-        cut += [(number, {"params": parameters, **options}) for parameters in alike.values()]
+        cut += [(number, {**group, "params": parameters}) for parameters in alike.values()]
     if [number for number, _ in cut] != [*range(len(wanted))]:
         cut = [(number, {**group, PART_OF: number}) for number, group in cut]
     return [group for _, group in cut] or [{"params": []}]
@@ -72,29 +72,12 @@ def fused_on_host(
     ]
 
 
-class ShardedModel(Protocol):
-    """A model whose parameters optimizers update: a ``ParallelModel``."""
-
-    plan: Plan
-
-    @property
-    def runtimes(self) -> Sequence[StageRuntime]:
-        """What trains the parts of the model that are on this rank."""
-        ...
-
-    def publish(self) -> None:
-        """Bring what optimizers updated to every rank."""
-
-
 class OptimizerSteps:
     """Sees every optimizer of this process that steps over a model's parameters, whoever made it: it is checked before
     its first step under a plan, sees plain gradients, and what it updated is published.
-
-    Args:
-        parallel: the model.
     """
 
-    def __init__(self, parallel: ShardedModel) -> None:
+    def __init__(self, parallel: ParallelModel) -> None:
         self._parallel = weakref.ref(parallel)
         self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Plan] = weakref.WeakKeyDictionary()
         handles = [
@@ -135,22 +118,22 @@ class OptimizerSteps:
             raise refused
         self._checked[optimizer] = parallel.plan
 
-    def _updates(self, optimizer: torch.optim.Optimizer) -> ShardedModel | None:
+    def _model_of(self, optimizer: torch.optim.Optimizer) -> ParallelModel | None:
         """The model, where the optimizer is over parameters of it."""
         parallel = self._parallel()
         if parallel is None:
             return None
-        own = {id(one.updated) for runtime in parallel.runtimes for one in runtime.owned}
-        return parallel if any(id(p) in own for group in optimizer.param_groups for p in group["params"]) else None
+        updated = {id(one.updated) for runtime in parallel.runtimes for one in runtime.owned}
+        return parallel if any(id(p) in updated for group in optimizer.param_groups for p in group["params"]) else None
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        if (parallel := self._updates(optimizer)) is not None:
+        if (parallel := self._model_of(optimizer)) is not None:
             self.check(optimizer, together=False)
             for runtime in parallel.runtimes:
                 guard_gradients(runtime.owned, guarded=False)
 
     def _end(self, optimizer: torch.optim.Optimizer) -> None:
-        if (parallel := self._updates(optimizer)) is not None:
+        if (parallel := self._model_of(optimizer)) is not None:
             for runtime in parallel.runtimes:  # one of several optimizers may have stepped before
                 runtime.updates.due = runtime.updates.is_needed
             parallel.publish()
@@ -159,7 +142,6 @@ class OptimizerSteps:
 def _check_parameters(
     optimizer: torch.optim.Optimizer, updated: Sequence[nn.Parameter], computing: Sequence[nn.Parameter]
 ) -> InputError | None:
-    """Parameters that are this model's, as an optimizer is to have them."""
     listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     right = {id(p) for p in updated}
     beside = listed & {id(p) for p in computing} - right

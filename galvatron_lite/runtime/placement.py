@@ -85,13 +85,7 @@ def glue_layout(stage: Sequence[LayerAssignment]) -> Layout:
 
 
 def check_samples(samples: int, plan: Plan, microbatches: int) -> None:
-    """Raise InputError, naming the nearest sizes that can be used, where a batch cannot be shared evenly.
-
-    Args:
-        samples: in the global batch.
-        plan: whose layers share them.
-        microbatches: parts the batch is worked through in.
-    """
+    """Raise InputError, naming the nearest sizes that can be used, where a batch cannot be shared evenly."""
     check_divisible(samples, [run.strategy.batch_degree for stage in plan.stages for run in stage.runs], microbatches)
 
 

@@ -25,12 +25,6 @@ class Mover:
     def __call__(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
         """The tensor split another way.
 
-        Args:
-            tensor: this rank's part of it, a plain tensor.
-            source: how it is split.
-            target: how it is to be split.
-            shape: of the full tensor.
-
         Returns:
             This rank's part under the target. The gradient goes the way back: the gradient of a part that several ranks
             hold is complete on each of them.

@@ -125,7 +125,6 @@ class StageSplitter:
                     sync_batch_norm(module, [] if group is None else [ProcessLine(group)])
 
     def _mixtures(self, placed: LayerAssignment) -> tuple[BlockMixture, ...]:
-        """The mixtures of experts of a block."""
         if placed.layer.role is not Role.BLOCK:
             return ()
         mixtures = find_mixtures(self._block(placed))
@@ -135,7 +134,6 @@ class StageSplitter:
         return mixtures
 
     def _spread_experts(self, placed: LayerAssignment, groups: StrategyGroups) -> None:
-        """Each rank keeps its share of the experts of a block."""
         block = self._block(placed)
         if groups.expert is None:
             if self.capacity is not None:
@@ -165,7 +163,6 @@ class StageSplitter:
     def _split_channels(
         self, module: nn.Module, path: str, placed: LayerAssignment, plan: ChannelPlan
     ) -> BoundaryLayout:
-        """Share a module's channels; its border then."""
         line = ProcessLine(self.meshes.groups(placed.strategy).slices)
         self.done.shards |= {f"{path}.{name}": one for name, one in shard_channels(module, plan, line).items()}
         if placed.strategy.channels == 1:
@@ -173,7 +170,6 @@ class StageSplitter:
         return BoundaryLayout(placed.layout, slices=line, outputs=plan.outputs)
 
     def _share_states(self, layers: Sequence[LayerAssignment]) -> None:
-        """ZeRO of layers that share parameters."""
         strategy, done = layers[0].strategy, self.done
         mesh = self.meshes.groups(strategy).zero_mesh
         modules = [self.model.get_submodule(path) for placed in layers for path in placed.layer.modules]

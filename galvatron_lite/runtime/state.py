@@ -70,8 +70,6 @@ def put(held: Sequence[Held], entries: Entries, state: Mapping[str, Tensor]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Items of a tensor that one rank gives to all."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -80,42 +78,30 @@ class _Piece:
 
 
 def gather(held: Sequence[Held]) -> dict[str, Tensor]:
-    """Whole tensors, by name, on the CPU of every rank, piece by piece; all ranks must call it.
+    """Full tensors, by name, on the CPU of every rank, piece by piece; all ranks must call it.
 
     Of ranks that have the same items the first one's count.
     """
-    own = {(one.name, chunk.whole): part_of(one.tensor, chunk.local) for one in held for chunk in one.chunks}
-    rank, device = dist.get_rank(), _device()
-    found: dict[str, Tensor] = {}
-    for piece in _pieces(held):
-        blank = torch.empty(piece.whole.shape, dtype=piece.dtype)
-        values = (own[piece.name, piece.whole] if piece.rank == rank else blank).to(device).contiguous()
-        if dist.get_world_size() > 1:
-            dist.broadcast(values, src=piece.rank)
-        whole = found.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
-        part_of(whole, piece.whole).copy_(values)
-    return found
-
-
-def _pieces(held: Sequence[Held]) -> list[_Piece]:
-    """Every item of every tensor once, the same list on every rank."""
-    rank = dist.get_rank()
-    own = [_Piece(one.name, one.shape, one.tensor.dtype, chunk.whole, rank) for one in held for chunk in one.chunks]
-    everyone: list[list[_Piece]] = [own]
-    if dist.get_world_size() > 1:
-        everyone = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, own)
-    first: dict[tuple[str, Box], _Piece] = {}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    mine = {(one.name, chunk.whole): part_of(one.tensor, chunk.local) for one in held for chunk in one.chunks}
+    listed = [_Piece(one.name, one.shape, one.tensor.dtype, chunk.whole, rank) for one in held for chunk in one.chunks]
+    everyone: list[list[_Piece]] = [listed]
+    if world > 1:
+        everyone = [[] for _ in range(world)]
+        dist.all_gather_object(everyone, listed)
+    pieces: dict[tuple[str, Box], _Piece] = {}
     for piece in (one for theirs in everyone for one in theirs):
-        first.setdefault((piece.name, piece.whole), piece)
-    return list(first.values())
-
-
-def _device() -> torch.device:
-    """Where tensors lie that the default process group sends."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+        pieces.setdefault((piece.name, piece.whole), piece)
+    found: dict[str, Tensor] = {}
+    for place, piece in pieces.items():
+        here = mine[place] if piece.rank == rank else torch.empty(piece.whole.shape, dtype=piece.dtype)
+        values = here.to(device).contiguous()
+        if world > 1:
+            dist.broadcast(values, src=piece.rank)
+        full = found.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
+        part_of(full, piece.whole).copy_(values)
+    return found
 
 
 def _named(parallel: Parallel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

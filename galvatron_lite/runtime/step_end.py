@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,28 +13,13 @@ from torch import Tensor
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.runtime.parallelize import StageRuntime
 from galvatron_lite.runtime.parameters import guard_gradients, local_tensor, squared_norm_share
-from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
+
+if TYPE_CHECKING:
+    from galvatron_lite.runtime.engine import ParallelModel
 
 _NAMED = 3
 _TINY = 1e-6
-
-
-class SteppedModel(Protocol):
-    """A model in training: a ``ParallelModel``."""
-
-    device: torch.device
-    runtime: StageRuntime
-    scaler: LossScaler | None
-    watch: Watch
-
-    @property
-    def runtimes(self) -> Sequence[StageRuntime]:
-        """The parts of the model that are on this rank."""
-        ...
-
-    def _multiply(self, factor: Tensor) -> None: ...
 
 
 def clip_factor(norm: Tensor, largest: float) -> Tensor:
@@ -42,7 +27,7 @@ def clip_factor(norm: Tensor, largest: float) -> Tensor:
     return torch.clamp(largest / (norm + _TINY), max=1.0)
 
 
-def reduced(parallel: SteppedModel, values: list[Tensor], with_norm: bool = True) -> Tensor:
+def reduced(parallel: ParallelModel, values: list[Tensor], with_norm: bool = True) -> Tensor:
     """Sums over the world of values, and of the gradient's squared norm, in one message."""
     if with_norm:
         shares = [squared_norm_share(one.owned, one.counted_elsewhere, parallel.device) for one in parallel.runtimes]
@@ -53,13 +38,8 @@ def reduced(parallel: SteppedModel, values: list[Tensor], with_norm: bool = True
     return stacked
 
 
-def finish_step(parallel: SteppedModel, loss: Tensor, largest: float | None) -> tuple[Tensor, bool]:
+def finish_step(parallel: ParallelModel, loss: Tensor, largest: float | None) -> tuple[Tensor, bool]:
     """The global loss, and whether the step may be taken, after checking gradients, scaling them back, clipping.
-
-    Args:
-        parallel: holds the gradients.
-        loss: this rank's part of it.
-        largest: norm to clip the gradient to; None: it stays as it is.
 
     Raises:
         NonFiniteLossError: the loss or the gradient is not; on all ranks. Not where fp16 overflows.
@@ -80,14 +60,12 @@ def finish_step(parallel: SteppedModel, loss: Tensor, largest: float | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _NotFinite:
-    """What is not finite on a rank."""
-
     loss: bool  # its part of the loss
     made: bool  # gradients that it made itself
     names: tuple[str, ...]  # parameters whose gradient, summed over ranks
 
 
-def _refuse(parallel: SteppedModel, local_loss: Tensor, loss: Tensor) -> None:
+def _refuse(parallel: ParallelModel, local_loss: Tensor, loss: Tensor) -> None:
     owned = [one for runtime in parallel.runtimes for one in runtime.owned]
     bad = [one for one in owned if one.gradient is not None and not _is_finite(one.gradient)]
     made = any(one.is_final and not one.is_zero for one in bad)
@@ -130,10 +108,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 class GradientsAside:
     """Gradients of earlier batches, kept apart until those of the next batch are summed over ranks.
-
-    Args:
-        runtimes: of the model's parts on this rank; their gradients are taken away.
-        pending: whether backward of the loss of the batch before was not called yet.
 
     Raises:
         InputError: there are gradients whose loss is pending, or in host memory.

@@ -175,12 +175,7 @@ class Traffic:
         return tensor.dim() > 0 and tensor.shape[0] * layout.batch == self.rows
 
     def piece(self, tensor: Tensor, sampled: int | None = None) -> RankPiece | None:
-        """The place on the stage of a tensor of the glue code; None where it does not hold the samples.
-
-        Args:
-            tensor: plain, cut, or as a layer returned it.
-            sampled: items of dim 0 of each sample, if known.
-        """
+        """The place on the stage of a tensor of the glue code; None where it does not hold the samples."""
         if isinstance(tensor, LayoutTensor):
             return tensor.piece
         if sampled not in (None, 1) or not self.has_rows(tensor, self.glue):

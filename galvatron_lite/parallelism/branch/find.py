@@ -61,8 +61,6 @@ def find_regions(graph: ModelGraph) -> tuple[BranchRegion, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """A graph, the order of its layers, and pairs of them that share parameters."""
-
     graph: ModelGraph
     order: Order
     ties: tuple[int, ...]

@@ -86,12 +86,6 @@ def due(message: CyclicMessage, time: int, step: int, programme: CyclicProgramme
     Until then the pass that awaits it need not have begun. Where that pass may belong to a later training step, its
     process need not have been given that step's batch before the sender is: whoever calls ``train_step`` may let the
     processes meet in between.
-
-    Args:
-        message: which.
-        time: time step in which it is sent.
-        step: the training step whose batch the sender was given last.
-        programme: of the processes.
     """
     awaited, taken = time + reach(message, programme), step
     while awaited >= _first_time(programme, message.target, taken + 1):
@@ -140,12 +134,6 @@ class MessageExchange:
 
     The structure of an activation is told ahead of the first message of a lane that holds one of its kind. When it is
     given up, or the interpreter exits, what others need for the training steps done is delivered first.
-
-    Args:
-        programme: of the processes.
-        desk: of this process.
-        states: of the stages that it runs.
-        mailbox: carries messages.
     """
 
     def __init__(

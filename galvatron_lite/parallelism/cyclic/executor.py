@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -24,13 +24,6 @@ from galvatron_lite.parallelism.pipeline.transfer import arrived, differentiable
 
 Call = Callable[[StagePart, Any], Any]
 """Runs a stage's model on a micro-batch; on the last stage it returns the loss, a scalar."""
-Draws = Callable[[int, int], AbstractContextManager[None]]
-"""Of a stage, and the number of a micro-batch: the forward pass is run inside."""
-
-
-def as_they_come(_stage: int, _number: int) -> AbstractContextManager[None]:
-    """Passes draw from the process's generators, one after another."""
-    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +54,6 @@ class SeededDraws:
 class Executor:
     """A process's passes.
 
-    Args:
-        programme: which passes, and which messages.
-        process: the number of this one.
-        parts: the stages that it runs, by number.
-        states: of these stages.
-        mailbox: carries messages.
-        call: runs a stage's model.
-        device: where tensors live.
-        draws: the random numbers of a pass.
-
     Attributes:
         programme: set anew only while nothing is in flight.
         states: of the stages that this process runs.
@@ -87,7 +70,7 @@ class Executor:
         mailbox: ProcessMailbox,
         call: Call,
         device: torch.device,
-        draws: Draws = as_they_come,
+        draws: SeededDraws,
     ) -> None:
         self.programme, self.states, self.desk, self.draws = programme, states, Desk(), draws
         self._process, self._parts, self._call, self._device = process, parts, call, device
@@ -163,7 +146,6 @@ class Executor:
             self._rest(stage)
 
     def _rest(self, stage: int) -> None:
-        """Between passes the stage's modules hold the newest parameters."""
         states = self.states[stage]
         self._parts[stage].bind(states.at(states.newest))
 

@@ -51,8 +51,6 @@ def holdings(rule: CyclicRule, setting: CyclicSetting, workers: int) -> tuple[Ho
 
 @dataclass(slots=True)
 class _Process:
-    """One process on its way through the table."""
-
     programme: CyclicProgramme
     taken: dict[CyclicMessage, int]  # time step at which each message is received; others are received later
     live: dict[tuple[int, int], int] = field(default_factory=dict)  # version, by stage and micro-batch

@@ -57,11 +57,6 @@ class ProcessMailbox:
     """Messages between the ranks of the default process group. Every rank makes one at the same time.
 
     All methods but ``clear`` raise ``LaunchError`` where the other process is gone, or silent for too long.
-
-    Args:
-        kinds: of messages that will be sent.
-        device: where received tensors live.
-        timeout: seconds after which a message that does not come is an error.
     """
 
     def __init__(self, kinds: Iterable[MessageContent], device: torch.device, timeout: float) -> None:

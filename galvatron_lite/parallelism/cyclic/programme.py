@@ -176,7 +176,6 @@ class CyclicProgramme:
         return tuple(range(self.version(stage, before), self.version(stage, number)))
 
     def _messages(self, moment: StagePass, arriving: bool) -> tuple[CyclicMessage, ...]:
-        """What arrives before a pass, or leaves after it."""
         number, stage = self._number(moment), moment.stage
         if moment.backward:
             found = [*self._gradient(stage + arriving, number), *self._partial(stage, number - arriving)]
@@ -248,7 +247,6 @@ class CyclicProgramme:
         return (step + 1) * self.workers + self.workers - 1 - stage
 
     def _last_of(self, step: int) -> int:
-        """The last micro-batch of a training step, whose backward pass completes the gradients."""
         return step * self.workers + self.workers - 1
 
     def _message(

@@ -59,12 +59,6 @@ def cut_stages(
 ) -> tuple[StagePart, ...]:
     """Every stage of a model, which stays as it is.
 
-    Args:
-        model: on any device.
-        layers: of the model, in running order.
-        names: of each stage's layers.
-        flow: which layers read what, if known.
-
     Raises:
         InputError: two stages share a parameter, or the model cannot be cut there.
     """

@@ -59,13 +59,7 @@ class StageStates:
         return self._versions[version]
 
     def make_optimizer(self, factory: OptimizerFactory, scheduler: SchedulerFactory | None, **options: Any) -> None:
-        """Build the optimizer, and a scheduler of it, over the newest parameters.
-
-        Args:
-            factory: ``factory(parameters, **options)``.
-            scheduler: ``scheduler(optimizer)``; it steps after every update.
-            options: for the factory.
-        """
+        """Build the optimizer, and a scheduler of it, over the newest parameters."""
         self.optimizer = factory(self.trained or [{"params": []}], **options)
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
 

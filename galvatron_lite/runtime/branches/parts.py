@@ -128,12 +128,7 @@ def _check_devices(name: str, stage: Sequence[LayerAssignment], allowed: Sequenc
 
 
 class Stream:
-    """The random states that a branch draws from: its draws must not change what the trunk draws next on some ranks.
-
-    Args:
-        seed: where they start.
-        device: of this rank.
-    """
+    """The random states that a branch draws from: its draws must not change what the trunk draws next on some ranks."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._gpus = [device] if device.type == "cuda" else []
@@ -198,11 +193,6 @@ class StandIn(nn.Module):
 
 def entrances(model: nn.Module, roots: Sequence[str], batch: Any) -> tuple[str, ...]:
     """The modules of a branch that code outside it calls, and below the roots those that nobody calls.
-
-    Args:
-        model: the full model; not changed.
-        roots: paths of modules that hold the branch; containers that are not called themselves among them.
-        batch: an example; None: modules that have a forward of their own are called.
 
     Raises:
         InputError: the model has no module of that path.
@@ -277,12 +267,7 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def resolve_outside(model: nn.Module, paths: Sequence[str]) -> None:
-    """Bring what is pending here where other modules of the model take it, and where the model ends.
-
-    Args:
-        model: changed in place.
-        paths: of those modules.
-    """
+    """Bring what is pending here where other modules of the model take it, and where the model ends."""
 
     def resolve(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return map_tensors(args, resolved), map_tensors(kwargs, resolved)

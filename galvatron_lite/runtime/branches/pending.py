@@ -122,14 +122,7 @@ class Surroundings:
 
 
 class Applied:
-    """A torch function of pending tensors, deferred.
-
-    Args:
-        func: the function.
-        args: its arguments.
-        kwargs: its arguments by name.
-        run: of the model.
-    """
+    """A torch function of pending tensors, deferred."""
 
     def __init__(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], run: ModelRun) -> None:
         self.func, self.args, self.kwargs, self.run = func, args, kwargs, run
@@ -200,14 +193,7 @@ def _signature(value: Any) -> object:
 
 
 def meta_of(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], like: Callable[[Tensor], Tensor]) -> Any:
-    """A function's result on the meta device.
-
-    Args:
-        func: the function.
-        args: its arguments; devices among them are left out.
-        kwargs: the same.
-        like: gives an argument's stand-in on the meta device.
-    """
+    """A function's result on the meta device."""
     if name_of(func) in ("to", "cpu", "cuda"):
         args = tuple(one for one in args if not isinstance(one, (str, torch.device)))
         kwargs = {key: one for key, one in kwargs.items() if key != "device"}
@@ -215,7 +201,6 @@ def meta_of(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], like: C
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """A tensor without the graph it was computed by."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -261,12 +246,7 @@ def with_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 class Foreseen:
-    """Templates of what one module returns: shapes, types, and which tensors hold samples, without its parameters.
-
-    Args:
-        path: of the module, for errors.
-        module: any; copied without storages.
-    """
+    """Templates of what one module returns: shapes, types, and which tensors hold samples, without its parameters."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self._path, self._twin = path, meta_copy(module)
@@ -275,13 +255,6 @@ class Foreseen:
 
     def __call__(self, args: Any, kwargs: Mapping[str, Any], rows: int, like: Like, training: bool) -> Template:
         """The template of a call.
-
-        Args:
-            args: of the call.
-            kwargs: the same.
-            rows: samples of the micro-batch.
-            like: gives stand-ins of the arguments' tensors.
-            training: whether the module is in training mode.
 
         Raises:
             InputError: the module looks at values, so that its output cannot be foreseen.

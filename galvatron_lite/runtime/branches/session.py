@@ -73,13 +73,7 @@ class PassSetting:
 
 
 class BranchSession:
-    """See the module.
-
-    Args:
-        setting: of the model.
-        rows: samples of the micro-batch, over the world.
-        origins: of the batch's tensors.
-    """
+    """See the module."""
 
     def __init__(self, setting: PassSetting, rows: int, origins: Origins) -> None:
         self.setting, self.rows, self.origins = setting, rows, origins
@@ -162,13 +156,6 @@ class BranchInput:
 class DeferredCall:
     """A call of a branch, deferred.
 
-    Args:
-        run: the pass it is of.
-        branch: which.
-        stand_in: where.
-        args: of the call.
-        kwargs: the same.
-
     Attributes:
         template: what it will return.
         consumed: whether a later call of the same branch takes what it returns.
@@ -229,7 +216,6 @@ class DeferredCall:
         return there == here or (there[1:] == here[1:] and here[:1] == (ours,) and there[:1] == (theirs,))
 
     def _like(self, tensor: Tensor, rows: int) -> Tensor:
-        """An argument's stand-in for so many samples."""
         if isinstance(tensor, PendingTensor):
             node = tensor.node
             if isinstance(node, DeferredCall):
@@ -240,7 +226,6 @@ class DeferredCall:
         return with_rows(like, rows) if self.run.setting.runtime.traffic.piece(tensor) is not None else like
 
     def _reals(self) -> Iterator[Tensor]:
-        """Every tensor that is here, among the arguments and in deferred functions."""
         seen = set[int]()
         nests = [(self._args, self._kwargs)]
         nests += [(node.args, node.kwargs) for node in nodes_of(nests[0]) if isinstance(node, Applied)]
@@ -327,7 +312,6 @@ class DeferredCall:
         return TransferManifest.of(cargo, setting.channel.rank)
 
     def _arriving(self, place: str, shape: tuple[int, ...]) -> AxisSplit:
-        """How an output lies in the trunk."""
         setting = self.run.setting
         if place in self.template.sampled:
             return setting.runtime.traffic.target(shape)
@@ -349,7 +333,6 @@ class DeferredCall:
             self._send(runtime)
 
     def _inside(self, tensor: Tensor, entered: Mapping[int, Tensor], outputs: dict[int, Any]) -> Tensor:
-        """An argument as the branch has it."""
         if not isinstance(tensor, PendingTensor):
             return entered.get(id(tensor), tensor)
         node = tensor.node
@@ -409,7 +392,6 @@ class DeferredCall:
 
 
 def _numbers(value: Any) -> Iterator[int]:
-    """Every integer in a nest."""
     if isinstance(value, Mapping):
         yield from _numbers(tuple(value.values()))
     elif isinstance(value, (tuple, list)):

@@ -49,14 +49,6 @@ def set_up_branches(
 ) -> Branches:
     """Split the model as the plan says, in place. All ranks call it together.
 
-    Args:
-        model: any.
-        plan: with branches.
-        layers: of the model.
-        batch: an example.
-        options: as for a model without branches.
-        timeout: seconds after which a message that does not come is an error.
-
     Raises:
         LaunchError: the world's size is not the plan's.
         InputError: the plan does not fit the model.

@@ -32,10 +32,6 @@ class BranchChannel:
     """Sends and receives for the branches of a model; every rank makes one together.
 
     Forward and backward have a process group each: messages of one do not wait for the other's.
-
-    Args:
-        device: of this rank.
-        timeout: seconds after which a message that does not come is an error.
     """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
@@ -82,16 +78,7 @@ class BranchChannel:
 
 
 class Shipment:
-    """Several tensors on their way from the ranks that hold them to those that want them: one message a pair of ranks.
-
-    Args:
-        channel: of this rank.
-        tag: the same on every rank, and of this shipment alone.
-        what: it is, for errors.
-        routes: this rank's part in the move of each tensor.
-        dtypes: of the tensors.
-        backward: whether tensors are gradients, any of which may be missing (None).
-    """
+    """Several tensors on their way from the ranks that hold them to those that want them: one message a pair."""
 
     def __init__(
         self,
@@ -212,13 +199,7 @@ class TransferManifest:
 
 
 class Transfer:
-    """A move of several tensors. Every rank makes it, in the same order, whether it gives, gets, both or neither.
-
-    Args:
-        channel: of this rank.
-        what: it is, for errors.
-        manifest: of this rank.
-    """
+    """A move of several tensors. Every rank makes it, in the same order, whether it gives, gets, both or neither."""
 
     def __init__(self, channel: BranchChannel, what: str, manifest: TransferManifest) -> None:
         self._device, self.cargo, tag = channel.device, manifest.cargo, channel.next_tag()

@@ -119,8 +119,6 @@ def flushed_state(folder: Path | str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a process wrote: files by name, and what the manifest says of its stages."""
-
     files: dict[str, Content]
     stages: dict[int, StageRecord]
 
@@ -172,7 +170,6 @@ class CyclicCheckpointer:
         return _Written({name: write_plain(folder / name, make()) for name, make in contents.items()}, records)
 
     def _finish(self, folder: Path, place: Path, step: int, parts: list[_Written]) -> None:
-        """Write the manifest, and move the folder to its place."""
         files = {name: content for part in parts for name, content in part.files.items()}
         for name in files:
             if not (folder / name).is_file():
@@ -182,7 +179,7 @@ class CyclicCheckpointer:
         sequence = 1 + max((one.sequence for _, one in survey(CyclicManifest, place.parent, FORMAT)[0]), default=0)
         manifest = CyclicManifest(
             FORMAT, programme.rule, programme.setting, programme.workers, step, programme.base,
-            draws.seed if isinstance(draws, SeededDraws) else None, programme.processes,
+            draws.seed, programme.processes,
             tuple(record for _, record in sorted(stages.items())), dict(self.runtime.entries.names), files, sequence,
         )  # fmt: skip
         write_sealed(folder, manifest)
@@ -295,7 +292,6 @@ def _mean_buffers(processes: Sequence[Mapping[str, Any]], stage: int) -> dict[st
 
 
 def _record(states: StageStates) -> StageRecord:
-    """What the manifest says of a stage."""
     parameters = {
         name: f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for name, one in states.masters.items()
     }

@@ -64,9 +64,6 @@ class CyclicOptimizer(torch.optim.Optimizer):
 
     It is an optimizer in name, so that whoever takes it for one (torch's schedulers do) is told what to do instead.
 
-    Args:
-        states: of these stages, by number.
-
     Attributes:
         stages: optimizers, by the stage's number.
     """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.cyclic.executor import Executor, SeededDraws, as_they_come
+from galvatron_lite.parallelism.cyclic.executor import Executor, SeededDraws
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
 from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
@@ -28,7 +28,7 @@ from galvatron_lite.runtime.placement import LayerAssignment, place_layers
 
 @dataclass(frozen=True, slots=True)
 class CyclicOptions:
-    """How a model is set up; see ``CyclicModel``. ``draws``: seed of the passes' random numbers; None: as they come."""
+    """How a model is set up; see ``CyclicModel``."""
 
     device: torch.device
     compute: torch.dtype | None = None
@@ -36,7 +36,7 @@ class CyclicOptions:
     init_fn: Callable[[nn.Module], None] | None = None
     seed: int = 0
     early_release: bool = False
-    draws: int | None = None
+    draws: int = 0  # seed of the passes' random numbers
 
     def call(self, part: StagePart, microbatch: Any) -> Any:
         """Run a stage's model; the last stage gives the loss."""
@@ -74,15 +74,6 @@ def set_up(
 ) -> CyclicRuntime:
     """Cut the model and make what runs its stages. No communication.
 
-    Args:
-        model: its parameters are taken over, and under ``stages`` given up where they are others'.
-        plan: of cyclic data parallelism.
-        layers: of the model.
-        batch: an example, to see which layers read what; None: each reads the layer before it.
-        process: the number of this one.
-        mailbox: of this process.
-        options: see ``CyclicModel``.
-
     Raises:
         InputError: the plan does not fit the model, or stages share parameters.
     """
@@ -105,13 +96,12 @@ def set_up(
     for number, part in parts.items():
         _prepare(part, placed[number], options.compute)
     states = {number: StageStates(part.parameters()) for number, part in parts.items()}
-    draws = as_they_come if options.draws is None else SeededDraws(options.draws, options.device)
+    draws = SeededDraws(options.draws, options.device)
     executor = Executor(programme, process, parts, states, mailbox, options.call, options.device, draws)
     return CyclicRuntime(process, parts, executor, options.device, model, entries)
 
 
 def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.dtype | None) -> None:
-    """Recomputation and precision of a stage's blocks."""
 
     def narrowed(tensor: Tensor) -> Tensor:
         return tensor.to(compute) if tensor.is_floating_point() else tensor

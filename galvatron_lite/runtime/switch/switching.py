@@ -52,7 +52,7 @@ class Switching:
         self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
         self._runtimes, self.runtime = list(runtimes), runtimes[0]
         self.copies = nn.ModuleList(runtime.model for runtime in runtimes[1:])
-        self.use = ParameterUse.of(runtimes, plan)
+        self.use = ParameterUse(runtimes, plan)
 
     def _watched(self, phase: StepPhase) -> AbstractContextManager[None]:
         raise NotImplementedError
