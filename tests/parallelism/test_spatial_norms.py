@@ -18,8 +18,8 @@ from galvatron_lite.parallelism.sharded.collectives import distribute, full_tens
 from galvatron_lite.parallelism.sharded.tensor import Call, Rules, ShardSpec, image_specs, locals_only, to_local
 from galvatron_lite.parallelism.spatial.cost import STATISTIC_BYTES
 from galvatron_lite.parallelism.spatial.norms import HANDLERS, as_autocast, sync_batch_norm
-from tests.parallelism.sharded_compare import Outcome, Parameters, alone, assert_equal, lines_of, rules, together
 from tests.parallelism.running import gather_running
+from tests.parallelism.sharded_compare import Outcome, Parameters, alone, assert_equal, lines_of, rules, together
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 CHANNELS = 6

@@ -1,12 +1,12 @@
 """Logits that are shares of the vocabulary, and losses of them: one small message a token, in forward.
 
-Such logits are a sharded tensor whose functions know what they mean for shares (``losses``). To code that uses them they
-are whole: what has no rule there is given whole logits, gathered once.
+Such logits are a sharded tensor whose functions know what they mean for shares (``losses``). To code that uses them
+they are whole: what has no rule there is given whole logits, gathered once.
 
 Source of the idea of the loss: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): ranks tell each other
 figures of a token, not logits. Here they all go in one all-gather. Gradients are complete on every rank, as everywhere
-in a tensor group and unlike those of other sharded tensors (``sharded.tensor``): that of the loss is the same on all, and each
-makes those of its own columns from it alone.
+in a tensor group and unlike those of other sharded tensors: that of the loss is the same on all, and each makes those
+of its own columns from it alone.
 """
 
 from __future__ import annotations
