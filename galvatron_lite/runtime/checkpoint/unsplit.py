@@ -1,8 +1,7 @@
-"""Checkpoints and one process: the plain model takes one, and files of Hugging Face are made of one and read."""
+"""Loading a checkpoint of any plan into the plain model, without other processes."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,28 +9,30 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from galvatron_lite.parallelism.data.apply import GradientReducer
-from galvatron_lite.runtime.checkpoint.content import blank_states, check_optimizer, give
-from galvatron_lite.runtime.checkpoint.interfaces import Resumed
 from galvatron_lite.runtime.checkpoint.manifest import TRAINING, check_whole, process_file
-from galvatron_lite.runtime.checkpoint.options import check_members, put_options, put_schedule
-from galvatron_lite.runtime.checkpoint.plain import read_plain
-from galvatron_lite.runtime.checkpoint.planners import PiecesLoader, check_loadable
+from galvatron_lite.runtime.checkpoint.optimizer import (
+    blank_states,
+    check_members,
+    check_optimizer,
+    put_options,
+    put_schedule,
+)
+from galvatron_lite.runtime.checkpoint.plain import put_state, read_plain
+from galvatron_lite.runtime.checkpoint.saving import Resumed
 from galvatron_lite.runtime.checkpoint.sealed import content_errors
-from galvatron_lite.runtime.checkpoint.storage import PiecesReader, metadata_of
+from galvatron_lite.runtime.checkpoint.tensors import check_readable, read_tensors, stored_tensors
 from galvatron_lite.runtime.mesh import StrategyGroups
-from galvatron_lite.runtime.pieces import Entries, Held, entries_of, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.pieces import Entries, entries_of, held_buffers, held_parameters, held_states
 from galvatron_lite.runtime.setup import StageRuntime
 from galvatron_lite.runtime.sharding import Owned
 from galvatron_lite.runtime.updates import Updates
 
 
 @dataclass(frozen=True, slots=True)
-class _Unsplit:
-    """What ``pieces`` asks of the one stage of a plain model."""
+class _UnsplitStage:
+    """What ``pieces`` reads of a stage."""
 
     owned: list[Owned]
     updates: Updates
@@ -39,7 +40,7 @@ class _Unsplit:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class UnsplitModel:
     """A plain model, seen as one that is split over one process."""
 
     entries: Entries
@@ -47,12 +48,12 @@ class Alone:
     structures: Sequence[nn.Module]
 
 
-def alone(model: nn.Module) -> Alone:
+def unsplit(model: nn.Module) -> UnsplitModel:
     """A plain model, seen as one that is split over one process."""
     groups = cast("StrategyGroups", None)
     owned = [Owned((name,), parameter, None, groups, 1) for name, parameter in model.named_parameters()]
-    unsplit = _Unsplit(owned, Updates(owned, GradientReducer(())))
-    return Alone(entries_of(model, ()), [cast("StageRuntime", unsplit)], [model])
+    stage = _UnsplitStage(owned, Updates(owned, GradientReducer(())))
+    return UnsplitModel(entries_of(model, ()), [cast("StageRuntime", stage)], [model])
 
 
 def load_into(
@@ -63,7 +64,7 @@ def load_into(
     scheduler: Any = None,
     data: Any = None,
 ) -> Resumed:
-    """Give a plain model the state of a checkpoint of any plan; no other process is needed.
+    """Load a checkpoint of any plan into the plain model; no other process is needed.
 
     Args:
         model: the one that was trained, not split.
@@ -79,30 +80,20 @@ def load_into(
     manifest = check_whole(place)
     check_optimizer(manifest, optimizer, scheduler)
     with content_errors(place):
-        metadata, plain = metadata_of(place, manifest), alone(model)
+        stored, plain = stored_tensors(place, manifest), unsplit(model)
         training, own = read_plain(place / TRAINING), read_plain(place / process_file(0))
         held = [*held_parameters(plain), *held_buffers(plain)]
-        check_loadable(held, metadata)
+        check_readable(held, stored)
         resumed = Resumed(place, manifest.step, own["data"], training["extra"], exact=False)
         if optimizer is not None:
             check_members(plain, optimizer, training["optimizer"])
             blanks = blank_states(plain, manifest, training["optimizer"]["values"])
             put_options(plain, optimizer, training["optimizer"], blanks)
-            held += held_states(plain, optimizer)
+            states = held_states(plain, optimizer)
+            check_readable(states, stored)
+            held += states
             if scheduler is not None:
                 put_schedule(plain, optimizer, scheduler, training["optimizer"])
-        give(data, own["data"])
-        fill(held, metadata)
+        put_state(data, own["data"])
+        read_tensors(held, stored)
     return resumed
-
-
-def fill(held: Sequence[Held], metadata: Metadata) -> None:
-    """Read tensors of this process, without others.
-
-    Raises:
-        InputError: there is no such tensor, or it has another shape, or a file is damaged.
-    """
-    check_loadable(held, metadata)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load({}, storage_reader=PiecesReader(metadata), planner=PiecesLoader(held), no_dist=True)
