@@ -33,11 +33,17 @@ from galvatron_lite.plans.io import check_plan, file_named, read_plan
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
-from galvatron_lite.runtime.adapt.door import learnt, opened, planned_from, settings_of, steer
 from galvatron_lite.runtime.batch_checks import GlobalBatches
-from galvatron_lite.runtime.live.options import seen_of
-from galvatron_lite.runtime.live.watching import watch_training
-from galvatron_lite.runtime.switch.randomness import RandomStates
+from galvatron_lite.runtime.checkpoint.plain import RandomStates
+from galvatron_lite.runtime.monitor.attach import (
+    adapt_settings,
+    correct_inputs,
+    earlier_corrections,
+    observe,
+    observer_options,
+    split_phases,
+    steer,
+)
 from galvatron_lite.saying import say
 from galvatron_lite.world import join, pick_device, world_size
 
@@ -46,12 +52,12 @@ if TYPE_CHECKING:
     from galvatron_lite.plans.phases import PhasedPlan
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.request import PlanArguments
-    from galvatron_lite.runtime.adapt.schema import Adapt
     from galvatron_lite.runtime.cyclic.model import CyclicModel
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
     from galvatron_lite.runtime.engine import ParallelModel
     from galvatron_lite.runtime.inference import InferenceModel
     from galvatron_lite.runtime.loss_weight import LossWeight
+    from galvatron_lite.runtime.monitor.schema import Adapt
     from galvatron_lite.verify.launched import Verifier
     from galvatron_lite.verify.trial.check import Findings
 
@@ -164,8 +170,8 @@ def auto_parallelize(
     check_model(model)
     listen()
     verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
-    place, seen = pick_device(device), seen_of(log, live, profile_steps)
-    randomness_before = RandomStates(place)
+    place, seen = pick_device(device), observer_options(log, live, profile_steps)
+    randomness_before = RandomStates()
     join(place)
     example = batch if batch is not None else example_batch(model)
     if local_batch and batch is not None:
@@ -176,7 +182,7 @@ def auto_parallelize(
     except ValuesReadError as error:
         layers, uncaptured = discover_layers(model, None, blocks), error
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
-    settings, (phased, first) = settings_of(adapt, mem), opened(plan)
+    settings, (phased, first) = adapt_settings(adapt, mem), split_phases(plan)
     chosen = _given_plan(first, backend)
     if chosen is not None:
         _check_unplanned({"fix": fix, "forbid": forbid, "tolerance": tolerance})
@@ -195,7 +201,7 @@ def auto_parallelize(
         known = _profile(profile, model, example, _goal(loss_fn, wanted, model, example), blocks, precision, folder)
     if chosen is None and known is not None:
         _warn(_on_dead(known.graph) if dist.get_rank() == 0 else ())
-        source, budget = planned_from(known, learnt(settings, known), mem)
+        source, budget = correct_inputs(known, earlier_corrections(settings, known), mem)
         asked: PlanArguments = {"mem": budget, "batch": global_batch or batch_size(example), "gpus": world_size()}
         if backend is not None:
             asked["backend"] = backend
@@ -252,7 +258,7 @@ def auto_parallelize(
     if findings is not None:
         made.plan_check = findings.check
     steer(made, phased, settings, known)
-    watch_training(made if wanted is Mode.TRAINING else None, seen, known)
+    observe(made if wanted is Mode.TRAINING else None, seen, known)
     return made if wanted is Mode.TRAINING else _for_inference(made)
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from galvatron_lite.errors import NonFiniteLossError
 from galvatron_lite.runtime.clip import local_tensor, squared_norm_share, step_factor
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.setup import StageRuntime
-from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
 
 _NAMED = 3
 

@@ -23,9 +23,9 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.runtime.checkpoint import checkpointer
 from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.monitor.blame import operation_of
+from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.state import full_state_dict
-from galvatron_lite.runtime.watch.blame import operation_of
-from galvatron_lite.runtime.watch.watch import Watch
 from tests.runtime.plans import make_plan
 
 WIDTH, SAMPLES = 6, 8

@@ -40,20 +40,20 @@ class _UnsplitStage:
 
 
 @dataclass(frozen=True, slots=True)
-class UnsplitModel:
-    """A plain model, seen as one that is split over one process."""
+class ModelView:
+    """What ``pieces`` reads of a split model."""
 
     entries: Entries
     runtimes: Sequence[StageRuntime]
     structures: Sequence[nn.Module]
 
 
-def unsplit(model: nn.Module) -> UnsplitModel:
+def unsplit(model: nn.Module) -> ModelView:
     """A plain model, seen as one that is split over one process."""
     groups = cast("StrategyGroups", None)
     owned = [Owned((name,), parameter, None, groups, 1) for name, parameter in model.named_parameters()]
     stage = _UnsplitStage(owned, Updates(owned, GradientReducer(())))
-    return UnsplitModel(entries_of(model, ()), [cast("StageRuntime", stage)], [model])
+    return ModelView(entries_of(model, ()), [cast("StageRuntime", stage)], [model])
 
 
 def load_into(

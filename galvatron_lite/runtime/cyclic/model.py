@@ -27,8 +27,8 @@ from galvatron_lite.runtime.cyclic.manifest import latest
 from galvatron_lite.runtime.cyclic.optimizer import CyclicOptimizer
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
 from galvatron_lite.runtime.cyclic.state import WholeState
-from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_scales
+from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.parameter_use import check_hooks
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples

@@ -34,10 +34,10 @@ from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.runtime.clip import local_tensor
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.layout_tensor import LayoutTensor
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.placement import place_layers
 from galvatron_lite.runtime.tensor_plans import tensor_plans
-from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.verify.dry.kernels import accelerated
 from galvatron_lite.verify.dry.ledger import Ledger, Use, breakdown
 from galvatron_lite.verify.dry.mode import DryMode, DryRunError
