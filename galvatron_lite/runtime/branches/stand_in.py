@@ -16,7 +16,6 @@ from torch import nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import batch_size, call_model, map_tensors, resize_batch
 from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.parallelism.pipeline.hollow import replace_forward
 from galvatron_lite.runtime.branches.pending import resolved
 
 
@@ -152,7 +151,7 @@ def resolve_outside(model: nn.Module, paths: Sequence[str]) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         return map_tensors(forward(*args, **kwargs), resolved)
 
-    replace_forward(model, run)
+    model.forward = run
 
 
 def _resolve_arguments(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
