@@ -32,11 +32,11 @@ from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.layer_plans import tensor_plans
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameters import local_tensor
 from galvatron_lite.runtime.placement import place_layers
 from galvatron_lite.runtime.traffic import LayoutTensor
-from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.verify.dry.kernels import accelerated
 from galvatron_lite.verify.dry.ledger import Ledger, Use, breakdown
 from galvatron_lite.verify.dry.mode import DryMode, DryRunError
