@@ -75,7 +75,9 @@ def _with_sequence(shape: Shape, sequence: int) -> Shape:
 def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> ModelGraph:
     """One of the families; its module is imported here, so that one model does not wait for all families."""
     if isinstance(shape, PictureShape | ResNetShape | ConvNextShape):
-        return _picture_graph(shape, precision, item_bytes, kernels)
+        from galvatron_lite.model.shapes.images.convnets import picture_graph
+
+        return picture_graph(shape, precision, item_bytes, kernels)
     from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph, vit_graph
     from galvatron_lite.model.shapes.transformer import decoder_graph, encoder_graph
 
@@ -88,20 +90,6 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
             return encoder_decoder_graph(shape, precision, item_bytes, kernels)
         case VitShape():
             return vit_graph(shape, precision, item_bytes, kernels)
-
-
-def _picture_graph(
-    shape: PictureShape | ResNetShape | ConvNextShape, precision: str, item_bytes: int, kernels: Kernels
-) -> ModelGraph:
-    from galvatron_lite.model.shapes.convnet import convnext_graph, picture_graph, resnet_graph
-
-    match shape:
-        case ResNetShape():
-            return resnet_graph(shape, precision, item_bytes)
-        case ConvNextShape():
-            return convnext_graph(shape, precision, item_bytes, kernels)
-        case PictureShape():
-            return picture_graph(shape, precision, item_bytes)
 
 
 def model_names() -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from galvatron_lite.model.shapes.images.residual import LINES, widths_of
+from galvatron_lite.model.shapes.images.convnets import LINES, widths_of
 
 Sizes = dict[str, dict[str, Any]]
 
