@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import Layer, Passed, Role, Tie
-from galvatron_lite.model.trace_flow import DataFlow, Needs, group_bits, holders_of, needs_of
+from galvatron_lite.model.trace_flow import DataFlow, Needs, at, group_bits, holders_of, needs_of
 from galvatron_lite.model.trace_run import Observation
 
 

@@ -1,4 +1,4 @@
-"""How much memory a plan may take on each device. No torch here."""
+"""How much memory a plan may take on each device."""
 
 from __future__ import annotations
 

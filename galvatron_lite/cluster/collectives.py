@@ -1,4 +1,4 @@
-"""What a collective costs on a group of ranks in a cluster of nested levels (α-β model). No torch here.
+"""What a collective costs on a group of ranks in a cluster of nested levels (α-β model).
 
 Every message costs α (latency, seconds) plus bytes / β (bandwidth), after R. Thakur, R. Rabenseifner, W. Gropp,
 "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, sections 3-4. The algorithms are

@@ -1,4 +1,4 @@
-"""How training software brings bytes from device to device, where that is not straight over the links. No torch here.
+"""How training software brings bytes from device to device, where that is not straight over the links.
 
 Two things that a data sheet does not say:
 

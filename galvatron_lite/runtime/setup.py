@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn
-from galvatron_lite.model.block_calls import check_folded, sample_arguments
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.trace_run import check_folded, sample_arguments
 from galvatron_lite.parallelism.cuts.custom_functions import intercept_custom_functions
 from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.model.discover_blocks import at
+from galvatron_lite.model.trace_flow import at
 from galvatron_lite.runtime.setup import StageRuntime
 
 

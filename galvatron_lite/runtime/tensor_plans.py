@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.block_calls import block_calls
 from galvatron_lite.model.graph import Role
-from galvatron_lite.model.trace_run import BlockCall
+from galvatron_lite.model.trace_run import BlockCall, block_calls
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.runtime.placement import LayerAssignment

@@ -147,8 +147,8 @@ def test_autocast_keeps_what_the_closed_form_says() -> None:
     assert buffers == pytest.approx(own + copies, rel=0.01)
 
 
-# Parameters in millions: Kim et al. 2020 (arXiv:2004.09910), table 2.
-SIZES = [("amoebanet_d_l18_d208", 224, 81.5), ("amoebanet_d_l18_d416", 224, 319.0)]
+# Parameters in millions: Kim et al. 2020 (arXiv:2004.09910), tables 2 and 3.
+SIZES = [("amoebanet_d_l18_d208", 224, 81.5), ("amoebanet_d_l18_d416", 224, 319.0), ("unet_b6_c72", 192, 362.2)]
 
 
 def built(name: str, side: int, item_bytes: int = 4) -> ModelGraph:

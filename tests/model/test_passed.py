@@ -15,9 +15,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_value, write_value
 from galvatron_lite.model.graph import ModelGraph, Passed, Recompute
 from galvatron_lite.model.shapes import build_graph, load_model
+from galvatron_lite.model.shapes.fields import UNetShape
 from galvatron_lite.model.shapes.images.layout import partitioned
 from galvatron_lite.model.shapes.images.names import builder_of
-from galvatron_lite.model.shapes.picture_fields import UNetShape
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space

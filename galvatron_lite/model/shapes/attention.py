@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.calls import FP32, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.fields import TransformerShape
+from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, narrow, sharding_of
 
 

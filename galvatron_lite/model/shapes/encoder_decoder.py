@@ -15,13 +15,23 @@ from dataclasses import replace
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Passed, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.assemble import assemble, blocks, chained
-from galvatron_lite.model.shapes.calls import Division
-from galvatron_lite.model.shapes.edges import NOT_SPLIT, edge_kind, embed, head, many_ways, norm, ties_of
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderDecoderShape, VitShape
 from galvatron_lite.model.shapes.images.flow import ImageFlow
-from galvatron_lite.model.shapes.tape import Tape
-from galvatron_lite.model.shapes.transformer import attend, block_kind, mlp, pre_norm_block
+from galvatron_lite.model.shapes.records import Division
+from galvatron_lite.model.shapes.tape import Tape, assemble, blocks, chained
+from galvatron_lite.model.shapes.transformer import (
+    NOT_SPLIT,
+    attend,
+    block_kind,
+    edge_kind,
+    embed,
+    head,
+    many_ways,
+    mlp,
+    norm,
+    pre_norm_block,
+    ties_of,
+)
 
 
 def vit_graph(shape: VitShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:

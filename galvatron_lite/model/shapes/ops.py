@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.model.shapes.calls import FP32, INDEX, Division, ShapeCall, Value
+from galvatron_lite.model.shapes.records import FP32, INDEX, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 _RMS_PASSES = (7, 23)

@@ -15,18 +15,16 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes.fields import (
     SHAPES,
-    ConvNextShape,
     DecoderShape,
     EncoderDecoderShape,
     EncoderShape,
     MoeShape,
-    ResNetShape,
+    PictureShape,
     Shape,
     TransformerShape,
     VitShape,
     complete,
 )
-from galvatron_lite.model.shapes.picture_fields import PictureShape
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -74,7 +72,7 @@ def _with_sequence(shape: Shape, sequence: int) -> Shape:
 
 def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> ModelGraph:
     """One of the families; its module is imported here, so that one model does not wait for all families."""
-    if isinstance(shape, PictureShape | ResNetShape | ConvNextShape):
+    if isinstance(shape, PictureShape) and not isinstance(shape, VitShape):
         from galvatron_lite.model.shapes.images.convnets import picture_graph
 
         return picture_graph(shape, precision, item_bytes, kernels)

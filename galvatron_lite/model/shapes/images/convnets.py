@@ -13,27 +13,26 @@ from math import log
 
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
-from galvatron_lite.model.shapes.calls import Division, ShapeCall
-from galvatron_lite.model.shapes.fields import ConvNextShape, ResNetShape
-from galvatron_lite.model.shapes.images.flow import ImageFlow, rounded
-from galvatron_lite.model.shapes.images.mirrored import perception_graph, unet_graph
-from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify, compare
-from galvatron_lite.model.shapes.picture_fields import (
+from galvatron_lite.model.shapes.fields import (
     AlexNetShape,
+    ConvNextShape,
     CosmoFlowShape,
     PerceptionShape,
     PictureShape,
     RegNetShape,
+    ResNetShape,
     UNetShape,
     VggShape,
 )
+from galvatron_lite.model.shapes.images.flow import ImageFlow, rounded
+from galvatron_lite.model.shapes.images.mirrored import perception_graph, unet_graph
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify, compare
+from galvatron_lite.model.shapes.records import Division, ShapeCall
 from galvatron_lite.model.shapes.tape import memory_operator
-
-ImageShape = PictureShape | ResNetShape | ConvNextShape
 
 
 def picture_graph(
-    shape: ImageShape, precision: str, item_bytes: int, kernels: Kernels = EAGER, *, autocast: bool = False
+    shape: PictureShape, precision: str, item_bytes: int, kernels: Kernels = EAGER, *, autocast: bool = False
 ) -> ModelGraph:
     """The graph of any image network.
 
@@ -52,8 +51,7 @@ def picture_graph(
             residual_blocks(net, spec)
             return net.end(precision, classify, classes=shape.classes)
         case ConvNextShape():
-            net.kernels = kernels
-            net.extent = (shape.image_height or shape.image_size, shape.image_width or shape.image_size)
+            net.kernels, net.extent = kernels, shape.extent
             return _convnext(net, shape, precision)
         case RegNetShape():
             return _regnet(net, shape, precision)

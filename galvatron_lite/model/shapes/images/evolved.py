@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Passed, Role, SplitDims
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.assemble import assemble
-from galvatron_lite.model.shapes.calls import Division
 from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
 from galvatron_lite.model.shapes.images.network import NOT_SPLIT
-from galvatron_lite.model.shapes.tape import Tape
+from galvatron_lite.model.shapes.records import Division
+from galvatron_lite.model.shapes.tape import Tape, assemble
 
 
 def _narrow(flow: ImageFlow, stride: int, kernels: tuple[Extent, ...]) -> ImageFlow:

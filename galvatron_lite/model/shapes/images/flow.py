@@ -12,7 +12,7 @@ from typing import Literal
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.calls import Division, ShapeCall, Value
+from galvatron_lite.model.shapes.records import Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 Activation = Literal["relu", "relu6", "silu", "gelu", "none"]

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from galvatron_lite.model.dead import dead_note
-from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role
-from galvatron_lite.model.shapes.calls import Division, ShapeCall, Value
+from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role, dead_note
+from galvatron_lite.model.shapes.fields import PerceptionShape, UNetShape
 from galvatron_lite.model.shapes.images.flow import ImageFlow
-from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step, compare
-from galvatron_lite.model.shapes.picture_fields import PerceptionShape, UNetShape
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step, classify, compare
+from galvatron_lite.model.shapes.records import Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
 
@@ -70,6 +69,45 @@ def _unet_up(flow: ImageFlow, skip: int, width: int, norm: bool, bilinear: bool)
 
 def _unet_head(flow: ImageFlow, classes: int) -> None:
     compare(flow.convolve(classes, bias=True))
+
+
+def pooled_graph(name: str, count: int, base: int, side: int, precision: str, item_bytes: int) -> ModelGraph:
+    """torchgpipe's U-Net (Kim et al. 2020, arXiv:2004.09910), under autocast: the picture before each pooling goes
+    across; ``count`` convolutions a level, five levels that double ``base`` channels."""
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
+    widths, across = [base * 2**level for level in range(5)], list[Passed]()
+    net.stem(_pooled_level, widths=(base,) * count, halves=True)
+    for width in widths[1:]:
+        net.block(_pooled_level, widths=(width,) * count, halves=True)
+    net.block(_pooled_level, widths=(*(2 * widths[-1],) * (count - 1), widths[-1]), halves=False)
+    down = ["before", *(layer.name for layer in net.layers)]
+    for level in reversed(range(5)):
+        net.block(_pooled_up, skip=widths[level], widths=(widths[level] // 2,) * count)
+        size = widths[level] * (side // 2**level) ** 2 * item_bytes
+        across.append(Passed(down[level], (net.layers[-1].name,), size))
+    graph = net.end(precision, classify, classes=1)
+    order = [layer.name for layer in graph.layers]
+    chain = _skipping(graph, {}).tensors
+    return replace(graph, tensors=tuple(sorted([*chain, *across], key=lambda tensor: order.index(tensor.producer))))
+
+
+def _pooled_level(flow: ImageFlow, widths: Sequence[int], halves: bool) -> None:
+    """Convolutions, each with dropout of whole channels, normalisation of each sample and leaky ReLU into new tensors,
+    and maximum pooling."""
+    for width in widths:
+        flow.convolve(width, 3).mix("dropout", (2, 2), keeps=False).mix("norm", (3, 5)).mix("relu", (2, 3))
+    if halves:
+        flow.pool(2, 2, padding=0)
+
+
+def _pooled_up(flow: ImageFlow, skip: int, widths: Sequence[int]) -> None:
+    """Every pixel four times, the picture of the way down beside it, convolutions."""
+    x, flow.extent = flow.value, tuple(2 * side for side in flow.extent)
+    flow.channels += skip
+    flow.value = flow.tape.value(flow.channels * flow.pixels, Division.WHOLE)
+    moved = 2 * flow.value.bytes
+    flow.tape.record(ShapeCall((x,), flow.value), memory_operator("enlarge", flow.value, moved, moved, count=2))
+    _pooled_level(flow, widths, halves=False)
 
 
 @dataclass(frozen=True, slots=True)

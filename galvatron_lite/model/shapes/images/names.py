@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.fields import ConvNextShape, VitShape
+from galvatron_lite.model.shapes.fields import ConvNextShape, RegNetShape, VggShape, VitShape
 from galvatron_lite.model.shapes.images.convnets import (
     LINES,
     Residual,
@@ -22,9 +22,8 @@ from galvatron_lite.model.shapes.images.convnets import (
     widths_of,
 )
 from galvatron_lite.model.shapes.images.evolved import evolved_graph
-from galvatron_lite.model.shapes.images.mirrored import MEDICAL, medical_graph
+from galvatron_lite.model.shapes.images.mirrored import MEDICAL, medical_graph, pooled_graph
 from galvatron_lite.model.shapes.images.mobile import mobile_graph, mobile_of
-from galvatron_lite.model.shapes.picture_fields import RegNetShape, VggShape
 
 _TRAINED = r"(?:_(?:in1k|in21k|in22k|in22ft1k|in21ft1k|384|miil|ra|a1h|tv|hnf|ols))*"
 _DEPTHS = {
@@ -152,6 +151,9 @@ def builder_of(name: str) -> Builder | None:
         return lambda side, _, precision, size: detector_graph(name, side, precision, size)
     if found := re.fullmatch(r"amoebanet_d_l(\d+)_d(\d+)", name):
         return partial(evolved_graph, name, int(found[1]), int(found[2]))
+    if found := re.fullmatch(r"unet_b(\d+)_c(\d+)", name):
+        count, base = int(found[1]), int(found[2])
+        return lambda side, _, precision, size: pooled_graph(name, count, base, side, precision, size)
     if (found := re.fullmatch(r"regnet([xy]_\d{3})", name)) and found[1] in LINES:
         return partial(_regnet_named, name, found[1])
     if found := re.fullmatch(r"(?:tv_)?vgg(11|13|16|19)", name):

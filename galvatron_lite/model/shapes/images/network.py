@@ -12,10 +12,9 @@ from math import prod
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, SplitDims, TensorSplit
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.assemble import assemble
-from galvatron_lite.model.shapes.calls import Division, Value
 from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
-from galvatron_lite.model.shapes.tape import Tape
+from galvatron_lite.model.shapes.records import Division, Value
+from galvatron_lite.model.shapes.tape import Tape, assemble
 from galvatron_lite.model.sides import SIDES
 
 NOT_SPLIT = "A convolutional block has no pair of column-split and row-split matmuls."

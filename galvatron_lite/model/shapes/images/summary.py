@@ -19,9 +19,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import Strict
 from galvatron_lite.limits import Name
 from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
-from galvatron_lite.model.shapes.calls import Division, ShapeCall
 from galvatron_lite.model.shapes.images.flow import ImageFlow
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify
+from galvatron_lite.model.shapes.records import Division, ShapeCall
 from galvatron_lite.model.shapes.tape import memory_operator
 
 LAYERS = 50  # convolutions of a typical network; only launches depend on it
