@@ -183,10 +183,6 @@ class _Writes(TorchFunctionMode):
 def token_writes(block: nn.Module, call: BlockCall) -> str:
     """The first function of a block's forward that writes to activations and cannot write to shares of the tokens;
     empty where there is none.
-
-    Args:
-        block: on the meta device.
-        call: of it.
     """
     args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: tensor.detach().clone())
     writes = _Writes(tensors_of((args, kwargs)))
@@ -205,9 +201,6 @@ def whole_reason(
     Nor may values that layers made decide what runs between them.
 
     Args:
-        model: that ran.
-        layers: of it.
-        seen: the run.
         ends: what the loss is made of.
         flow: of a run, what tensors are made of.
     """
@@ -297,7 +290,6 @@ def dead_parameters(model: nn.Module, flow: DataFlow, outputs: Any) -> tuple[Dea
     where a buffer that reaches an output may have been written with it.
 
     Args:
-        model: that ran.
         flow: of its run.
         outputs: what it returned, or the loss.
     """

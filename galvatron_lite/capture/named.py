@@ -80,7 +80,6 @@ def graph_named(name: str, *, sequence: int | None = None, precision: str = "bf1
             configuration of transformers: ``config.json``, its folder, or a name in the hub's local cache; or
             ``FILE.py:FACTORY``.
         sequence: tokens a sample; the model's own if not given.
-        precision: of compute.
 
     Raises:
         InputError: no such name: tells all.

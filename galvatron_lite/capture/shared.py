@@ -102,7 +102,6 @@ def passed_between(
     has one stage.
 
     Args:
-        layers: of the model.
         seen: the model's run at each number of samples.
         samples: those numbers, two.
         borrowing: per kind of layer, places of inputs that its backward needs and its kind does not count as kept.
@@ -219,8 +218,6 @@ def layer_needs(flow: DataFlow, model: nn.Module, layers: Sequence[Layer], loss:
 
     Args:
         flow: of a run.
-        model: that ran.
-        layers: of it.
         loss: what the flow says the loss is made of.
     """
     groups = {layer.name: layer.modules for layer in layers}
@@ -243,7 +240,6 @@ def linked(
     Of a model with branches a tensor of size 0 says which layers read the batch, which every pipeline stage has.
 
     Args:
-        layers: of the model.
         tensors: that take gradients, in the order in which they are made.
         needs: of each layer.
         output_bytes: bytes per sample that each layer gives.

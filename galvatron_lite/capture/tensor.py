@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
 from galvatron_lite.model.graph import OperatorClass, Sharding, TensorSplit
-from galvatron_lite.model.trace_figures import SAMPLES, CallFigures, RegionFigures, figures
-from galvatron_lite.model.trace_record import Recorder, Recording
+from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
+from galvatron_lite.model.trace_record import OperatorCall, Recorder, Recording
 from galvatron_lite.model.trace_run import BlockCall, RegionRun, entered, explaining, region_end, run_block, shapes_only
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.tensor.apply import shard_layer
@@ -91,9 +91,7 @@ def run_edges(
 
     Args:
         twin: the model on the meta device.
-        batch: on the meta device.
         calls: the blocks' calls in order; without any, everything counts as before.
-        loss_fn: how to get the loss.
         tail: parameters used after the blocks.
 
     Raises:
@@ -278,7 +276,6 @@ def split_edges(
         modules: paths of the modules before, and of those after.
         batches: on the meta device, at both batch sizes.
         calls: the blocks' calls at both batch sizes.
-        loss_fn: how to get the loss.
         wholes: figures on one device, before and after.
     """
     plans = [infer_edge({path: twin.get_submodule(path) for path in paths}, twin) for paths in modules]
@@ -324,7 +321,7 @@ class MixtureFigures:
     reason: str = ""  # why experts cannot be spread
 
 
-def mixture_figures(block: nn.Module, calls: Sequence[CallFigures]) -> MixtureFigures:
+def mixture_figures(block: nn.Module, calls: Sequence[OperatorCall]) -> MixtureFigures:
     """Figures of a block's mixtures.
 
     Args:
@@ -343,7 +340,7 @@ def mixture_figures(block: nn.Module, calls: Sequence[CallFigures]) -> MixtureFi
     )
 
 
-def _sent(block: nn.Module, mixture: BlockMixture, calls: Sequence[CallFigures]) -> int:
+def _sent(block: nn.Module, mixture: BlockMixture, calls: Sequence[OperatorCall]) -> int:
     """Bytes of the rows that a mixture's first matmul takes."""
     matmuls = (c for c in calls if c.path == mixture.path and c.groups > 1 and not c.backward)
     first = next(matmuls, None)

@@ -274,7 +274,6 @@ class _Capture:
 
         Args:
             batches: on the meta device.
-            loss_fn: how to get the loss.
             ends: what the loss of each run is made of.
             needs: of each layer.
         """

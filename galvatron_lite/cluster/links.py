@@ -230,7 +230,6 @@ def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
 
     Args:
         data: the level as in a cluster file.
-        field: what to call it in an error.
 
     Raises:
         InputError: no such link type.

@@ -55,8 +55,6 @@ def staged_seconds(cluster: Cluster, transport: Transport, collective: Collectiv
 
     Args:
         cluster: its device's link to the host, shared by twice the devices of a node.
-        transport: of the software.
-        collective: its kind.
         ranks: of the group.
         size: bytes, as ``Communication.size``.
     """

@@ -254,7 +254,6 @@ def arrange_layers(
     """Layers from blocks and the order in which modules first run.
 
     Args:
-        model: the model.
         blocks: paths of the blocks.
         order: paths of modules in the order they first ran; None for registration order.
         signatures: key of equal layers by path; structure alone if not given.

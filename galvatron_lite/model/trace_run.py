@@ -192,7 +192,6 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
     """Run a block forward and backward on the meta device, writing down what it does.
 
     Args:
-        block: on the meta device.
         call: what goes in.
         chain: places of the inputs that come from the layer before; they get gradients, unless they did not when the
             model ran (pictures of the batch).

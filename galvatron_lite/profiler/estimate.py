@@ -242,9 +242,7 @@ def estimate_profile(
 
     Args:
         graph: the model; its byte figures must be of the item size of ``precision`` (of bf16 for fp8 and narrower).
-        cluster: the devices and links.
         precision: of compute: fp32, tf32, fp16, bf16; fp8, mxfp8, nvfp4 of linear layers.
-        name: of the profile.
         samples: samples on a device to estimate points for.
         optimizer: a name of ``OPTIMIZERS``; None: the stack's.
         stack: the training software; None: our own runtime.

@@ -180,8 +180,6 @@ def measure_block(
         call: what it is called with at ``setting.samples`` samples.
         setting: tensor degree, sequence parallelism and recompute choice to run it under. Communication is left out:
             one shard runs alone.
-        device: where.
-        rule: how long to time.
         plan: how the block is split; found out if needed and not given.
         precision: of compute, as the runtime has it.
     """

@@ -261,7 +261,6 @@ class ImageFlow:
         """Element-wise kernels.
 
         Args:
-            name: of the operator.
             passes: times the picture is read or written, forward and backward.
             count: kernels.
             keeps: whether the picture as it enters is kept (copies keep nothing).
