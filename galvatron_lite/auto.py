@@ -19,13 +19,12 @@ from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
-from galvatron_lite.model.block_calls import gives_loss, mean_of_outputs
-from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.graph import ModelGraph, dead_note
 from galvatron_lite.model.trace_meta import check_model, precision_of
 from galvatron_lite.model.trace_record import ValuesReadError
+from galvatron_lite.model.trace_run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.describe import plan_line
 from galvatron_lite.plans.execution import check_runs

@@ -22,8 +22,7 @@ from galvatron_lite.model.batch import (
     resize_batch,
     tensors_of,
 )
-from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.model.discover_blocks import BlockNames
+from galvatron_lite.model.discover import BlockNames, discover_layers
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_record import Recorder
