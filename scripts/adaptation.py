@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from galvatron_lite.files import read_data
-from galvatron_lite.runtime.adapt.log import read_log, replay
-from galvatron_lite.runtime.adapt.schema import AdaptAction, Decided
+from galvatron_lite.runtime.monitor.log import read_log, replay
+from galvatron_lite.runtime.monitor.schema import AdaptAction, Decided
 from galvatron_lite.units import format_seconds
 
 NAMES = (f"galvatron{os.getpid()}a", f"galvatron{os.getpid()}b")

@@ -14,9 +14,9 @@ from adaptation_model import BATCH, make_batch, make_model, make_profile
 
 from galvatron_lite.files import write_data
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.runtime.adapt.monitor import Monitor
-from galvatron_lite.runtime.adapt.schema import Adapt
 from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.monitor.adaptive import Monitor
+from galvatron_lite.runtime.monitor.schema import Adapt
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.world import leave
 

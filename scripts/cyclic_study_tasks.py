@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from galvatron_lite.model.zoo.convnets import ResNet, ResNetConfig
+from galvatron_lite.model.shapes import ResNetShape
+from galvatron_lite.model.zoo.convnets import ResNet
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
 
 Batch = dict[str, Tensor]
@@ -122,7 +123,7 @@ def bits_per_byte(model: nn.Module) -> float:
 
 def make_resnet(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return ResNet(ResNetConfig(depths=(1, 1, 1, 1), width=8, expansion=2, side=SIDE, classes=CLASSES))
+    return ResNet(ResNetShape(depths=(1, 1, 1, 1), width=8, expansion=2, image_size=SIDE, classes=CLASSES))
 
 
 def make_gpt(seed: int) -> nn.Module:

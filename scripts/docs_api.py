@@ -47,7 +47,7 @@ SECTIONS = (
         "runtime.deepspeed.engine.DeepSpeedModel", "runtime.derived.InferenceModel",
     ), TRAIN + STATE + CHANGE),
     Section("Checkpoints outside a run", "", (
-        "runtime.checkpoint.whole.load_into", "runtime.checkpoint.huggingface.load_safetensors",
+        "runtime.checkpoint.unsplit.load_into", "runtime.checkpoint.huggingface.load_safetensors",
         "runtime.cyclic.checkpoint.flushed_state",
     )),
     Section("What is passed on", "Values that can be written to a file, read back and looked at.", (

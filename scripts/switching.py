@@ -16,7 +16,7 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.switch.live import Switched
+from galvatron_lite.runtime.reshard.reshard import Resharded
 from galvatron_lite.world import join, leave, pick_device
 from quickstart_model import BATCH, make
 
@@ -29,7 +29,7 @@ class Row:
 
     names: tuple[str, str]  # of the plans
     steps: tuple[float, ...]  # seconds of steps, those before and after it
-    switched: Switched  # what it took
+    switched: Resharded  # what it took
 
     @property
     def ratio(self) -> float:

@@ -171,7 +171,7 @@ def set_flags(**flags: object) -> dict[str, str]:
 def pictured(model: str | None, image: str, precision: str) -> ModelGraph:
     """The model by its name, with pictures of a size."""
     from galvatron_lite.model.shapes import load_model, load_shape
-    from galvatron_lite.model.shapes.picture_fields import sizes_of
+    from galvatron_lite.model.shapes.fields import sizes_of
 
     if model is None:
         raise InputError("--image", image, "Name the model with --model.")
