@@ -55,7 +55,7 @@ def measured_grids(kind: LayerKind) -> tuple[Grid, ...]:
 
 def share_on(kind: LayerKind, grid: Grid) -> float:
     """Samples that the first device of a grid works on, of one sample."""
-    return laid_on(kind, grid).share
+    return float(laid_on(kind, grid).share)
 
 
 def cut_pictures(value: Any, kind: LayerKind, grid: Grid) -> Any:
