@@ -103,7 +103,7 @@ class _Reduction(NamedTuple):
     keepdim: bool
     groups: list[AxisGroup]  # that shard the dims
     specs: ShardSpecs  # of the result
-    count: int  # items of the global tensor in one of the result
+    items: int  # of the global tensor in one of the result
 
 
 def _reduction(tensor: ShardedTensor, dims: Any, keepdim: bool) -> _Reduction:
@@ -129,7 +129,7 @@ def _sum_or_mean(call: Call) -> Any:
             return wrap_locals(call.function(*call.args, **call.kwargs), how.specs, call.rules)
         wide = torch.float32 if dtype in HALF else dtype
         total = sum_over(tensor.sum(how.dims, how.keepdim, dtype=wide), how.groups)
-        total = total / how.count if call.name == "mean" else total
+        total = total / how.items if call.name == "mean" else total
         return wrap_locals(total if dtype is None else total.to(dtype), how.specs, call.rules)
 
 
@@ -149,9 +149,9 @@ def _variance(call: Call) -> Any:
     correction = options.get("correction", int(options.get("unbiased", True)))
     with locals_only():
         wide = tensor.float() if tensor.dtype in HALF else tensor
-        mean = sum_over(wide.sum(how.dims, True), how.groups) / how.count
+        mean = sum_over(wide.sum(how.dims, True), how.groups) / how.items
         squares = sum_over((wide - mean).square().sum(how.dims, True), how.groups)
-        spread = squares / max(how.count - (1 if correction is None else correction), 0)
+        spread = squares / max(how.items - (1 if correction is None else correction), 0)
         if call.name.startswith("std"):
             # torch's gradient of a deviation of zero is zero
             positive = spread > 0
