@@ -278,7 +278,6 @@ def _model_exists(name: str) -> bool:
 
 
 def _check_name(name: str) -> None:
-    """Raise InputError where there is no model of a name."""
     from galvatron_lite.model.shapes import load_shape
     from galvatron_lite.model.zoo import size_named
 

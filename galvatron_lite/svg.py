@@ -218,7 +218,6 @@ def _line(points: Sequence[Point]) -> str:
 
 
 def _written(value: object) -> str:
-    """A number with one decimal at most."""
     if isinstance(value, float):
         return f"{value:.1f}".removesuffix(".0") if abs(value) >= 0.05 else "0"
     return str(value)

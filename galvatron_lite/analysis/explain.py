@@ -78,7 +78,6 @@ def trust_in(profile: Profile) -> Trust:
 
 
 def _constants(cluster: Cluster) -> Iterator[Constants]:
-    """What the constants of the cluster's devices were fitted to."""
     calibration = load_calibration()
     names = [entry_for(calibration, "devices", group.device.name, DEFAULT) for group in cluster.types]
     for name in dict.fromkeys(names):
@@ -211,7 +210,6 @@ def _at_most(what: Constraint, words: str, seconds: float, time: TimeAccount, ch
 
 
 def _saved(time: TimeAccount, one: WhatIf) -> float:
-    """Seconds of a step of the same samples."""
     return time.step_seconds * (1.0 - 1.0 / (1.0 + one.gain)) if one.gain is not None else 0.0
 
 
@@ -245,8 +243,6 @@ _NOT_WANTED = "prices by planning anew, runner-ups and what-ifs: not asked for (
 
 @dataclass(slots=True)
 class _Anew:
-    """What planning anew told."""
-
     price: MemoryPrice | None = None
     what_ifs: tuple[WhatIf, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
@@ -333,7 +329,6 @@ def _plain_memory(plan: Plan, budget: Budget) -> tuple[StageMemory, ...]:
 
 
 def _unsaid(plan: Plan) -> list[str]:
-    """What is not said of plans of its kind."""
     said = []
     if plan.branches:
         said.append("time by part, runs of layers and bounds: branches on devices of their own are priced as regions")
@@ -345,7 +340,6 @@ def _unsaid(plan: Plan) -> list[str]:
 
 
 def _anew(setting: PlanSetting, plan: Plan, budget: Budget, clock: TimeLimit, *, what_if: bool) -> _Anew:
-    """What planning anew tells, as far as the time goes."""
     if not what_if:
         told = _Anew(left_out=(_NOT_WANTED,))
         if explained_in_parts(plan):
@@ -386,7 +380,6 @@ def _rate(plan: Plan, price: MemoryPrice | None) -> float:
 def _price(
     setting: PlanSetting, plan: Plan, budget: Budget, clock: TimeLimit, *, same_shape: bool
 ) -> tuple[MemoryPrice | None, tuple[str, ...]]:
-    """The price of memory, or why there is none."""
     try:
         return price_of_memory(setting, clock, plan, budget, same_shape=same_shape), ()
     except (OutOfTimeError, InfeasibleError, InputError) as error:

@@ -132,8 +132,6 @@ Fits = Callable[[Plan], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """Runs that do the same."""
-
     stages: tuple[int, ...]  # that hold them
     runs: tuple[LayerRun, ...]  # one of each stage
     places: tuple[int, ...]  # of all their layers
@@ -180,7 +178,6 @@ def _choice(priced: PricedStages, alike: _Alike, space: Space, fits: Fits) -> Ru
 
 
 def _seconds(priced: PricedStages, alike: _Alike) -> float:
-    """Of a step, mean over the stages."""
     total, times = 0.0, priced.shape.microbatches
     for stage in alike.stages:
         for place, cost in zip(priced.ranges[stage], priced.stages[stage].layers, strict=True):
@@ -190,7 +187,6 @@ def _seconds(priced: PricedStages, alike: _Alike) -> float:
 
 
 def _offered(space: Space, kinds: Sequence[str], devices: int) -> list[Strategy]:
-    """What all kinds may do."""
     every = [space.strategies(kind, devices, UNPINNED) for kind in kinds]
     others = [set(own) for own in every[1:]]
     return [one for one in every[0] if all(one in own for own in others)]
@@ -225,7 +221,6 @@ def _tied(priced: PricedStages, places: Sequence[int]) -> frozenset[int]:
 def _neighbour(
     priced: PricedStages, alike: _Alike, places: frozenset[int], step: NeighbourStep, fits: Fits
 ) -> Neighbour | None:
-    """The plan with the step taken, priced; None where nothing could run or price it."""
     changed = [step.strategy if place in places else own for place, own in enumerate(priced.strategies)]
     graph = priced.pricer.profile.graph
     if keeps_rules(graph, priced.ranges, priced.strategies) and not keeps_rules(graph, priced.ranges, changed):
@@ -289,7 +284,6 @@ def _best(session: Session, request: Request, plan: Plan, pinned: Pinned) -> Run
 
 
 def _others(request: Request, plan: Plan) -> Iterator[Pinned]:
-    """What is chosen otherwise, dimension by dimension."""
     degrees, here = request.pipelines, plan.pipeline
     for degree in _beside(degrees, here):
         yield "pipeline", str(here), str(degree), Fixed(pipeline=degree)
@@ -305,7 +299,6 @@ def _others(request: Request, plan: Plan) -> Iterator[Pinned]:
 
 
 def _beside(values: tuple[int, ...], here: int) -> tuple[int, ...]:
-    """The values next to one."""
     return (*[one for one in values if one < here][-1:], *[one for one in values if one > here][:1])
 
 

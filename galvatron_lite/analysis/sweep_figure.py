@@ -55,7 +55,6 @@ def figure(answer: Answer) -> str:
 
 
 def _drawn(answer: Answer) -> tuple[LogAxis, LogAxis, list[PointMark], bool]:
-    """Both axes, the points in the order they are joined, and whether in steps."""
     if isinstance(answer, Cheapest):
         kept, best = {cost.point.devices for cost in answer.frontier}, answer.answer
         marks = [
@@ -101,7 +100,6 @@ def _dot(mark: PointMark, x: float, y: float) -> str:
 
 
 def _grid(across: LogAxis, up: LogAxis, right: Scale, top: Scale, marks: Sequence[PointMark]) -> list[str]:
-    """The frame, and a few of the points' own values along both axes."""
     lines = [f'<path class="grid" d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>']
     for value, x in _apart([mark.x for mark in marks], right, 64):
         lines.append(caption(x, _BOTTOM + 18, across.write(value), "middle", "soft"))

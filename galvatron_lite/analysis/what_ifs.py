@@ -122,7 +122,6 @@ def _faster(levels: Sequence[Level], place: int, factor: float) -> tuple[Level, 
 
 
 def _level_of(cluster: Cluster, measured: CollectiveFit | CollectivePoint) -> int:
-    """Place of the level that a group reaches over."""
     reach, inside = (measured.group - 1) * measured.stride, 1
     for place, level in enumerate(cluster.levels):
         inside *= level.size
@@ -274,7 +273,6 @@ def _memory_steps(plans: Sequence[Plan], budget: Budget) -> tuple[MemoryStep, ..
 
 
 def _over(plan: Plan, budget: Budget) -> tuple[int, ...]:
-    """Groups of devices that need more than the budget."""
     full = [number for number, stage in enumerate(plan.stages) if stage.memory.total > budget.of(stage.device)]
     return tuple(dict.fromkeys(group_of(plan.schedule, plan.pipeline, number) for number in full))
 

@@ -42,7 +42,6 @@ def replay_command(
 
 
 def _line(one: Replayed) -> str:
-    """A decision in a line; one that comes out otherwise with what was logged."""
     again, logged = one.again, one.logged
     told = f"step {again.step}: {again.action.value}. {again.reason}"
     if one.same:

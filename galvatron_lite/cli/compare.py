@@ -65,7 +65,6 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def _figures(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
-    """Rows: step time and its parts, memory and its parts; those that are zero in all plans left out."""
     from dataclasses import fields
 
     plans = comparison.plans

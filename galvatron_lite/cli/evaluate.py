@@ -69,7 +69,6 @@ def _print(plan: Plan, profile: Profile, as_json: bool, verbose: bool) -> None:
 
 
 def _runs(plan: Plan) -> str:
-    """Whether ``auto_parallelize`` trains with a plan, and why not."""
     from galvatron_lite.plans.execution import check_runs
 
     try:

@@ -261,7 +261,6 @@ def _plan(
     profile: Profile, setup: PlanArguments, source: str, output: Path | None, as_json: bool, certify: bool,
     best: int | None, tolerance: str, verbose: bool,
 ) -> None:  # fmt: skip
-    """The fastest plan."""
     from galvatron_lite import api
     from galvatron_lite.cli.plan_output import RUNNERS_UP, print_plan
     from galvatron_lite.cli.tables import accuracy
@@ -290,7 +289,6 @@ def _answer(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """The answer to another question."""
     from galvatron_lite.cli.tables import accuracy, print_answer, print_answer_json, require_answer, write_answer
 
     with search_progress(quiet=as_json) as progress:
@@ -307,7 +305,6 @@ def _answer(
 
 
 def _named(costs: Profile, by_shape: bool, profile: Path | None, model: str | None) -> str:
-    """What was planned from, in words."""
     if by_shape:
         return "the shape given"
     last = " (the last profile made here)" if profile is None and model is None else ""

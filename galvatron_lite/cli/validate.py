@@ -107,7 +107,6 @@ def _print_lines(
 
 
 def _draw(path: Path, judged: list[Judged], key: Callable[[PublishedRun], str]) -> None:
-    """The figure."""
     from galvatron_lite.files import write_text
     from galvatron_lite.validate.report import scatter
 
@@ -117,7 +116,6 @@ def _draw(path: Path, judged: list[Judged], key: Callable[[PublishedRun], str]) 
 
 
 def _at_least_one(rows: Sized, path: str, remedy: str) -> None:
-    """Refuses a file that leaves nothing."""
     if not len(rows):
         raise InputError("runs", path, remedy)
 
@@ -129,7 +127,6 @@ def _grouping(by: str) -> Callable[[PublishedRun], str]:
 
 
 def _chosen(every: tuple[PublishedRun, ...], families: list[str], quality: str | None) -> list[PublishedRun]:
-    """The runs asked for."""
     known = list(dict.fromkeys(run.family for run in every))
     for name in families:
         if name not in known:

@@ -100,8 +100,6 @@ def _roles(role: RoleRun) -> str:
 
 
 def _messages(console: Console, role: RoleRun) -> None:
-    """Messages of a step, by kind and purpose."""
-
     from galvatron_lite.verify.schema import During
 
     sums: dict[tuple[str, str, int], tuple[int, int]] = {}
@@ -182,7 +180,6 @@ def verify_command(
 
 
 def _target(model: str | None) -> Any:
-    """A name, or the function that ``FILE.py:FACTORY`` names."""
     return model if model is None or not is_factory(model) else find_factory(model)
 
 

@@ -330,14 +330,12 @@ def network_of(graph: ModelGraph, seconds: float, source: str, samples: int, bat
 
 
 def _layers(name: str, kind: LayerKind, one: Operator) -> Iterator[OracleLayer]:
-    """As many layers as an operator has calls."""
     for number in range(max(one.count, 1)):
         suffix = f".{number}" if one.count > 1 else ""
         yield _layer(f"{name}.{one.name}{suffix}", kind, one)
 
 
 def _layer(name: str, kind: LayerKind, one: Operator) -> OracleLayer:
-    """One call of an operator."""
     if one.kind is OperatorClass.MATMUL:
         return _linear(name, kind, one)
     sides = sides_of(one)

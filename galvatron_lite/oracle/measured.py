@@ -9,17 +9,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
+from math import ceil
 from statistics import fmean
 from typing import Any
 
 from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import Strict, from_data, read_data
-from galvatron_lite.oracle.closed_form import Case, Method, estimate
+from galvatron_lite.oracle.closed_form import Case, estimate
 from galvatron_lite.oracle.layers import wires_of
 from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
 from galvatron_lite.oracle.request import fabric_named, graph_named, network_named
-from galvatron_lite.oracle.rows import Forecast, ForecastRow, StrategyLine, findings, iterations_of
+from galvatron_lite.oracle.rows import Forecast, ForecastRow, Method, StrategyLine, findings
 from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.stacks.catalog import match_stack
 
@@ -78,7 +79,6 @@ def software_notes() -> dict[str, str]:
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:
-    """``from`` is a word of Python's."""
     return {"origin" if name == "from" else name: value for name, value in row.items()}
 
 
@@ -202,11 +202,10 @@ def _turned(left: tuple[RowCheck, float], other: tuple[RowCheck, float]) -> bool
 
 
 def _epoch(row: MeasuredRow, seconds: float) -> float:
-    """Seconds of an epoch from a row's own."""
     if row.per == "epoch":
         return seconds
     question = RowQuestion(row.strategy, row.devices, row.batch, 1)
-    return seconds * iterations_of(network_named(row.model).samples, question.global_batch)
+    return seconds * ceil(network_named(row.model).samples / question.global_batch)
 
 
 DIGITS = 12  # significant digits of a figure: those that the released oracle prints
@@ -222,7 +221,6 @@ def rounded(value: Any) -> Any:
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """A mapping with every figure rounded."""
     return {name: rounded(item) for name, item in value.items()}
 
 

@@ -43,13 +43,11 @@ def figure(forecast: Forecast) -> str:
 
 
 def _origin(forecast: Forecast) -> str:
-    """What the seconds are, in a line."""
     kind = forecast.origin.split(":")[0]
     return f"Seconds of {'a sample' if forecast.formulas == 'paradl' else 'layers'} are {kind}; the rest is worked out."
 
 
 def _words(lines: Sequence[StrategyLine]) -> str:
-    """What a screen reader says."""
     return " ".join(
         f"{line.strategy}: {format_duration(line.complete[-1].epoch)} on {line.complete[-1].devices:,} GPUs."
         for line in lines
@@ -57,7 +55,6 @@ def _words(lines: Sequence[StrategyLine]) -> str:
 
 
 def _epochs(lines: Sequence[StrategyLine]) -> Iterator[str]:
-    """Epochs over GPUs, a line a strategy, named at its end."""
     rows = [row for line in lines for row in line.complete]
     if not rows:
         return
@@ -98,7 +95,6 @@ def _sign(place: int, x: float, y: float) -> str:
 
 
 def _scale(values: Sequence[float], start: float, end: float) -> Scale:
-    """A little beyond the outermost values."""
     low, high = min(values), max(values)
     return Scale(low / 1.15, high * 1.15, start, end)
 
@@ -117,7 +113,6 @@ def _apart(places: Sequence[tuple[float, int]], least: float) -> dict[int, float
 
 
 def _legend() -> Iterator[str]:
-    """What the colours of the bars mean."""
     x, y = float(_MARGIN), _FIRST - 28.0
     yield caption(x, y, "Of an epoch:", more=' font-weight="600"')
     x += 96

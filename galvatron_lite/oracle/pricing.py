@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import ceil
 
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.catalog import load_cluster
@@ -20,8 +21,7 @@ from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph
-from galvatron_lite.oracle.closed_form import CommunicationSeconds, Method, least_runs
-from galvatron_lite.oracle.rows import ForecastRow, Loudest, iterations_of
+from galvatron_lite.oracle.rows import CommunicationSeconds, ForecastRow, Loudest, Method, least_runs
 from galvatron_lite.oracle.strategies import Chosen, RowQuestion, family_of, moving_seconds, picked
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.strategy import Strategy
@@ -127,7 +127,6 @@ def lay_out_model(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
 
 
 def _stage(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
-    """All layers on all devices."""
     graph, chosen = pricer.profile.graph, picked(pricer, question)
     layers = [_price(pricer, question, one, own) for one, own in zip(graph.layers, chosen, strict=True)]
     moving = moving_seconds(pricer, question, chosen)
@@ -194,7 +193,7 @@ def row_of(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
     """The figures of a row; one that cannot be run says why."""
     row = ForecastRow(
         question.name or question.kind.value, question.devices, question.global_batch,
-        iterations_of(question.samples, question.global_batch),
+        ceil(question.samples / question.global_batch),
     )  # fmt: skip
     try:
         pricer = machine.pricer(question.devices)
@@ -228,7 +227,7 @@ def _filled(row: ForecastRow, pricer: LayerPricer, question: RowQuestion, priced
         other=count * (left - waiting),
         memory=memory.total,
         capacity=profile.cluster.device.memory,
-        whole=_alike(question, memory),
+        replicated=_alike(question, memory),
         loudest=_loudest(profile.graph, question, costs),
         uneven=max(works) * len(works) / max(sum(works), 1e-30),
         twice=priced.alike,
@@ -254,7 +253,6 @@ def _loudest(graph: ModelGraph, question: RowQuestion, costs: Sequence[StageCost
 
 
 def _named(graph: ModelGraph, seconds: Sequence[float]) -> str:
-    """The layer with the most seconds; empty where all are 0."""
     most = max(seconds)
     return graph.layers[seconds.index(most)].name if most > 0 else ""
 

@@ -14,7 +14,7 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.layer import LAYOUT, LayerPricer
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.oracle.closed_form import HYBRIDS, Method
+from galvatron_lite.oracle.rows import HYBRIDS, Method
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.channel.each import each_divides
 from galvatron_lite.parallelism.strategy import Offload, Strategy
@@ -171,7 +171,6 @@ def picked(pricer: LayerPricer, question: RowQuestion) -> list[Chosen]:
 def _arrived(
     pricer: LayerPricer, question: RowQuestion, size: int, ends: Sequence[tuple[float, tuple[Chosen, ...]]], way: Way
 ) -> tuple[float, tuple[Chosen, ...]]:
-    """The shortest way that ends in a choice."""
     seconds, chosen = way
     found = [
         (before + (move_seconds(pricer, question, size, passed[-1], chosen) if passed else 0.0), passed)

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from galvatron_lite.model.graph import LayerKind, OperatorClass
-from galvatron_lite.oracle.closed_form import HYBRIDS, Method
 from galvatron_lite.oracle.pricing import ClusterCosts, row_of
-from galvatron_lite.oracle.rows import Forecast, ForecastRow, Limit, StrategyLine, beyond
+from galvatron_lite.oracle.rows import HYBRIDS, Forecast, ForecastRow, Limit, Method, StrategyLine, beyond
 from galvatron_lite.oracle.strategies import RowQuestion, degree_of, options
 from galvatron_lite.parallelism.strategy import Strategy
 

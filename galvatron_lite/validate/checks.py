@@ -136,7 +136,6 @@ def _does_not_split(run: PublishedRun) -> Skipped | None:
 
 
 def _words(name: str, value: object, remedy: str) -> str:
-    """A detail as every error has it: field, value, remedy."""
     return str(InputError(name, value, remedy))
 
 
@@ -209,7 +208,6 @@ _TAKEN = {
 
 
 def _needed(run: PublishedRun, name: str) -> bool:
-    """Whether a field that is not stated decides anything."""
     devices = run.n_gpus or 1
     language = run.seq_len is not None
     return {

@@ -16,8 +16,8 @@ from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
-from galvatron_lite.oracle.closed_form import Method
 from galvatron_lite.oracle.pricing import LayerLayout, lay_out_model, profile_on
+from galvatron_lite.oracle.rows import Method
 from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
@@ -178,7 +178,6 @@ class Predictor:
             return Skipped(f"internal error: {type(error).__name__}", str(error))
 
     def _predict_shared(self, run: PublishedRun) -> Predicted | Skipped:
-        """A run whose devices share samples."""
         cluster = self._cluster(run)
         if isinstance(cluster, Skipped):
             return cluster
@@ -203,7 +202,6 @@ class Predictor:
         return self._planned(run, regathering, precision, cluster)
 
     def _planned(self, run: PublishedRun, stack: Stack, precision: str, cluster: Cluster) -> Understood | Skipped:
-        """``understand`` on a known machine with known software."""
         graph = self._graph(run, stack, precision)
         if isinstance(graph, Skipped):
             return graph
@@ -242,7 +240,6 @@ class Predictor:
         return self.graphs[key]
 
     def _pricer(self, graph: ModelGraph, cluster: Cluster, stack: Stack, precision: str, plan: Plan) -> LayerPricer:
-        """Prices of the points that a plan needs."""
         wanted = wanted_points(graph, plan)
         strategies = [run.strategy for stage in plan.stages for run in stage.runs]
         expert, context = (max(getattr(one, name) for one in strategies) for name in ("expert", "context"))

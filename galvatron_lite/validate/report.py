@@ -249,7 +249,6 @@ def scatter(judged: Iterable[Judged], key: Callable[[PublishedRun], str] = lambd
 
 
 def _series(judged: Iterable[Judged], key: Callable[[PublishedRun], str]) -> dict[str, list[Point]]:
-    """Points by name, in the order names first appear."""
     found: dict[str, list[Point]] = defaultdict(list)
     for one in judged:
         if one.time is not None and isinstance(one.outcome, Predicted) and one.measured is not None:
@@ -279,7 +278,6 @@ def _summary(series: Mapping[str, Sequence[Point]]) -> str:
 
 
 def _words(series: Mapping[str, Sequence[Point]]) -> str:
-    """What a screen reader says."""
     errors = "; ".join(f"{name} ({len(points)} runs): {_error(points)}" for name, points in series.items())
     return f"{_summary(series)}. Median absolute error by group: {errors}."
 
@@ -340,7 +338,6 @@ def _grid(across: Scale, upwards: Scale) -> list[str]:
 
 
 def _rows(series: Mapping[str, Sequence[Point]]) -> list[str]:
-    """The legend, with each family's errors."""
     scale, bottom = Scale(0.5, 2.0, _TICKS, _TICKS + _WIDTH), _TOP + _ROW * len(series)
     lines = [
         caption(_NAMES + 12, _TOP - 10, "family (runs)", kind="soft"),

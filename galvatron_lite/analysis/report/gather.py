@@ -110,7 +110,6 @@ def _priced(path: Path, source: PriceSource) -> tuple[Profile | None, Plan]:
 
 
 def _read_own_format(path: Path) -> Plan | None:
-    """A plan of ours; None for other files that can be priced."""
     from galvatron_lite.plans.io import read_plan
 
     try:

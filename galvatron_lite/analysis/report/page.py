@@ -150,7 +150,6 @@ def cards_of(shown: Shown) -> list[Card]:
 
 
 def _tokens(prediction: Prediction) -> str:
-    """Tokens a second, of models whose samples have several."""
     plain = prediction.tokens_per_second == prediction.samples_per_second
     return "" if plain else f"{format_count(prediction.tokens_per_second)} tokens/s"
 

@@ -143,7 +143,6 @@ def _part(
 
 
 def _run(name: str, run: LayerRun, look: Look, place: float, width: float) -> list[Markup]:
-    """A run of layers, its pattern over it, its letter in the middle."""
     layers = run.first if run.count == 1 else f"{run.first} … {run.last} ({run.count} layers)"
     title = f"{name}: {layers}: {look.letter}, {look.strategy}: {look.words}"
     drawn = [rectangle(place, 18, width, _HEIGHT, f"cell {look.fill}", title)]
@@ -194,7 +193,6 @@ def maps_of(plan: Plan, node: int) -> list[Map]:
 
 
 def _frequent(plan: Plan) -> list[tuple[Strategy, str]]:
-    """Strategies, those of most layers first, and which layers have them."""
     counts: dict[Strategy, int] = {}
     for run in (run for stage in plan.stages for run in stage.runs):
         counts[run.strategy] = counts.get(run.strategy, 0) + run.count
@@ -255,7 +253,6 @@ def _reach(members: Sequence[Sequence[int]], node: int) -> str:
 
 
 def _picture(name: str, places: Sequence[int], node: int) -> Markup:
-    """Nodes in rows, a square for each device."""
     shown = places[:_MOST]
     cell = 22.0 if len(shown) <= 64 else 17.0 if len(shown) <= _WRITTEN else 8.0
     width = cell * min(node, 16) + 10

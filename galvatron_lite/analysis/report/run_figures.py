@@ -220,7 +220,6 @@ def _parts(run: RecordedRun, plan: Plan) -> tuple[Beside, ...]:
 
 
 def _picture(steps: Sequence[StepRecord], predicted: float) -> Markup:
-    """Step times, a line, and the prediction."""
     every = -(-len(steps) // _POINTS)
     means = [steps[at : at + every] for at in range(0, len(steps), every)]
     points = [(mean(step.step for step in own), mean(step.seconds for step in own)) for own in means]

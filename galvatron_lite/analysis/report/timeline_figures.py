@@ -58,7 +58,6 @@ def one_by_one(step: Timeline) -> bool:
 
 
 def _names(groups: Sequence[GroupTimeline], height: float) -> Iterator[Markup]:
-    """Names of rows, as many as there is room for."""
     every = next(count for count in (1, 2, 4, 8, 16, 32, 64) if count * height >= 11 or count == 64)
     for group in groups[::every]:
         words = f"stage {group.stages[0]}" if len(group.stages) == 1 else f"group {group.group}"
@@ -167,7 +166,6 @@ def name_of(group: GroupTimeline) -> str:
 
 
 def _limit(budget: int, y: float) -> list[Markup]:
-    """The line of the budget."""
     if not budget:
         return []
     line = element("path", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}", class_="limit")
@@ -175,7 +173,6 @@ def _limit(budget: int, y: float) -> list[Markup]:
 
 
 def _grid(span: float, top: float, across: float, up: float) -> list[Markup]:
-    """Lines and figures of both axes."""
     drawn, low = [], HEIGHT - _BOTTOM
     sizes = byte_marks(top)
     for value, word in zip(sizes, byte_words(sizes), strict=True):
