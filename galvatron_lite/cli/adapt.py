@@ -16,7 +16,7 @@ adapt_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no
 
 @adapt_app.callback()
 def adapt_command() -> None:
-    """What training that adapts has decided (docs/adapting.md)."""
+    """Replay the decisions of a run that adapted its plan."""
 
 
 @adapt_app.command("replay")

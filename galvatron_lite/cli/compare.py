@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from galvatron_lite.analysis.explanation import Compared, Comparison
-    from galvatron_lite.request import PlanArguments
 
 
 def compare_command(
@@ -33,16 +32,15 @@ def compare_command(
     mem: options.Memory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
-    """Hold plans of one model side by side, all priced with the same profile."""
+    """Compare plans of one model, all priced with the same profile."""
     from galvatron_lite import api_plans
 
-    setup = {"model": model, "cluster": cluster, "gpus": gpus, "sequence": sequence, "precision": precision, "mem": mem}
-    asked: PlanArguments = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
-    told = api_plans.compare(list(plans), profile, **asked)
+    setup = options.arguments(model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, mem=mem)
+    comparison = api_plans.compare(list(plans), profile, **setup)
     if as_json:
-        print_json(told)
+        print_json(comparison)
     else:
-        print_comparison(told)
+        print_comparison(comparison)
 
 
 def print_comparison(comparison: Comparison) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from galvatron_lite.analysis.explanation import Explanation, MemoryPrice, Neighbour, RunChoice, TimeAccount, Trust
-    from galvatron_lite.request import PlanArguments
 
 
 _SHOWN_RUNS = 8
@@ -248,19 +247,21 @@ def explain_command(
     allow_delay: options.AllowDelay = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
 ) -> None:
-    """Say why a plan is as it is: what each choice buys, what binds, where the time goes, what would change it.
+    """Explain a plan: what limits it, and what each choice gains.
 
-    Plans anew are made with --fix, --forbid and --schedule: give those that the plan was made with.
+    Also where the time goes, and what would change the plan. Searches again with --fix, --forbid and --schedule: give
+    those that the plan was made with.
     """
     from galvatron_lite import api_plans
 
-    setup = {"model": model, "cluster": cluster, "gpus": gpus, "sequence": sequence, "precision": precision, "mem": mem}
-    asked: PlanArguments = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
-    asked |= {"fix": fix or (), "forbid": forbid or (), "schedules": schedule, "allow_delay": allow_delay}
-    with progress_bar("Planning anew", quiet=as_json) as progress:
-        asked["progress"] = progress
-        told = api_plans.explain(plan, profile, what_if=not no_what_if, seconds=seconds, **asked)
+    setup = options.arguments(
+        model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, mem=mem, fix=fix or (),
+        forbid=forbid or (), schedules=schedule, allow_delay=allow_delay,
+    )  # fmt: skip
+    with progress_bar("Planning again", quiet=as_json) as progress:
+        setup["progress"] = progress
+        explanation = api_plans.explain(plan, profile, what_if=not no_what_if, seconds=seconds, **setup)
     if as_json:
-        print_json(told)
+        print_json(explanation)
     else:
-        print_explanation(told)
+        print_explanation(explanation)

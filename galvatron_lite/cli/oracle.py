@@ -66,7 +66,7 @@ def oracle_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw it to this file (SVG).")] = None,
 ) -> None:
-    """Tell what each way to split a convolutional network costs as GPUs are added, where it stops, and why."""
+    """Forecast how ways to split a convolutional network scale."""
     if check:
         _check(as_json)
         return

@@ -37,7 +37,10 @@ def report_command(
     mem: options.Memory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
-    """Show plans as one HTML file: layers, every pass of a step, memory, devices, other plans. Opens offline."""
+    """Write an HTML report of plans.
+
+    It shows layers, the timeline of a step, memory, devices and other plans, and opens offline.
+    """
     from galvatron_lite.analysis.report.gather import PriceSource
     from galvatron_lite.cli.tables import check_folder
 

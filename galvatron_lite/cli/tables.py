@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from galvatron_lite.cli.terminal import plain_table, print_json, wide_console
+from galvatron_lite.cli.terminal import plain_table, wide_console
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions
 from galvatron_lite.units import format_bytes, format_count, format_seconds
@@ -105,20 +105,6 @@ def print_answer(answer: Answer, source: str, accuracy: str) -> None:
     for note in (*told.notes, accuracy):
         if note:
             console.print(note)
-
-
-def print_answer_json(answer: Answer) -> None:
-    """The same for programmes."""
-    from galvatron_lite.analysis.answers import as_data
-
-    print_json(as_data(answer))
-
-
-def check_output(output: Path | None, question: str) -> None:
-    """Whether an answer can be written as a plan."""
-    if output is not None and question == "pareto":
-        raise InputError("-o", str(output), "--pareto has many plans: take one by its memory: --mem, without --pareto.")
-    check_folder("-o", output)
 
 
 def check_folder(option: str, path: Path | None) -> None:

@@ -61,7 +61,7 @@ def validate_command(
     ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
-    """Predict every published run with the planner's cost model and say how far off it is."""
+    """Score the cost model against published training runs."""
     from galvatron_lite.calibration.store import load_calibration
     from galvatron_lite.svg import check_target
     from galvatron_lite.validate.predict import validate_runs

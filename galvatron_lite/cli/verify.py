@@ -156,7 +156,10 @@ def verify_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Run a plan without its cluster, and compare with what it says: one verdict a check; status 1 if one fails."""
+    """Check a plan without its cluster.
+
+    Runs it without data and compares with its predictions: one verdict a check. Exit status 1 if a check fails.
+    """
     import os
 
     # processes of our own and tensors without storages make torch warn of what nobody here can act on
