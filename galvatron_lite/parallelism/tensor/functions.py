@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cut_tensor, local_of
+from galvatron_lite.parallelism.recompute.sums import kept_sum
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 
@@ -115,8 +116,7 @@ class _Copy(Function):
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:  # noqa: ARG004
-        # Not in place: selective recomputation may have saved this matmul's result and will reduce it again.
-        return group.all_reduce(tensor)
+        return kept_sum(lambda: group.all_reduce(tensor))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
@@ -142,7 +142,7 @@ class _ReduceScatterTokens(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return group.reduce_scatter(tensor, TOKENS)
+        return kept_sum(lambda: group.reduce_scatter(tensor, TOKENS))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
