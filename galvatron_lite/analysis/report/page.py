@@ -12,10 +12,10 @@ from markupsafe import Markup
 
 from galvatron_lite import __version__
 from galvatron_lite.analysis.report.gather import Shown, check_priced
-from galvatron_lite.analysis.report.plan_figures import Look, Map, layer_strip, looks_of, maps_of, parts_of
+from galvatron_lite.analysis.report.plan_figures import DeviceGroups, Look, groups_in, layer_strip, looks_of, parts_of
 from galvatron_lite.analysis.report.run_figures import PlanMark, RunMeasurement, front_figure, measured
 from galvatron_lite.analysis.report.timeline_data import packed
-from galvatron_lite.analysis.report.timeline_figures import MemoryCurve, course_of, name_of, overview, shown_groups
+from galvatron_lite.analysis.report.timeline_figures import MemoryCurve, course_of, name_of, shown_groups
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import fullest_of, headline, memory_parts, time_parts
@@ -79,14 +79,13 @@ class ReportView:
     layers: tuple[TableRow, ...]
     time: tuple[SharePart, ...]
     step: str
-    overview: Markup | None
     packed: dict[str, Any] | None
     overlapping: bool
     groups: tuple[TableRow, ...]
     courses: tuple[MemoryCurve, ...]
     all_drawn: bool
     memory: tuple[TableRow, ...]
-    maps: tuple[Map, ...]
+    dimensions: tuple[DeviceGroups, ...]
     front: Markup | None
     front_rows: tuple[TableRow, ...]
     front_words: str
@@ -115,14 +114,13 @@ def view_of(shown: Shown, number: int, looks: Mapping[Strategy, Look]) -> Report
         layers=tuple(layer_rows(plan, looks)),
         time=tuple(time_of(plan)),
         step=format_seconds(plan.prediction.step_seconds) if plan.prediction else "",
-        overview=None if step is None else overview(step, plan.model),
         packed=None if step is None else packed(step, budgets, [ranks_of(group, plan) for group in step.groups]),
         overlapping=step is not None and step.overlapping,
         groups=() if step is None else tuple(group_rows(step, plan)),
         courses=() if step is None else tuple(course_of(group, step, budgets[group.group]) for group in drawn),
         all_drawn=step is not None and len(drawn) == len(step.groups),
         memory=tuple(memory_rows(shown)),
-        maps=maps_shown(shown),
+        dimensions=dimensions_shown(shown),
         front=front_figure(front, 0 if made_from is None else made_from.budget) if len(front) > 1 else None,
         front_rows=tuple(front_rows(front)),
         front_words=front_words(shown),
@@ -272,11 +270,11 @@ def moment_of(group: GroupTimeline) -> str:
     return f"{one.what.value} of micro-batch {one.microbatch}, layer {group.peak.layer}"
 
 
-def maps_shown(shown: Shown) -> tuple[Map, ...]:
-    """The maps of a plan in stages, where its cluster's nodes are known."""
+def dimensions_shown(shown: Shown) -> tuple[DeviceGroups, ...]:
+    """The groups of devices of a plan in stages, where its cluster's nodes are known."""
     if shown.profile is None or shown.plan.branches or shown.plan.cyclic is not None or shown.plan.devices == 1:
         return ()
-    return tuple(maps_of(shown.plan, shown.profile.cluster.levels[0].size))
+    return tuple(groups_in(shown.plan, shown.profile.cluster.levels[0].size))
 
 
 def marks_of(shown: Shown) -> list[PlanMark]:
