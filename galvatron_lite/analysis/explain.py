@@ -89,13 +89,10 @@ def _constants(cluster: Cluster) -> Iterator[Constants]:
 def _missing(estimated: bool, expected: ExpectedError) -> list[str]:
     said = []
     if not estimated:
-        said.append(
-            "no error is kept with a measured profile (`galvatron validate` measures that of estimates): train some "
-            "steps and hold them against the prediction"
-        )
+        said.append("the error of a measured profile: train some steps and compare (galvatron diagnose)")
     elif expected.error is None:
-        said.append(f"the error of estimated step times was not measured for {expected.models}")
-    said.append("prices and what-ifs are differences of two predictions; their error is not measured")
+        said.append(f"the error of estimated step times of {expected.models}")
+    said.append("the error of prices and what-ifs, which are differences of two predictions")
     return said
 
 
@@ -238,7 +235,7 @@ def _balance(priced: PricedStages) -> Iterator[Bound]:
 
 SECONDS = 120.0  # for planning anew, where nobody says
 MOST_ASKED = 24  # searches that an explanation makes, about
-_NOT_WANTED = "prices by planning anew, runner-ups and what-ifs: not asked for (--no-what-if)"
+_NOT_WANTED = "searches for prices, runner-ups and what-ifs (--no-what-if)"
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from galvatron_lite.units import format_budget
 
 RUNNERS_UP = 5
 """Of every plan made here: as many as ``galvatron plan`` shows, since the quickest of all is the plan."""
-NOT_TRIED = "not tried: the time for it was over"
+NOT_TRIED = "not tried: out of time (--seconds)"
 QUICK = 200_000
 """Labels of a search that need not be proven (``search.best_first``): a second or two where a proof takes ten. Most
 models need fewer for a proof."""
@@ -322,7 +322,7 @@ def _what_if(setting: PlanSetting, clock: TimeLimit, plan: Plan, change: Variati
         clock.begin(change.change)
         asked = _changed(setting, plan, change)
         if asked is None:
-            return replace(told, why="nothing says how it would be joined")
+            return replace(told, why="unknown: no data sheet says how it would be connected")
         other, devices, batch = asked
         told = replace(told, devices=devices, batch=batch)
         found = plan_anew(other, clock, devices, batch, change.budget, QUICK)
