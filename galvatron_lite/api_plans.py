@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from galvatron_lite.verify.source import ModelSource
 
 
-def budget_of(plan: Plan) -> Budget | None:
-    """The budget that a plan says it was made within; None where it says none."""
+def _budget_of(plan: Plan) -> Budget | None:
     made_from = plan.provenance
     if made_from is None or not made_from.budget:
         return None
@@ -172,7 +171,7 @@ def question_of(
     from galvatron_lite.search.ways import Delay
 
     given, known = read_plan_and_profile(plan, profile, setup)
-    budget = None if "mem" in setup else budget_of(given)
+    budget = None if "mem" in setup else _budget_of(given)
     mem = memory_budget(setup.get("mem", DEFAULT_BUDGET if budget is None else budget.least))
     asked: PlanArguments = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
     asked |= {"mode": given.mode, "mem": mem}

@@ -56,8 +56,7 @@ from galvatron_lite.search.shapes import Request
 from galvatron_lite.units import format_budget, format_bytes, format_seconds
 
 
-def trust_in(profile: Profile) -> Trust:
-    """How sure what is predicted from a profile is."""
+def _trust_in(profile: Profile) -> Trust:
     origin, links = profile.origin, profile.communication_origin
     estimated = origin.kind is OriginKind.ESTIMATED
     expected = expected_error(profile.graph, load_calibration())
@@ -135,14 +134,14 @@ def _compute(time: TimeAccount, price: MemoryPrice | None, what_ifs: Sequence[Wh
     )
 
 
-def fullest(memory: Sequence[StageMemory], price: MemoryPrice | None = None) -> StageMemory:
-    """The group whose memory binds: of those that a quicker plan needs more in, else of all, that which is fullest."""
+def _fullest(memory: Sequence[StageMemory], price: MemoryPrice | None = None) -> StageMemory:
+    """The group whose memory binds: of those that a quicker plan needs more in, else of all, that which is _fullest."""
     wanted = [own for own in memory if price is not None and own.group in price.wanted_groups]
     return max(wanted or memory, key=lambda own: own.used_bytes / max(own.budget_bytes, 1))
 
 
 def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequence[RunChoice]) -> Bound:
-    full = fullest(memory, price)
+    full = _fullest(memory, price)
     where = f"stage {', '.join(map(str, full.stages))}" if len(memory) > 1 else "every device"
     when = f", at its worst in {full.moment}" if full.moment else ""
     told = f"memory of {where}: {format_bytes(full.used_bytes)} of {format_bytes(full.budget_bytes)}{when}"
@@ -301,7 +300,7 @@ def _put_together(
         price=price,
         runners_up=anew.runners_up,
         what_ifs=anew.what_ifs,
-        trust=trust_in(session.profile),
+        trust=_trust_in(session.profile),
         left_out=(*_unsaid(plan), *anew.left_out),
         notes=plan.provenance.notes if plan.provenance else (),
     )

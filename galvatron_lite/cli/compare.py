@@ -40,11 +40,10 @@ def compare_command(
     if as_json:
         print_json(comparison)
     else:
-        print_comparison(comparison)
+        _print_comparison(comparison)
 
 
-def print_comparison(comparison: Comparison) -> None:
-    """Plans side by side: their figures, the layers they do otherwise, what each buys over the first."""
+def _print_comparison(comparison: Comparison) -> None:
     console = wide_console()
     console.print(f"{comparison.model}, all priced with {comparison.basis}", style="bold")
     for plan in comparison.plans:

@@ -21,8 +21,7 @@ _SHOWN_RUNS = 8
 """Runs of layers that are shown with their neighbours; of more the ones that take most of the step."""
 
 
-def print_explanation(explanation: Explanation) -> None:
-    """Everything an explanation says, the most asked-for first."""
+def _print_explanation(explanation: Explanation) -> None:
     console = wide_console()
     console.print(explanation.headline, style="bold")
     console.print(f"{_step(explanation)}\n")
@@ -59,19 +58,17 @@ def _step(explanation: Explanation) -> str:
     return f"{line}: {format_seconds(lost)} more than the fastest plan within its budget."
 
 
-def signed_seconds(seconds: float) -> str:
-    """``+12 ms``, ``-3.1 s``, ``0``."""
+def _signed_seconds(seconds: float) -> str:
     return "0" if abs(seconds) < 5e-8 else f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
-def signed_bytes(size: int) -> str:
-    """``+1.2 GiB``, ``-30 MiB``, ``0``."""
+def _signed_bytes(size: int) -> str:
     return f"{'+' if size > 0 else ''}{format_bytes(size)}" if size else "0"
 
 
 def _print_price(console: Console, price: MemoryPrice) -> None:
     def against(seconds: float) -> str:
-        return "as long" if seconds == price.step_seconds else signed_seconds(seconds - price.step_seconds)
+        return "as long" if seconds == price.step_seconds else _signed_seconds(seconds - price.step_seconds)
 
     console.print("Price of memory", style="bold")
     saved = price.step_seconds - price.then_step_seconds
@@ -126,7 +123,7 @@ def _print_runs(console: Console, explanation: Explanation) -> None:
         for other in run.neighbours:
             name = f"  {'without ' if other.off else ''}{other.dimension}: {other.strategy}"
             fits = "" if other.fits else "does not fit"
-            table.add_row(name, signed_seconds(other.added_step_seconds), signed_bytes(other.added_bytes), fits)
+            table.add_row(name, _signed_seconds(other.added_step_seconds), _signed_bytes(other.added_bytes), fits)
     console.print(table)
     if len(explanation.runs) > len(largest):
         console.print(f"… {len(explanation.runs) - len(largest)} more runs of layers in --json")
@@ -143,7 +140,7 @@ def _print_runners_up(console: Console, explanation: Explanation) -> None:
     table = plain_table("", "here", "instead", "loses", "memory", "plan")
     for other in explanation.runners_up:
         size = format_bytes(other.peak_bytes) + ("" if other.fits else ": does not fit")
-        loses = signed_seconds(other.added_step_seconds)
+        loses = _signed_seconds(other.added_step_seconds)
         table.add_row(f"  {other.dimension}", other.chosen, other.instead, loses, size, other.summary)
     console.print(table)
     console.print()
@@ -229,4 +226,4 @@ def explain_command(
     if as_json:
         print_json(explanation)
     else:
-        print_explanation(explanation)
+        _print_explanation(explanation)

@@ -28,8 +28,7 @@ INTERRUPTED = (
 _STYLES = {"passed": "green", "differs": "yellow", "failed": "bold red", "skipped": "yellow"}
 
 
-def print_verification(verification: Verification, plan: Plan, moments: bool) -> None:
-    """A verdict for each check, then memory and messages of the role that needs most memory."""
+def _print_verification(verification: Verification, plan: Plan, moments: bool) -> None:
     console = wide_console()
     _verdicts(console, verification)
     if not verification.roles:
@@ -55,8 +54,7 @@ def _verdicts(console: Console, verification: Verification) -> None:
                 console.print(f"  {line}")
 
 
-def predicted_memory(plan: Plan, group: int) -> MemoryBreakdown | None:
-    """What the plan says that a group of devices needs; None where it says nothing."""
+def _predicted_memory(plan: Plan, group: int) -> MemoryBreakdown | None:
     from galvatron_lite.parallelism.pipeline.schedule import group_of
 
     if plan.prediction is None:
@@ -71,7 +69,7 @@ def predicted_memory(plan: Plan, group: int) -> MemoryBreakdown | None:
 
 def _memory(console: Console, role: RoleRun, plan: Plan) -> None:
 
-    predicted = predicted_memory(plan, role.stage)
+    predicted = _predicted_memory(plan, role.stage)
     table = plain_table("memory at its worst", "dry run", "predicted")
     names = [one.name for one in fields(role.peak) if one.name != "context"]
     for name in names:
@@ -177,7 +175,7 @@ def verify_command(
     if as_json:
         print_json(found, passed=found.passed)
     else:
-        print_verification(found, given, moments)
+        _print_verification(found, given, moments)
     if not found.passed:
         raise typer.Exit(1)
 

@@ -107,8 +107,8 @@ def _machine(origin: str, model: str, devices: int, batch: int) -> ClusterCosts 
 def _check(row: MeasuredRow, machine: ClusterCosts | str) -> RowCheck:
     predicted, problems = dict[str, float | None](), dict[str, str]()
     ways: dict[str, Callable[[], float]] = {
-        "paradl": lambda: closed_seconds(row),
-        "galvatron": lambda: priced_seconds(row, machine),
+        "paradl": lambda: _closed_seconds(row),
+        "galvatron": lambda: _priced_seconds(row, machine),
     }
     for name, formulas in ways.items():
         try:
@@ -118,7 +118,7 @@ def _check(row: MeasuredRow, machine: ClusterCosts | str) -> RowCheck:
     return RowCheck(row, predicted | {"published": row.projected or None}, problems)
 
 
-def closed_seconds(row: MeasuredRow) -> float:
+def _closed_seconds(row: MeasuredRow) -> float:
     """What the closed forms say of a row, without quirks, with the network's default setting."""
     fabric = fabric_named(CLUSTER)
     assert fabric is not None
@@ -127,8 +127,7 @@ def closed_seconds(row: MeasuredRow) -> float:
     return epoch if row.per == "epoch" else epoch / case.iterations
 
 
-def priced_seconds(row: MeasuredRow, machine: ClusterCosts | str) -> float:
-    """What the planner's cost model says of a row."""
+def _priced_seconds(row: MeasuredRow, machine: ClusterCosts | str) -> float:
     if isinstance(machine, str):
         raise GalvatronError(machine)
     question = RowQuestion(row.strategy, row.devices, row.batch, network_named(row.model).samples)
@@ -203,13 +202,12 @@ def _ranking(name: str, group: Sequence[RowCheck]) -> Ranking:
 DIGITS = 12  # significant digits of a figure: those that the released oracle prints
 
 
-def rounded(value: Any) -> Any:
-    """Plain data with every figure rounded to ``DIGITS``."""
+def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
-    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def as_data(forecast: Forecast) -> dict[str, Any]:
@@ -219,7 +217,7 @@ def as_data(forecast: Forecast) -> dict[str, Any]:
         {"strategy": line.strategy, "limit": asdict(line.limit), "rows": [_row(row) for row in line.rows]}
         for line in forecast.lines
     ]
-    bottlenecks = [rounded(asdict(one) | {"sort": one.sort.value}) for one in findings(forecast)]
+    bottlenecks = [_rounded(asdict(one) | {"sort": one.sort.value}) for one in findings(forecast)]
     return {name: getattr(forecast, name) for name in names} | {
         "notes": list(forecast.notes), "strategies": lines, "bottlenecks": bottlenecks,
     }  # fmt: skip
@@ -229,7 +227,7 @@ def _row(row: ForecastRow) -> dict[str, Any]:
     if row.problem:
         return {"gpus": row.devices, "batch": row.batch, "problem": row.problem}
     names = ("waiting", "other", "epoch", "iteration", "memory", "capacity", "fits")
-    data: dict[str, Any] = rounded(
+    data: dict[str, Any] = _rounded(
         {
             "iterations": row.iterations,
             "compute": row.compute,
@@ -254,9 +252,9 @@ def checks_data(checks: tuple[RowCheck, ...]) -> dict[str, Any]:
     ]
     by = scores(checks, lambda row: f"{row.origin}: {row.strategy.value} {row.model}")
     return {
-        "rows": rounded(rows),
-        "scores": [rounded(asdict(score)) for score in by],
-        "mean": {formulas: rounded(mean_accuracy(checks, formulas)) for formulas in FORMULAS},
+        "rows": _rounded(rows),
+        "scores": [_rounded(asdict(score)) for score in by],
+        "mean": {formulas: _rounded(mean_accuracy(checks, formulas)) for formulas in FORMULAS},
         "rankings": [asdict(one) for one in rankings(checks)],
         "software": software_notes(),
     }

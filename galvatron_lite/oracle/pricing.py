@@ -138,7 +138,7 @@ def _stage(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
     cost = StageCost(tuple(layers), times, sum(one.step_seconds for one in layers), moving, memory)
     inner = sum(one.forward_exposed + one.backward_exposed for one in layers)
     moved = CommunicationSeconds(gradients=sum(one.step_exposed for one in layers), gather=moving)
-    moved = replace(moved, halo=inner) if by_pixels(question) else replace(moved, layers=inner)
+    moved = replace(moved, halo=inner) if _by_pixels(question) else replace(moved, layers=inner)
     alike = sum(_work(one) for one, own in zip(layers, chosen, strict=True) if own.alike > 1)
     shape = Shape(question.devices, 1, 1, question.global_batch)
     return LayerLayout(shape, (cost,), moved, alike / max(sum(map(_work, layers)), 1e-30))
@@ -148,8 +148,7 @@ def _work(layer: LayerCost) -> float:
     return layer.forward + layer.backward + layer.recompute
 
 
-def by_pixels(question: RowQuestion) -> bool:
-    """Whether devices share the pixels of samples."""
+def _by_pixels(question: RowQuestion) -> bool:
     if question.strategy is not None:
         return family_of(question.strategy) is Method.SPATIAL
     return question.kind in (Method.SPATIAL, Method.DATA_SPATIAL)
@@ -248,7 +247,7 @@ def _loudest(graph: ModelGraph, question: RowQuestion, costs: Sequence[StageCost
         return Loudest(messages=graph.layers[ends[slow] - 1].name)
     once = _named(graph, [one.step_exposed for one in layers])
     inner = _named(graph, [one.forward_exposed + one.backward_exposed for one in layers])
-    near = by_pixels(question)
+    near = _by_pixels(question)
     return Loudest(once, "" if near else inner, inner if near else "")
 
 

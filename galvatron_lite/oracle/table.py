@@ -123,7 +123,7 @@ def limit_of(machine: ClusterCosts, question: RowQuestion) -> Limit:
 
 def _ways(machine: ClusterCosts, kind: Method) -> int:
     """The most ways, a power of two, in which every kind of layer with convolutions can be split, of those that can."""
-    reach = [_most(one, kind) for one in machine.graph.kinds.values() if has_convolutions(one)]
+    reach = [_most(one, kind) for one in machine.graph.kinds.values() if _has_convolutions(one)]
     return min((most for most in reach if most > 1), default=1)
 
 
@@ -135,6 +135,6 @@ def _most(layer: LayerKind, kind: Method) -> int:
     return ways
 
 
-def has_convolutions(layer: LayerKind) -> bool:
+def _has_convolutions(layer: LayerKind) -> bool:
     """Whether a kind of layer is what model parallelism of convolutions is for."""
     return any(one.kind is OperatorClass.CONVOLUTION for one in layer.operators)

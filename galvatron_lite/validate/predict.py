@@ -33,7 +33,7 @@ from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.software import stack_of
 
 
-def peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tuple[MemoryBreakdown, int]:
+def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tuple[MemoryBreakdown, int]:
     """The stage that a run speaks of, and the bytes that it would have measured there.
 
     The last rank's stage, all devices together, or the fullest stage. What is counted: what ``nvidia-smi`` shows, what
@@ -57,8 +57,7 @@ def peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tupl
     return fullest, counted(fullest)
 
 
-def shares_samples(run: PublishedRun) -> bool:
-    """Whether several devices work on the pixels or the channels of one sample."""
+def _shares_samples(run: PublishedRun) -> bool:
     return (run.spatial or 1) > 1 or (run.filter or 1) > 1
 
 
@@ -167,7 +166,7 @@ class Predictor:
         if run.problem is not None:
             return Skipped("a field cannot be read", run.problem)
         try:
-            if shares_samples(run):
+            if _shares_samples(run):
                 return not_understood(run) or self._predict_shared(run)
             understood = not_understood(run) or self.understand(run)
             return understood if isinstance(understood, Skipped) else _outcome(run, understood)
@@ -287,7 +286,7 @@ def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
 
 def _outcome(run: PublishedRun, understood: Understood) -> Predicted:
     device = understood.cluster.device
-    stage, peak = peak_of(run, understood.stack, understood.plan, device)
+    stage, peak = _peak_of(run, understood.stack, understood.plan, device)
     return Predicted(
         step_seconds=understood.seconds,
         peak_memory=peak,

@@ -188,7 +188,7 @@ def worst_lines(one: Judged) -> list[str]:
     """What there is to say of one run: its plan, its error, its breakdown."""
     assert isinstance(one.outcome, Predicted)
     assert one.measured is not None
-    lines = [f"{one.run.run_id}  {plan_words(one)}"]
+    lines = [f"{one.run.run_id}  {_plan_words(one)}"]
     seconds = one.measured.step_seconds
     if seconds is not None:
         held = f"  time {one.outcome.step_seconds:.4g} s, measured {seconds:.4g} s{_off(one.time)}: "
@@ -205,8 +205,7 @@ def _off(ratio: float | None) -> str:
     return "" if ratio is None else f" ({100 * ratio - 100:+.0f} %)"
 
 
-def plan_words(one: Judged) -> str:
-    """The run's model, machine and plan in a line."""
+def _plan_words(one: Judged) -> str:
     run = one.run
     degrees = " ".join(
         f"{name}{value}" for name in ("dp", "tp", "pp", "cp", "ep") if (value := getattr(run, name) or 1) > 1

@@ -101,19 +101,18 @@ def with_answers(shown: Shown, seconds: float) -> Shown:
 
     if shown.profile is None or shown.plan.provenance is None:
         return shown
-    setting = setting_of(shown.plan, shown.profile)
+    setting = _setting_of(shown.plan, shown.profile)
     begun = monotonic()
     explained = replace(shown, explanation=explain_plan(setting, shown.plan, seconds=seconds / 2))
     if shown.plan.cyclic is not None or shown.plan.branches:
         return explained
     try:
-        return replace(explained, front=front_of(setting, shown.plan, seconds - (monotonic() - begun)))
+        return replace(explained, front=_front_of(setting, shown.plan, seconds - (monotonic() - begun)))
     except (GalvatronError, KeyboardInterrupt):
         return replace(explained, missing=(*shown.missing, NO_FRONT))
 
 
-def setting_of(plan: Plan, profile: Profile) -> PlanSetting:
-    """What a plan was chosen from: its devices, its budget, what trains by it."""
+def _setting_of(plan: Plan, profile: Profile) -> PlanSetting:
     from galvatron_lite.analysis.setting import PlanSetting, first_devices
     from galvatron_lite.cluster.budget import Budget
 
@@ -126,8 +125,7 @@ def setting_of(plan: Plan, profile: Profile) -> PlanSetting:
     return PlanSetting(known, budget, backend=plan.backend.value, mode=plan.mode, margin=margin)
 
 
-def front_of(setting: PlanSetting, plan: Plan, seconds: float) -> ParetoFront:
-    """The front from the plan's budget down, for its devices and batch."""
+def _front_of(setting: PlanSetting, plan: Plan, seconds: float) -> ParetoFront:
     from galvatron_lite.analysis.sweeps import pareto_front
     from galvatron_lite.cluster.budget import Budget
 

@@ -45,11 +45,11 @@ def looks_of(plans: Sequence[Plan]) -> dict[Strategy, Look]:
     shades: dict[str, int] = {}
     found = {}
     for place, (strategy, count) in enumerate(counts.items()):
-        hue = hue_of(strategy)
+        hue = _hue_of(strategy)
         shade = shades.get(hue, 0) % SHADES
         shades[hue] = shades.get(hue, 0) + 1
         fill = f"hue-{hue.removesuffix('_degree')}-{shade}"
-        found[strategy] = Look(_letter(place), fill, _pattern(strategy), str(strategy), in_words(strategy), count)
+        found[strategy] = Look(_letter(place), fill, _pattern(strategy), str(strategy), _in_words(strategy), count)
     return found
 
 
@@ -58,7 +58,7 @@ def _runs(plan: Plan) -> Iterable[tuple[Strategy, int]]:
     yield from ((run.strategy, run.count) for runs in parts for run in runs)
 
 
-def hue_of(strategy: Strategy) -> str:
+def _hue_of(strategy: Strategy) -> str:
     """The dimension that a strategy splits most; of equal ones the first of ``HUES``."""
     degrees = {name: int(getattr(strategy, name)) for name in _DIMENSIONS}
     most = max(degrees.values())
@@ -71,8 +71,7 @@ def _pattern(strategy: Strategy) -> str:
     return {Recompute.NONE: "", Recompute.SELECTIVE: "sparse", Recompute.FULL: "dense"}[strategy.recompute]
 
 
-def in_words(strategy: Strategy) -> str:
-    """What a strategy does, as a sentence would say it."""
+def _in_words(strategy: Strategy) -> str:
     zero = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states"}
     parts = [
         (strategy.data > 1, f"{strategy.data} replicas"),

@@ -92,8 +92,7 @@ def _grid(span: float, top: float, across: float, up: float) -> list[Markup]:
 Level = tuple[float, MemoryBreakdown]  # from when on, and what there is
 
 
-def levels(group: GroupTimeline) -> list[Level]:
-    """What a group's devices hold from when on."""
+def _levels(group: GroupTimeline) -> list[Level]:
     found = [(0.0, group.resting)]
     for one, during, after in zip(group.passes, group.during, group.after, strict=True):
         found += [(one.start, during), (one.end, after)]
@@ -103,7 +102,7 @@ def levels(group: GroupTimeline) -> list[Level]:
 
 def _steps(group: GroupTimeline, span: float) -> list[Level]:
     """The levels, or of many the greatest in each column of the picture; the last goes on to the end."""
-    found = levels(group)
+    found = _levels(group)
     if len(found) > 2 * _COLUMNS:
         found = _greatest(found, span)
     kept = [found[0]]
