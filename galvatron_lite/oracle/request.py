@@ -19,10 +19,10 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import build_graph, load_model, load_shape, model_names
 from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name
 from galvatron_lite.model.shapes.picture_fields import not_square, sides_of, sizes_of
-from galvatron_lite.oracle import table
+from galvatron_lite.oracle import pricing
 from galvatron_lite.oracle.closed_form import KINDS, Case, closed_forecast, quirks_named
 from galvatron_lite.oracle.layers import Fabric, Network, network_of, wires_of, wires_of_cluster
-from galvatron_lite.oracle.pricing import machine_of, row_of
+from galvatron_lite.oracle.pricing import allows, machine_of, row_of
 from galvatron_lite.oracle.rows import Forecast, Method
 from galvatron_lite.oracle.strategies import RowQuestion, check_text
 from galvatron_lite.plans.spelled import parse_strategy
@@ -207,10 +207,10 @@ def _priced(model: str, cluster: str, options: OracleOptions) -> Forecast:
             raise InputError("--gpus", counts, f"{strategy} takes {unit:,} devices or a multiple: give --gpus {unit}.")
     machine = machine_of(graph, cluster, most, precision, batch)
     for kind in kinds if options.strategies else ():
-        if not table.allows(machine, kind):
-            words = ", ".join(word.value for word in WORDS if table.allows(machine, word))
+        if not allows(machine, kind):
+            words = ", ".join(word.value for word in WORDS if allows(machine, word))
             remedy = f"No layer of {graph.name} can be split so; it allows {words}, and --strategy any other."
             raise InputError("--strategies", kind.value, remedy)
     node = machine.profile.cluster.levels[0].size
     question = RowQuestion(Method.SERIAL, 1, batch, samples, options.group or node, options.segments)
-    return table.forecast(machine, question, kinds, strategies, options.counts)
+    return pricing.forecast(machine, question, kinds, strategies, options.counts)

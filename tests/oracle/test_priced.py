@@ -9,7 +9,7 @@ import pytest
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
+from galvatron_lite.oracle.pricing import ClusterCosts, forecast, limit_of, machine_of, row_of
 from galvatron_lite.oracle.request import graph_named
 from galvatron_lite.oracle.rows import ForecastRow, Method
 from galvatron_lite.oracle.strategies import (
@@ -23,7 +23,6 @@ from galvatron_lite.oracle.strategies import (
     picked,
     ways_of,
 )
-from galvatron_lite.oracle.table import forecast, limit_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.plans.spelled import parse_strategy
