@@ -35,7 +35,8 @@ def test_the_settings_say_all_of_the_plan(tool: str, tmp_path: Path) -> None:
 def test_costs_are_those_of_the_software(model: str) -> None:
     asked = {"model": model, "cluster": "h100", "gpus": 64, "batch": 128, "mem": "80GB", "runners_up": 0}
     ours, theirs = (api.plan(backend=name, **asked) for name in ("galvatron", "megatron"))  # type: ignore[arg-type]
-    assert ours.prediction is not None and theirs.prediction is not None
+    assert ours.prediction is not None
+    assert theirs.prediction is not None
     assert theirs.prediction.step_seconds < ours.prediction.step_seconds  # fused kernels
     assert export(theirs, "megatron", strict=True).text
 
