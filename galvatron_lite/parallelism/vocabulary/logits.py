@@ -106,17 +106,14 @@ class Columns:
 def token_losses(
     logits: Tensor, targets: Tensor, columns: Columns, ignored: int = -100, smoothing: float = 0.0
 ) -> Tensor:
-    """Cross entropy of each token, the same on every rank.
+    """Cross entropy of each token (...), the same on every rank; in fp32 where logits are of half precision.
 
     Args:
         logits: (..., columns of this rank).
         targets: (...) classes of the whole vocabulary.
-        columns: which these are.
-        ignored: class of targets that do not count: their loss is zero.
+        columns: of this rank.
+        ignored: class of targets whose loss is zero.
         smoothing: how much of the target is spread evenly over all classes.
-
-    Returns:
-        (...), in fp32 where logits are of half precision, as is what is computed with.
 
     Raises:
         IndexError: a target that is no class (on a GPU, an assertion there).
@@ -143,13 +140,7 @@ def log_shares(logits: Tensor, columns: Columns) -> Tensor:
 
 
 def picked(values: Tensor, targets: Tensor, columns: Columns) -> Tensor:
-    """The values of some classes, on every rank.
-
-    Args:
-        values: (..., columns of this rank).
-        targets: (..., n) classes of the whole vocabulary; as many tokens at most.
-        columns: which these are.
-    """
+    """From values (..., columns of this rank), those of classes (..., n) of the whole vocabulary, on every rank."""
     check_classes(targets, columns.extent)
     place, here = columns.place(targets)
     return reduce_from_group(values.gather(-1, place).masked_fill(~here, 0), columns.group)

@@ -299,12 +299,6 @@ LOGITS = Rules(
 
 
 def shared_logits(local: Tensor, group: TensorGroup, extent: int) -> Tensor:
-    """A head's own columns (..., columns) as logits (..., extent) of the whole vocabulary.
-
-    Args:
-        local: that nobody else holds.
-        group: ranks with one share each.
-        extent: of the vocabulary.
-    """
+    """A head's own columns (..., columns), which nobody else holds, as logits (..., extent) of the whole vocabulary."""
     # of a line of ranks only their number, the own place and all-gathers are asked for
     return cut_tensor(local, (Cut(local.dim() - 1, extent, cast("Line", group)),), LOGITS)
