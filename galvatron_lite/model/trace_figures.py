@@ -50,7 +50,7 @@ class RegionFigures:
     forward_working: int  # beyond ``kept`` in forward
 
 
-def figures(small: RegionRun, large: RegionRun, rows: Collection[str] = (), degree: int = 1) -> RegionFigures:
+def figures(small: RegionRun, large: RegionRun, *, rows: Collection[str] = (), degree: int = 1) -> RegionFigures:
     """Figures for one sample from runs at the two batch sizes ``SAMPLES``.
 
     Args:

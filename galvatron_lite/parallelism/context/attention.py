@@ -17,21 +17,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.context.ring import Ring, ring_attention
-from galvatron_lite.parallelism.cuts.alignment import same_line
-from galvatron_lite.parallelism.cuts.calls import fronted
-from galvatron_lite.parallelism.cuts.fallback import on_whole
-from galvatron_lite.parallelism.cuts.functions import gather_cuts
-from galvatron_lite.parallelism.cuts.laying import Pieces, length_of, own_part, pieces_of, taken
-from galvatron_lite.parallelism.cuts.line import Line
-from galvatron_lite.parallelism.cuts.tensor import (
+from galvatron_lite.parallelism.sharded.calls import input_first, on_full, same_group
+from galvatron_lite.parallelism.sharded.collectives import full_tensor, local_part
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, pieces_of, take_pieces
+from galvatron_lite.parallelism.sharded.tensor import (
     Call,
-    Cut,
     Handler,
-    cut_like,
-    cuts_of,
-    local_of,
-    shares_only,
-    whole_shape,
+    ShardSpec,
+    global_shape,
+    locals_only,
+    specs_of,
+    to_local,
+    wrap_locals,
 )
 from galvatron_lite.parallelism.shares import Range
 
@@ -41,7 +38,7 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 _SEEDS = 2**31
 
-Way = Callable[[dict[str, Any], Cut, Cut], Tensor]
+Way = Callable[[dict[str, Any], ShardSpec, ShardSpec], Tensor]
 """Attention of shares, from the arguments and the cuts of queries and keys."""
 
 
@@ -53,30 +50,30 @@ def attention(way: Way) -> Handler:
     """
 
     def handler(call: Call) -> Any:
-        arguments = {**_DEFAULTS, **dict(zip(_NAMES, fronted(call).args, strict=False)), **call.kwargs}
-        dims, cuts = len(whole_shape(arguments["query"])), cuts_of(arguments["query"])
-        others = [*cuts_of(arguments["key"]), *cuts_of(arguments["value"])]
+        arguments = {**_DEFAULTS, **dict(zip(_NAMES, input_first(call).args, strict=False)), **call.kwargs}
+        dims, cuts = len(global_shape(arguments["query"])), specs_of(arguments["query"])
+        others = [*specs_of(arguments["key"]), *specs_of(arguments["value"])]
         if len(cuts) != 1 or any(cut.dim != dims - 2 for cut in (*cuts, *others)):
-            return on_whole(call)
-        mask = None if arguments["attn_mask"] is None else gather_cuts(arguments["attn_mask"])
+            return on_full(call)
+        mask = None if arguments["attn_mask"] is None else full_tensor(arguments["attn_mask"])
         arguments["attn_mask"] = mask
         keys = _key_cut(arguments)
         learnt = mask is not None and mask.requires_grad
-        with shares_only():
+        with locals_only():
             if keys is None or dims != TOKENS + 2 or learnt or not _plain_heads(arguments):
                 output = _with_all_keys(arguments, cuts[0])
             else:
-                output = way({**arguments, **{n: _cast(local_of(arguments[n])) for n in _NAMES[:3]}}, cuts[0], keys)
-        return cut_like(output, cuts, call.rules)
+                output = way({**arguments, **{n: _cast(to_local(arguments[n])) for n in _NAMES[:3]}}, cuts[0], keys)
+        return wrap_locals(output, cuts, call.rules)
 
     return handler
 
 
-def by_ring(arguments: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
+def by_ring(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -> Tensor:
     """Keys and values go round."""
     query, drop, scale = arguments["query"], arguments["dropout_p"], arguments["scale"]
     ring = Ring(
-        queries.line,
+        queries.group,
         _by_rank(queries),
         _by_rank(keys),
         float(query.shape[-1] ** -0.5 if scale is None else scale),
@@ -88,13 +85,13 @@ def by_ring(arguments: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
     return ring_attention(query, arguments["key"], arguments["value"], ring)
 
 
-def by_ulysses(arguments: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
+def by_ulysses(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -> Tensor:
     """Tokens are swapped for heads, and back.
 
     Raises:
         InputError: the heads cannot be spread evenly.
     """
-    line = queries.line
+    line = queries.group
     query, key, value = (arguments[name] for name in _NAMES[:3])
     query_heads, key_heads = (heads_by_rank(one.shape[HEADS], line.size) for one in (query, key))
     swap, other = Swap(line, _by_rank(queries), query_heads), Swap(line, _by_rank(keys), key_heads)
@@ -108,17 +105,17 @@ def by_ulysses(arguments: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
     return _swap(mixed, swap, to_heads=False)
 
 
-def _with_all_keys(arguments: dict[str, Any], cut: Cut) -> Tensor:
+def _with_all_keys(arguments: dict[str, Any], cut: ShardSpec) -> Tensor:
     """This rank's queries with the keys and values of all."""
-    query, key, value = local_of(arguments["query"]), gather_cuts(arguments["key"]), gather_cuts(arguments["value"])
+    query, key, value = to_local(arguments["query"]), full_tensor(arguments["key"]), full_tensor(arguments["value"])
     mask = arguments["attn_mask"]
     if mask is not None and mask.shape[-2] > 1:
-        mask = own_part(mask, cut, mask.dim() - 2)
+        mask = local_part(mask, cut, mask.dim() - 2)
     if arguments["is_causal"]:
         places = torch.cat([torch.arange(start, stop, device=query.device) for start, stop in cut.pieces])
         mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
     options = {name: arguments[name] for name in ("dropout_p", "scale", "enable_gqa")}
-    with _own_randomness(cut.line.rank, query.device, bool(arguments["dropout_p"])):
+    with _own_randomness(cut.group.rank, query.device, bool(arguments["dropout_p"])):
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
@@ -146,14 +143,14 @@ def _cast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if tensor.is_floating_point() else tensor
 
 
-def _by_rank(cut: Cut) -> tuple[Pieces, ...]:
-    return tuple(pieces_of(cut.extent, cut.line, rank) for rank in range(cut.line.size))
+def _by_rank(cut: ShardSpec) -> tuple[Pieces, ...]:
+    return tuple(pieces_of(cut.extent, cut.group, rank) for rank in range(cut.group.size))
 
 
-def _key_cut(arguments: dict[str, Any]) -> Cut | None:
+def _key_cut(arguments: dict[str, Any]) -> ShardSpec | None:
     """How keys and values are both cut, along the line of the queries; None where they are not."""
-    query, key, value = (cuts_of(arguments[name]) for name in _NAMES[:3])
-    if len(key) != 1 or key != value or not same_line(query[0].line, key[0].line):
+    query, key, value = (specs_of(arguments[name]) for name in _NAMES[:3])
+    if len(key) != 1 or key != value or not same_group(query[0].group, key[0].group):
         return None
     return key[0]
 
@@ -169,7 +166,7 @@ def _plain_heads(arguments: dict[str, Any]) -> bool:
 class Swap:
     """How tokens are swapped for heads."""
 
-    line: Line  # the ranks
+    line: AxisGroup  # the ranks
     tokens: tuple[Pieces, ...]  # what each holds of the tokens outside attention
     heads: tuple[Range, ...]  # what each has of the heads in attention; several may have the same
 
@@ -224,7 +221,7 @@ def _to_heads(local: Tensor, swap: Swap) -> Tensor:
 
 def _to_tokens(local: Tensor, swap: Swap, heads: int) -> Tensor:
     """Where several ranks have the same head, the sum of theirs."""
-    sends = [taken(local, TOKENS, pieces) for pieces in swap.tokens]
+    sends = [take_pieces(local, TOKENS, pieces) for pieces in swap.tokens]
     tokens = length_of(swap.tokens[swap.line.rank])
     shapes = [(local.shape[0], stop - start, tokens, *local.shape[TOKENS + 1 :]) for start, stop in swap.heads]
     result = local.new_zeros((local.shape[0], heads, tokens, *local.shape[TOKENS + 1 :]))
@@ -233,7 +230,7 @@ def _to_tokens(local: Tensor, swap: Swap, heads: int) -> Tensor:
     return result
 
 
-def _all_to_all(sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], line: Line) -> list[Tensor]:
+def _all_to_all(sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], line: AxisGroup) -> list[Tensor]:
     """What every rank sent to this one; its own stays here."""
     peers = [rank for rank in range(line.size) if rank != line.rank]
     buffers = [sends[rank] if rank == line.rank else sends[0].new_empty(shape) for rank, shape in enumerate(shapes)]

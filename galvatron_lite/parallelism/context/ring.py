@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from galvatron_lite.parallelism.context.kernels import AttentionBlock, attend, attend_backward
-from galvatron_lite.parallelism.cuts.laying import Pieces, length_of, taken
-from galvatron_lite.parallelism.cuts.line import Arrival, Line
+from galvatron_lite.parallelism.sharded.groups import Arrival, AxisGroup, Pieces, length_of, take_pieces
 from galvatron_lite.parallelism.shares import Range, part_of
 
 TOKENS = 2
@@ -95,7 +94,7 @@ def _with_places(pieces: Pieces) -> Iterator[tuple[Range, Range]]:
 class Ring:
     """One attention of a ring."""
 
-    line: Line  # the ranks
+    line: AxisGroup  # the ranks
     queries: tuple[Pieces, ...]  # what each rank holds of the queries
     keys: tuple[Pieces, ...]  # what each holds of the keys and values
     scale: float  # of the scores
@@ -132,8 +131,8 @@ class Ring:
     def _mask_of(self, rows: Pieces, columns: Pieces, seen: VisibleKeys, device: torch.device) -> Tensor | None:
         mask = self.mask
         if mask is not None:
-            mask = taken(mask, -2, rows) if mask.shape[-2] > 1 else mask
-            mask = taken(mask, -1, columns) if mask.shape[-1] > 1 else mask
+            mask = take_pieces(mask, -2, rows) if mask.shape[-2] > 1 else mask
+            mask = take_pieces(mask, -1, columns) if mask.shape[-1] > 1 else mask
         if seen is not VisibleKeys.PLACES:
             return mask
         visible = _places(rows, device)[:, None] >= _places(columns, device)

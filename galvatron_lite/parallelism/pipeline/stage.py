@@ -26,9 +26,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.parallelism.cuts.tensor import shares_only
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow, units
 from galvatron_lite.parallelism.pipeline.unknown import Output, UnknownTensor, shape_of, sources_of, unknown
+from galvatron_lite.parallelism.sharded.tensor import locals_only
 
 _ENTRY = "entry"
 """Name of the first block's input, among those of outputs."""
@@ -283,7 +283,7 @@ def _name_of(output: Output) -> str:
 
 def _version(tensor: Tensor) -> int:
     """How often a tensor was changed in place ("In-place correctness checks" in torch's notes on autograd)."""
-    with shares_only():
+    with locals_only():
         return tensor._version
 
 

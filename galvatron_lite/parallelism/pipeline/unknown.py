@@ -15,7 +15,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
-from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of, shares_only
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, locals_only, name_of
 
 
 class Output(NamedTuple):
@@ -36,7 +36,7 @@ _FACTORIES = frozenset((
 """Functions that ask a tensor for its shape, dtype and device alone."""
 
 
-class UnknownTensor(CutTensor):
+class UnknownTensor(ShardedTensor):
     """See the module; made by ``unknown``. A subclass of cut tensors, so that among them it is asked first."""
 
     sources: Sources  # what it is made of
@@ -65,7 +65,7 @@ class UnknownTensor(CutTensor):
         sources, home = sources_of((args, kwargs)), one.home
         if writes(name) and isinstance(first, Tensor):
             return _write(func, first, args[1:], kwargs, sources)
-        with shares_only():
+        with locals_only():
             result = func(*map_tensors(args, shape_of), **map_tensors(kwargs, shape_of))
         return map_tensors(result, lambda tensor: unknown(tensor, sources, home))
 
@@ -74,7 +74,7 @@ def unknown(shape: Tensor, sources: Sources, home: torch.device) -> Tensor:
     """Turn a tensor on the meta device, which nobody else holds, into an unknown one; ``home``: its ``device``."""
     tensor: UnknownTensor = shape  # type: ignore[assignment]
     tensor.__class__ = UnknownTensor
-    tensor.sources, tensor.home, tensor.cuts = sources, home, ()
+    tensor.sources, tensor.home, tensor.specs = sources, home, ()
     return tensor
 
 
@@ -87,7 +87,7 @@ def shape_of(tensor: Tensor) -> Tensor:
     """A plain tensor on the meta device like it; of a share as large as the whole."""
     if not isinstance(tensor, UnknownTensor):
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-    with shares_only():
+    with locals_only():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -102,7 +102,7 @@ def _write(func: Callable[..., Any], target: Tensor, args: Any, kwargs: Any, sou
     if not isinstance(target, UnknownTensor):
         unknown(target, sources, target.device)
     target.sources = sources  # type: ignore[attr-defined]
-    with shares_only():
+    with locals_only():
         if target.is_meta:
             func(target, *map_tensors(args, shape_of), **map_tensors(kwargs, shape_of))
     return target

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cut_tensor, local_of
 from galvatron_lite.parallelism.recompute.sums import kept_sum
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, from_local, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 
@@ -85,14 +85,15 @@ def _apply(function: type[Function], tensor: Tensor, *more: Any) -> Tensor:
     What joins or splits tokens does so within the share; code that uses the result then sees as many tokens as all
     shares have.
     """
-    local = local_of(tensor)
+    local = to_local(tensor)
     result: Tensor = function.apply(local, *more)  # type: ignore[no-untyped-call]
-    if not isinstance(tensor, CutTensor):
+    if not isinstance(tensor, ShardedTensor):
         return result
     cuts = tuple(
-        Cut(cut.dim, cut.extent * result.shape[cut.dim] // local.shape[cut.dim], cut.line) for cut in tensor.cuts
+        ShardSpec(cut.dim, cut.extent * result.shape[cut.dim] // local.shape[cut.dim], cut.group)
+        for cut in tensor.specs
     )
-    return cut_tensor(result, cuts, tensor.rules)
+    return from_local(result, cuts, tensor.rules)
 
 
 class _Copy(Function):
