@@ -43,7 +43,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
+from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import Schedule
 
@@ -95,10 +95,10 @@ def form_of(
     rounds = microbatches - 1
     if schedule is Schedule.GPIPE:
         return Form(microbatches, (1, 1), (rounds, rounds), apart=True)
-    if schedule is Schedule.INTERLEAVED:
+    if schedule.whole_rounds:
         padded = -(-microbatches // groups) * groups
         return Form(padded, (1 / virtual,), (padded - 1 / virtual,))
-    if schedule in ZERO_BUBBLE:
+    if schedule.splits_backward:
         most = 2.0 if schedule is Schedule.ZERO_BUBBLE_2P and steps_overlap else 1.0
         return Form(microbatches, (1, 0), (0, 1), 1.0 + min(most, rounds / max(groups - 1, 1)))
     return Form(microbatches, (1,), (rounds,))
