@@ -12,8 +12,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, TensorRecord
 from galvatron_lite.runtime.checkpoint.plain import alone, check_plain, generators
+from galvatron_lite.runtime.parameters import Owned
 from galvatron_lite.runtime.pieces import Parallel, held_buffers, held_parameter, parameter_name
-from galvatron_lite.runtime.sharding import Owned
 
 
 def state_of(value: Any, place: str) -> Any:

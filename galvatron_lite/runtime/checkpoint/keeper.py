@@ -57,9 +57,9 @@ from galvatron_lite.runtime.checkpoint.written import (
     write_own,
 )
 from galvatron_lite.runtime.peers import ProcessPeers, at_first, together
+from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.pieces import Parallel, held_buffers, held_parameters, held_states
 from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.steering import Steering
 from galvatron_lite.world import SAVER
 
 TIMEOUT = 1800.0

@@ -24,8 +24,8 @@ from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.runtime.alike import shares_samples
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
+from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, StageRuntime, build, make_pipeline_groups
 from galvatron_lite.runtime.pieces import Entries, Held, Parallel, held_parameters, held_states
-from galvatron_lite.runtime.setup import Prepared, SetupOptions, StageRuntime, build, make_pipeline_groups
 from galvatron_lite.runtime.switch.agree import gathered, together
 from galvatron_lite.runtime.switch.blanks import Blanks
 from galvatron_lite.runtime.switch.buffers import live_buffers, wanted_buffers

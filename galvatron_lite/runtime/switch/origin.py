@@ -13,8 +13,8 @@ from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, prepare
 from galvatron_lite.runtime.placement import place_layers
-from galvatron_lite.runtime.setup import Prepared, SetupOptions, prepare
 from galvatron_lite.runtime.switch.structure import Structure
 
 EXAMINED = 8
@@ -69,8 +69,7 @@ class OriginalModel:
             if self.options.tensor_plans is None:
                 options = replace(options, tensor_plans=self._tensor_plans_for(plan))
             known = prepare(self.model, plan, self.layers, batch, rank // plan.stage_devices, options)
-            for one in known.known:
-                self.tensor_plans.update(one.plans.tensor)
+            self.tensor_plans.update(known.splits.tensor)
         self.examined[key] = known
         while len(self.examined) > EXAMINED:
             del self.examined[next(iter(self.examined))]

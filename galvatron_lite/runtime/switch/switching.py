@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime
 from galvatron_lite.runtime.parameter_use import ParameterUse
 from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.setup import SetupOptions, StageRuntime
 from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.switch.change import SwitchableModel
 from galvatron_lite.runtime.switch.live import Switched, switch
@@ -52,7 +52,7 @@ class Switching:
         self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
         self._runtimes, self.runtime = list(runtimes), runtimes[0]
         self.copies = nn.ModuleList(runtime.model for runtime in runtimes[1:])
-        self.use = ParameterUse.of(runtimes, plan)
+        self.use = ParameterUse(runtimes, plan)
 
     def _watched(self, phase: StepPhase) -> AbstractContextManager[None]:
         raise NotImplementedError

@@ -17,7 +17,7 @@ from galvatron_lite.runtime.checkpoint.storage import metadata_of_files
 from galvatron_lite.runtime.checkpoint.written import copied_held
 from galvatron_lite.runtime.layout import Box
 from galvatron_lite.runtime.pieces import Held, ItemRun, all_of
-from tests.runtime.test_stepped import model_of
+from tests.runtime.test_steps import model_of
 
 
 def test_the_folder_of_the_checkpoints_instead_of_one(tmp_path: Path) -> None:

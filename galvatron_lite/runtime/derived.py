@@ -1,4 +1,4 @@
-"""Copies of a rank's parameters, for averages of them (``torch.optim.swa_utils.AveragedModel``)."""
+"""Made of a split model: copies of its parameters for averages (``AveragedModel``), and a model that only runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class ParameterCopies(nn.Module):
-    """What ``copy.deepcopy`` makes of a split model: copies of its ``parameters()`` and ``buffers()``, in their order.
-
-    Args:
-        parallel: the model.
-    """
+    """A ``copy.deepcopy`` of a split model: copies of its ``parameters()`` and ``buffers()``, in their order."""
 
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()
@@ -47,7 +43,6 @@ class ParameterCopies(nn.Module):
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """The model has these values meanwhile."""
         (parallel,) = self._parallel
         parallel.publish()
         held = [*parallel.parameters(), *parallel.buffers()]
@@ -66,3 +61,16 @@ class ParameterCopies(nn.Module):
         for runtime in parallel.runtimes:
             runtime.updates.due = runtime.updates.is_needed
         parallel.publish()
+
+
+class InferenceModel(nn.Module):
+    """Called like the model, or with a batch, alike on every rank; gives the model's own outputs, without gradients."""
+
+    def __init__(self, parallel: ParallelModel) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs; see ``ParallelModel.outputs``."""
+        return self.parallel.outputs(*args, **kwargs)
