@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from galvatron_lite.parallelism.sharded.tensor import Call, ShardedTensor, locals_only, to_local
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, locals_only, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import copy_to_group, gather_last, reduce_from_group
 from galvatron_lite.parallelism.tensor.group import TensorGroup
@@ -57,21 +57,6 @@ def columns_of(tensor: ShardedTensor) -> Columns:
 def columns_last(tensor: ShardedTensor) -> Tensor:
     """The share as a plain tensor whose last dim are the columns."""
     return to_local(tensor).movedim(tensor.specs[0].dim, -1)
-
-
-def everything_whole(call: Call) -> Any:
-    """The call with whole logits for shares."""
-    return call.function(*_with_whole_logits(call.args), **_with_whole_logits(call.kwargs))
-
-
-def _with_whole_logits(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return whole_logits(value)
-    if isinstance(value, dict):
-        return {name: _with_whole_logits(one) for name, one in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)([_with_whole_logits(one) for one in value])
-    return value
 
 
 FIGURES = 3
