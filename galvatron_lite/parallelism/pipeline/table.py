@@ -110,7 +110,7 @@ class RankSchedule:
 
 
 @lru_cache(maxsize=64)
-def programme_of(pipeline: Pipeline, microbatches: int, group: int, *, forward_only: bool = False) -> RankSchedule:
+def rank_schedule(pipeline: Pipeline, microbatches: int, group: int, *, forward_only: bool = False) -> RankSchedule:
     """What a group does in a step.
 
     Args:

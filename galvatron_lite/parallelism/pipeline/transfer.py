@@ -192,7 +192,7 @@ class P2PChannel:
         if action is not None:
             self._expect(action, waits=False)
 
-    def send(self, action: Action, value: Value, knowledge: Any = None) -> None:
+    def send(self, action: Action, value: Value, header: Any = None) -> None:
         """Send the result of a pass: a value whose template the receiver needs, or gradients it has the shapes of."""
         target = receiver(self._schedule.course, self._index, action)
         assert target is not None
@@ -200,7 +200,7 @@ class P2PChannel:
         tensors = list(tensors_of(value))
         if group == self._index:
             if wanted.what is Pass.FORWARD:
-                self._templates[wanted.chunk, self._kind] = template_of(value), knowledge
+                self._templates[wanted.chunk, self._kind] = template_of(value), header
             # a copy, as code of this rank's other stage may change it in place
             self._arriving[wanted] = Incoming([tensor.detach().clone() for tensor in tensors], [])
             return
@@ -210,7 +210,7 @@ class P2PChannel:
         key = wanted.chunk, group, self._kind
         silent = action.what is not Pass.FORWARD or key in self._announced
         self._announced.add(key)
-        self._senders[link].send(tensors, self._schedule.room, None if silent else (template_of(value), knowledge))
+        self._senders[link].send(tensors, self._schedule.room, None if silent else (template_of(value), header))
 
     def finish(self) -> None:
         """Wait for every send under way."""
