@@ -83,7 +83,7 @@ def schedules_for(fixed: Fixed, schedules: Sequence[Schedule] | None, backend: B
         if fixed.schedule not in asked:
             raise InputError("--fix schedule", fixed.schedule.value, f"Backend {backend.name} offers {offered}.")
         asked = (fixed.schedule,)
-    several = [own for own in asked if own in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V)]
+    several = [own for own in asked if own.virtual_stages != 1]
     if (fixed.virtual or 1) > 1 and not several:
         said = ", ".join(own.value for own in asked)
         raise InputError("--fix virtual", fixed.virtual, f"Schedule {said} runs one stage a group of devices.")
