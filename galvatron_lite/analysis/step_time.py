@@ -31,7 +31,7 @@ from galvatron_lite.cost.timeline import GroupTimeline, timeline, untimed
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, OperatorClass
 from galvatron_lite.parallelism.base import Communication, Moment
-from galvatron_lite.parallelism.channel.sliced import sliced_kind
+from galvatron_lite.parallelism.channel.parts import sliced_kind
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.schedule import Pass, group_of, stage_at
 from galvatron_lite.parallelism.spatial.cost import samples_of

@@ -20,8 +20,8 @@ from galvatron_lite.model.trace_meta import left_to_the_plan
 from galvatron_lite.model.trace_record import Recorder
 from galvatron_lite.model.trace_run import BlockCall, Observation, shapes_only
 from galvatron_lite.parallelism.context.rules import RING_RULES
-from galvatron_lite.parallelism.cuts.calls import in_place
-from galvatron_lite.parallelism.cuts.tensor import Call, name_of
+from galvatron_lite.parallelism.sharded.calls import in_place
+from galvatron_lite.parallelism.sharded.tensor import Call, name_of
 
 _NAMES = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "heads"),

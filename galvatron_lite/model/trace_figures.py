@@ -33,8 +33,15 @@ class RegionFigures:
     forward_working: int  # beyond ``kept`` in forward
 
 
-def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
-    """Figures for one sample from runs at the two batch sizes ``SAMPLES``."""
+def figures(small: RegionRun, large: RegionRun, rows: Collection[str] = (), degree: int = 1) -> RegionFigures:
+    """Figures for one sample from runs at the two batch sizes ``SAMPLES``.
+
+    Args:
+        small: at the first size.
+        large: at the second.
+        rows: paths of row-split matmuls, of which selective recomputation keeps the sums (``recompute.sums``).
+        degree: devices that share the tokens of these sums.
+    """
     _check_alike(small.recording, large.recording)
     sizes = {number: _slope(small.recording.sizes[number], size) for number, size in large.recording.sizes.items()}
     recording = large.recording
@@ -46,7 +53,8 @@ def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
 
     kept, overwrites = kept_of(made), _overwritten(recording, large.chain)
     heavy = (call for call in recording.calls if call.kind is not OperatorClass.MEMORY and not call.backward)
-    heavy_outputs = {number for call in heavy for number in call.outputs}
+    # storages that they write, and by what each is divided of what is kept
+    heavy_outputs = {number: degree if call.path in rows else 1 for call in heavy for number in call.outputs}
     entering = sum(sizes.get(number, 0) for number in large.chain)
     forward, backward = _peaks(recording, sizes)
     return RegionFigures(
@@ -56,7 +64,7 @@ def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
         held=kept_of(large.leaving),
         overwrites=overwrites[0],
         overwrites_heavy=overwrites[1],
-        selective=entering + sum(sizes[number] for number in heavy_outputs),
+        selective=entering + sum(sizes[number] // share for number, share in heavy_outputs.items()),
         side=kept_of(large.side),
         working=max(0, backward - kept),
         forward_working=max(0, forward - kept),

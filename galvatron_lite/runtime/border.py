@@ -9,9 +9,8 @@ from math import prod
 from torch import Tensor
 
 from galvatron_lite.parallelism.context.rules import rules_of
-from galvatron_lite.parallelism.cuts.laying import Mirrored
-from galvatron_lite.parallelism.cuts.line import Line, ProcessLine
-from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts, Rules
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, MirroredGroup, ProcessAxisGroup
+from galvatron_lite.parallelism.sharded.tensor import Rules, ShardSpec, ShardSpecs
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.layout import WHOLE, Axis, AxisSplit, Layout
@@ -35,11 +34,13 @@ class BoundaryLayout:
     layout: Layout  # of its activations
     # those along which its pictures or tokens are cut; none where it works on plain tensors
     axes: tuple[Axis, ...] = ()
-    lines: tuple[Line, ...] = ()  # the ranks along each
-    slices: Line | None = None  # the ranks that share the channels of what enters and leaves; None where they are whole
+    lines: tuple[AxisGroup, ...] = ()  # the ranks along each
+    slices: AxisGroup | None = (
+        None  # the ranks that share the channels of what enters and leaves; None where they are whole
+    )
     outputs: tuple[int, ...] = ()  # channels of the pictures that leave, in order; empty where their shares are equal
 
-    def cuts(self, split: AxisSplit, shape: Sequence[int]) -> Cuts:
+    def cuts(self, split: AxisSplit, shape: Sequence[int]) -> ShardSpecs:
         """How a rank's box of a tensor is cut inside.
 
         Where tensor groups split a rank's tokens again, code inside sees as many tokens as all ranks of the line hold.
@@ -47,14 +48,14 @@ class BoundaryLayout:
         lines = dict(zip(self.axes, self.lines, strict=True))
         places = enumerate(zip(split.axes, shape, strict=True))
         cut = [(dim, replace(axis, inner=1), extent // axis.inner) for dim, (axis, extent) in places]
-        return tuple(Cut(dim, extent, lines[axis]) for dim, axis, extent in cut if axis in lines)
+        return tuple(ShardSpec(dim, extent, lines[axis]) for dim, axis, extent in cut if axis in lines)
 
-    def split(self, cuts: Cuts, shape: Sequence[int]) -> AxisSplit:
+    def split(self, cuts: ShardSpecs, shape: Sequence[int]) -> AxisSplit:
         """How a tensor that is cut inside lies on the stage; its samples are shared."""
         whole = self.layout.samples(shape)
         axes = list(whole.axes)
         for cut in cuts:
-            axes[cut.dim] = next(axis for axis, line in zip(self.axes, self.lines, strict=True) if line is cut.line)
+            axes[cut.dim] = next(axis for axis, line in zip(self.axes, self.lines, strict=True) if line is cut.group)
         return AxisSplit(whole.devices, tuple(axes))
 
     @property
@@ -80,9 +81,9 @@ def rules_under(strategy: Strategy) -> Rules:
 def border_of(layout: Layout, strategy: Strategy, groups: StrategyGroups) -> BoundaryLayout:
     """The border of a layer: lines of ranks along the tokens or the sides of pictures that its strategy shares."""
     if strategy.context > 1 and groups.context is not None:
-        return BoundaryLayout(layout, (layout.token_axis,), (Mirrored(ProcessLine(groups.context)),))
+        return BoundaryLayout(layout, (layout.token_axis,), (MirroredGroup(ProcessAxisGroup(groups.context)),))
     sides = zip(layout.pixel_axes, (groups.depth, groups.height, groups.width), strict=True)
-    lines = [(axis, ProcessLine(group)) for axis, group in sides if axis != WHOLE and group is not None]
+    lines = [(axis, ProcessAxisGroup(group)) for axis, group in sides if axis != WHOLE and group is not None]
     if strategy.spatial == 1 or not lines:
         return BoundaryLayout(layout)
     return BoundaryLayout(layout, tuple(axis for axis, _ in lines), tuple(line for _, line in lines))

@@ -11,7 +11,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.trace_run import BlockCall, block_calls
 from galvatron_lite.parallelism.channel.infer import infer_channels
-from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.placement import LayerAssignment
 

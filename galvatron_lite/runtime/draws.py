@@ -11,8 +11,8 @@ from torch import nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.parallelism.draws.modules import Draws, find_sites
-from galvatron_lite.parallelism.draws.sites import Lot
+from galvatron_lite.parallelism.rng.modules import Draws, find_sites
+from galvatron_lite.parallelism.rng.numbers import SampleSlice
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.mesh import Meshes
 from galvatron_lite.runtime.placement import LayerAssignment, glue_of
@@ -38,13 +38,13 @@ def draws_of(
     return Draws(seed, find_sites(model, layers, batch), batch)
 
 
-def lot_of(placed: LayerAssignment, meshes: Meshes) -> Lot:
+def lot_of(placed: LayerAssignment, meshes: Meshes) -> SampleSlice:
     """What this rank has of a layer's work."""
     groups, strategy = meshes.groups(placed.strategy), placed.strategy
     replicas = meshes.stage_devices // strategy.batch_degree
     line = groups.tensor if strategy.tensor > 1 else groups.slices
     inner = (1, 0) if line is None else (dist.get_world_size(line), dist.get_rank(line))
-    return Lot(strategy.batch_degree, meshes.index_in_stage // replicas, inner)
+    return SampleSlice(strategy.batch_degree, meshes.index_in_stage // replicas, inner)
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_places, tensors_of
 from galvatron_lite.model.graph import Role
-from galvatron_lite.parallelism.channel.borders import is_shared
-from galvatron_lite.parallelism.cuts.functions import enter
-from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
-from galvatron_lite.parallelism.spatial.apply import CUTS, CutsAt
+from galvatron_lite.parallelism.channel.apply import is_shared
+from galvatron_lite.parallelism.sharded.collectives import enter
+from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
+from galvatron_lite.parallelism.spatial.apply import SPECS, SpecsAt
 from galvatron_lite.runtime.border import Bordered, BoundaryLayout, RankPiece
 from galvatron_lite.runtime.layout import IDS, INNER, AxisSplit, Layout
 from galvatron_lite.runtime.layout_tensor import LayoutTensor
@@ -86,7 +86,7 @@ class _Entry:
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = next((tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), None)
         sampled = self.traffic.sampled.get(self.layer, {})
-        cuts: dict[str, Cuts] = {}
+        cuts: dict[str, ShardSpecs] = {}
 
         def convert(place: str, tensor: Tensor) -> Tensor:
             piece = self.traffic.piece(tensor, sampled.get(place))
@@ -100,7 +100,7 @@ class _Entry:
             return self._once(tensor, target, lambda: self._moved(piece, target))
 
         args, kwargs = map_places((args, kwargs), convert)
-        return args, {**kwargs, CUTS: CutsAt(cuts)} if self.border.lines else kwargs
+        return args, {**kwargs, SPECS: SpecsAt(cuts)} if self.border.lines else kwargs
 
     def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> AxisSplit:
         layout = self.border.layout
@@ -118,7 +118,7 @@ class _Entry:
             whole = self._cast(self.traffic.loose(tensor, layout))
             if line is None or not is_shared(whole):
                 return whole
-            cut = Cut(INNER, whole.shape[INNER], line)
+            cut = ShardSpec(INNER, whole.shape[INNER], line)
             return enter(whole, [line]).narrow(INNER, cut.start, cut.length)
 
         return self._once(tensor, layout, make)
@@ -150,7 +150,7 @@ class _Exit:
     border: BoundaryLayout
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        cuts: Mapping[str, Cuts] = {}
+        cuts: Mapping[str, ShardSpecs] = {}
         if self.border.lines:
             output, told = output
             cuts = told.places
@@ -172,7 +172,7 @@ class _Exit:
         shape = (self.traffic.rows, channels or own * layout.channels, *rest)
         return RankPiece(tensor, layout.hidden(shape), shape)
 
-    def _piece(self, tensor: Tensor, cuts: Cuts, is_hidden: bool) -> RankPiece:
+    def _piece(self, tensor: Tensor, cuts: ShardSpecs, is_hidden: bool) -> RankPiece:
         layout = self.border.layout
         shape = [self.traffic.rows, *tensor.shape[1:]]
         for cut in cuts:

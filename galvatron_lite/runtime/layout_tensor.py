@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.model.batch import map_tensors
-from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of, shares_only
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, locals_only, name_of
 from galvatron_lite.runtime.border import RankPiece
 
 Look = Callable[[RankPiece], Tensor]
@@ -19,7 +19,7 @@ _OF_PIECE = frozenset({"dtype", "device", "requires_grad", "is_floating_point", 
 _OF_SHAPE = frozenset({"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__"})
 
 
-class LayoutTensor(CutTensor):
+class LayoutTensor(ShardedTensor):
     """A tensor of the glue code that is brought to the glue layout when a torch function first gets it.
 
     It tells its shape, dtype and the like without that. (A subclass, so that among cut tensors it is asked first.)
@@ -37,7 +37,7 @@ class LayoutTensor(CutTensor):
         """Call the function with what code is to see, or answer what is known."""
         name, first = name_of(func), args[0] if args else None
         if isinstance(first, LayoutTensor) and name in _OF_PIECE:
-            with shares_only():
+            with locals_only():
                 return func(first.piece.tensor)
         if isinstance(first, LayoutTensor) and name in _OF_SHAPE:
             return func(torch.empty((first.rows, *first.piece.shape[1:]), device="meta"), *args[1:], **(kwargs or {}))

@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.channel.apply import shard_channels
-from galvatron_lite.parallelism.channel.plan import ChannelPlan
-from galvatron_lite.parallelism.cuts.line import ProcessLine
+from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.data.apply import Reduced
-from galvatron_lite.parallelism.draws.modules import Draws, draw_inside, draw_nothing, give_tickets
 from galvatron_lite.parallelism.expert.apply import spread_experts, work_on_shares
 from galvatron_lite.parallelism.expert.exchange import ProcessExchange
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
@@ -25,6 +23,8 @@ from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_acti
 from galvatron_lite.parallelism.offload.states import HostCopy
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.parallelism.rng.modules import Draws, draw_inside, draw_nothing, pass_keys
+from galvatron_lite.parallelism.sharded.groups import ProcessAxisGroup
 from galvatron_lite.parallelism.spatial.apply import split_pixels
 from galvatron_lite.parallelism.spatial.norms import sync_batch_norm
 from galvatron_lite.parallelism.strategy import Strategy
@@ -183,7 +183,7 @@ def shard_stage(
                 if placed.strategy.offloads_activations:
                     offload_activations(module, done.traveller)
                 if draws is not None and path in draws.paths:
-                    give_tickets(module, path, draws, lot_of(placed, meshes))
+                    pass_keys(module, path, draws, lot_of(placed, meshes))
                 done.borders.append(Bordered(path, placed, own))
         _share_states(model, layers, meshes, compute, done)
     meshed = [meshes.groups(placed.strategy).zero_mesh for placed in stage]
@@ -280,14 +280,14 @@ def _synchronise_norms(model: nn.Module, placed: LayerAssignment, meshes: Meshes
     for path in placed.layer.modules:
         for module in model.get_submodule(path).modules():
             if isinstance(module, nn.SyncBatchNorm):
-                sync_batch_norm(module, [] if group is None else [ProcessLine(group)])
+                sync_batch_norm(module, [] if group is None else [ProcessAxisGroup(group)])
 
 
 def _split_channels(
     module: nn.Module, path: str, placed: LayerAssignment, meshes: Meshes, plan: ChannelPlan, done: Sharded
 ) -> BoundaryLayout:
     """Share a module's channels in place; its border then."""
-    line = ProcessLine(meshes.groups(placed.strategy).slices)
+    line = ProcessAxisGroup(meshes.groups(placed.strategy).slices)
     done.shards |= {f"{path}.{name}": shard for name, shard in shard_channels(module, plan, line).items()}
     shares = placed.strategy.channels > 1
     return BoundaryLayout(placed.layout, slices=line, outputs=plan.outputs) if shares else BoundaryLayout(placed.layout)

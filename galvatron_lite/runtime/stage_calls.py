@@ -20,9 +20,9 @@ from galvatron_lite.model.batch import (
     slice_batch,
     with_share_of_items,
 )
-from galvatron_lite.parallelism.cuts.tensor import local_of
-from galvatron_lite.parallelism.draws.modules import Draws
 from galvatron_lite.parallelism.precision import compute_context
+from galvatron_lite.parallelism.rng.modules import Draws
+from galvatron_lite.parallelism.sharded.tensor import to_local
 from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.runtime.draws import drawing
@@ -110,7 +110,7 @@ def _gathered(runtime: StageRuntime, tensor: Tensor, factor: Tensor | None) -> T
     if piece is not None:
         whole = AxisSplit(piece.split.devices, (WHOLE,) * len(piece.shape))
         return traffic.mover(piece.tensor, piece.split, whole, piece.shape)
-    plain = local_of(whole_logits(tensor))
+    plain = to_local(whole_logits(tensor))
     if plain.is_floating_point() and plain.numel() == 1:
         plain = weighted(plain, factor)
     if group is None or not plain.is_floating_point():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.model.batch import map_places, map_tensors, tensors_of
-from galvatron_lite.parallelism.cuts.tensor import Rules, cut_tensor, cuts_of, whole_shape
+from galvatron_lite.parallelism.sharded.tensor import Rules, from_local, global_shape, specs_of
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.runtime.border import BoundaryLayout, RankPiece
@@ -71,7 +71,7 @@ class Traffic:
         if sampled not in (None, 1) or not self.has_rows(tensor, self.glue):
             return None
         tensor = settled(whole_logits(tensor), self.border.lines)
-        cuts, shape = cuts_of(tensor), (self.rows, *whole_shape(tensor)[1:])
+        cuts, shape = specs_of(tensor), (self.rows, *global_shape(tensor)[1:])
         return RankPiece(leaving(tensor, self.border.lines), self.border.split(cuts, shape), shape)
 
     def loose(self, tensor: Tensor, layout: Layout) -> Tensor:
@@ -151,7 +151,7 @@ class Traffic:
             for one in cuts:
                 tensor = tensor.narrow(one.dim, one.start, one.length)
             there = tensor.to(device, non_blocking=True).contiguous()
-            return cut_tensor(there.view_as(there), cuts, self.rules)
+            return from_local(there.view_as(there), cuts, self.rules)
 
         return map_tensors(part, cut)
 

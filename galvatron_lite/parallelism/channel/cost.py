@@ -29,13 +29,15 @@ from galvatron_lite.arrays import Flag, Real, never, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
-from galvatron_lite.parallelism.channel.each import each_sizes
-from galvatron_lite.parallelism.channel.gathers import gathered_items, joined_items, pixel_norms
 from galvatron_lite.parallelism.channel.parts import (
     OUTPUT,
     OperatorPart,
     divides,
+    each_sizes,
+    gathered_items,
+    joined_items,
     parts_of,
+    pixel_norms,
     split_items,
     splits_channels,
     takes_gradient,
@@ -110,7 +112,10 @@ class ChannelDimension:
 
 
 def _moved(kind: LayerKind, strategy: Either, by: str, share: Real, each: bool) -> Iterator[Communication]:
-    """The collectives of the module's table, or of ``channel.each``'s; ``share``: samples x bytes of an item."""
+    """The module's collectives, or (``each``) those of gathers behind every convolution.
+
+    ``share``: samples x bytes of an item.
+    """
     group, degree = channel_group(strategy), getattr(strategy, by)
     for collective, moment, sizes in each_sizes(kind, by) if each else _sizes(kind, by, degree):
         if sizes:

@@ -20,8 +20,7 @@ from torch.autograd import Function
 
 from galvatron_lite.parallelism.context.kernels import AttentionBlock, attend, attend_backward
 from galvatron_lite.parallelism.context.tasks import AttentionTask, Pieces, VisibleKeys, tasks
-from galvatron_lite.parallelism.cuts.laying import length_of, taken
-from galvatron_lite.parallelism.cuts.line import Arrival, Line
+from galvatron_lite.parallelism.sharded.groups import Arrival, AxisGroup, length_of, take_pieces
 from galvatron_lite.parallelism.shares import part_of
 
 TOKENS = 2
@@ -32,7 +31,7 @@ TOKENS = 2
 class Ring:
     """One attention of a ring."""
 
-    line: Line  # the ranks
+    line: AxisGroup  # the ranks
     queries: tuple[Pieces, ...]  # what each rank holds of the queries
     keys: tuple[Pieces, ...]  # what each holds of the keys and values
     scale: float  # of the scores
@@ -65,8 +64,8 @@ class Ring:
         columns = part_of(self.keys[self.source(step)], *task.columns)
         mask = self.mask
         if mask is not None:
-            mask = taken(mask, -2, rows) if mask.shape[-2] > 1 else mask
-            mask = taken(mask, -1, columns) if mask.shape[-1] > 1 else mask
+            mask = take_pieces(mask, -2, rows) if mask.shape[-2] > 1 else mask
+            mask = take_pieces(mask, -1, columns) if mask.shape[-1] > 1 else mask
         if task.seen is VisibleKeys.PLACES:
             mask = _and(mask, _places(rows, device)[:, None] >= _places(columns, device))
         size = self.line.size

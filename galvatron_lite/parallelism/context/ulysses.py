@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.laying import Pieces, length_of, taken
-from galvatron_lite.parallelism.cuts.line import Line
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, take_pieces
 from galvatron_lite.parallelism.shares import Range
 
 HEADS, TOKENS = 1, 2
@@ -23,7 +22,7 @@ HEADS, TOKENS = 1, 2
 class Swap:
     """How tokens are swapped for heads."""
 
-    line: Line  # the ranks
+    line: AxisGroup  # the ranks
     tokens: tuple[Pieces, ...]  # what each holds of the tokens outside attention
     heads: tuple[Range, ...]  # what each has of the heads in attention; several may have the same
 
@@ -95,7 +94,7 @@ def _to_heads(local: Tensor, swap: Swap) -> Tensor:
 def _to_tokens(local: Tensor, swap: Swap, heads: int) -> Tensor:
     """Where several ranks have the same head, the sum of theirs."""
     line = swap.line
-    sends = [taken(local, TOKENS, pieces) for pieces in swap.tokens]
+    sends = [take_pieces(local, TOKENS, pieces) for pieces in swap.tokens]
     tokens = length_of(swap.tokens[line.rank])
     shapes = [(local.shape[0], stop - start, tokens, *local.shape[TOKENS + 1 :]) for start, stop in swap.heads]
     result = local.new_zeros((local.shape[0], heads, tokens, *local.shape[TOKENS + 1 :]))
@@ -104,7 +103,7 @@ def _to_tokens(local: Tensor, swap: Swap, heads: int) -> Tensor:
     return result
 
 
-def _all_to_all(sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], line: Line) -> list[Tensor]:
+def _all_to_all(sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], line: AxisGroup) -> list[Tensor]:
     """What every rank sent to this one; its own stays here."""
     peers = [rank for rank in range(line.size) if rank != line.rank]
     buffers = [sends[rank] if rank == line.rank else sends[0].new_empty(shape) for rank, shape in enumerate(shapes)]

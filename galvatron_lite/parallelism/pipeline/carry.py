@@ -11,8 +11,8 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, places, tensors_of
-from galvatron_lite.parallelism.cuts.tensor import shares_only
 from galvatron_lite.parallelism.pipeline.unknown import Output, UnknownTensor, shape_of, sources_of, unknown
+from galvatron_lite.parallelism.sharded.tensor import locals_only
 
 ENTRY = "entry"
 """Instead of an output's name: the hidden state that the first block is given."""
@@ -127,5 +127,5 @@ def check_known(layer: str, value: Any) -> None:
 
 def _version(tensor: Tensor) -> int:
     """How often a tensor was changed in place ("In-place correctness checks" in torch's notes on autograd)."""
-    with shares_only():
+    with locals_only():
         return tensor._version

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import grad
 from torch.overrides import TorchFunctionMode
 
-from galvatron_lite.parallelism.cuts.tensor import CutTensor
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor
 
 Later = Callable[[], None]
 """Makes the gradient of a parameter, and adds it to what the parameter has."""
@@ -70,7 +70,7 @@ class _Deferring(TorchFunctionMode):
         operands = None if product is None else product.operands(args, kwargs or {})
         if product is None or operands is None or not _is_weight(operands.weight):
             return func(*args, **(kwargs or {}))
-        if isinstance(operands.input, CutTensor):
+        if isinstance(operands.input, ShardedTensor):
             with self:  # the product of this rank's tokens, which the tensor's rules call, comes here again
                 return type(operands.input).__torch_function__(func, types, args, kwargs)
         if not _is_plain(operands):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
-from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of, shares_only
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, locals_only, name_of
 
 
 class Output(NamedTuple):
@@ -29,7 +29,7 @@ class Output(NamedTuple):
 Sources = frozenset[Output]
 
 
-class UnknownTensor(CutTensor):
+class UnknownTensor(ShardedTensor):
     """See the module; made by ``unknown``. A subclass of cut tensors, so that among them it is asked first."""
 
     sources: Sources  # what it is made of
@@ -56,7 +56,7 @@ class UnknownTensor(CutTensor):
         sources, home = sources_of((args, given)), one.home
         if writes(name) and isinstance(first, Tensor):
             return _written(func, first, args[1:], given, sources)
-        with shares_only():
+        with locals_only():
             result = func(*map_tensors(args, shape_of), **map_tensors(given, shape_of))
         return map_tensors(result, lambda tensor: unknown(tensor, sources, home))
 
@@ -71,7 +71,7 @@ def unknown(shape: Tensor, sources: Sources, home: torch.device) -> Tensor:
     """
     made: UnknownTensor = shape  # type: ignore[assignment]
     made.__class__ = UnknownTensor
-    made.sources, made.home, made.cuts = sources, home, ()
+    made.sources, made.home, made.specs = sources, home, ()
     return made
 
 
@@ -85,7 +85,7 @@ def shape_of(tensor: Tensor) -> Tensor:
     """A plain tensor on the meta device like it; of a share as large as the whole."""
     if not isinstance(tensor, UnknownTensor):
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-    with shares_only():
+    with locals_only():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -118,7 +118,7 @@ def _written(func: Callable[..., Any], target: Tensor, args: Any, kwargs: Any, s
     if not isinstance(target, UnknownTensor):
         unknown(target, sources, target.device)
     target.sources = sources  # type: ignore[attr-defined]
-    with shares_only():
+    with locals_only():
         if target.is_meta:
             func(target, *map_tensors(args, shape_of), **map_tensors(kwargs, shape_of))
     return target

@@ -12,6 +12,7 @@ from torch.nn import functional
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.expert.slices import sum_slices
 from galvatron_lite.parallelism.precision import autocast_dtype
+from galvatron_lite.parallelism.recompute.sums import row_product
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import (
     copy_to_group,
@@ -249,7 +250,8 @@ def _row_forward(linear: nn.Module, entrance: _Entrance, leave: Callable[[Tensor
     """Row linear: the local product, summed over the group; then the bias, once."""
     entrance.forget()
     weight, bias = weight_of(linear), bias_of(linear)
-    result = leave(functional.linear(tensor, weight if output_dim(linear) == 0 else weight.t()))
+    with row_product():
+        result = leave(functional.linear(tensor, weight if output_dim(linear) == 0 else weight.t()))
     return result if bias is None else result + bias.to(result.dtype)
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cut_tensor, local_of
+from galvatron_lite.parallelism.recompute.sums import kept_sum
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, from_local, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 
@@ -91,14 +92,15 @@ def _apply(function: type[Function], tensor: Tensor, *more: Any) -> Tensor:
     What joins or splits tokens does so within the share; code that uses the result then sees as many tokens as all
     shares have.
     """
-    local = local_of(tensor)
+    local = to_local(tensor)
     result: Tensor = function.apply(local, *more)  # type: ignore[no-untyped-call]
-    if not isinstance(tensor, CutTensor):
+    if not isinstance(tensor, ShardedTensor):
         return result
     cuts = tuple(
-        Cut(cut.dim, cut.extent * result.shape[cut.dim] // local.shape[cut.dim], cut.line) for cut in tensor.cuts
+        ShardSpec(cut.dim, cut.extent * result.shape[cut.dim] // local.shape[cut.dim], cut.group)
+        for cut in tensor.specs
     )
-    return cut_tensor(result, cuts, tensor.rules)
+    return from_local(result, cuts, tensor.rules)
 
 
 class _Copy(Function):
@@ -115,8 +117,7 @@ class _Copy(Function):
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:  # noqa: ARG004
-        # Not in place: selective recomputation may have saved this matmul's result and will reduce it again.
-        return group.all_reduce(tensor)
+        return kept_sum(lambda: group.all_reduce(tensor))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
@@ -142,7 +143,7 @@ class _ReduceScatterTokens(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return group.reduce_scatter(tensor, TOKENS)
+        return kept_sum(lambda: group.reduce_scatter(tensor, TOKENS))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

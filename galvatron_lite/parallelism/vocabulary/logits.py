@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, local_of, shares_only
+from galvatron_lite.parallelism.sharded.tensor import Call, ShardedTensor, locals_only, to_local
 from galvatron_lite.parallelism.tensor.functions import gather_last
 from galvatron_lite.parallelism.vocabulary.loss import Columns
 
@@ -21,33 +21,33 @@ WHAT = "vocabulary"
 def is_shared(value: object) -> bool:
     """Whether a value is logits that are shares."""
     # cut tensors that are yet to be brought into the layout of code between layers have no rules
-    return isinstance(value, CutTensor) and getattr(getattr(value, "rules", None), "what", "") == WHAT
+    return isinstance(value, ShardedTensor) and getattr(getattr(value, "rules", None), "what", "") == WHAT
 
 
 def whole_logits(tensor: Tensor) -> Tensor:
     """Logits as a plain tensor, gathered where they are shares and have not been before; others as they are."""
     if not is_shared(tensor):
         return tensor
-    shares = cast("CutTensor", tensor)
-    with shares_only():
+    shares = cast("ShardedTensor", tensor)
+    with locals_only():
         stamp = shares._version, torch.is_grad_enabled()
     known = getattr(shares, "gathered", None)
     if known is None or known[0] != stamp:
-        (cut,) = shares.cuts
-        last = local_of(shares).movedim(cut.dim, -1)
-        known = stamp, gather_last(last, cut.line, cut.extent).movedim(-1, cut.dim)
+        (cut,) = shares.specs
+        last = to_local(shares).movedim(cut.dim, -1)
+        known = stamp, gather_last(last, cut.group, cut.extent).movedim(-1, cut.dim)
         shares.gathered = known  # type: ignore[attr-defined]
     return cast("Tensor", known[1])
 
 
-def columns_of(tensor: CutTensor) -> Columns:
+def columns_of(tensor: ShardedTensor) -> Columns:
     """Which columns a share has."""
-    return Columns(tensor.cuts[0].line, tensor.cuts[0].extent)
+    return Columns(tensor.specs[0].group, tensor.specs[0].extent)
 
 
-def columns_last(tensor: CutTensor) -> Tensor:
+def columns_last(tensor: ShardedTensor) -> Tensor:
     """The share as a plain tensor whose last dim are the columns."""
-    return local_of(tensor).movedim(tensor.cuts[0].dim, -1)
+    return to_local(tensor).movedim(tensor.specs[0].dim, -1)
 
 
 def everything_whole(call: Call) -> Any:

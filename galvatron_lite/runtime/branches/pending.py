@@ -16,8 +16,8 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, places, tensors_of
-from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of
 from galvatron_lite.parallelism.pipeline.unknown import shape_of, writes
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, name_of
 
 
 class ModelRun(Protocol):
@@ -39,7 +39,7 @@ class Node(Protocol):
         """The nest of tensors itself."""
 
 
-class PendingTensor(CutTensor):
+class PendingTensor(ShardedTensor):
     """See the module; made by ``pending``. A subclass of cut tensors, so that among them it is asked first."""
 
     node: Node  # that makes it
@@ -83,7 +83,7 @@ def pending(node: Node, nest: Any) -> Any:
 
 def _pending(node: Node, place: str, template: Tensor) -> Tensor:
     made: PendingTensor = torch.empty(0, dtype=template.dtype).as_subclass(PendingTensor)
-    made.node, made.place, made.template, made.cuts = node, place, template, ()
+    made.node, made.place, made.template, made.specs = node, place, template, ()
     return made
 
 
@@ -164,7 +164,7 @@ class Applied:
 
 def _version(tensor: Tensor) -> int:
     """How often a tensor was changed in place; no public name tells (the notes on autograd do tell of the counter)."""
-    return 0 if isinstance(tensor, CutTensor) or tensor.is_inference() else tensor._version
+    return 0 if isinstance(tensor, ShardedTensor) or tensor.is_inference() else tensor._version
 
 
 def _put_off(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
