@@ -241,7 +241,7 @@ def _run_share(
         taken = _fewer_tokens(call, chain, degree) if sequence_parallel else call
         runs.append(run_block(twin, taken, chain))
     rows = {region.row for region in plan.regions}
-    return figures(runs[0], runs[1], rows, degree if sequence_parallel else 1), _sharded(shards)
+    return figures(*runs, rows=rows, degree=degree if sequence_parallel else 1), _sharded(shards)
 
 
 def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:

@@ -33,7 +33,7 @@ class RegionFigures:
     forward_working: int  # beyond ``kept`` in forward
 
 
-def figures(small: RegionRun, large: RegionRun, rows: Collection[str] = (), degree: int = 1) -> RegionFigures:
+def figures(small: RegionRun, large: RegionRun, *, rows: Collection[str] = (), degree: int = 1) -> RegionFigures:
     """Figures for one sample from runs at the two batch sizes ``SAMPLES``.
 
     Args:
@@ -52,9 +52,6 @@ def figures(small: RegionRun, large: RegionRun, rows: Collection[str] = (), degr
         return sum(sizes[number] for number in recording.kept if number in storages)
 
     kept, overwrites = kept_of(made), _overwritten(recording, large.chain)
-    heavy = (call for call in recording.calls if call.kind is not OperatorClass.MEMORY and not call.backward)
-    # storages that they write, and by what each is divided of what is kept
-    heavy_outputs = {number: degree if call.path in rows else 1 for call in heavy for number in call.outputs}
     entering = sum(sizes.get(number, 0) for number in large.chain)
     forward, backward = _peaks(recording, sizes)
     return RegionFigures(
@@ -64,7 +61,7 @@ def figures(small: RegionRun, large: RegionRun, rows: Collection[str] = (), degr
         held=kept_of(large.leaving),
         overwrites=overwrites[0],
         overwrites_heavy=overwrites[1],
-        selective=entering + sum(sizes[number] // share for number, share in heavy_outputs.items()),
+        selective=entering + sum(sizes[number] // share for number, share in _heavy(recording, rows, degree).items()),
         side=kept_of(large.side),
         working=max(0, backward - kept),
         forward_working=max(0, forward - kept),
@@ -85,6 +82,12 @@ def _check_alike(small: Recording, large: Recording) -> None:
 
 def _slope(small: int, large: int) -> int:
     return (large - small) // (SAMPLES[1] - SAMPLES[0])
+
+
+def _heavy(recording: Recording, rows: Collection[str], degree: int) -> dict[int, int]:
+    """Storages that forward matmuls, convolutions and attention write, and what share of each is kept: 1 / so many."""
+    heavy = [call for call in recording.calls if call.kind is not OperatorClass.MEMORY and not call.backward]
+    return {number: degree if call.path in rows else 1 for call in heavy for number in call.outputs}
 
 
 def _overwritten(recording: Recording, entering: Collection[int]) -> tuple[bool, bool]:

@@ -13,8 +13,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.context import kernels
 from galvatron_lite.parallelism.context.kernels import AttentionBlock, attend
+from galvatron_lite.parallelism.context.ring import AttentionTask, VisibleKeys, tasks
 from galvatron_lite.parallelism.context.rules import rules_of
-from galvatron_lite.parallelism.context.tasks import AttentionTask, VisibleKeys, tasks
 from galvatron_lite.parallelism.recompute.apply import recomputed
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
 from galvatron_lite.parallelism.sharded.groups import MirroredGroup
@@ -126,9 +126,8 @@ def test_a_bias_that_is_learnt_has_its_gradient() -> None:
 
     def work(group: ThreadGroup) -> Tensor:
         leaf = BIAS.clone().requires_grad_()
-        shares = [
-            distribute(tensor, (ShardSpec(2, 16, MirroredGroup(group)),), rules_of(RING)) for tensor in one.tensors
-        ]
+        spec = ShardSpec(2, 16, MirroredGroup(group))
+        shares = [distribute(tensor, (spec,), rules_of(RING)) for tensor in one.tensors]
         scaled_dot_product_attention(*shares, attn_mask=leaf).square().sum().div(2).backward()
         assert leaf.grad is not None
         return group.all_reduce(leaf.grad)

@@ -23,12 +23,12 @@ forward, and sums two in backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from galvatron_lite.arrays import Flag, Real, never, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
+from galvatron_lite.parallelism.base import Chosen, Communication, Dimension, DimensionContext, LayerWork, Moment, Room
 from galvatron_lite.parallelism.channel.parts import (
     OUTPUT,
     OperatorPart,
@@ -52,7 +52,7 @@ BY = ("filters", "channels")
 
 
 @dataclass(frozen=True, slots=True)
-class ChannelDimension:
+class ChannelDimension(Dimension):
     """Devices that share output channels (``degree`` "filters") or input channels ("channels")."""
 
     name: str = "channel"
@@ -82,10 +82,6 @@ class ChannelDimension:
         alone = 1 in (chosen["filters"], chosen["channels"])
         return alone and chosen["tensor"] * chosen["context"] * chosen["expert"] == 1 and room.near(degree)
 
-    def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
-        """Never worth a line: channels that cannot be shared evenly are those of an image and of classes."""
-        return ""
-
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """A slice of the weights, and the collectives that bring pictures together.
 
@@ -101,14 +97,7 @@ class ChannelDimension:
             items = where(degree > 1, kind.parameters.total - split + split / degree, items)
         items = work.parameters if context.pictures.whole_weights else items
         moved = [one for by in BY for one in _moved(kind, strategy, by, share, context.pictures.gathers_each)]
-        return replace(
-            work,
-            parameters=items,
-            state_items=items,
-            parameter_items=items,
-            gradient_items=items,
-            communications=(*work.communications, *sent(*moved)),
-        )
+        return work.sliced(items).sending(*moved)
 
 
 def _moved(kind: LayerKind, strategy: Either, by: str, share: Real, each: bool) -> Iterator[Communication]:

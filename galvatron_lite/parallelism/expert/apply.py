@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.expert.dispatch import ExpertSpread, mixed
-from galvatron_lite.parallelism.expert.exchange import RowExchange
+from galvatron_lite.parallelism.expert.dispatch import ExpertSpread, RowExchange, mixed
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, specs_of, to_local, wrap_locals
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
