@@ -19,8 +19,8 @@ from galvatron_lite.model.trace_flow import DataFlow
 from galvatron_lite.model.trace_record import Recorder
 from galvatron_lite.model.trace_run import BlockCall, Observation, shapes_only
 from galvatron_lite.parallelism.context.rules import RING_RULES
-from galvatron_lite.parallelism.cuts.calls import in_place
-from galvatron_lite.parallelism.cuts.tensor import Call, name_of
+from galvatron_lite.parallelism.sharded.calls import in_place
+from galvatron_lite.parallelism.sharded.tensor import Call, name_of
 
 
 def folded_argument(few: Sequence[BlockCall], more: Sequence[BlockCall], samples: tuple[int, int]) -> str:

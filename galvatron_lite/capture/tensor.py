@@ -133,7 +133,8 @@ def _run_share(
         shards = shard_layer(twin, plan, ShapeOnlyGroup(degree), sequence_parallel)
         taken = _fewer_tokens(call, chain, degree) if sequence_parallel else call
         runs.append(run_block(twin, taken, chain))
-    return figures(*runs), _sharded(shards)
+    rows = {region.row for region in plan.regions}
+    return figures(*runs, rows=rows, degree=degree if sequence_parallel else 1), _sharded(shards)
 
 
 def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:

@@ -50,8 +50,15 @@ class RegionFigures:
     forward_working: int  # beyond ``kept`` in forward
 
 
-def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
-    """Figures for one sample from runs at the two batch sizes ``SAMPLES``."""
+def figures(small: RegionRun, large: RegionRun, *, rows: Collection[str] = (), degree: int = 1) -> RegionFigures:
+    """Figures for one sample from runs at the two batch sizes ``SAMPLES``.
+
+    Args:
+        small: at the first size.
+        large: at the second.
+        rows: paths of row-split matmuls, of which selective recomputation keeps the sums (``recompute.sums``).
+        degree: devices that share the tokens of these sums.
+    """
     _check_alike(small.recording, large.recording)
     sizes = {number: _slope(small.recording.sizes[number], size) for number, size in large.recording.sizes.items()}
     recording = large.recording
@@ -71,7 +78,7 @@ def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
         held=kept_of(large.leaving),
         overwrites=overwrites[0],
         overwrites_heavy=overwrites[1],
-        selective=entering + sum(sizes[number] for number in _heavy_outputs(recording)),
+        selective=entering + sum(sizes[number] // share for number, share in _heavy(recording, rows, degree).items()),
         side=kept_of(large.side),
         working=max(0, backward - kept),
         forward_working=max(0, forward - kept),
@@ -94,10 +101,10 @@ def _slope(small: int, large: int) -> int:
     return (large - small) // (SAMPLES[1] - SAMPLES[0])
 
 
-def _heavy_outputs(recording: Recording) -> set[int]:
-    """Storages that forward matmuls, convolutions and attention write."""
+def _heavy(recording: Recording, rows: Collection[str], degree: int) -> dict[int, int]:
+    """Storages that forward matmuls, convolutions and attention write, and what share of each is kept: 1 / so many."""
     heavy = [call for call in recording.calls if call.kind is not OperatorClass.MEMORY and not call.backward]
-    return {number for call in heavy for number in call.outputs}
+    return {number: degree if call.path in rows else 1 for call in heavy for number in call.outputs}
 
 
 def _overwritten(recording: Recording, entering: Collection[int]) -> tuple[bool, bool]:

@@ -17,9 +17,7 @@ from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute
 from galvatron_lite.parallelism.channel.cost import BY
-from galvatron_lite.parallelism.channel.each import each_divides
-from galvatron_lite.parallelism.channel.parts import divides, splits_channels
-from galvatron_lite.parallelism.channel.sliced import sliced_kind
+from galvatron_lite.parallelism.channel.parts import divides, each_divides, sliced_kind, splits_channels
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS, splits_tokens
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import is_picture

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +17,9 @@ from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.cost import BY
-from galvatron_lite.parallelism.channel.parts import divides, splits_channels
-from galvatron_lite.parallelism.channel.plan import ChannelPlan
-from galvatron_lite.parallelism.cuts.grid import Grid as PixelGrid
-from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
-from galvatron_lite.parallelism.cuts.tensor import cut_tensor, local_of
+from galvatron_lite.parallelism.channel.parts import ChannelPlan, divides, splits_channels
+from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
+from galvatron_lite.parallelism.sharded.tensor import from_local, image_specs, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.grids import Grid, laid_on, sensible_grids, splits_pixels
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
@@ -57,8 +54,7 @@ def cut_pictures(value: Any, kind: LayerKind, grid: Grid) -> Any:
 
 def on_share(block: nn.Module, call: SegmentCall, kind: LayerKind, grid: Grid) -> nn.Module:
     """The block, changed to work on the first device's pixels as training does, without the other devices."""
-    lines = tuple(ShapeOnlyLine(degree) if degree > 1 else None for degree in grid)
-    cuts = PixelGrid((lines[0], lines[1], lines[2]), ShapeOnlyLine(prod(grid))).cuts
+    groups = tuple(ShapeOnlyAxisGroup(degree) if degree > 1 else None for degree in grid)
     plain, sides = block.forward, _sides(kind)
     wholes = [tensor.shape for tensor in tensors_of((call.args, call.kwargs))]
 
@@ -69,10 +65,10 @@ def on_share(block: nn.Module, call: SegmentCall, kind: LayerKind, grid: Grid) -
             whole = next(shapes)
             if len(whole) != _PICTURE + sides or not tensor.is_floating_point():
                 return tensor
-            return cut_tensor(tensor.view_as(tensor), cuts(whole), PIXELS_RULES)
+            return from_local(tensor.view_as(tensor), image_specs(whole, groups), PIXELS_RULES)
 
         given, named = map_tensors((args, kwargs), marked)
-        return map_tensors(plain(*given, **named), local_of)
+        return map_tensors(plain(*given, **named), to_local)
 
     block.forward = run
     return block
@@ -106,7 +102,7 @@ class Slicing:
     def slice(self, layer: nn.Module) -> None:
         """Slice a layer's weights in place; it then runs without the other devices."""
         if self.plan is not None:
-            shard_channels(layer, self.plan, ShapeOnlyLine(self.plan.degree))
+            shard_channels(layer, self.plan, ShapeOnlyAxisGroup(self.plan.degree))
 
     def entering(self, value: Any) -> Any:
         """Arguments as the device gets them: its channels of every tensor, where inputs are shared."""

@@ -117,7 +117,7 @@ def compile_blocks(
     """Have a stage's blocks compiled, in place. Call it before they are split: all that is put around them stays out.
 
     Blocks that share tokens or pixels run as they are: they are given tensors that show full shapes, which cannot be
-    traced (``parallelism.cuts``), and a trial on plain ones would not tell.
+    traced (``parallelism.sharded``), and a trial on plain ones would not tell.
     """
     verdicts: dict[object, CompileVerdict] = {}
     backend, blocks = DEFAULT if wanted == AUTO else wanted, []

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_places, tensors_of
 from galvatron_lite.model.graph import Role
-from galvatron_lite.parallelism.channel.borders import is_shared
-from galvatron_lite.parallelism.cuts.functions import enter
-from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
-from galvatron_lite.parallelism.spatial.apply import CUTS, CutsAt
+from galvatron_lite.parallelism.channel.apply import is_shared
+from galvatron_lite.parallelism.sharded.collectives import enter
+from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
+from galvatron_lite.parallelism.spatial.apply import SPECS, SpecsAt
 from galvatron_lite.runtime.layout import IDS, INNER, AxisSplit, Layout
 from galvatron_lite.runtime.traffic import Bordered, BoundaryLayout, LayoutTensor, RankPiece, Traffic
 
@@ -77,7 +77,7 @@ class _Entry:
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = next((tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), None)
         sampled = self.traffic.sampled.get(self.layer, {})
-        cuts: dict[str, Cuts] = {}
+        cuts: dict[str, ShardSpecs] = {}
 
         def convert(place: str, tensor: Tensor) -> Tensor:
             piece = self.traffic.piece(tensor, sampled.get(place))
@@ -93,7 +93,7 @@ class _Entry:
             return moved() if tensor is hidden else self._once(tensor, target, moved)
 
         args, kwargs = map_places((args, kwargs), convert)
-        return args, {**kwargs, CUTS: CutsAt(cuts)} if self.border.lines else kwargs
+        return args, {**kwargs, SPECS: SpecsAt(cuts)} if self.border.lines else kwargs
 
     def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> AxisSplit:
         layout = self.border.layout
@@ -108,7 +108,7 @@ class _Entry:
         full, line = self._cast(self.traffic.loose(tensor, self.border.layout)), self.border.slices
         if line is None or not is_shared(full):
             return full
-        cut = Cut(INNER, full.shape[INNER], line)
+        cut = ShardSpec(INNER, full.shape[INNER], line)
         return enter(full, [line]).narrow(INNER, cut.start, cut.length)
 
     def _once(self, tensor: Tensor, key: object, convert: Callable[[], Tensor]) -> Tensor:
@@ -134,7 +134,7 @@ class _Exit:
     border: BoundaryLayout
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        cuts: Mapping[str, Cuts] = {}
+        cuts: Mapping[str, ShardSpecs] = {}
         if self.border.lines:
             output, told = output
             cuts = told.places
@@ -152,7 +152,7 @@ class _Exit:
 
         return map_places(output, convert)
 
-    def _piece(self, tensor: Tensor, cuts: Cuts, is_hidden: bool) -> RankPiece:
+    def _piece(self, tensor: Tensor, cuts: ShardSpecs, is_hidden: bool) -> RankPiece:
         layout = self.border.layout
         shape = [self.traffic.rows, *tensor.shape[1:]]
         for cut in cuts:

@@ -13,7 +13,7 @@ from galvatron_lite.model.block_calls import block_calls, check_folded, sample_a
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.trace_run import BlockCall
 from galvatron_lite.parallelism.channel.infer import infer_channels
-from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan

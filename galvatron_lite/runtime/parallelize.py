@@ -15,10 +15,8 @@ from torch.distributed.tensor import DTensor
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import LossFn
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.cuts.custom_functions import intercept_custom_functions
 from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer
-from galvatron_lite.parallelism.draws.modules import Draws
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow, flow_of
 from galvatron_lite.parallelism.pipeline.runner import Chunk, Luggage, PipelineRunner
@@ -38,6 +36,8 @@ from galvatron_lite.parallelism.pipeline.tied import (
 from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups, place_groups
 from galvatron_lite.parallelism.precision import narrow_experts, narrow_norms
 from galvatron_lite.parallelism.process_groups import ProcessGroups
+from galvatron_lite.parallelism.rng.modules import Draws
+from galvatron_lite.parallelism.sharded.calls import intercept_custom_functions
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.balancing import LOGITS, asks_balance
 from galvatron_lite.model.graph import Role
-from galvatron_lite.parallelism.cuts.laying import pieces_of, taken
-from galvatron_lite.parallelism.cuts.tensor import cuts_of, local_of
 from galvatron_lite.parallelism.expert.find import find_mixtures
+from galvatron_lite.parallelism.sharded.groups import pieces_of, take_pieces
+from galvatron_lite.parallelism.sharded.tensor import specs_of, to_local
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.mesh import Meshes
@@ -147,11 +147,11 @@ class _Hook:
 
 def _of_all_tokens(logits: Tensor, shares: _Shares, mask: Tensor | None) -> Tensor:
     """The logits (tokens, experts) of all ranks of a group, in the order of a mask (samples, tokens) of them all."""
-    for cut in cuts_of(logits):
-        if cut.extent % cut.line.size:
-            remedy = f"A loss on the {LOGITS} needs tokens that {cut.line.size} ranks can share evenly: pad the batch."
+    for cut in specs_of(logits):
+        if cut.extent % cut.group.size:
+            remedy = f"A loss on the {LOGITS} needs tokens that {cut.group.size} ranks can share evenly: pad the batch."
             raise InputError("tokens", cut.extent, remedy)
-    every: Tensor = _Gather.apply(local_of(logits), shares.group, shares.scale)  # type: ignore[no-untyped-call]
+    every: Tensor = _Gather.apply(to_local(logits), shares.group, shares.scale)  # type: ignore[no-untyped-call]
     if mask is not None:
         if mask.dim() != 2 or mask.numel() != every.shape[0]:
             remedy = f"With output_{LOGITS} give one of shape (samples, tokens), for {every.shape[0]} tokens in all."
@@ -167,8 +167,8 @@ def _order(logits: Tensor, shares: _Shares, mask: Tensor) -> Tensor:
     samples, tokens = mask.shape
     (sample, of), (part, parts) = shares.samples, shares.tokens
     places = torch.arange(mask.numel(), device=mask.device).view(of, samples // of, tokens)[sample].flatten()
-    for cut in cuts_of(logits):  # whose extent is that of one of the parts
-        places = taken(places, 0, pieces_of(len(places), cut.line, cut.line.rank))
+    for cut in specs_of(logits):  # whose extent is that of one of the parts
+        places = take_pieces(places, 0, pieces_of(len(places), cut.group, cut.group.rank))
     places = places.view(samples // of, parts, -1)[:, part].flatten()
     return ProcessTensorGroup(shares.group).all_gather(places, 0).argsort()
 

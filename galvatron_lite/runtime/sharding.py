@@ -13,15 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.channel.apply import shard_channels
-from galvatron_lite.parallelism.channel.plan import ChannelPlan
-from galvatron_lite.parallelism.cuts.line import ProcessLine
-from galvatron_lite.parallelism.draws.modules import Draws, draw_inside, draw_nothing, give_tickets
-from galvatron_lite.parallelism.draws.sites import Lot
+from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.expert.apply import spread_experts, work_on_shares
-from galvatron_lite.parallelism.expert.exchange import ProcessExchange
+from galvatron_lite.parallelism.expert.dispatch import ProcessExchange
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.parallelism.rng.modules import Draws, draw_inside, draw_nothing, pass_keys
+from galvatron_lite.parallelism.rng.numbers import SampleSlice
+from galvatron_lite.parallelism.sharded.groups import ProcessAxisGroup
 from galvatron_lite.parallelism.spatial.apply import split_pixels
 from galvatron_lite.parallelism.spatial.norms import sync_batch_norm
 from galvatron_lite.parallelism.strategy import Strategy
@@ -110,7 +110,7 @@ class StageSplitter:
             if strategy.offloads_activations:
                 offload_activations(module, self.traveller)
             if drawn is not None:
-                give_tickets(module, path, drawn, lot_of(placed, self.meshes))
+                pass_keys(module, path, drawn, lot_of(placed, self.meshes))
             self.done.borders.append(Bordered(path, placed, at))
 
     def _block(self, placed: LayerAssignment) -> nn.Module:
@@ -122,7 +122,7 @@ class StageSplitter:
         for path in placed.layer.modules:
             for module in self.model.get_submodule(path).modules():
                 if isinstance(module, nn.SyncBatchNorm):
-                    sync_batch_norm(module, [] if group is None else [ProcessLine(group)])
+                    sync_batch_norm(module, [] if group is None else [ProcessAxisGroup(group)])
 
     def _mixtures(self, placed: LayerAssignment) -> tuple[BlockMixture, ...]:
         if placed.layer.role is not Role.BLOCK:
@@ -163,7 +163,7 @@ class StageSplitter:
     def _split_channels(
         self, module: nn.Module, path: str, placed: LayerAssignment, plan: ChannelPlan
     ) -> BoundaryLayout:
-        line = ProcessLine(self.meshes.groups(placed.strategy).slices)
+        line = ProcessAxisGroup(self.meshes.groups(placed.strategy).slices)
         self.done.shards |= {f"{path}.{name}": one for name, one in shard_channels(module, plan, line).items()}
         if placed.strategy.channels == 1:
             return BoundaryLayout(placed.layout)
@@ -201,13 +201,13 @@ class StageSplitter:
         return set()
 
 
-def lot_of(placed: LayerAssignment, meshes: Meshes) -> Lot:
+def lot_of(placed: LayerAssignment, meshes: Meshes) -> SampleSlice:
     """This rank's share of a layer's work, by which it draws random numbers."""
     groups, strategy = meshes.groups(placed.strategy), placed.strategy
     line = groups.tensor if strategy.tensor > 1 else groups.slices
     inner = (1, 0) if line is None else (dist.get_world_size(line), dist.get_rank(line))
     replicas = meshes.stage_devices // strategy.batch_degree
-    return Lot(strategy.batch_degree, meshes.index_in_stage // replicas, inner)
+    return SampleSlice(strategy.batch_degree, meshes.index_in_stage // replicas, inner)
 
 
 def tied_layers(model: nn.Module, stage: Sequence[LayerAssignment]) -> list[list[LayerAssignment]]:

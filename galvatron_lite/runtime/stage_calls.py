@@ -23,9 +23,9 @@ from galvatron_lite.model.batch import (
 )
 from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.parallelism.cuts.tensor import local_of
-from galvatron_lite.parallelism.draws.modules import Draws, find_sites
 from galvatron_lite.parallelism.precision import compute_context
+from galvatron_lite.parallelism.rng.modules import Draws, find_sites
+from galvatron_lite.parallelism.sharded.tensor import to_local
 from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.plans.schema import Plan
@@ -202,7 +202,7 @@ def _gathered(runtime: StageRuntime, tensor: Tensor, factor: Tensor | None) -> T
     if piece is not None:
         full = AxisSplit(piece.split.devices, (WHOLE,) * len(piece.shape))
         return traffic.mover(piece.tensor, piece.split, full, piece.shape)
-    plain = local_of(whole_logits(tensor))
+    plain = to_local(whole_logits(tensor))
     if plain.is_floating_point() and plain.numel() == 1:
         plain = weighted(plain, factor)
     if group is None or not plain.is_floating_point():

@@ -12,18 +12,17 @@ from torch import Tensor
 
 from galvatron_lite.model.batch import map_places, map_tensors, tensors_of
 from galvatron_lite.parallelism.context.rules import rules_of
-from galvatron_lite.parallelism.cuts.laying import Mirrored
-from galvatron_lite.parallelism.cuts.line import Line, ProcessLine
-from galvatron_lite.parallelism.cuts.tensor import (
-    Cut,
-    Cuts,
-    CutTensor,
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, MirroredGroup, ProcessAxisGroup
+from galvatron_lite.parallelism.sharded.tensor import (
     Rules,
-    cut_tensor,
-    cuts_of,
+    ShardedTensor,
+    ShardSpec,
+    ShardSpecs,
+    from_local,
+    global_shape,
+    locals_only,
     name_of,
-    shares_only,
-    whole_shape,
+    specs_of,
 )
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
@@ -54,11 +53,11 @@ class BoundaryLayout:
 
     layout: Layout  # of its activations
     axes: tuple[Axis, ...] = ()  # along which its pictures or tokens are cut; none where it works on plain tensors
-    lines: tuple[Line, ...] = ()  # the ranks along each
-    slices: Line | None = None  # the ranks that share the channels of what enters and leaves
+    lines: tuple[AxisGroup, ...] = ()  # the ranks along each
+    slices: AxisGroup | None = None  # the ranks that share the channels of what enters and leaves
     outputs: tuple[int, ...] = ()  # channels of the pictures that leave, in order; empty where their shares are equal
 
-    def cuts(self, split: AxisSplit, shape: Sequence[int]) -> Cuts:
+    def cuts(self, split: AxisSplit, shape: Sequence[int]) -> ShardSpecs:
         """How a rank's box of a tensor is cut inside.
 
         Where tensor groups split a rank's tokens again, code inside sees as many tokens as all ranks of the line hold.
@@ -66,14 +65,14 @@ class BoundaryLayout:
         lines = dict(zip(self.axes, self.lines, strict=True))
         places = enumerate(zip(split.axes, shape, strict=True))
         cut = [(dim, replace(axis, inner=1), extent // axis.inner) for dim, (axis, extent) in places]
-        return tuple(Cut(dim, extent, lines[axis]) for dim, axis, extent in cut if axis in lines)
+        return tuple(ShardSpec(dim, extent, lines[axis]) for dim, axis, extent in cut if axis in lines)
 
-    def split(self, cuts: Cuts, shape: Sequence[int]) -> AxisSplit:
+    def split(self, cuts: ShardSpecs, shape: Sequence[int]) -> AxisSplit:
         """How a tensor that is cut inside lies on the stage; its samples are shared."""
         shared = self.layout.samples(shape)
         axes = list(shared.axes)
         for cut in cuts:
-            axes[cut.dim] = next(axis for axis, line in zip(self.axes, self.lines, strict=True) if line is cut.line)
+            axes[cut.dim] = next(axis for axis, line in zip(self.axes, self.lines, strict=True) if line is cut.group)
         return AxisSplit(shared.devices, tuple(axes))
 
 
@@ -94,15 +93,15 @@ def rules_under(strategy: Strategy) -> Rules:
 def border_of(layout: Layout, strategy: Strategy, groups: StrategyGroups) -> BoundaryLayout:
     """The border of a layer: lines of ranks along the tokens or the sides of pictures that its strategy shares."""
     if strategy.context > 1 and groups.context is not None:
-        return BoundaryLayout(layout, (layout.token_axis,), (Mirrored(ProcessLine(groups.context)),))
+        return BoundaryLayout(layout, (layout.token_axis,), (MirroredGroup(ProcessAxisGroup(groups.context)),))
     sides = zip(layout.pixel_axes, (groups.depth, groups.height, groups.width), strict=True)
-    lines = [(axis, ProcessLine(group)) for axis, group in sides if axis != WHOLE and group is not None]
+    lines = [(axis, ProcessAxisGroup(group)) for axis, group in sides if axis != WHOLE and group is not None]
     if strategy.spatial == 1:
         return BoundaryLayout(layout)
     return BoundaryLayout(layout, tuple(axis for axis, _ in lines), tuple(line for _, line in lines))
 
 
-class LayoutTensor(CutTensor):
+class LayoutTensor(ShardedTensor):
     """What a layer returned, as it lies: the next layer takes it so; code that looks at it gets the glue layout.
 
     It tells its shape, dtype and the like without that. (A subclass, so that among cut tensors it is asked first.)
@@ -120,7 +119,7 @@ class LayoutTensor(CutTensor):
         """Answer questions about metadata; call all other functions with the tensor in the glue layout."""
         name, first = name_of(func), args[0] if args else None
         if isinstance(first, LayoutTensor) and name in _OF_PIECE:
-            with shares_only():
+            with locals_only():
                 return func(first.piece.tensor)
         if isinstance(first, LayoutTensor) and name in _OF_SHAPE:
             return func(torch.empty((first.rows, *first.piece.shape[1:]), device="meta"), *args[1:], **(kwargs or {}))
@@ -181,7 +180,7 @@ class Traffic:
         if sampled not in (None, 1) or not self.has_rows(tensor, self.glue):
             return None
         tensor = settled(whole_logits(tensor), self.border.lines)
-        cuts, shape = cuts_of(tensor), (self.rows, *whole_shape(tensor)[1:])
+        cuts, shape = specs_of(tensor), (self.rows, *global_shape(tensor)[1:])
         return RankPiece(leaving(tensor, self.border.lines), self.border.split(cuts, shape), shape)
 
     def loose(self, tensor: Tensor, layout: Layout) -> Tensor:
@@ -264,7 +263,7 @@ class Traffic:
             for one in cuts:
                 tensor = tensor.narrow(one.dim, one.start, one.length)
             there = tensor.to(device, non_blocking=True).contiguous()
-            return cut_tensor(there.view_as(there), cuts, self.rules)
+            return from_local(there.view_as(there), cuts, self.rules)
 
         return map_tensors(part, cut)
 

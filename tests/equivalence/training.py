@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.block_calls import sample_arguments
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.pipeline.apply import find_shared
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow
+from galvatron_lite.parallelism.pipeline.tied import find_shared
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan

@@ -21,10 +21,8 @@ from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.channel.infer import infer_channels
-from galvatron_lite.parallelism.channel.parts import OperatorPart
-from galvatron_lite.parallelism.channel.plan import ChannelPlan
-from galvatron_lite.parallelism.channel.sliced import sliced_kind
-from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
+from galvatron_lite.parallelism.channel.parts import ChannelPlan, OperatorPart, sliced_kind
+from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.parallelism import channel_blocks as blocks
 from tests.parallelism.channel_runs import Outcome, shared
@@ -209,7 +207,7 @@ def test_blocks_of_the_reference_models_keep_what_is_priced(name: str) -> None:
     """From forward to backward, but for what is handed on: within a tenth, and statistics of norms."""
     for kind, module, inputs, by in reference(name).offered():
         own, plan = copy.deepcopy(module).float(), infer_channels(module, inputs, {}, by, 2)
-        shard_channels(own, plan, ShapeOnlyLine(2))
+        shard_channels(own, plan, ShapeOnlyAxisGroup(2))
         halved = [(one[:, : one.shape[1] // 2] if by == "channels" else one).float() for one in inputs]
         expected = len(inputs[0]) * sliced_kind(kind, by, 2).kept[Recompute.NONE].total
         assert kept_bytes(own, halved) == pytest.approx(expected, rel=0.1, abs=1024), (kind.name, by)

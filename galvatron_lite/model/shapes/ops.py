@@ -220,7 +220,10 @@ def linear(
     )  # fmt: skip
     rebuilt = (x,) if tape.regathers(x) else ()
     saved = (_share(tape, kept, x),)
-    return tape.record(ShapeCall((x,), out, saved=saved, anchor=(out,), rebuilt=rebuilt), operator)
+    # our own selective recomputation keeps the sum of a row-split matmul's products, of which each device has a share
+    summed = part is Division.SEQUENCE and tape.kernels.selective == "operators"
+    anchor = replace(out, part=Division.SEQUENCE) if summed else out
+    return tape.record(ShapeCall((x,), out, saved=saved, anchor=(anchor,), rebuilt=rebuilt), operator)
 
 
 def _share(tape: Tape, kept: Value, x: Value) -> Value:

@@ -18,7 +18,6 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import batch_size, call_model, map_tensors, resize_batch
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.parallelism.pipeline.hollow import replace_forward
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage
 from galvatron_lite.runtime.branches.pending import resolved
@@ -275,4 +274,4 @@ def resolve_outside(model: nn.Module, paths: Sequence[str]) -> None:
     for path in paths:
         model.get_submodule(path).register_forward_pre_hook(resolve, prepend=True, with_kwargs=True)
     forward = model.forward
-    replace_forward(model, lambda *args, **kwargs: map_tensors(forward(*args, **kwargs), resolved))
+    model.forward = lambda *args, **kwargs: map_tensors(forward(*args, **kwargs), resolved)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
 from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of
 from galvatron_lite.parallelism.pipeline.unknown import shape_of, writes
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, name_of
 
 Like = Callable[[Tensor, int], Tensor]
 """Gives an argument's stand-in on the meta device for so many samples."""
@@ -44,7 +44,7 @@ class Node(Protocol):
         """The nest of tensors itself."""
 
 
-class PendingTensor(CutTensor):
+class PendingTensor(ShardedTensor):
     """See the module; created by ``pending``. A subclass of cut tensors, so that among them it is asked first."""
 
     node: Node  # that gives it
@@ -86,7 +86,7 @@ def pending(node: Node, nest: Any) -> Any:
 
     def defer(template: Tensor) -> Tensor:
         tensor: PendingTensor = torch.empty(0, dtype=template.dtype).as_subclass(PendingTensor)
-        tensor.node, tensor.place, tensor.template, tensor.cuts = node, at[id(template)], template, ()
+        tensor.node, tensor.place, tensor.template, tensor.specs = node, at[id(template)], template, ()
         return tensor
 
     return map_tensors(nest, defer)
@@ -160,7 +160,7 @@ class Applied:
 
 def _version(tensor: Tensor) -> int:
     """How often a tensor was changed in place (torch's notes on autograd tell of this counter)."""
-    return 0 if isinstance(tensor, CutTensor) or tensor.is_inference() else tensor._version
+    return 0 if isinstance(tensor, ShardedTensor) or tensor.is_inference() else tensor._version
 
 
 def _defer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

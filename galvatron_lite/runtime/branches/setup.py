@@ -12,7 +12,7 @@ from torch import nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.parallelism.pipeline.hollow import drop_parameters
+from galvatron_lite.parallelism.pipeline.stage import drop_parameters
 from galvatron_lite.parallelism.pipeline.tied import check_shared, find_shared
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.alike import broadcast_values, of_rank_zero, share_random_state

@@ -28,7 +28,6 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_record import Recorder
 from galvatron_lite.model.trace_run import shapes_only
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.runtime.engine import ParallelModel
@@ -241,7 +240,7 @@ class _Run:
             tensor_plans=subject.known,
             precision=subject.precision,
         )
-        self.watch = self.parallel.watch = DryWatch(place, log, ledger, splits_backward=plan.schedule in ZERO_BUBBLE)
+        self.watch = self.parallel.watch = DryWatch(place, log, ledger, splits_backward=plan.schedule.splits_backward)
         self.watch.forwards_over = self._forward_over
         self.optimizer = self.parallel.optimizer(subject.optimizer)
         self._seen = {layer.name: _Seen() for layer in subject.layers}
