@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from galvatron_lite.errors import InputError, LaunchError, NonFiniteLossError
+from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_size, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import prepare_for_training
@@ -26,6 +26,7 @@ from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
 from galvatron_lite.runtime.cyclic.state import even_out, full_state, load_full_state
 from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_scales
+from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.parameter_use import check_hooks
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
@@ -158,12 +159,15 @@ class CyclicModel(Observable, nn.Module):
         check_hooks(model)
         _refuse_clipping(max_grad_norm)
         check_reduction(loss_reduction, loss_weight)
-        _check_world(plan)
         self._loss_weight, self._loss_reduction = loss_weight, loss_reduction
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.module, self.step = plan, model, 0
+        join_world(plan, self.device.type)
         broadcast_values(model, self.device)
-        compute = _unscaled(precision or plan.precision)
+        compute = compute_dtype(precision or plan.precision)
+        if compute is torch.float16:
+            remedy = "Delayed gradients do not have the loss scaling that it needs: use bf16."
+            raise InputError("precision", "fp16", remedy)
         options = CyclicOptions(self.device, compute, loss_fn, init_fn, seed, early_release, first_seed(self.device))
         assert plan.cyclic is not None
         mailbox = ProcessMailbox(KINDS[plan.cyclic.setting], self.device, timeout)
@@ -351,20 +355,3 @@ class CyclicModel(Observable, nn.Module):
 def _refuse_clipping(max_grad_norm: float | None) -> None:
     if max_grad_norm is not None:
         raise InputError("max_grad_norm", max_grad_norm, CLIPPING)
-
-
-def _unscaled(precision: str) -> torch.dtype | None:
-    """The dtype of compute; gradients that are delayed are not scaled."""
-    if precision == "fp16":
-        raise InputError(
-            "precision", precision, "Delayed gradients do not have the loss scaling that it needs: use bf16."
-        )
-    return compute_dtype(precision)
-
-
-def _check_world(plan: Plan) -> None:
-    if not dist.is_initialized() or dist.get_world_size() != plan.devices:
-        world = dist.get_world_size() if dist.is_initialized() else 0
-        raise LaunchError(
-            f"The plan is for {plan.devices} processes, but {world} were launched: launch {plan.devices}."
-        )
