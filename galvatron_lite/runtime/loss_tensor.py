@@ -38,9 +38,8 @@ class LossTensor(Tensor):
         if func is Tensor.backward and (options.get("inputs") is not None or options.get("create_graph")):
             raise InputError("loss.backward", "inputs or create_graph", _GRADIENTS)
         with torch._C.DisableTorchFunctionSubclass():
-            others = [
-                one for one in tensors_of((args, options)) if not isinstance(one, LossTensor) and one.requires_grad
-            ]
+            every = tensors_of((args, options))
+            others = [one for one in every if one.requires_grad and not isinstance(one, LossTensor)]
             ids = losses[0].parameters() if others else frozenset()
             if any(id(leaf) in ids for one in others for leaf in _leaves(one)):
                 raise InputError("loss", "a term that the training loop adds", _PENALTY)
