@@ -32,16 +32,6 @@ from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.world import pick_device
 
-_UPDATES, _BETWEEN = (
-    (MessageContent.PARTIAL, MessageContent.UPDATE),
-    (MessageContent.ACTIVATION, MessageContent.GRADIENT),
-)
-KINDS: Mapping[CyclicSetting, tuple[MessageContent, ...]] = {
-    CyclicSetting.SINGLE: (),
-    CyclicSetting.DATA: _UPDATES,
-    CyclicSetting.STAGES: (*_BETWEEN, *_UPDATES),
-}
-"""Messages of each setting."""
 CLIPPING = (
     "Under cyclic data parallelism each stage's gradient is complete, and used, at another time, so the whole gradient "
     "has no norm. Leave it out, or clip each stage by itself in an optimizer of your own."
@@ -114,8 +104,7 @@ class CyclicModel(Observable, nn.Module):
         layers: of the model, from ``discover_layers``.
         batch: an example batch; needed where layers of different stages read more than what the layer before them made.
         loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
-        loss_weight: as for ``ParallelModel``.
-        loss_reduction: as for ``ParallelModel``; batches whose micro-batches weigh unlike are refused.
+        loss_weight, loss_reduction: as for ``auto_parallelize``; batches whose micro-batches weigh unlike are refused.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32`` or ``bf16`` compute; the plan's if not given.
         max_grad_norm: refused: no process ever has the whole gradient.
@@ -170,7 +159,9 @@ class CyclicModel(Observable, nn.Module):
             raise InputError("precision", "fp16", remedy)
         options = CyclicOptions(self.device, compute, loss_fn, init_fn, seed, early_release, first_seed(self.device))
         assert plan.cyclic is not None
-        mailbox = ProcessMailbox(KINDS[plan.cyclic.setting], self.device, timeout)
+        alone, staged = (plan.cyclic.setting is one for one in (CyclicSetting.SINGLE, CyclicSetting.STAGES))
+        kinds = () if alone else tuple(MessageContent) if staged else (MessageContent.PARTIAL, MessageContent.UPDATE)
+        mailbox = ProcessMailbox(kinds, self.device, timeout)
         self.runtime = set_up(model, plan, layers, batch, dist.get_rank(), mailbox, options)
         self._keeper = CyclicCheckpointer(self.runtime, ProcessPeers(timeout))
         self._optimizer: CyclicOptimizer | None = None
