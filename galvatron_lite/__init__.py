@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.runtime.adapt.schema import Adapt
+    from galvatron_lite.runtime.monitor.schema import Adapt
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Adapt": "galvatron_lite.runtime.adapt.schema",
+    "Adapt": "galvatron_lite.runtime.monitor.schema",
     "Cluster": "galvatron_lite.cluster.cluster",
     "ModelGraph": "galvatron_lite.model.graph",
     "Plan": "galvatron_lite.plans.schema",

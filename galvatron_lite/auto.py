@@ -19,13 +19,12 @@ from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
-from galvatron_lite.model.block_calls import gives_loss, mean_of_outputs
-from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.graph import ModelGraph, dead_note
 from galvatron_lite.model.trace_meta import check_model, precision_of
 from galvatron_lite.model.trace_record import ValuesReadError
+from galvatron_lite.model.trace_run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.describe import plan_line
 from galvatron_lite.plans.execution import check_runs
@@ -33,11 +32,17 @@ from galvatron_lite.plans.io import check_plan, file_named, read_plan
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
-from galvatron_lite.runtime.adapt.door import learnt, opened, planned_from, settings_of, steer
 from galvatron_lite.runtime.batch_checks import GlobalBatches
-from galvatron_lite.runtime.live.options import seen_of
-from galvatron_lite.runtime.live.watching import watch_training
-from galvatron_lite.runtime.switch.randomness import RandomStates
+from galvatron_lite.runtime.checkpoint.plain import RandomStates
+from galvatron_lite.runtime.monitor.attach import (
+    adapt_settings,
+    correct_inputs,
+    earlier_corrections,
+    observe,
+    observer_options,
+    split_phases,
+    steer,
+)
 from galvatron_lite.saying import say
 from galvatron_lite.world import join, pick_device, world_size
 
@@ -46,12 +51,12 @@ if TYPE_CHECKING:
     from galvatron_lite.plans.phases import PhasedPlan
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.request import PlanArguments
-    from galvatron_lite.runtime.adapt.schema import Adapt
     from galvatron_lite.runtime.cyclic.model import CyclicModel
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
     from galvatron_lite.runtime.derived import InferenceModel
     from galvatron_lite.runtime.engine import ParallelModel
     from galvatron_lite.runtime.loss_weight import LossWeight
+    from galvatron_lite.runtime.monitor.schema import Adapt
     from galvatron_lite.verify.launched import Verifier
     from galvatron_lite.verify.trial.check import Findings
 
@@ -164,8 +169,8 @@ def auto_parallelize(
     check_model(model)
     listen()
     verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
-    place, seen = pick_device(device), seen_of(log, live, profile_steps)
-    randomness_before = RandomStates(place)
+    place, seen = pick_device(device), observer_options(log, live, profile_steps)
+    randomness_before = RandomStates()
     join(place)
     example = batch if batch is not None else example_batch(model)
     if local_batch and batch is not None:
@@ -176,7 +181,7 @@ def auto_parallelize(
     except ValuesReadError as error:
         layers, uncaptured = discover_layers(model, None, blocks), error
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
-    settings, (phased, first) = settings_of(adapt, mem), opened(plan)
+    settings, (phased, first) = adapt_settings(adapt, mem), split_phases(plan)
     chosen = _plan_of_user(first, backend)
     _check_delay(chosen, delay)
     for name, value in (("fix", fix), ("forbid", forbid), ("tolerance", tolerance)):
@@ -208,7 +213,7 @@ def auto_parallelize(
                 kept = (*settings.fix, *pins["fix"]), (*settings.forbid, *pins["forbid"])
                 settings = replace(settings, fix=kept[0], forbid=kept[1])
             notes = () if findings is None else findings.notes()
-            source, budget = planned_from(profiled, learnt(settings, profiled), mem)
+            source, budget = correct_inputs(profiled, earlier_corrections(settings, profiled), mem)
             asked: Any = {"mem": budget, "batch": samples, "gpus": world_size(), "forbid": pins["forbid"]}
             asked |= _plan_arguments(wanted, delay, pins["fix"])
             asked |= {} if backend is None else {"backend": backend}
@@ -240,7 +245,7 @@ def auto_parallelize(
     if findings is not None:
         parallel.plan_check = findings.check
     steer(parallel, phased, settings, profiled)
-    watch_training(parallel if trains else None, seen, profiled)
+    observe(parallel if trains else None, seen, profiled)
     return parallel if trains else _for_inference(parallel)
 
 

@@ -25,10 +25,12 @@ from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.derived import ParameterCopies
-from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_tensor import global_mean, guard_loss
 from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction
 from galvatron_lite.runtime.mesh import build_meshes
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.monitor.observer import Observable, observed
+from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
 from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime, parallelize
 from galvatron_lite.runtime.parameter_use import ParameterUse, check_hooks, is_alone, refuse_direct_calls
@@ -37,6 +39,8 @@ from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_loss, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
+from galvatron_lite.runtime.reshard.original import original_of
+from galvatron_lite.runtime.reshard.reshard import Resharding
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
@@ -48,16 +52,12 @@ from galvatron_lite.runtime.step_end import (
     reduced,
     stepped_loss,
 )
-from galvatron_lite.runtime.switch.origin import origin_of
-from galvatron_lite.runtime.switch.switching import Switching
-from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
 from galvatron_lite.world import pick_device
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class ParallelModel(Saving, Switching, Observable, nn.Module):
+class ParallelModel(Saving, Resharding, Observable, nn.Module):
     """A model split over the launched world; every rank makes one, alike, and gives it the same global batches.
 
     Without a pipeline it is used like the model: ``loss = parallel(batch); loss.backward(); optimizer.step()``.
@@ -135,7 +135,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         groups = ProcessGroups(timeout=timeout)
         options = replace(options, compile=check_compile(compile, plan), draws=draws, groups=groups)
         self.watch = Watch(self.device, timeout)
-        self.origin = origin_of(model, layers, batch, options, precision)
+        self.origin = original_of(model, layers, batch, options, precision)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
         self.use = ParameterUse(self.runtimes, plan)

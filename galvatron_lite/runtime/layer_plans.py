@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.block_calls import block_calls, check_folded, sample_arguments
 from galvatron_lite.model.graph import Role
-from galvatron_lite.model.trace_run import BlockCall
+from galvatron_lite.model.trace_run import BlockCall, block_calls, check_folded, sample_arguments
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.strategy import Strategy

@@ -11,7 +11,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import batch_size
 from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase, same_split
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.switch.live import switch
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.reshard.reshard import reshard
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
@@ -84,4 +85,4 @@ def go_over(
     if same_split(parallel.plan, plan):
         parallel.plan = plan
         return 0.0
-    return switch(parallel, optimizer, plan, scheduler, batch=batch).seconds
+    return reshard(parallel, optimizer, plan, scheduler, batch=batch).seconds

@@ -17,10 +17,10 @@ from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parallelize import StageRuntime
 from galvatron_lite.runtime.stage_calls import Calls
-from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
 
 _PLAIN = (bool, int, float, str, NoneType)
 

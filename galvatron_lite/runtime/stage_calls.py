@@ -21,8 +21,8 @@ from galvatron_lite.model.batch import (
     slice_batch,
     with_share_of_items,
 )
-from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.trace_flow import at
 from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.rng.modules import Draws, find_sites
 from galvatron_lite.parallelism.sharded.tensor import to_local

@@ -24,9 +24,9 @@ from galvatron_lite.runtime.alike import broadcast_values, first_seed
 from galvatron_lite.runtime.cyclic.checkpoint import FIELD, CyclicCheckpointer, latest
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
 from galvatron_lite.runtime.cyclic.state import even_out, full_state, load_full_state
-from galvatron_lite.runtime.live.observed import Observable, observed
 from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_scales
 from galvatron_lite.runtime.mesh import join_world
+from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.parameter_use import check_hooks
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
