@@ -192,7 +192,7 @@ class TransferManifest:
         return cls(tuple(cargo), there, back)
 
 
-class Transfer:
+class BranchTransfer:
     """A move of several tensors. Every rank makes it, in the same order, whether it gives, gets, both or neither."""
 
     def __init__(self, channel: BranchChannel, what: str, manifest: TransferManifest) -> None:
@@ -223,21 +223,21 @@ class Transfer:
 
 class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, transfer: Transfer, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, transfer: BranchTransfer, *tensors: Tensor) -> Tensor:
         ctx.transfer = transfer
         transfer.there.send(tensors)
         return anchor.clone()
 
     @staticmethod
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        transfer: Transfer = ctx.transfer
+        transfer: BranchTransfer = ctx.transfer
         gradients = iter(transfer.back.collect())
         return None, None, *(next(gradients) if one.differentiable else None for one in transfer.cargo)
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, transfer: Transfer, *tokens: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, _anchor: Tensor, transfer: BranchTransfer, *tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer, ctx.tokens = transfer, len(tokens)
         ctx.set_materialize_grads(False)
         # the same storage, but no view, which autograd would not let others change; forward, every tensor is there
@@ -248,7 +248,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        transfer: Transfer = ctx.transfer
+        transfer: BranchTransfer = ctx.transfer
         pairs = zip(gradients, transfer.cargo, strict=True)
         transfer.back.send([gradient for gradient, one in pairs if one.differentiable])
         nothing: tuple[None, ...] = (None,) * (2 + ctx.tokens)
