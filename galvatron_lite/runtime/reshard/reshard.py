@@ -58,7 +58,7 @@ from galvatron_lite.runtime.reshard.original import Changes, Structure
 from galvatron_lite.runtime.reshard.routes import LocalTensors, TensorReport, moved_tensors
 from galvatron_lite.runtime.reshard.transfer import (
     Released,
-    Transfer,
+    TensorTransfer,
     allocate,
     available_bytes,
     everyone,
@@ -223,7 +223,7 @@ class _Change:
         self._changes = Changes([], [])
         self._prepared: Prepared | None = None
         self._new: _New | None = None
-        self._transfer: Transfer | None = None
+        self._transfer: TensorTransfer | None = None
 
     def validate(self) -> None:
         """Check that the plan fits this world, and that what the ranks hold can be cut."""
@@ -246,14 +246,14 @@ class _Change:
         make_pipeline_groups(prepared, self._groups)
         self._phase("build", lambda: self._built(prepared, meshes))
 
-    def carry(self, free: int | None) -> Transfer:
+    def carry(self, free: int | None) -> TensorTransfer:
         """Move all tensors, and check that they arrived."""
         new, old, device = self._new, self._old, self._parallel.device
         assert new is not None
         assert old is not None
         after = everyone(self._phase("carry", lambda: new.tensors.reports))
         items = moved_tensors(self._before, after)
-        self._transfer = Transfer(items, old.tensors, new.tensors, new.blank, new.buffers, device, self._observe)
+        self._transfer = TensorTransfer(items, old.tensors, new.tensors, new.blank, new.buffers, device, self._observe)
         self._transfer.run(available_bytes(device) if free is None else free)
         for runtime in new.runtimes:
             runtime.updates.take()
@@ -262,7 +262,7 @@ class _Change:
         self._phase("commit", lambda: None)
         return self._transfer
 
-    def commit(self, transfer: Transfer) -> None:
+    def commit(self, transfer: TensorTransfer) -> None:
         """Train under the plan from now on; release what is left of the old one."""
         new, old, parallel, origin = self._new, self._old, self._parallel, self._origin
         assert new is not None
