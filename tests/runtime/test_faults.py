@@ -166,4 +166,4 @@ def test_who_is_behind() -> None:
     assert "has not come to its first step" in suspects([ahead, None], [ahead, None], 0)[0].message
     others = [ahead, _note(5, StepPhase.GRADIENTS, error="x", victim=True)]
     assert "No rank is behind: look at the network" in message(ahead, "timed out", suspects(others, others, 0), True, 0)
-    assert "keeps their notes" in message(ahead, "timed out", [], False, 0)
+    assert "the process that stores them" in message(ahead, "timed out", [], False, 0)
