@@ -292,7 +292,6 @@ def _waiting(priced: PricedStages, busy: float) -> Iterator[tuple[Key, float]]:
 
 
 def _stage(priced: PricedStages, stage: int, operations: Operations) -> Iterator[Item]:
-    """What a stage takes of a step."""
     cost, times = priced.stages[stage], priced.shape.microbatches
     for place, layer in zip(priced.ranges[stage], cost.layers, strict=True):
         yield from _compute(priced, place, layer, operations)

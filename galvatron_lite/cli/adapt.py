@@ -16,7 +16,7 @@ adapt_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no
 
 @adapt_app.callback()
 def adapt_command() -> None:
-    """What training that adapts has decided (docs/adapting.md)."""
+    """Replay the decisions of a run that adapted its plan."""
 
 
 @adapt_app.command("replay")
@@ -42,7 +42,6 @@ def replay_command(
 
 
 def _line(one: Replayed) -> str:
-    """A decision in a line; one that comes out otherwise with what was logged."""
     again, logged = one.again, one.logged
     told = f"step {again.step}: {again.action.value}. {again.reason}"
     if one.same:

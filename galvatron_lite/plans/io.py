@@ -54,7 +54,6 @@ def file_named(plan: object) -> Iterator[None]:
 
 
 def _remedy(data: object, path: Path) -> str:
-    """What to do with a file of another version, or of none."""
     if not isinstance(data, dict) or "version" in data or not data.keys() & {"runs", "stages"}:
         return f"This release reads plans of version {PLAN_VERSION}. Make the plan anew."
     way = f"galvatron evaluate {path} --profile PROFILE -o priced.yaml"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,17 +14,29 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.reshard.reshard import reshard
 
+if TYPE_CHECKING:
+    from galvatron_lite.runtime.engine import ParallelModel
+
+
+class Steering(Protocol):
+    """What trains the steps of a model in its stead, changing its plan between them."""
+
+    step: int
+    """Steps trained; set it where training goes on from a checkpoint."""
+    scheduler: Any
+    """Of the optimizer's learning rate, where there is one: set it, so that it knows all groups behind a switch."""
+
+    @property
+    def phase(self) -> PlannedPhase | None:
+        """The phase of the next step; None without phases."""
+
+    def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
+        """One step; see ``ParallelModel.train_step``."""
+        ...
+
 
 class Phases:
-    """Training in phases: before the first step of each the model is split for its plan.
-
-    Args:
-        parallel: split for the plan of the first phase.
-        plan: of all phases.
-
-    Attributes:
-        step: steps trained.
-    """
+    """Training in phases: before the first step of each the model is split for its plan."""
 
     def __init__(self, parallel: ParallelModel, plan: PhasedPlan) -> None:
         self.step, self.plan = 0, plan

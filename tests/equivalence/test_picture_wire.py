@@ -26,8 +26,8 @@ from tests.pool import WorkerPool
 SAMPLES, ITEM = 4, 4
 NETWORKS: dict[str, dict[str, int]] = {
     "convnext-mini": {"height": 72, "width": 56},
-    "resnet-mini": {"side": 88},
-    "unet-mini": {"side": 44},
+    "resnet-mini": {"image_size": 88},
+    "unet-mini": {"image_size": 44},
 }
 GRIDS = {
     "columns, data": Strategy(data=2, width=2),

@@ -143,19 +143,19 @@ def test_fewer_channels_than_devices_are_refused() -> None:
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "resnet-50": {"depths": (2, 2), "width": 8, "side": 32, "classes": 8},
+    "resnet-50": {"depths": (2, 2), "width": 8, "image_size": 32, "classes": 8},
     "vgg-16": {
         "depths": (2, 2, 3),
         "widths": (8, 16, 16),
         "hidden": 16,
         "pooled": 2,
-        "side": 32,
+        "image_size": 32,
         "classes": 10,
         "dropout": 0.0,
     },
-    "convnext-t": {"depths": (2, 2), "widths": (8, 16), "height": 32, "width": 32, "classes": 8},
-    "regnet-y-400mf": {"widths": (16, 16, 32, 32), "group": 8, "stem": 8, "side": 32, "classes": 8},
-    "unet-mini": {"side": 32},
+    "convnext-t": {"depths": (2, 2), "widths": (8, 16), "image_size": 32, "classes": 8},
+    "regnet-y-400mf": {"widths": (16, 16, 32, 32), "group": 8, "stem": 8, "image_size": 32, "classes": 8},
+    "unet-mini": {"image_size": 32},
     "cosmoflow-mini": {},
 }
 SIDES = {"cosmoflow-mini": (4, 32, 32, 32), "unet-mini": (1, 32, 32)}

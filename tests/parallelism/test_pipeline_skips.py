@@ -119,7 +119,7 @@ def flat() -> tuple[nn.Module, Batch, Layers]:
 
 def pictures(name: str) -> tuple[nn.Module, Batch, Layers]:
     torch.manual_seed(0)
-    model = build(name, side=8).double()
+    model = build(name, image_size=8).double()
     batch = {key: one.double() if one.is_floating_point() else one for key, one in model.example_batch(2).items()}
     return model, batch, discover_layers(model, batch)
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.own_checkpoints import left_to_the_plan
+from galvatron_lite.model.trace_meta import left_to_the_plan
 from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
 from galvatron_lite.parallelism.recompute.state import LayerState, as_before
 from galvatron_lite.parallelism.recompute.sums import MUTATED, KeptSums

@@ -66,9 +66,9 @@ from galvatron_lite.runtime.checkpoint.tensors import (
     write_pieces,
 )
 from galvatron_lite.runtime.peers import ProcessPeers, at_first, together
+from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.pieces import Held, Parallel, held_buffers, held_parameters, held_states
 from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.steering import Steering
 from galvatron_lite.world import SAVER
 
 TIMEOUT = 1800.0

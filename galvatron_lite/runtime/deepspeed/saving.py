@@ -26,10 +26,10 @@ from galvatron_lite.runtime.deepspeed.states import full_states, put_states
 if TYPE_CHECKING:
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
+    from galvatron_lite.runtime.parallelize import StageRuntime
+    from galvatron_lite.runtime.phases import Steering
     from galvatron_lite.runtime.pieces import Entries
     from galvatron_lite.runtime.scaling import LossScaler
-    from galvatron_lite.runtime.setup import StageRuntime
-    from galvatron_lite.runtime.steering import Steering
 
 
 @dataclass(slots=True)

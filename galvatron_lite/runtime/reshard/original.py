@@ -21,8 +21,8 @@ from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, prepare
 from galvatron_lite.runtime.placement import place_layers
-from galvatron_lite.runtime.setup import Prepared, SetupOptions, prepare
 
 CONTAINERS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 """Attributes of a module that hold parameters, buffers, modules and hooks. Handles and iterators refer to the
@@ -78,8 +78,7 @@ class OriginalModel:
                 inferred = self.tensor_plans if wanted <= self.tensor_plans.keys() else None
                 options = replace(options, tensor_plans=inferred)
             prepared = prepare(self.model, plan, self.layers, batch, rank // plan.stage_devices, options)
-            for stage in prepared.known:
-                self.tensor_plans.update(stage.plans.tensor)
+            self.tensor_plans.update(prepared.splits.tensor)
         self.prepared[key] = prepared
         while len(self.prepared) > PREPARED:
             del self.prepared[next(iter(self.prepared))]

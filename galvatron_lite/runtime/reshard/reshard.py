@@ -33,6 +33,7 @@ from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
 from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, StageRuntime, build, make_pipeline_groups
 from galvatron_lite.runtime.parameter_use import ParameterUse
 from galvatron_lite.runtime.pieces import (
     Entries,
@@ -66,7 +67,6 @@ from galvatron_lite.runtime.reshard.transfer import (
     together,
 )
 from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.setup import Prepared, SetupOptions, StageRuntime, build, make_pipeline_groups
 from galvatron_lite.runtime.stage_calls import Calls
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Resharding:
         self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
         self._runtimes, self.runtime = list(runtimes), runtimes[0]
         self.copies = nn.ModuleList(runtime.model for runtime in runtimes[1:])
-        self.use = ParameterUse.of(runtimes, plan)
+        self.use = ParameterUse(runtimes, plan)
 
     def _watched(self, phase: StepPhase) -> AbstractContextManager[None]:
         raise NotImplementedError

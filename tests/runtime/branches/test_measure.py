@@ -41,4 +41,4 @@ def test_a_small_pair_is_not_split_and_a_large_one_is(pool: WorkerPool) -> None:
             find_plan(profile, devices=count, global_batch=1, budget=2**29, schedules=ORDER) for count in (2, 1)
         )
         assert bool(plan.branches) is worth
-        assert (seconds_of(plan) < seconds_of(alone)) is worth
+        assert not worth or seconds_of(plan) < seconds_of(alone)

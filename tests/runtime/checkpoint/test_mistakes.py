@@ -19,7 +19,7 @@ from galvatron_lite.runtime.pieces import Held, ItemRun, all_of
 from tests.runtime.checkpoint import jobs
 from tests.runtime.checkpoint.jobs import load, make_net, save
 from tests.runtime.checkpoint.test_faults import ALONE
-from tests.runtime.test_stepped import model_of
+from tests.runtime.test_steps import model_of
 
 
 def test_the_folder_of_the_checkpoints_instead_of_one(tmp_path: Path) -> None:
