@@ -42,10 +42,10 @@ SECTIONS = (
     )),
     Section("What `auto_parallelize` returns", "Which of them depends on the plan.", (
         "runtime.engine.ParallelModel", "runtime.cyclic.model.CyclicModel", "runtime.branches.engine.BranchedModel",
-        "runtime.deepspeed.engine.DeepSpeedModel", "runtime.inference.InferenceModel",
+        "runtime.deepspeed.engine.DeepSpeedModel", "runtime.derived.InferenceModel",
     ), TRAIN + STATE + CHANGE),
     Section("Checkpoints outside a run", "", (
-        "runtime.checkpoint.whole.load_into", "runtime.checkpoint.huggingface.load_safetensors",
+        "runtime.checkpoint.unsplit.load_into", "runtime.checkpoint.huggingface.load_safetensors",
         "runtime.cyclic.checkpoint.flushed_state",
     )),
     Section("What is passed on", "Values that can be written to a file, read back and looked at.", (

@@ -23,7 +23,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.schema import LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.search.alternatives import UNBOUNDED
 from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.problem import is_glued
@@ -288,7 +288,7 @@ def _others(request: Request, plan: Plan) -> Iterator[Pinned]:
         yield "micro-batches", str(plan.microbatches), str(count), Fixed(pipeline=here, microbatches=count)
     if here > 1:
         for schedule in request.schedules:
-            if schedule is not plan.schedule and schedule is not Schedule.CYCLIC:
+            if schedule is not plan.schedule and schedule.executable:
                 yield "schedule", plan.schedule.value, schedule.value, Fixed(pipeline=here, schedule=schedule)
     most = _most_used(plan)
     for axis in AXES:

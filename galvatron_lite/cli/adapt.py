@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from galvatron_lite.runtime.adapt.log import Replayed
+    from galvatron_lite.runtime.monitor.log import Replayed
 
 adapt_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 """The command; its sub-commands read the log that ``Adapt(log=...)`` names."""
@@ -28,7 +28,7 @@ def replay_command(
     import json
 
     from galvatron_lite.files import to_data
-    from galvatron_lite.runtime.adapt.log import read_log, replay
+    from galvatron_lite.runtime.monitor.log import read_log, replay
 
     found = replay(read_log(log))
     for one in found:

@@ -218,7 +218,7 @@ def _model(
     """The model by its name, with pictures of a size where one is given, or by the shape that flags give."""
     from galvatron_lite.api_profile import precision_on
     from galvatron_lite.model.shapes import build_graph, load_model, load_shape, shape_from_flags
-    from galvatron_lite.model.shapes.picture_fields import sizes_of
+    from galvatron_lite.model.shapes.fields import sizes_of
 
     model: str | None = options.model
     if options.image is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from galvatron_lite.capture.factory import load_factory
+from galvatron_lite.capture.named import load_factory
 from galvatron_lite.cli.terminal import interruptible, print_json, progress_bar
 from galvatron_lite.limits import SAMPLES
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from galvatron_lite.capture.factory import find_factory, is_factory
+from galvatron_lite.capture.named import find_factory, is_factory
 from galvatron_lite.cli.terminal import interruptible, plain_table, print_json, progress_bar, wide_console
 from galvatron_lite.units import format_bytes, format_count
 

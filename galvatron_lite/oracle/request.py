@@ -17,8 +17,8 @@ from galvatron_lite.files import read_data, read_value
 from galvatron_lite.limits import DEVICES, LARGEST, check_range
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import build_graph, load_model, load_shape, model_names
+from galvatron_lite.model.shapes.fields import not_square, sides_of, sizes_of
 from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name
-from galvatron_lite.model.shapes.picture_fields import not_square, sides_of, sizes_of
 from galvatron_lite.oracle import pricing
 from galvatron_lite.oracle.closed_form import KINDS, Case, closed_forecast, quirks_named
 from galvatron_lite.oracle.layers import Fabric, Network, network_of, wires_of, wires_of_cluster

@@ -16,7 +16,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.oracle.rows import HYBRIDS, Method
 from galvatron_lite.parallelism.base import Communication, Moment
-from galvatron_lite.parallelism.channel.each import each_divides
+from galvatron_lite.parallelism.channel.parts import each_divides
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 

@@ -10,7 +10,7 @@ from galvatron_lite.cli.validate import _GROUPINGS
 from galvatron_lite.cluster.collectives import TREE_EFFICIENCY
 from galvatron_lite.cost.memory import UNUSED_SHARE
 from galvatron_lite.plans.schema import MemoryBreakdown, Schedule, TimeBreakdown
-from galvatron_lite.profiler import estimate_efficiency as constants
+from galvatron_lite.profiler import machine as constants
 from galvatron_lite.validate.checks import FRAMEWORKS
 from galvatron_lite.validate.report import unscored, worst_data
 from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Scores, Skipped, judge

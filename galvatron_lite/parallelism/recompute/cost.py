@@ -20,26 +20,21 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Whole, is_option, largest, never, where
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
-from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
+from galvatron_lite.parallelism.base import Communication, Dimension, DimensionContext, LayerWork, Moment, sent
 from galvatron_lite.parallelism.context.cost import ULYSSES
 from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.tensor.cost import copying, regions
 
 
 @dataclass(frozen=True, slots=True)
-class RecomputeDimension:
+class RecomputeDimension(Dimension):
     """What is thrown away in forward and computed again in backward."""
 
     name: str = "recompute"
-    degree: str = ""
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """What capture found runnable."""
         return [{"recompute": choice} for choice in Recompute if choice in kind.kept]
-
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
-        """Always."""
-        return True
 
     def reason(self, kind: LayerKind) -> str:
         """Names the choices that cannot be run."""
@@ -65,12 +60,8 @@ class RecomputeDimension:
                 if one.moment is Moment.FORWARD
             )
         )
-        return replace(
-            work,
-            recompute=strategy.recompute,
-            communications=(*work.communications, *again),
-            microbatch_overhead=work.microbatch_overhead + copying(again, context),
-        )
+        overhead = work.microbatch_overhead + copying(again, context)
+        return replace(work.sending(*again), recompute=strategy.recompute, microbatch_overhead=overhead)
 
 
 def _selective(kind: LayerKind) -> Callable[[Communication], Whole]:

@@ -67,11 +67,11 @@ _PRODUCTS = {_aten.mm.default: _aten.mm.out, _aten.bmm.default: _aten.bmm.out}
 """Matmuls, and what runs in their place: an operator whose output selective recomputation does not keep."""
 
 
-class _RowMode(TorchDispatchMode):
+class _RowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Matmuls that selective recomputation does not keep; in backward only memory for what is kept already."""
 
     def __init__(self, *, run: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
