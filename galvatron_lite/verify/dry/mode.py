@@ -45,10 +45,17 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._known = OpCache(self._fake)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do not wrap ``__torch_dispatch__``: nothing here is compiled, and the wrapper costs more than most calls."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; tensors that wrap others take it apart first."""
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         fake = cut = False
         for kind in types:
@@ -69,8 +76,10 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # private; set where DTensor finds out shapes in a mode of its own (nothing is held), and in our own operators
         active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if active is not None:
-            made = func(*args, **kwargs)
-            if active is self._fake and _makes(func):
+            if active is not self._fake:
+                return func(*args, **kwargs)
+            made = self._known.run(func, args, kwargs, func)
+            if _makes(func):
                 self._enter(made)
             return made
         if func is _ITEM:
@@ -87,8 +96,12 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             if func is _GROUPED:
                 func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], _grouped(*args, **kwargs)), {}
+
+            def compute(*args: Any, **kwargs: Any) -> Any:
+                return self._fake.__torch_dispatch__(func, types, args, kwargs)
+
             with self if func.namespace == OWN else nullcontext():
-                made = self._known.run(func, types, args, kwargs)
+                made = self._known.run(func, args, kwargs, compute)
         if _makes(func):
             self._enter(made)
         if func is _COPY:
@@ -104,7 +117,8 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, output: Any) -> None:
         if isinstance(output, Tensor):
-            if output.device.type != "meta":
+            device = output.fake_device if isinstance(output, FakeTensor) else output.device
+            if device.type != "meta":
                 self.ledger.see(output)
         elif isinstance(output, (list, tuple)):
             for one in output:

@@ -6,6 +6,7 @@ sparse tensors and devices of all kinds). What is not plain here is left to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,7 +37,7 @@ class OutputSpec:
 
 @dataclass(frozen=True, slots=True)
 class CachedOutputs:
-    """All that an operation returns, and the sequence that it comes in; None: one tensor."""
+    """All that an operation returns, and the sequence that it comes in; None: one tensor, or none."""
 
     made: tuple[OutputSpec, ...]
     sequence: type | None
@@ -54,24 +55,26 @@ class OpCache:
         self._answers: dict[Any, CachedOutputs | None] = {}
         self._dresses: dict[torch.device | None, dict[str, Any]] = {}
 
-    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """What the operation returns."""
+    def run(self, func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
+        """What the operation returns; ``compute`` runs it where that is not known."""
         tensors: list[Tensor] = []
         key = [func]
         if not (_is_plain(func) and _add_key(key, tensors, args) and _add_key(key, tensors, tuple(kwargs.items()))):
-            return self._fake.__torch_dispatch__(func, types, args, kwargs)
+            return compute(*args, **kwargs)
         full_key = tuple(key)
         answer = self._answers.get(full_key)
         if answer is not None:
-            return self._repeat(answer, tensors)
-        found = self._fake.__torch_dispatch__(func, types, args, kwargs)
+            # private, as in torch's own fake tensors: what is made here is no operation of the model's
+            with torch._C._DisableTorchDispatch():
+                return self._repeat(answer, tensors)
+        found = compute(*args, **kwargs)
         if full_key not in self._answers:
             self._answers[full_key] = _outputs_of(found, tensors)
         return found
 
     def _repeat(self, answer: CachedOutputs, tensors: list[Tensor]) -> Any:
         if answer.sequence is None:
-            return self._make(answer.made[0], tensors)
+            return self._make(answer.made[0], tensors) if answer.made else None
         return answer.sequence([self._make(one, tensors) for one in answer.made])
 
     def _make(self, one: OutputSpec, tensors: list[Tensor]) -> Tensor:
@@ -105,7 +108,7 @@ def _add_key(key: list[Any], tensors: list[Tensor], values: Any) -> bool:
         if kind in _PLAIN_VALUES:
             key.append(kind)
             key.append(value)
-        elif kind is FakeTensor:
+        elif issubclass(kind, FakeTensor):
             if value.constant is not None or value.dtype.is_complex:
                 return False
             tensors.append(value)
@@ -133,7 +136,7 @@ def _is_plain(func: Any) -> bool:
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return False
     changes = torch.Tag.inplace_view in func.tags or func.overloadpacket in _CHANGING
-    return func.namespace == "aten" and not changes
+    return func.namespace in ("aten", "fsdp") and not changes
 
 
 _CHANGING = frozenset({
@@ -145,6 +148,8 @@ _CHANGING = frozenset({
 
 def _outputs_of(outputs: Any, tensors: list[Tensor]) -> CachedOutputs | None:
     """What was returned, if it can be made again."""
+    if outputs is None:
+        return CachedOutputs((), None)
     if isinstance(outputs, Tensor):
         made = _spec_of(outputs, tensors)
         return None if made is None else CachedOutputs((made,), None)
