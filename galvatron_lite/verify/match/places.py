@@ -30,11 +30,7 @@ class Script:
     places: tuple[int, ...]  # by message: its partner's or root's place in the group; -1 where it has none
     # by message from rank to rank: number of the batch that it starts with; -1 where it starts alone
     batches: tuple[int, ...]
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """In the order in which they start."""
-        return self.run.messages
+    messages: tuple[Message, ...]  # in the order in which they start
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ def script_of(run: RoleRun) -> Script:
     groups: dict[Stream, int] = {}
     lines = [groups.setdefault((one.purpose, one.ranks), len(groups)) for one in run.messages]
     places = [one.ranks.index(one.peer) if one.peer in one.ranks else -1 for one in run.messages]
-    return Script(run, tuple(groups), tuple(lines), tuple(places), _batches(run.messages))
+    return Script(run, tuple(groups), tuple(lines), tuple(places), _batches(run.messages), run.messages)
 
 
 def _batches(messages: Sequence[Message]) -> tuple[int, ...]:
