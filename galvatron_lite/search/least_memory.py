@@ -17,7 +17,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.best_first import ANY_TIME, finished, search
 from galvatron_lite.search.checks import unglued
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request
@@ -27,8 +27,8 @@ _EXACT_LAYERS = 8
 _SLACK = 0.03
 """Share of its memory within which the search for a leaner plan of a model with more layers ends."""
 _BOUNDLESS = 2**60
-_EFFORT, _ANY_TIME = 150_000_000, 2**62
-"""Labels, by layers, after which a search gives up as if nothing fitted; picoseconds that any plan takes."""
+_EFFORT = 150_000_000
+"""Labels, by layers, after which a search gives up as if nothing fitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeanPl
 
     def fitting(budget: Budget, exact: bool = True) -> LeanPlan | None:
         wanted = replace(request, budget=budget if asked.own else budget.least)
-        result = search(wanted, pricer, exact=exact, slack=1.0, effort=effort, below=_ANY_TIME)
+        result = search(wanted, pricer, exact=exact, slack=1.0, effort=effort, below=ANY_TIME)
         if result is None:
             return None
         plan = finished(wanted, pricer, result)

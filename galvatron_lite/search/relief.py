@@ -14,12 +14,15 @@ from galvatron_lite.parallelism.backends import ANY, backend_named
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.best_first import plain, search
+from galvatron_lite.search.best_first import ANY_TIME, plain, search
 from galvatron_lite.search.pin_names import typed_name
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed
+
+_EFFORT = 2_000_000
+"""Labels after which a search gives up."""
 
 
 def relief(request: Request, session: Session, backend: str) -> str:
@@ -99,9 +102,9 @@ def _lifted(fixed: Fixed) -> Iterator[tuple[str, Fixed]]:
 
 
 def _fitting(request: Request, pricer: LayerPricer) -> str:
-    """A plan in a line, from a quick search; empty where none is met."""
+    """A plan in a line, the first that a search meets; empty where none is met."""
     try:
-        found = search(request, pricer, exact=False)
+        found = search(request, pricer, slack=1.0, effort=_EFFORT, below=ANY_TIME)
     except InputError:
         return ""
     return "" if found is None else summary(plain(request, found))

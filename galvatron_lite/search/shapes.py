@@ -21,8 +21,7 @@ from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.bounds.glance import Glance
-from galvatron_lite.search.bounds.relax import Relaxed, averaged, relaxed
+from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
 from galvatron_lite.search.problem import Choice, Problem, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
 from galvatron_lite.search.tables import Glue, Layout, Store, StrategyTable, Tables, glue_of
@@ -225,7 +224,7 @@ def with_edges(problem: Problem) -> Iterator[Problem]:
             yield replace(problem, choice=Choice(glue, wire, tied))
 
 
-def bounds_of(problem: Problem) -> Relaxed | None:
+def bounds_of(problem: Problem) -> StageBounds | None:
     """Lower bounds of a problem; None where nothing fits."""
     return relaxed(problem, tables_by_stage(problem))
 

@@ -16,9 +16,9 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.chains.chain import ChainLayer
-from galvatron_lite.search.chains.pareto import pairs_within, undominated_rows
+from galvatron_lite.search.chain import ChainLayer
 from galvatron_lite.search.figures import PREFIX, REST, TICKS, StrategyFigures, all_ticks, figures_of, ticks
+from galvatron_lite.search.pareto import pareto_within
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
 __all__ = ["TICKS", "Glue", "Layout", "Store", "StrategyOptions", "StrategyTable", "Tables", "glue_of", "ticks"]
@@ -49,7 +49,6 @@ class StrategyOptions:
     samples: tuple[Strategy, ...]  # a strategy of each layout
     places: dict[Strategy, int]  # of the strategies
     _parts: dict[bytes, Strategies] = field(default_factory=dict, repr=False)
-    _alike: dict[bytes, tuple[IntArray, IntArray]] = field(default_factory=dict, repr=False)
     _allowed: dict[Fixed, BoolArray] = field(default_factory=dict, repr=False)
 
     def part(self, rows: IntArray) -> Strategies:
@@ -58,13 +57,6 @@ class StrategyOptions:
         if key not in self._parts:
             self._parts[key] = self.many.at(rows)
         return self._parts[key]
-
-    def alike(self, rows: IntArray) -> tuple[IntArray, IntArray]:
-        """Places of all pairs of the same layout among some of the strategies."""
-        key = rows.tobytes()
-        if key not in self._alike:
-            self._alike[key] = pairs_within(self.codes[rows])
-        return self._alike[key]
 
     def allowed(self, fixed: Fixed) -> BoolArray:
         """(S,): which of the strategies have what is pinned for every layer."""
@@ -190,7 +182,7 @@ class StrategyTable:
             others: tables with the same strategies that must agree (layers with shared parameters).
         """
         keys = np.column_stack([table.keys(form) for table in (self, *others)])
-        return self.at(undominated_rows(keys, self.options.alike(self.rows)))
+        return self.at(pareto_within(keys, self.codes))
 
     def held(self, in_flight: int, filled: bool) -> IntArray:
         """(S, 7): ``Figures.memory`` with so many micro-batches in flight.

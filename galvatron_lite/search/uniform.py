@@ -31,10 +31,9 @@ from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_f
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.chains.pareto import pairs_within, pareto_rows
 from galvatron_lite.search.figures import ticks
-from galvatron_lite.search.partition import Partition
-from galvatron_lite.search.problem import Problem, StagePlan
+from galvatron_lite.search.pareto import pairs_within, pareto_within
+from galvatron_lite.search.problem import Partition, Problem, StagePlan
 from galvatron_lite.search.tables import Mixtures, StrategyTable
 from galvatron_lite.search.uniform_memory import along, group_bytes
 
@@ -211,9 +210,7 @@ class Uniform:
         if key not in known:
             judged = [table.keys(form) for table in tables]
             keys = np.column_stack((*judged, *(table.figures.resting for table in tables)))
-            groups = [np.flatnonzero(first.codes == code) for code in first.present]
-            kept = [rows[pareto_rows(keys[rows])] for rows in groups]
-            known[key] = np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64)
+            known[key] = pareto_within(keys, first.codes)
         return known[key]
 
     @cached_property
@@ -501,6 +498,12 @@ class Uniform:
             for part, own, places in zip(self.parts, chosen, self.ranges, strict=True)
             for place in places
         ]  # fmt: skip
+
+
+def uniform_plans(problem: Problem) -> list[Uniform]:
+    """The uniform plans of a shape, by cuts."""
+    shape = problem.shape
+    return [Uniform(problem, cuts) for cuts in cuts_of(problem.graph, shape.stages * shape.virtual)]
 
 
 def averaged(problems: Sequence[Problem]) -> FloatArray:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight, held_messages
 from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of
-from galvatron_lite.search.chains.one_run import worst_moment
+from galvatron_lite.search.chain import worst_moment
 from galvatron_lite.search.figures import REST, UPDATED
 from galvatron_lite.search.problem import Problem
 from galvatron_lite.search.tables import StrategyTable

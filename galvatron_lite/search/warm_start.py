@@ -13,8 +13,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.search.best_first import SolvedPlan
 from galvatron_lite.search.figures import ticks
-from galvatron_lite.search.partition import Partition
-from galvatron_lite.search.problem import StagePlan
+from galvatron_lite.search.problem import Partition, StagePlan
 from galvatron_lite.search.shapes import Request, open_problem
 
 

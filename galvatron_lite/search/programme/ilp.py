@@ -18,8 +18,7 @@ from galvatron_lite.cost.step import bound_seconds, straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.partition import Partition
-from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.problem import Partition, Problem
 from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable
 from galvatron_lite.search.programme.ilp_uniform import UniformModel, first_blocks
 from galvatron_lite.search.programme.pulp_adapter import SolverVerdict, solve

@@ -25,15 +25,14 @@ from itertools import count, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.chains.chain import Chain
-from galvatron_lite.search.chains.frontier import ChainFront, Path, pareto_paths
-from galvatron_lite.search.chains.pareto import pareto_rows
+from galvatron_lite.search.chain import Chain, ChainFront, Path, good_path, pareto_paths
+from galvatron_lite.search.pareto import pareto_rows
 
 IntArray = NDArray[np.int64]
 Pair = tuple[int, int]
 Settled = Mapping[int, int]
-_MOST, _QUICK = 400, 6
-"""Nodes that are looked into at the most, counted, so that results repeat; and where a good way, soon, will do."""
+_MOST = 400
+"""Nodes that are looked into at the most, counted, so that results repeat."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,18 +65,16 @@ class _Relaxed:
     charged: dict[Pair, tuple[int, IntArray]]
 
 
-def net_paths(net: Net, cap: int | None = None, beam: int | None = None, exact: bool = True) -> ChainFront:
-    """The Pareto set of a net within memory, as ``frontier.pareto_paths`` has it of a chain.
+def net_paths(net: Net, cap: int | None = None, beam: int | None = None) -> ChainFront:
+    """The Pareto set of a net within memory, as ``chain.pareto_paths`` has it of a chain."""
+    return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam)
 
-    Args:
-        net: the problem.
-        cap: paths of more weighted time than this are of no interest.
-        beam: labels of a layer of each chain at the most.
-        exact: False: good paths, soon.
-    """
-    if not net.skips:
-        return pareto_paths(net.chain, cap, beam)
-    return _Walk(net, cap, beam).run(_MOST if exact else _QUICK)
+
+def good_way(net: Net) -> tuple[Path | None, float]:
+    """A good path of one criterion, soon, and a weighted time that no path beats, as ``chain.good_path``."""
+    relaxed = _relaxed(net, {})
+    path, least = good_path(relaxed.chain)
+    return (None if path is None else _priced(net, relaxed, path)[0]), least
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +88,8 @@ class _Walk:
     work: int = 0  # labels looked at
     dropped: float = np.inf  # a weighted time that no path left out beats
 
-    def run(self, most: int) -> ChainFront:
-        """Looks into so many nodes, the most promising first."""
+    def run(self) -> ChainFront:
+        """Looks into the nodes, the most promising first."""
         order, looked = count(1), 0
         heap: list[tuple[int, int, dict[int, int]]] = [(0, 0, {})]
         while heap:
@@ -100,7 +97,7 @@ class _Walk:
             limit = self._limit()
             if limit is not None and least > limit:
                 continue
-            if looked >= most:
+            if looked >= _MOST:
                 self.dropped = min(self.dropped, float(least))
                 continue
             looked += 1
