@@ -238,7 +238,7 @@ class _Walk:
         """A uniform plan to begin with: of the shapes that look best the one of least bound that fits."""
         every = [own for family in self.interleaved.values() for own in family]
         few = sorted((own for own in every if own.answers.averaged), key=lambda own: own.answers.averaged)[:_FEW]
-        bounds = [min(plans.bound(runs=own.runs) for plans in _uniform(own)) for own in few]
+        bounds = [min(plans.bound(own.runs) for plans in _uniform(own)) for own in few]
         for bound, problem in sorted(zip(bounds, few, strict=True), key=lambda pair: pair[0]):
             if 0.0 < bound < inf and self.limit is None:
                 self._solve_uniform(_Node(problem, _Stage.TRIED, bound))
@@ -295,15 +295,14 @@ class _Walk:
 
     def _solve_uniform(self, node: _Node) -> None:
         """The best uniform plan of a node; looked for once other nodes have had a chance to lower the limit."""
-        limit, runs = self.limit, node.problem.runs
+        problem = node.problem
         if node.stage is _Stage.PRICED:
-            top = inf if limit is None else limit
-            least = min(plans.bound(top, runs) for plans in _uniform(node.problem))
-            self.push(node.problem, _Stage.TRIED, max(node.bound, least))
+            least = min(plans.bound(problem.runs) for plans in _uniform(problem))
+            self.push(problem, _Stage.TRIED, max(node.bound, least))
         else:
             self.work += _LOOK
-            for plans in _uniform(node.problem):
-                self.better(node.problem, plans.best(self.limit, runs))
+            for plans in _uniform(problem):
+                self.better(problem, plans.best(self.limit, problem.runs))
 
     def _refined(
         self, problem: Problem, bounds: StageBounds, *, accepted: bool = False, exact: bool = False

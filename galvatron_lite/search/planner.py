@@ -37,7 +37,6 @@ from galvatron_lite.search.all_ways import WAYS, WHY
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, pipelines, quickest
 from galvatron_lite.search.best_first import MOST_WORK, Progress, SolvedPlan, search
 from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
-from galvatron_lite.search.figures import TICKS
 from galvatron_lite.search.one_device import with_one_device
 from galvatron_lite.search.pins import check_pins, schedules_for
 from galvatron_lite.search.relief import relief
@@ -47,6 +46,7 @@ from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.simplify import SLACK, simple, simplest
 from galvatron_lite.search.space import Fixed, reasons
+from galvatron_lite.search.tables import TICKS
 from galvatron_lite.search.warm_start import given_plans
 from galvatron_lite.search.ways import Delay, PlanTask, with_ways
 

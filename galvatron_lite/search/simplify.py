@@ -25,10 +25,9 @@ from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.best_first import SolvedPlan, search
-from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.problem import Partition, StagePlan, is_glued, part_of
 from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.tables import glue_of
+from galvatron_lite.search.tables import glue_of, ticks
 
 SLACK = 0.5
 """Share of the tolerance that the search over everything may leave open."""

@@ -12,9 +12,9 @@ from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strate
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.search.best_first import SolvedPlan
-from galvatron_lite.search.figures import ticks
 from galvatron_lite.search.problem import Partition, StagePlan
 from galvatron_lite.search.shapes import Request, open_problem
+from galvatron_lite.search.tables import ticks
 
 
 def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) -> tuple[SolvedPlan, ...]:

@@ -37,10 +37,9 @@ from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_byte
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import HostOverhead
-from galvatron_lite.search.figures import PREFIX, REST
 from galvatron_lite.search.problem import Problem, is_glued
 from galvatron_lite.search.programme.pulp_adapter import IntegerProgramme
-from galvatron_lite.search.tables import TICKS, Layout, StrategyTable, glue_of
+from galvatron_lite.search.tables import PREFIX, REST, TICKS, Layout, StrategyTable, glue_of
 
 Terms = dict[int, float]
 SCALE = 1e4
