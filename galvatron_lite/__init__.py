@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.frameworks.one_process import as_one_process
     from galvatron_lite.model.graph import ModelGraph
-    from galvatron_lite.parallelism.draws.modules import same_randomness
+    from galvatron_lite.parallelism.rng.modules import same_randomness
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.runtime.adapt.schema import Adapt
+    from galvatron_lite.runtime.monitor.schema import Adapt
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Adapt": "galvatron_lite.runtime.adapt.schema",
+    "Adapt": "galvatron_lite.runtime.monitor.schema",
     "Cluster": "galvatron_lite.cluster.cluster",
     "ModelGraph": "galvatron_lite.model.graph",
     "Plan": "galvatron_lite.plans.schema",
@@ -41,7 +41,7 @@ _HOMES = {
     "plan": "galvatron_lite.api",
     "profile": "galvatron_lite.api",
     "read_plan": "galvatron_lite.plans.io",
-    "same_randomness": "galvatron_lite.parallelism.draws.modules",
+    "same_randomness": "galvatron_lite.parallelism.rng.modules",
     "verify_plan": "galvatron_lite.api_plans",
 }
 

@@ -241,7 +241,6 @@ def plan_phases(
 def _phase_profile(
     phase: Phase, profile: Profile | str | Path | Callable[[int | None], Profile] | None, setup: PlanArguments
 ) -> Profile:
-    """What a phase is planned from."""
     wanted = phase.sequence or setup.get("sequence")
     cluster, gpus, precision = setup.get("cluster"), setup.get("gpus"), setup.get("precision")
     if phase.profile:
@@ -264,8 +263,6 @@ def _phase_profile(
 
 
 def _phase_case(phase: Phase, profile: Profile, setup: PlanArguments) -> phase_search.PhaseCase:
-    """A phase with the fastest plan for it alone."""
-
     asked: PlanArguments = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
     request = PlanRequest.parse(profile, asked)
     setting, devices = request.resolve(), profile.cluster.devices

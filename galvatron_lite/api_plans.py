@@ -12,11 +12,11 @@ from galvatron_lite.api_profile import find_profile, profile_of
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, Budget
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.files import read_data
-from galvatron_lite.peers.plan_files import check_devices, read_any_plan
-from galvatron_lite.plans.io import read_plan, refuse_phases
+from galvatron_lite.peers.plan_files import check_devices, priced, read_any_plan
+from galvatron_lite.plans.io import check_plan, read_plan, refuse_phases
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.profiler.store import read_profile
+from galvatron_lite.profiler.store import profile_hash, read_profile
 from galvatron_lite.request import PlanArguments, PlanRequest, Progress, memory_budget
 from galvatron_lite.verify.schema import Checks, checks_named
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from galvatron_lite.verify.source import ModelSource
 
 
-def budget_of(plan: Plan) -> Budget | None:
-    """The budget that a plan says it was made within; None where it says none."""
+def _budget_of(plan: Plan) -> Budget | None:
     made_from = plan.provenance
     if made_from is None or not made_from.budget:
         return None
@@ -78,6 +77,27 @@ def read_plans(
     for plan in given.values():
         check_devices(plan, known)
     return given, known
+
+
+def read_priced(path: Path, profile: Profile | str | Path | None, setup: PlanArguments) -> tuple[Plan, Profile | None]:
+    """A plan from its file with its prediction, and what that was made with; None where it is not here.
+
+    With neither a profile nor a model the plan stays as its file says it; with one it is priced anew, unless that is
+    the profile that it was made from.
+    """
+    if profile is None and setup.get("model") is None:
+        plan = read_plan(path)
+        with suppress(GalvatronError, OSError):
+            return plan, profile_of(plan)
+        return plan, None
+    known, own = _profile_for([path], profile, setup), _planned(path)
+    mem, batch = setup.get("mem"), setup.get("batch")
+    made_from = None if own is None else own.provenance
+    same = made_from is not None and made_from.profile_hash == profile_hash(known)
+    if own is not None and same and mem is batch is None:
+        return own, known
+    budget = None if mem is None else memory_budget(mem)
+    return priced(read_any_plan(path, known, batch), known, budget, batch), known
 
 
 def _names(plans: Sequence[Given]) -> list[str]:
@@ -148,11 +168,10 @@ def question_of(
     Raises:
         InputError: a file, layer or number that cannot be used; no profile that the plan was made from.
     """
-    from galvatron_lite.peers.plan_files import priced
     from galvatron_lite.search.ways import Delay
 
     given, known = read_plan_and_profile(plan, profile, setup)
-    budget = None if "mem" in setup else budget_of(given)
+    budget = None if "mem" in setup else _budget_of(given)
     mem = memory_budget(setup.get("mem", DEFAULT_BUDGET if budget is None else budget.least))
     asked: PlanArguments = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
     asked |= {"mode": given.mode, "mem": mem}
@@ -227,9 +246,6 @@ def verify_plan(
     Raises:
         InputError: a plan that cannot be read or is not for the model, an unknown check.
     """
-    from galvatron_lite.plans.io import check_plan, read_plan
-    from galvatron_lite.plans.schema import Plan
-    from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.verify.checks import run_checks
 
     given = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
@@ -278,7 +294,6 @@ def _model_exists(name: str) -> bool:
 
 
 def _check_name(name: str) -> None:
-    """Raise InputError where there is no model of a name."""
     from galvatron_lite.model.shapes import load_shape
     from galvatron_lite.model.zoo import size_named
 

@@ -19,13 +19,12 @@ from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
-from galvatron_lite.model.block_calls import gives_loss, mean_of_outputs
-from galvatron_lite.model.dead import dead_note
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.graph import ModelGraph, dead_note
 from galvatron_lite.model.trace_meta import check_model, precision_of
 from galvatron_lite.model.trace_record import ValuesReadError
+from galvatron_lite.model.trace_run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.describe import plan_line
 from galvatron_lite.plans.execution import check_runs
@@ -33,11 +32,17 @@ from galvatron_lite.plans.io import check_plan, file_named, read_plan
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
-from galvatron_lite.runtime.adapt.door import learnt, opened, planned_from, settings_of, steer
 from galvatron_lite.runtime.batch_checks import GlobalBatches
-from galvatron_lite.runtime.live.options import seen_of
-from galvatron_lite.runtime.live.watching import watch_training
-from galvatron_lite.runtime.switch.randomness import RandomStates
+from galvatron_lite.runtime.checkpoint.plain import RandomStates
+from galvatron_lite.runtime.monitor.attach import (
+    adapt_settings,
+    correct_inputs,
+    earlier_corrections,
+    observe,
+    observer_options,
+    split_phases,
+    steer,
+)
 from galvatron_lite.saying import say
 from galvatron_lite.world import join, pick_device, world_size
 
@@ -46,12 +51,12 @@ if TYPE_CHECKING:
     from galvatron_lite.plans.phases import PhasedPlan
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.request import PlanArguments
-    from galvatron_lite.runtime.adapt.schema import Adapt
     from galvatron_lite.runtime.cyclic.model import CyclicModel
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
+    from galvatron_lite.runtime.derived import InferenceModel
     from galvatron_lite.runtime.engine import ParallelModel
-    from galvatron_lite.runtime.inference import InferenceModel
     from galvatron_lite.runtime.loss_weight import LossWeight
+    from galvatron_lite.runtime.monitor.schema import Adapt
     from galvatron_lite.verify.launched import Verifier
     from galvatron_lite.verify.trial.check import Findings
 
@@ -164,8 +169,8 @@ def auto_parallelize(
     check_model(model)
     listen()
     verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
-    place, seen = pick_device(device), seen_of(log, live, profile_steps)
-    randomness_before = RandomStates(place)
+    place, seen = pick_device(device), observer_options(log, live, profile_steps)
+    randomness_before = RandomStates()
     join(place)
     example = batch if batch is not None else example_batch(model)
     if local_batch and batch is not None:
@@ -176,97 +181,105 @@ def auto_parallelize(
     except ValuesReadError as error:
         layers, uncaptured = discover_layers(model, None, blocks), error
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
-    settings, (phased, first) = settings_of(adapt, mem), opened(plan)
-    chosen = _given_plan(first, backend)
-    if chosen is not None:
-        _check_unplanned({"fix": fix, "forbid": forbid, "tolerance": tolerance})
+    settings, (phased, first) = adapt_settings(adapt, mem), split_phases(plan)
+    chosen = _plan_of_user(first, backend)
     _check_delay(chosen, delay)
+    for name, value in (("fix", fix), ("forbid", forbid), ("tolerance", tolerance)):
+        if chosen is not None and value not in (None, (), {}, []):
+            raise InputError(name, str(value), "The plan is given: leave one of the two out.")
     wanted = mode_named(mode or (Mode.TRAINING if chosen is None else chosen.mode))
-    if wanted is Mode.TRAINING and not any(parameter.requires_grad for parameter in model.parameters()):
+    trains = wanted is Mode.TRAINING
+    if trains and not any(parameter.requires_grad for parameter in model.parameters()):
         remedy = "Let at least one train (model.requires_grad_()), or give mode='inference'."
         raise InputError("model", "no parameter that requires a gradient", remedy)
     findings = None
-    if wanted is Mode.TRAINING and (check or verify):
+    if trains and (check or verify):
         findings = _tried_out(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
-    known = None
-    if uncaptured is not None and (wanted is Mode.INFERENCE or settings is not None):
+    if uncaptured is not None and (not trains or settings is not None):
         raise uncaptured
+    profiled = None
     if uncaptured is None and (chosen is None or settings is not None):
-        known = _profile(profile, model, example, _goal(loss_fn, wanted, model, example), blocks, precision, folder)
-    if chosen is None and known is not None:
-        _warn(_on_dead(known.graph) if dist.get_rank() == 0 else ())
-        source, budget = planned_from(known, learnt(settings, known), mem)
-        asked: PlanArguments = {"mem": budget, "batch": global_batch or batch_size(example), "gpus": world_size()}
-        if backend is not None:
-            asked["backend"] = backend
-        pinned: Any = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
-        for name, words in ({} if findings is None else findings.pins()).items():
-            pinned[name] = (*words, *pinned[name])
-        if settings is not None:
-            kept = (*settings.fix, *pinned["fix"]), (*settings.forbid, *pinned["forbid"])
-            settings = replace(settings, fix=kept[0], forbid=kept[1])
-        pinned |= {} if tolerance is None else {"tolerance": tolerance}
-        try:
-            chosen = _found_plan(source, {**asked, **pinned, **_plan_arguments(wanted, delay, pinned["fix"])}, delay)
-        except InputError as error:
-            why = "; ".join(() if findings is None else findings.notes())
-            if not why or (not fix and not forbid):
-                raise
-            remedy = f"{why[:1].upper()}{why[1:]}. {error.remedy}"
-            raise InputError(error.field, error.value, remedy) from error
-        if dist.get_rank() == 0:
-            say(f"plan: {plan_line(chosen)}")
-            notes = () if chosen.provenance is None else chosen.provenance.notes
-            for note in (*notes, *(() if findings is None else findings.notes())):
-                say(f"note: {note}")
-    if chosen is None and uncaptured is not None:
-        pinned = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
+        profiled = _profile(profile, model, example, _goal(loss_fn, trains, model, example), blocks, precision, folder)
+    if chosen is None:
+        pins = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
         samples = global_batch or batch_size(example)
-        chosen = _agreed(lambda: _without_graph(model, layers, samples, mem, precision, **pinned))
-        if dist.get_rank() == 0:
-            say(f"plan: {plan_line(chosen)}")
-            what = f"{uncaptured.field} ({uncaptured.value})"
-            say(f"note: values of tensors decide what {what} runs: costs are not known, and only plans of data "
-                "parallelism, ZeRO 1 and full recomputation run it")  # fmt: skip
-    assert chosen is not None
+        if profiled is None:
+            assert uncaptured is not None
+            chosen = _without_graph(model, layers, samples, mem, precision, pins, uncaptured)
+        else:
+            pinned = {} if findings is None else findings.pins()
+            pins = {name: (*pinned.get(name, ()), *words) for name, words in pins.items()}
+            if settings is not None:
+                kept = (*settings.fix, *pins["fix"]), (*settings.forbid, *pins["forbid"])
+                settings = replace(settings, fix=kept[0], forbid=kept[1])
+            notes = () if findings is None else findings.notes()
+            source, budget = correct_inputs(profiled, earlier_corrections(settings, profiled), mem)
+            asked: Any = {"mem": budget, "batch": samples, "gpus": world_size(), "forbid": pins["forbid"]}
+            asked |= _plan_arguments(wanted, delay, pins["fix"])
+            asked |= {} if backend is None else {"backend": backend}
+            asked |= {} if tolerance is None else {"tolerance": tolerance}
+            chosen = _searched(source, asked, delay, notes, explains=bool(fix or forbid))
     if uncaptured is not None:
         check_uncaptured(chosen, uncaptured)
     if findings is not None:
         for each in (chosen,) if phased is None else (phase.plan for phase in phased.phases):
             findings.check(each)
-    _warn(_on_size(chosen, model))
+    _warn(other_size(chosen, sum(one.numel() for one in model.parameters())))
     if verifier is not None:
         verifier.check(chosen)
-    asks: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed, **_compiling(chosen, compile)}
-    weight = loss_weight if findings is None or loss_weight is not None else findings.weight
-    asks |= {"loss_weight": weight, "loss_reduction": loss_reduction} if wanted is Mode.TRAINING else {}
+    given: dict[str, Any] = {"precision": precision, "init_fn": init_fn, "seed": seed}
+    given |= _checked_options(
+        chosen, expert_capacity=expert_capacity, randomness=randomness, local_batch=local_batch, compile=compile
+    )  # fmt: skip
+    if trains:
+        weight = loss_weight if findings is None or loss_weight is not None else findings.weight
+        given |= {"loss_weight": weight, "loss_reduction": loss_reduction}
     if findings is not None and findings.synced:
-        asks |= _syncing(chosen, findings.synced)
-    asks |= {} if expert_capacity is None else _with_capacity(chosen, expert_capacity)
-    asks |= _randomness(chosen, randomness)
-    asks |= {} if timeout is None else _with_timeout(chosen, timeout)
-    asks |= _local_batch(chosen) if local_batch else {}
+        given |= _syncing(chosen, findings.synced)
+    if timeout is not None:
+        _check_timeout(chosen, timeout)
+        given["timeout"] = timeout
     randomness_before.restore()  # as if nothing had been measured or traced
     with file_named(plan):
-        made = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **asks)
+        parallel = _kind_of(chosen)(model, chosen, layers, example, loss_fn=loss_fn, device=place, **given)
     if findings is not None:
-        made.plan_check = findings.check
-    steer(made, phased, settings, known)
-    watch_training(made if wanted is Mode.TRAINING else None, seen, known)
-    return made if wanted is Mode.TRAINING else _for_inference(made)
+        parallel.plan_check = findings.check
+    steer(parallel, phased, settings, profiled)
+    observe(parallel if trains else None, seen, profiled)
+    return parallel if trains else _for_inference(parallel)
 
 
-def _without_graph(
-    model: nn.Module, layers: Sequence[Layer], batch: int, mem: str | int, precision: str | None, **pins: Sequence[str]
-) -> Plan:
-    """A plan of a model whose values decide what it runs."""
-    from galvatron_lite.cluster.budget import budget_on
-    from galvatron_lite.cluster.probe import probe
+def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Verifier:
+    """Verifies the plan at launch, by the checks that need no values."""
+    from galvatron_lite.verify.checks import launch_checks
+    from galvatron_lite.verify.launched import Verifier
 
-    return uncaptured_plan(
-        type(model).__name__, layers, size=sum(one.nbytes for one in model.parameters()), devices=world_size(),
-        batch=batch, budget=budget_on(probe(), mem).least, precision=precision or precision_of(model), **pins,
-    )  # fmt: skip
+    return Verifier(model, batch, loss_fn, launch_checks)
+
+
+def _plan_of_user(plan: Plan | str | Path | None, backend: str | None) -> Plan | None:
+    """The user's plan, for the user's backend."""
+    known = [one.value for one in TrainedBy]
+    if backend not in (None, *known):
+        raise InputError("backend", str(backend), f"Give {' or '.join(known)}, or leave it out.")
+    if plan is None:
+        return None
+    checked = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
+    return check_runs(checked if backend is None else replace(checked, backend=TrainedBy(backend)))
+
+
+def _check_delay(plan: Plan | None, delay: str | None) -> None:
+    """Refuse a delay that is none of the known values, or that is not a given plan's."""
+    rules = [rule.value for rule in CyclicRule]
+    if delay not in (None, "cyclic", *rules):
+        raise InputError("delay", str(delay), f"Give 'cyclic', {' or '.join(map(repr, rules))}, or leave it out.")
+    if plan is None or delay is None:
+        return
+    rule = None if plan.cyclic is None else plan.cyclic.rule.value
+    if rule is None or delay not in ("cyclic", rule):
+        why = "delays no gradients" if rule is None else f"is one of {rule}"
+        remedy = f"The plan that was given {why}. Leave the plan out to find one, or the delay."
+        raise InputError("delay", delay, remedy)
 
 
 def _tried_out(
@@ -278,194 +291,20 @@ def _tried_out(
     reduction: str,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> Findings:
-    """What rank 0 finds out of the loss, on every rank."""
+    """Rank 0's findings about the loss, on every rank."""
     from galvatron_lite.runtime.loss_weight import check_reduction
     from galvatron_lite.verify.trial.check import try_model
 
     check_reduction(reduction, weight)
     options: dict[str, Any] = {"loss_fn": loss_fn, "weight": weight, "reduction": reduction, "init_fn": init_fn}
     findings: Findings = _agreed(lambda: try_model(model, batch, layers, **options))
-    if dist.get_rank() == 0:
-        _warn(findings.warnings())
+    _warn(findings.warnings())
     return findings
 
 
-def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Verifier:
-    """What verifies the plan at launch: the checks that need no values."""
-    from galvatron_lite.verify.checks import launch_checks
-    from galvatron_lite.verify.launched import Verifier
-
-    return Verifier(model, batch, loss_fn, launch_checks)
-
-
-def _with_capacity(plan: Plan, capacity: float) -> dict[str, Any]:
-    """The option that has experts drop tokens."""
-    if plan.cyclic is not None or plan.backend is not TrainedBy.GALVATRON:
-        raise InputError("expert_capacity", capacity, "Only plans of synchronous training with galvatron drop tokens.")
-    return {"expert_capacity": capacity}
-
-
-def _randomness(plan: Plan, wanted: str) -> dict[str, Any]:
-    """The option that decides random numbers."""
-    if wanted != "own" and (plan.cyclic is not None or plan.backend is not TrainedBy.GALVATRON):
-        raise InputError("randomness", wanted, "Under such a plan every rank draws for itself: take 'own'.")
-    return {} if wanted == "own" else {"randomness": wanted}
-
-
-def _with_timeout(plan: Plan, timeout: float) -> dict[str, Any]:
-    """How long a step waits for another rank."""
-    if not timeout > 0:
-        raise InputError("timeout", timeout, "It is in seconds, and more than 0.")
-    if plan.backend is TrainedBy.DEEPSPEED:
-        raise InputError(
-            "timeout", timeout, "DeepSpeed has its own: give it to deepspeed.init_distributed(timeout=...)."
-        )
-    return {"timeout": timeout}
-
-
-def _local_batch(plan: Plan) -> dict[str, Any]:
-    """The option that puts the ranks' batches together."""
-    if plan.cyclic is not None or plan.backend is not TrainedBy.GALVATRON:
-        raise InputError("local_batch", True, "Under such a plan every rank gives the same global batch: leave it out.")
-    return {"local_batch": True}
-
-
-def _check_unplanned(arguments: Mapping[str, Any]) -> None:
-    """Refuse what only a search can keep, where the plan is given."""
-    for name, value in arguments.items():
-        if value not in (None, (), {}, []):
-            raise InputError(name, str(value), "The plan is given: leave one of the two out.")
-
-
-def _syncing(plan: Plan, rules: Mapping[str, str]) -> dict[str, Any]:
-    """The option that keeps buffers alike that forward passes update; where what trains has none, a warning."""
-    if plan.cyclic is None and plan.backend is TrainedBy.GALVATRON and not plan.branches:
-        return {"synced_buffers": rules}
-    if dist.get_rank() == 0:
-        _warn([f"Forward passes update {', '.join(rules)} from the samples: under this plan each rank keeps its own."])
-    return {}
-
-
-def _compiling(plan: Plan, wanted: bool | str) -> dict[str, Any]:
-    """What compiles blocks, where something is to."""
-    if wanted is False:
-        return {}
-    if plan.cyclic is not None or plan.backend is TrainedBy.DEEPSPEED:
-        raise InputError("compile", wanted, "Leave it out: blocks are not compiled under such a plan.")
-    return {"compile": wanted}
-
-
-def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:
-    from galvatron_lite.runtime.engine import ParallelModel
-    from galvatron_lite.runtime.inference import InferenceModel
-
-    if not isinstance(model, ParallelModel):
-        what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"
-        raise InputError("mode", "inference", f"The plan is one {what}, which only trains.")
-    return InferenceModel(model)
-
-
-def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepSpeedModel]:
-    """What runs a plan."""
-    if plan.backend is TrainedBy.DEEPSPEED:
-        from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
-
-        return DeepSpeedModel
-    if plan.cyclic is not None:
-        from galvatron_lite.runtime.cyclic.model import CyclicModel
-
-        return CyclicModel
-    if plan.branches:
-        from galvatron_lite.runtime.branches.engine import BranchedModel
-
-        return BranchedModel
-    from galvatron_lite.runtime.engine import ParallelModel
-
-    return ParallelModel
-
-
-def _given_plan(plan: Plan | str | Path | None, backend: str | None) -> Plan | None:
-    """The plan that was given, for the backend that was."""
-    known = [one.value for one in TrainedBy]
-    if backend not in (None, *known):
-        raise InputError("backend", str(backend), f"Give {' or '.join(known)}, or leave it out.")
-    plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
-    if plan is None:
-        return None
-    given = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
-    return check_runs(given if backend is None else replace(given, backend=TrainedBy(backend)))
-
-
-def _plan_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
-    """What the planner is told of the mode and of delayed gradients, beside other pins."""
-    rules = [rule.value for rule in CyclicRule]
-    if mode is Mode.INFERENCE:
-        if delay is not None:
-            raise InputError("delay", delay, "Inference has no gradients: leave it out.")
-        return {"mode": mode, "fix": fix}
-    rule = (f"rule={delay}",) if delay in rules else ()
-    return {"mode": mode, "fix": (*fix, *rule), "allow_delay": delay is not None}
-
-
-def _check_delay(plan: Plan | None, delay: str | None) -> None:
-    """Refuse a delay that is none of the known values, or that is not a given plan's."""
-    rules = [rule.value for rule in CyclicRule]
-    if delay not in (None, "cyclic", *rules):
-        raise InputError("delay", str(delay), f"Give 'cyclic', {' or '.join(map(repr, rules))}, or leave it out.")
-    if plan is None or delay is None:
-        return
-    own = None if plan.cyclic is None else plan.cyclic.rule.value
-    if own is None or delay not in ("cyclic", own):
-        said = "delays no gradients" if own is None else f"is one of {own}"
-        raise InputError(
-            "delay", delay, f"The plan that was given {said}. Leave the plan out to find one, or the delay."
-        )
-
-
-def _found_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -> Plan:
-    """Rank 0's plan. Where the delay that is wanted is why there is none, the error speaks of it."""
-    try:
-        return _agreed_plan(profile, arguments)
-    except InputError as error:
-        if delay is None or error.field != "--fix schedule":
-            raise
-        shared = next((tie for tie in profile.graph.ties if tie.parameters), None)
-        if shared is None or "share parameters" not in error.remedy:
-            raise InputError("delay", delay, f"There is no such plan: {error.remedy}") from error
-        remedy = (
-            f"{shared.first} and {shared.second} share parameters, which stages would use at different versions. Untie "
-            "them (give each parameters of its own), or leave the delay out."
-        )
-        raise InputError("delay", delay, remedy) from error
-
-
-def _agreed_plan(profile: Profile, arguments: PlanArguments) -> Plan:
-    from galvatron_lite.api import plan as find
-
-    plan: Plan = _agreed(lambda: find(profile, **arguments))
-    return plan
-
-
-def _agreed(call: Callable[[], Any]) -> Any:
-    """What the call gives on rank 0, or its error, on every rank, so that no rank can differ."""
-    box: list[Any] = _tried(call) if dist.get_rank() == 0 else [None, None]
-    dist.broadcast_object_list(box)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]
-
-
-def _tried(call: Callable[[], Any]) -> list[Any]:
-    try:
-        return [call(), None]
-    except Exception as error:
-        return [None, error]
-
-
-def _goal(loss_fn: LossFn | None, mode: Mode, model: nn.Module, batch: Any) -> LossFn | None:
-    """What is profiled at the model's end: its loss; where it has none and is only run forward, all that it gives."""
-    training = mode is Mode.TRAINING or loss_fn is not None
-    return loss_fn if training or gives_loss(model, batch) else mean_of_outputs
+def _goal(loss_fn: LossFn | None, trains: bool, model: nn.Module, batch: Any) -> LossFn | None:
+    """The end of the profiled model: its loss; where it has none and is only run forward, all outputs."""
+    return loss_fn if trains or loss_fn is not None or gives_loss(model, batch) else mean_of_outputs
 
 
 def _profile(
@@ -500,19 +339,178 @@ def _profile(
         remember=False, brief=alone, graph=graph, branch_seconds=branch_seconds,
         progress=notices(f"no profile of this model on {world_size()} process(es) in {folder}/ yet; {how}"),
     )  # fmt: skip
-    if dist.get_rank() == 0:
-        say(f"measured in {monotonic() - begun:.0f} s; the next run reads it from {folder}/")
+    _say(f"measured in {monotonic() - begun:.0f} s; the next run reads it from {folder}/")
     return measured
 
 
-def _on_size(plan: Plan, model: nn.Module) -> tuple[str, ...]:
-    return other_size(plan, sum(one.numel() for one in model.parameters())) if dist.get_rank() == 0 else ()
+def _without_graph(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    batch: int,
+    mem: str | int,
+    precision: str | None,
+    pins: Mapping[str, Sequence[str]],
+    uncaptured: TraceError,
+) -> Plan:
+    """A plan of a model whose values decide what it runs."""
+    from galvatron_lite.cluster.budget import budget_on
+    from galvatron_lite.cluster.probe import probe
+
+    def find() -> Plan:
+        return uncaptured_plan(
+            type(model).__name__, layers, size=sum(one.nbytes for one in model.parameters()), devices=world_size(),
+            batch=batch, budget=budget_on(probe(), mem).least, precision=precision or precision_of(model), **pins,
+        )  # fmt: skip
+
+    plan: Plan = _agreed(find)
+    _say(f"plan: {plan_line(plan)}")
+    what = f"{uncaptured.field} ({uncaptured.value})"
+    _say(
+        f"note: values of tensors decide what {what} runs: costs are not known, and only plans of data "
+        "parallelism, ZeRO 1 and full recomputation run it"
+    )
+    return plan
+
+
+def _plan_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanArguments:
+    """Arguments of the planner for the mode and for delayed gradients."""
+    if mode is Mode.INFERENCE:
+        if delay is not None:
+            raise InputError("delay", delay, "Inference has no gradients: leave it out.")
+        return {"mode": mode, "fix": fix}
+    rule = (f"rule={delay}",) if delay in [rule.value for rule in CyclicRule] else ()
+    return {"mode": mode, "fix": (*fix, *rule), "allow_delay": delay is not None}
+
+
+def _searched(
+    profile: Profile, arguments: PlanArguments, delay: str | None, notes: Sequence[str], *, explains: bool
+) -> Plan:
+    """Rank 0's plan; errors tell, beside the user's pins (``explains``), of those that the model's loss needs."""
+    _warn(_on_dead(profile.graph))
+    try:
+        plan = _found_plan(profile, arguments, delay)
+    except InputError as error:
+        why = "; ".join(notes)
+        if not why or not explains:
+            raise
+        raise InputError(error.field, error.value, f"{why[:1].upper()}{why[1:]}. {error.remedy}") from error
+    _say(f"plan: {plan_line(plan)}")
+    for note in (*(() if plan.provenance is None else plan.provenance.notes), *notes):
+        _say(f"note: {note}")
+    return plan
+
+
+def _found_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -> Plan:
+    """Rank 0's plan. Where the wanted delay is why there is none, the error speaks of it."""
+    try:
+        return _agreed_plan(profile, arguments)
+    except InputError as error:
+        if delay is None or error.field != "--fix schedule":
+            raise
+        shared = next((tie for tie in profile.graph.ties if tie.parameters), None)
+        if shared is None or "share parameters" not in error.remedy:
+            raise InputError("delay", delay, f"There is no such plan: {error.remedy}") from error
+        remedy = (
+            f"{shared.first} and {shared.second} share parameters, which stages would use at different versions. Untie "
+            "them (give each parameters of its own), or leave the delay out."
+        )
+        raise InputError("delay", delay, remedy) from error
+
+
+def _agreed_plan(profile: Profile, arguments: PlanArguments) -> Plan:
+    from galvatron_lite.api import plan as find
+
+    plan: Plan = _agreed(lambda: find(profile, **arguments))
+    return plan
+
+
+def _agreed(call: Callable[[], Any]) -> Any:
+    """The call's result on rank 0, or its error, on every rank, so that no rank can differ."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = call()
+        except Exception as error:
+            box[1] = error
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+_OPTIONS = {
+    "expert_capacity": (None, "Only plans of synchronous training with galvatron drop tokens."),
+    "randomness": ("own", "Under such a plan every rank draws for itself: take 'own'."),
+    "local_batch": (False, "Under such a plan every rank gives the same global batch: leave it out."),
+    "compile": (False, "Leave it out: blocks are not compiled under such a plan."),
+}
+"""Options of synchronous training with galvatron alone: what they are if not given, and the remedy elsewhere."""
+
+
+def _checked_options(plan: Plan, **options: Any) -> dict[str, Any]:
+    """The options that are given; refused where the plan cannot have them."""
+    given = {name: value for name, value in options.items() if value != _OPTIONS[name][0]}
+    for name, value in given.items():
+        if plan.cyclic is not None or plan.backend is not TrainedBy.GALVATRON:
+            raise InputError(name, value, _OPTIONS[name][1])
+    return given
+
+
+def _check_timeout(plan: Plan, timeout: float) -> None:
+    if not timeout > 0:
+        raise InputError("timeout", timeout, "It is in seconds, and more than 0.")
+    if plan.backend is TrainedBy.DEEPSPEED:
+        remedy = "DeepSpeed has its own: give it to deepspeed.init_distributed(timeout=...)."
+        raise InputError("timeout", timeout, remedy)
+
+
+def _syncing(plan: Plan, rules: Mapping[str, str]) -> dict[str, Any]:
+    """The option that keeps buffers alike that forward passes update; where the trainer has none, a warning."""
+    if plan.cyclic is None and plan.backend is TrainedBy.GALVATRON and not plan.branches:
+        return {"synced_buffers": rules}
+    _warn([f"Forward passes update {', '.join(rules)} from the samples: under this plan each rank keeps its own."])
+    return {}
+
+
+def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepSpeedModel]:
+    """The class that runs a plan."""
+    if plan.backend is TrainedBy.DEEPSPEED:
+        from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
+
+        return DeepSpeedModel
+    if plan.cyclic is not None:
+        from galvatron_lite.runtime.cyclic.model import CyclicModel
+
+        return CyclicModel
+    if plan.branches:
+        from galvatron_lite.runtime.branches.engine import BranchedModel
+
+        return BranchedModel
+    from galvatron_lite.runtime.engine import ParallelModel
+
+    return ParallelModel
+
+
+def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:
+    from galvatron_lite.runtime.derived import InferenceModel
+    from galvatron_lite.runtime.engine import ParallelModel
+
+    if not isinstance(model, ParallelModel):
+        what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"
+        raise InputError("mode", "inference", f"The plan is one {what}, which only trains.")
+    return InferenceModel(model)
 
 
 def _on_dead(graph: ModelGraph) -> tuple[str, ...]:
     return dead_note(graph.dead, graph.parameters, "an output or the loss")
 
 
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        say(line)
+
+
 def _warn(messages: Sequence[str]) -> None:
-    for message in messages:
+    """Warn on rank 0."""
+    for message in messages if dist.get_rank() == 0 else ():
         warnings.warn(message, stacklevel=4)

@@ -93,9 +93,9 @@ class PlanRequest:
         Raises:
             InputError: an unknown argument, or one that cannot be read; names it.
         """
-        check_names(arguments, ("profile", *PlanArguments.__annotations__, *others))
+        _check_names(arguments, ("profile", *PlanArguments.__annotations__, *others))
         for name in ("model", "cluster", "precision"):
-            check_name(name, arguments.get(name))
+            _check_name(name, arguments.get(name))
         fix = arguments.get("fix", ())
         return cls(
             profile=profile,
@@ -111,7 +111,7 @@ class PlanRequest:
             schedules=texts("schedules", arguments.get("schedules")),
             backend=arguments.get("backend", "galvatron"),
             mode=mode_named(arguments.get("mode", "training")),
-            allow_delay=switch("allow_delay", arguments.get("allow_delay", False)),
+            allow_delay=_flag("allow_delay", arguments.get("allow_delay", False)),
             margin=share("--margin", arguments.get("margin")),
             progress=arguments.get("progress"),
         )
@@ -155,8 +155,7 @@ class PlanRequest:
         )
 
 
-def check_names(names: Iterable[str], allowed: Sequence[str]) -> None:
-    """Refuse an argument that there is not."""
+def _check_names(names: Iterable[str], allowed: Sequence[str]) -> None:
     for name in names:
         if name not in allowed:
             meant = f"Did you mean {_ALIASES[name]}? " if name in _ALIASES else near(name, allowed)
@@ -191,8 +190,7 @@ def mode_named(value: object) -> Mode:
     return Mode(value)
 
 
-def switch(name: str, value: object) -> bool:
-    """Yes or no."""
+def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InputError(name, value, "Give True or False.")
     return value
@@ -249,7 +247,6 @@ def size(name: str, value: object) -> int | None:
     return integer(name, parse_bytes(value, name) if isinstance(value, str) else value)
 
 
-def check_name(name: str, value: object) -> None:
-    """Check the name of a model, cluster or precision, or the path of its file."""
+def _check_name(name: str, value: object) -> None:
     if isinstance(value, (int, float, list, tuple, dict)):
         raise InputError(name, value, "Give a name, or the path of a file.")

@@ -195,14 +195,6 @@ def rectangle(x: float, y: float, width: float, height: float, class_: str, titl
     return element("rect", *told, x=x, y=y, width=max(width, 0.0), height=height, class_=class_)
 
 
-def boxes(places: Iterable[tuple[float, float, float, float]]) -> str:
-    """Path data of many rectangles (x, y, width, height), to be drawn as one."""
-    return "".join(
-        f"M{_written(x)} {_written(y)}h{_written(width)}v{_written(height)}h{_written(-width)}z"
-        for x, y, width, height in places
-    )
-
-
 def area(tops: Sequence[Point], floor: Sequence[Point]) -> str:
     """Path data of what lies between an upper line and a lower one."""
     return f"M{_line(tops)}L{_line(list(reversed(floor)))}z"
@@ -218,7 +210,6 @@ def _line(points: Sequence[Point]) -> str:
 
 
 def _written(value: object) -> str:
-    """A number with one decimal at most."""
     if isinstance(value, float):
         return f"{value:.1f}".removesuffix(".0") if abs(value) >= 0.05 else "0"
     return str(value)
@@ -249,20 +240,19 @@ def byte_marks(most: float, count: int = 4) -> list[float]:
     return marks(most, count, base)
 
 
-def same_unit(values: list[float], write: Callable[[float], str]) -> list[str]:
-    """Values as they are written, with 0 in the unit of the others."""
+def _same_unit(values: list[float], write: Callable[[float], str]) -> list[str]:
     words = [write(value) for value in values]
     return ["0" if value == 0.0 else word for value, word in zip(values, words, strict=True)]
 
 
 def second_words(values: list[float]) -> list[str]:
     """Seconds at an axis."""
-    return same_unit(values, lambda value: format_seconds(float(f"{value:.6g}")))
+    return _same_unit(values, lambda value: format_seconds(float(f"{value:.6g}")))
 
 
 def byte_words(values: list[float]) -> list[str]:
     """Sizes at an axis, without ``.0``."""
-    return same_unit(values, lambda value: format_bytes(value).replace(".0 ", " "))
+    return _same_unit(values, lambda value: format_bytes(value).replace(".0 ", " "))
 
 
 def percent(share: float) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +42,10 @@ SECTIONS = (
     )),
     Section("What `auto_parallelize` returns", "Which of them depends on the plan.", (
         "runtime.engine.ParallelModel", "runtime.cyclic.model.CyclicModel", "runtime.branches.engine.BranchedModel",
-        "runtime.deepspeed.engine.DeepSpeedModel", "runtime.inference.InferenceModel",
+        "runtime.deepspeed.engine.DeepSpeedModel", "runtime.derived.InferenceModel",
     ), TRAIN + STATE + CHANGE),
     Section("Checkpoints outside a run", "", (
-        "runtime.checkpoint.whole.load_into", "runtime.checkpoint.huggingface.load_safetensors",
+        "runtime.checkpoint.unsplit.load_into", "runtime.checkpoint.huggingface.load_safetensors",
         "runtime.cyclic.checkpoint.flushed_state",
     )),
     Section("What is passed on", "Values that can be written to a file, read back and looked at.", (
@@ -176,19 +174,5 @@ def plain(text: str) -> str:
     return re.sub(r"``(.+?)``", r"`\1`", text, flags=re.DOTALL).replace("<", "&lt;").strip()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, or look whether it is as it would be written; 1 where it is not."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only look; exit status 1 where it is out of date")
-    options = parser.parse_args(arguments)
-    made = page()
-    if options.check:
-        is_same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == made
-        print("docs/api.md is up to date" if is_same else "docs/api.md is out of date: run scripts/docs_api")
-        return 0 if is_same else 1
-    write_text(PAGE, made)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    write_text(PAGE, page())

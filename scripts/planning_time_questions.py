@@ -10,7 +10,7 @@ from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import build_graph, load_shape
 from galvatron_lite.model.shapes.images.flow import ImageFlow
-from galvatron_lite.model.shapes.images.network import NetworkBuilder
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 
@@ -95,7 +95,7 @@ def pyramid(layers: int) -> ModelGraph:
         stage = 4 * place // blocks
         halves = stage > 0 and 4 * (place - 1) // blocks < stage
         net.block(_bottleneck, width=256 + 4 * place, stride=2 if halves else 1)
-    return net.finish(1000, PRECISION)
+    return net.end(PRECISION, classify, classes=1000)
 
 
 def _stem(flow: ImageFlow) -> None:

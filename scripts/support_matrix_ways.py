@@ -10,7 +10,7 @@ from typing import Any
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role
 from galvatron_lite.parallelism.context.cost import attention_of
 from galvatron_lite.parallelism.registry import DIMENSIONS
-from galvatron_lite.parallelism.spatial.cost import splits_pixels
+from galvatron_lite.parallelism.spatial.grids import splits_pixels
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.plans.spelled import parse_strategy

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from galvatron_lite.model.zoo.convnext import ConvNeXt, ConvNeXtConfig
+from galvatron_lite.model.shapes import ConvNextShape
+from galvatron_lite.model.zoo.convnext import ConvNeXt
 
 CLASSES = 6
 SIDE = 256
@@ -16,7 +17,7 @@ BATCH = 4
 SEED = 0
 LEARNING_RATE = 2e-3
 MAX_GRAD_NORM = 1.0
-CONFIG = ConvNeXtConfig(depths=(2, 3), widths=(32, 64), kernel=7, scale=0.1, height=SIDE, width=SIDE, classes=CLASSES)
+CONFIG = ConvNextShape(depths=(2, 3), widths=(32, 64), image_size=SIDE, classes=CLASSES)
 
 
 def waves(labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -44,4 +45,4 @@ def batches(count: int, samples: int = BATCH, seed: int = SEED) -> Iterator[dict
 def make() -> tuple[ConvNeXt, dict[str, Tensor]]:
     """The model and an example batch, for ``galvatron profile scripts/train_convnext_model.py:make``."""
     torch.manual_seed(SEED)
-    return ConvNeXt(CONFIG), next(batches(1))
+    return ConvNeXt(CONFIG, scale=0.1), next(batches(1))

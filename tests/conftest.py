@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("shared")
 
 LONGEST = (
     "equivalence/test_plans.py",
-    "runtime/switch/test_live.py",
+    "runtime/reshard/test_reshard.py",
     "runtime/test_faults.py",
     "runtime/test_loss_weight.py",
     "equivalence/test_experts.py",

@@ -5,7 +5,7 @@ is taken away for a while, sleeps longer. Here waiting is not done but counted, 
 what is not waiting is measured, in processor seconds of the thread that trains. While a process stands still, so does
 its clock.
 
-Processes that wait for one another tell each other what their clocks show (``tests/runtime/adapt/slow_link.py``).
+Processes that wait for one another tell each other what their clocks show (``tests/runtime/monitor/slow_link.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unittest.mock import patch
 import numpy as np
 from torch.profiler import record_function
 
-READERS = ("live.clock", "adapt.clock", "adapt.monitor", "adapt.links")
+READERS = ("monitor.clock", "monitor.adaptive")
 """Modules of ``galvatron_lite.runtime`` that ask for the time while a model trains."""
 _MARK = "known time "
 _BESIDE = 1e-6

@@ -41,7 +41,7 @@ def _(answer: BestBatch) -> AnswerText:
     rows = tuple(
         (str(p.batch), *_speed(p), f"{p.rate / top:.1%}", *_plan(p))
         if p.plan is not None
-        else (str(p.batch), "", "", "", "", why(p))
+        else (str(p.batch), "", "", "", "", _reason(p))
         for p in answer.points
     )
     sentence = ""
@@ -66,7 +66,7 @@ def _(answer: Fewest) -> AnswerText:
     rows = tuple(
         (_span(run, "devices"), str(run[0].batch) if len({p.batch for p in run}) == 1 else "",
          *_speed(run[0], answer.target.goal),
-         *(_plan(run[0]) if run[0].plan is not None else ("", why(run[-1]))))
+         *(_plan(run[0]) if run[0].plan is not None else ("", _reason(run[-1]))))
         for run in _runs(answer.points)
     )  # fmt: skip
     chosen = answer.answer
@@ -77,7 +77,7 @@ def _(answer: Fewest) -> AnswerText:
             f"{_pace(chosen, answer.target.goal)}."
         )
     else:
-        sentence = missed(answer)
+        sentence = _missed(answer)
     notes = ("Looked at: every number of GPUs to a node, then whole nodes, up to the answer.",)
     columns = ("GPUs", "batch", "step", _unit(answer.target.goal), "memory", "plan")
     return AnswerText(columns, rows, sentence, (*notes, *_unfinished(answer.complete)), chosen)
@@ -94,7 +94,7 @@ def _(answer: Cheapest) -> AnswerText:
         )
         for cost in answer.costs
     ]  # fmt: skip
-    rows += [(p.devices, (str(p.devices), str(p.batch), "", "", "", "", why(p))) for p in answer.missing]
+    rows += [(p.devices, (str(p.devices), str(p.batch), "", "", "", "", _reason(p))) for p in answer.missing]
     columns = ("GPUs", "batch", "cost", "time", "GPU-hours", "step", "")
     notes = (
         f"Looked at: 1, 2, 3, 4, 6, 8 … GPUs and nodes (2^a and 3 * 2^a), up to {rows and max(rows)[0]} GPUs "
@@ -114,10 +114,10 @@ def _(answer: Cheapest) -> AnswerText:
 @answer_text.register
 def _(answer: ParetoFront) -> AnswerText:
     top = answer.points[0].seconds if answer.points else 1.0
-    certain = all(proven(p) for p in answer.points)
+    certain = all(_is_proven(p) for p in answer.points)
     rows = tuple(
         (format_bytes(p.peak), format_seconds(p.seconds), f"{p.seconds / top - 1:+.0%}", _summary(p),
-         *(() if certain else ("yes" if proven(p) else _gap(p),)))
+         *(() if certain else ("yes" if _is_proven(p) else _gap(p),)))
         for p in answer.points
     )  # fmt: skip
     columns = ("memory", "step", "slower by", "plan", *(() if certain else ("proven",)))
@@ -131,15 +131,13 @@ def _(answer: ParetoFront) -> AnswerText:
     return AnswerText(columns, rows, sentence, notes)
 
 
-def why(point: Point) -> str:
-    """Why a point has no plan, in short."""
+def _reason(point: Point) -> str:
     if point.needs is not None:
         return f"does not fit: needs {format_budget(point.needs, up=True)} a GPU"
     return point.reason.rpartition("cannot be used. ")[2].partition(". ")[0].rstrip(".")
 
 
-def missed(answer: Fewest) -> str:
-    """That no number of devices is enough, and what comes nearest."""
+def _missed(answer: Fewest) -> str:
     most = answer.points[-1].devices if answer.points else 0
     planned = [point for point in answer.points if point.plan is not None]
     nearest = ""
@@ -154,7 +152,7 @@ def missed(answer: Fewest) -> str:
             f"{_gpus(best.devices)}."
         )
     elif answer.points:
-        nearest = f" On {_gpus(most)}: {why(answer.points[-1])}."
+        nearest = f" On {_gpus(most)}: {_reason(answer.points[-1])}."
     return f"No number of GPUs up to {most} {_reach(answer.target, False)}.{nearest} Try more --gpus."
 
 
@@ -235,8 +233,7 @@ def _summary(point: Point) -> str:
     return "" if point.plan is None else summary(point.plan)
 
 
-def proven(point: Point) -> bool:
-    """Whether the search proved that a point's plan is the fastest."""
+def _is_proven(point: Point) -> bool:
     source = None if point.plan is None else point.plan.provenance
     return source is not None and source.proof is Proof.PROVEN
 
@@ -275,12 +272,12 @@ def as_data(answer: Answer) -> dict[str, Any]:
     chosen = answer_text(answer).chosen
     data: dict[str, Any] = {"question": _QUESTIONS[type(answer)], "complete": answer.complete}
     if isinstance(answer, Cheapest):
-        data["points"] = [_cost_data(cost) for cost in answer.costs] + [point_data(p) for p in answer.missing]
+        data["points"] = [_cost_data(cost) for cost in answer.costs] + [_point_data(p) for p in answer.missing]
         data["frontier"] = [cost.point.devices for cost in answer.frontier]
         data |= {"price": answer.price, "within": answer.deadline}
         data["answer"] = None if answer.answer is None else _cost_data(answer.answer)
     else:
-        data["points"] = [point_data(point) for point in answer.points]
+        data["points"] = [_point_data(point) for point in answer.points]
     if isinstance(answer, BestBatch):
         data["saturated"] = None if answer.saturated is None else answer.saturated.batch
         data["ceiling"] = answer.ceiling if answer.ceiling < float("inf") else None
@@ -289,7 +286,7 @@ def as_data(answer: Answer) -> dict[str, Any]:
     if isinstance(answer, ParetoFront):
         data |= {"step": answer.step, "least": answer.least}
     elif not isinstance(answer, Cheapest):
-        data["answer"] = None if chosen is None else point_data(chosen)
+        data["answer"] = None if chosen is None else _point_data(chosen)
     if not isinstance(answer, ParetoFront):
         data["plan"] = None if chosen is None or chosen.plan is None else to_data(chosen.plan)
     return data
@@ -298,8 +295,7 @@ def as_data(answer: Answer) -> dict[str, Any]:
 _QUESTIONS = {BestBatch: "best_batch", Fewest: "fewest_devices", Cheapest: "cheapest", ParetoFront: "pareto_front"}
 
 
-def point_data(point: Point) -> dict[str, Any]:
-    """A point as plain data; one without a plan has its reason."""
+def _point_data(point: Point) -> dict[str, Any]:
     data: dict[str, Any] = {"devices": point.devices, "batch": point.batch, "budget": point.budget}
     if point.plan is None or point.prediction is None:
         return data | {"reason": point.reason, "needs": point.needs}
@@ -308,10 +304,10 @@ def point_data(point: Point) -> dict[str, Any]:
         "samples_per_second": point.rate,
         "tokens_per_second": point.prediction.tokens_per_second,
         "peak_memory": point.peak,
-        "proven": proven(point),
+        "proven": _is_proven(point),
         "plan": summary(point.plan),
     }
 
 
 def _cost_data(cost: RunCost) -> dict[str, Any]:
-    return point_data(cost.point) | {"run_seconds": cost.seconds, "device_hours": cost.device_hours, "cost": cost.cost}
+    return _point_data(cost.point) | {"run_seconds": cost.seconds, "device_hours": cost.device_hours, "cost": cost.cost}

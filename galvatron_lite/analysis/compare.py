@@ -98,7 +98,6 @@ def _notes(plans: Mapping[str, Plan], profile: Profile) -> Iterator[str]:
 
 
 def _buys(first: Compared, other: Compared) -> Buys:
-    """What a plan buys over the first one; by samples a second where their batches are unlike."""
     seconds, size = other.step_seconds - first.step_seconds, other.peak_bytes - first.peak_bytes
     gain = other.samples_per_second / first.samples_per_second - 1.0
     told = _more(seconds, format_seconds(abs(seconds)), " a step", "takes as long a step")
@@ -118,7 +117,6 @@ def _more(difference: float, words: str, per: str, same: str) -> str:
 
 
 def _differences(plans: Sequence[Plan], profile: Profile) -> Iterator[LayerDifference]:
-    """Runs of consecutive layers that some plan does otherwise."""
     names = [layer.name for layer in profile.graph.layers]
     columns = [_by_layer(plan, names) for plan in plans]
     rows = [tuple(column.get(name, NOWHERE) for column in columns) for name in names]
@@ -129,7 +127,6 @@ def _differences(plans: Sequence[Plan], profile: Profile) -> Iterator[LayerDiffe
 
 
 def _by_layer(plan: Plan, names: Sequence[str]) -> dict[str, str]:
-    """What a plan does with each layer: its strategy, and its stage or branch where there are several."""
     found: dict[str, str] = {}
     several = len(plan.stages) > 1
     places = [(f"stage {number}: " if several else "", stage.runs) for number, stage in enumerate(plan.stages)]

@@ -56,8 +56,7 @@ from galvatron_lite.search.shapes import Request
 from galvatron_lite.units import format_budget, format_bytes, format_seconds
 
 
-def trust_in(profile: Profile) -> Trust:
-    """How sure what is predicted from a profile is."""
+def _trust_in(profile: Profile) -> Trust:
     origin, links = profile.origin, profile.communication_origin
     estimated = origin.kind is OriginKind.ESTIMATED
     expected = expected_error(profile.graph, load_calibration())
@@ -78,7 +77,6 @@ def trust_in(profile: Profile) -> Trust:
 
 
 def _constants(cluster: Cluster) -> Iterator[Constants]:
-    """What the constants of the cluster's devices were fitted to."""
     calibration = load_calibration()
     names = [entry_for(calibration, "devices", group.device.name, DEFAULT) for group in cluster.types]
     for name in dict.fromkeys(names):
@@ -90,13 +88,10 @@ def _constants(cluster: Cluster) -> Iterator[Constants]:
 def _missing(estimated: bool, expected: ExpectedError) -> list[str]:
     said = []
     if not estimated:
-        said.append(
-            "no error is kept with a measured profile (`galvatron validate` measures that of estimates): train some "
-            "steps and hold them against the prediction"
-        )
+        said.append("the error of a measured profile: train some steps and compare (galvatron diagnose)")
     elif expected.error is None:
-        said.append(f"the error of estimated step times was not measured for {expected.models}")
-    said.append("prices and what-ifs are differences of two predictions; their error is not measured")
+        said.append(f"the error of estimated step times of {expected.models}")
+    said.append("the error of prices and what-ifs, which are differences of two predictions")
     return said
 
 
@@ -139,14 +134,14 @@ def _compute(time: TimeAccount, price: MemoryPrice | None, what_ifs: Sequence[Wh
     )
 
 
-def fullest(memory: Sequence[StageMemory], price: MemoryPrice | None = None) -> StageMemory:
-    """The group whose memory binds: of those that a quicker plan needs more in, else of all, that which is fullest."""
+def _fullest(memory: Sequence[StageMemory], price: MemoryPrice | None = None) -> StageMemory:
+    """The group whose memory binds: of those that a quicker plan needs more in, else of all, that which is _fullest."""
     wanted = [own for own in memory if price is not None and own.group in price.wanted_groups]
     return max(wanted or memory, key=lambda own: own.used_bytes / max(own.budget_bytes, 1))
 
 
 def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequence[RunChoice]) -> Bound:
-    full = fullest(memory, price)
+    full = _fullest(memory, price)
     where = f"stage {', '.join(map(str, full.stages))}" if len(memory) > 1 else "every device"
     when = f", at its worst in {full.moment}" if full.moment else ""
     told = f"memory of {where}: {format_bytes(full.used_bytes)} of {format_bytes(full.budget_bytes)}{when}"
@@ -211,7 +206,6 @@ def _at_most(what: Constraint, words: str, seconds: float, time: TimeAccount, ch
 
 
 def _saved(time: TimeAccount, one: WhatIf) -> float:
-    """Seconds of a step of the same samples."""
     return time.step_seconds * (1.0 - 1.0 / (1.0 + one.gain)) if one.gain is not None else 0.0
 
 
@@ -240,13 +234,11 @@ def _balance(priced: PricedStages) -> Iterator[Bound]:
 
 SECONDS = 120.0  # for planning anew, where nobody says
 MOST_ASKED = 24  # searches that an explanation makes, about
-_NOT_WANTED = "prices by planning anew, runner-ups and what-ifs: not asked for (--no-what-if)"
+_NOT_WANTED = "searches for prices, runner-ups and what-ifs (--no-what-if)"
 
 
 @dataclass(slots=True)
 class _Anew:
-    """What planning anew told."""
-
     price: MemoryPrice | None = None
     what_ifs: tuple[WhatIf, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
@@ -308,7 +300,7 @@ def _put_together(
         price=price,
         runners_up=anew.runners_up,
         what_ifs=anew.what_ifs,
-        trust=trust_in(session.profile),
+        trust=_trust_in(session.profile),
         left_out=(*_unsaid(plan), *anew.left_out),
         notes=plan.provenance.notes if plan.provenance else (),
     )
@@ -333,7 +325,6 @@ def _plain_memory(plan: Plan, budget: Budget) -> tuple[StageMemory, ...]:
 
 
 def _unsaid(plan: Plan) -> list[str]:
-    """What is not said of plans of its kind."""
     said = []
     if plan.branches:
         said.append("time by part, runs of layers and bounds: branches on devices of their own are priced as regions")
@@ -345,7 +336,6 @@ def _unsaid(plan: Plan) -> list[str]:
 
 
 def _anew(setting: PlanSetting, plan: Plan, budget: Budget, clock: TimeLimit, *, what_if: bool) -> _Anew:
-    """What planning anew tells, as far as the time goes."""
     if not what_if:
         told = _Anew(left_out=(_NOT_WANTED,))
         if explained_in_parts(plan):
@@ -386,7 +376,6 @@ def _rate(plan: Plan, price: MemoryPrice | None) -> float:
 def _price(
     setting: PlanSetting, plan: Plan, budget: Budget, clock: TimeLimit, *, same_shape: bool
 ) -> tuple[MemoryPrice | None, tuple[str, ...]]:
-    """The price of memory, or why there is none."""
     try:
         return price_of_memory(setting, clock, plan, budget, same_shape=same_shape), ()
     except (OutOfTimeError, InfeasibleError, InputError) as error:

@@ -23,7 +23,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.schema import LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.search.alternatives import UNBOUNDED
 from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.problem import is_glued
@@ -34,7 +34,7 @@ from galvatron_lite.search.space import UNPINNED, Fixed, Space, microbatch_count
 from galvatron_lite.search.tables import glue_of
 
 
-def keeps_rules(graph: ModelGraph, stages: Sequence[range], strategies: Sequence[Strategy]) -> bool:
+def _keeps_rules(graph: ModelGraph, stages: Sequence[range], strategies: Sequence[Strategy]) -> bool:
     """Whether the layers at the model's ends, or at the boundaries of stages, are laid out alike as they must be."""
     if len(stages) > 1:
         cuts = [inside.start for inside in stages[1:]]
@@ -77,15 +77,13 @@ AXES = (
 
 
 @dataclass(frozen=True, slots=True)
-class NeighbourStep:
-    """A strategy next to another one."""
-
+class _NeighbourStep:
     axis: PlanDimension  # in which they differ
     strategy: Strategy  # the other
     off: bool  # whether it does without the axis, which the first one uses
 
 
-def steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[NeighbourStep]:
+def _steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[_NeighbourStep]:
     """The strategies next to the chosen one among those that are offered.
 
     Along a dimension that splits: no use of it, and the next degrees below and above; where fewer devices share a
@@ -95,7 +93,7 @@ def steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[Neighb
     for axis in AXES:
         found = [one for one in every if _differs_only_in(axis, chosen, one)]
         for one in found if axis.degree is None else _next(axis, chosen, found):
-            yield NeighbourStep(axis, one, axis.used(chosen) and not axis.used(one))
+            yield _NeighbourStep(axis, one, axis.used(chosen) and not axis.used(one))
 
 
 def _differs_only_in(axis: PlanDimension, chosen: Strategy, other: Strategy) -> bool:
@@ -132,8 +130,6 @@ Fits = Callable[[Plan], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """Runs that do the same."""
-
     stages: tuple[int, ...]  # that hold them
     runs: tuple[LayerRun, ...]  # one of each stage
     places: tuple[int, ...]  # of all their layers
@@ -180,7 +176,6 @@ def _choice(priced: PricedStages, alike: _Alike, space: Space, fits: Fits) -> Ru
 
 
 def _seconds(priced: PricedStages, alike: _Alike) -> float:
-    """Of a step, mean over the stages."""
     total, times = 0.0, priced.shape.microbatches
     for stage in alike.stages:
         for place, cost in zip(priced.ranges[stage], priced.stages[stage].layers, strict=True):
@@ -190,7 +185,6 @@ def _seconds(priced: PricedStages, alike: _Alike) -> float:
 
 
 def _offered(space: Space, kinds: Sequence[str], devices: int) -> list[Strategy]:
-    """What all kinds may do."""
     every = [space.strategies(kind, devices, UNPINNED) for kind in kinds]
     others = [set(own) for own in every[1:]]
     return [one for one in every[0] if all(one in own for own in others)]
@@ -200,7 +194,7 @@ def _neighbours(priced: PricedStages, alike: _Alike, offered: Sequence[Strategy]
     """The neighbours; of those of a dimension and degree the quickest that fits, or the leanest."""
     chosen = alike.runs[0].strategy
     places = _tied(priced, alike.places)
-    by_axis = groupby(steps_from(chosen, offered), key=lambda step: step.axis.name)
+    by_axis = groupby(_steps_from(chosen, offered), key=lambda step: step.axis.name)
     for _, steps in by_axis:
         told: dict[object, Neighbour] = {}
         for step in steps:
@@ -223,15 +217,14 @@ def _tied(priced: PricedStages, places: Sequence[int]) -> frozenset[int]:
 
 
 def _neighbour(
-    priced: PricedStages, alike: _Alike, places: frozenset[int], step: NeighbourStep, fits: Fits
+    priced: PricedStages, alike: _Alike, places: frozenset[int], step: _NeighbourStep, fits: Fits
 ) -> Neighbour | None:
-    """The plan with the step taken, priced; None where nothing could run or price it."""
     changed = [step.strategy if place in places else own for place, own in enumerate(priced.strategies)]
     graph = priced.pricer.profile.graph
-    if keeps_rules(graph, priced.ranges, priced.strategies) and not keeps_rules(graph, priced.ranges, changed):
+    if _keeps_rules(graph, priced.ranges, priced.strategies) and not _keeps_rules(graph, priced.ranges, changed):
         return None
     try:
-        other = price_staged(priced.pricer, with_strategies(priced, changed))
+        other = price_staged(priced.pricer, _with_strategies(priced, changed))
     except InputError:
         return None
     before, after = (max(plan.stages[stage].memory.total for stage in alike.stages) for plan in (priced.plan, other))
@@ -240,8 +233,7 @@ def _neighbour(
     return Neighbour(step.axis.name, str(step.strategy), step.off, added, after - before, fits(other))
 
 
-def with_strategies(priced: PricedStages, strategies: Sequence[Strategy]) -> Plan:
-    """The plan with other strategies of the model's layers, without its prediction."""
+def _with_strategies(priced: PricedStages, strategies: Sequence[Strategy]) -> Plan:
     layers = priced.pricer.profile.graph.layers
     stages: list[Stage] = []
     for inside, stage in zip(priced.ranges, priced.plan.stages, strict=True):
@@ -289,7 +281,6 @@ def _best(session: Session, request: Request, plan: Plan, pinned: Pinned) -> Run
 
 
 def _others(request: Request, plan: Plan) -> Iterator[Pinned]:
-    """What is chosen otherwise, dimension by dimension."""
     degrees, here = request.pipelines, plan.pipeline
     for degree in _beside(degrees, here):
         yield "pipeline", str(here), str(degree), Fixed(pipeline=degree)
@@ -297,20 +288,18 @@ def _others(request: Request, plan: Plan) -> Iterator[Pinned]:
         yield "micro-batches", str(plan.microbatches), str(count), Fixed(pipeline=here, microbatches=count)
     if here > 1:
         for schedule in request.schedules:
-            if schedule is not plan.schedule and schedule is not Schedule.CYCLIC:
+            if schedule is not plan.schedule and schedule.executable:
                 yield "schedule", plan.schedule.value, schedule.value, Fixed(pipeline=here, schedule=schedule)
-    most = most_used(plan)
+    most = _most_used(plan)
     for axis in AXES:
         yield from _along(axis, request, plan, most)
 
 
 def _beside(values: tuple[int, ...], here: int) -> tuple[int, ...]:
-    """The values next to one."""
     return (*[one for one in values if one < here][-1:], *[one for one in values if one > here][:1])
 
 
-def most_used(plan: Plan) -> Strategy:
-    """The strategy of most layers."""
+def _most_used(plan: Plan) -> Strategy:
     used = Counter[Strategy]()
     for run in (run for stage in plan.stages for run in stage.runs):
         used[run.strategy] += run.count

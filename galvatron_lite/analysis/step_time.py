@@ -31,12 +31,12 @@ from galvatron_lite.cost.timeline import GroupTimeline, timeline, untimed
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, OperatorClass
 from galvatron_lite.parallelism.base import Communication, Moment
-from galvatron_lite.parallelism.channel.sliced import sliced_kind
+from galvatron_lite.parallelism.channel.parts import sliced_kind
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.schedule import Pass, group_of, stage_at
 from galvatron_lite.parallelism.spatial.cost import samples_of
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Plan, Prediction, Schedule
+from galvatron_lite.plans.schema import Plan, Prediction
 from galvatron_lite.profiler.estimate import stack_constants
 from galvatron_lite.profiler.roofline import Machine, machine_of, operator_seconds
 from galvatron_lite.profiler.schema import OriginKind
@@ -292,7 +292,6 @@ def _waiting(priced: PricedStages, busy: float) -> Iterator[tuple[Key, float]]:
 
 
 def _stage(priced: PricedStages, stage: int, operations: Operations) -> Iterator[Item]:
-    """What a stage takes of a step."""
     cost, times = priced.stages[stage], priced.shape.microbatches
     for place, layer in zip(priced.ranges[stage], cost.layers, strict=True):
         yield from _compute(priced, place, layer, operations)
@@ -348,8 +347,6 @@ def _communication(priced: PricedStages, stage: int, place: int, layer: LayerCos
 
 MOST_PASSES = 4096
 """Passes of a step above which the moment is looked for in a step of fewer micro-batches, where it is the same one."""
-_SETTLED = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
-"""Schedules that hold as many micro-batches at once in a long step as in one of a few rounds."""
 _WORDS = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward", Pass.WEIGHT: "gradients of weights"}
 
 
@@ -365,7 +362,7 @@ def memory_of(priced: PricedStages, budget: Budget) -> tuple[StageMemory, ...]:
 def _shorter(plan: Plan) -> Plan:
     """The plan with fewer micro-batches of the same size, where that moves no peak of memory."""
     fewest = 3 * len(plan.stages)
-    if plan.schedule not in _SETTLED or 2 * len(plan.stages) * plan.microbatches <= MOST_PASSES:
+    if not plan.schedule.settles or 2 * len(plan.stages) * plan.microbatches <= MOST_PASSES:
         return plan
     count = min(-(-fewest // plan.pipeline) * plan.pipeline, plan.microbatches)
     return replace(plan, microbatches=count, global_batch=count * plan.microbatch)

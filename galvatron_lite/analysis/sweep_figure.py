@@ -17,17 +17,13 @@ _MARGIN = 1.08  # factor by which axes go on beyond the outermost points
 
 
 @dataclass(frozen=True, slots=True)
-class LogAxis:
-    """One axis, logarithmic."""
-
+class _LogAxis:
     name: str  # what it shows
     write: Callable[[float], str]  # a value for people
 
 
 @dataclass(frozen=True, slots=True)
-class PointMark:
-    """One point of the figure."""
-
+class _PointMark:
     x: float  # x, y: values, above 0
     y: float
     words: str  # told where the reader points at it
@@ -54,34 +50,33 @@ def figure(answer: Answer) -> str:
     )
 
 
-def _drawn(answer: Answer) -> tuple[LogAxis, LogAxis, list[PointMark], bool]:
-    """Both axes, the points in the order they are joined, and whether in steps."""
+def _drawn(answer: Answer) -> tuple[_LogAxis, _LogAxis, list[_PointMark], bool]:
     if isinstance(answer, Cheapest):
         kept, best = {cost.point.devices for cost in answer.frontier}, answer.answer
         marks = [
-            PointMark(cost.seconds, cost.cost, f"{cost.point.devices} GPUs: {cost.cost:,.4g}, "
+            _PointMark(cost.seconds, cost.cost, f"{cost.point.devices} GPUs: {cost.cost:,.4g}, "
                  f"{format_duration(cost.seconds)}", cost == best, cost.point.devices not in kept)
             for cost in sorted(answer.costs, key=lambda cost: cost.seconds)
         ]  # fmt: skip
-        return LogAxis("time of the run", format_duration), LogAxis("cost", "{:,.3g}".format), marks, False
+        return _LogAxis("time of the run", format_duration), _LogAxis("cost", "{:,.3g}".format), marks, False
     planned = [point for point in answer.points if point.plan is not None]
     if isinstance(answer, BestBatch):
         marks = [
-            PointMark(p.batch, p.rate, f"batch {p.batch}: {format_count(p.rate)} samples/s", p == answer.best)
+            _PointMark(p.batch, p.rate, f"batch {p.batch}: {format_count(p.rate)} samples/s", p == answer.best)
             for p in planned
         ]
-        return LogAxis("batch", format_count), LogAxis("samples/s", format_count), marks, False
+        return _LogAxis("batch", format_count), _LogAxis("samples/s", format_count), marks, False
     if isinstance(answer, Fewest):
         marks = [
-            PointMark(p.devices, p.seconds, f"{p.devices} GPUs: {format_seconds(p.seconds)}", p == answer.answer)
+            _PointMark(p.devices, p.seconds, f"{p.devices} GPUs: {format_seconds(p.seconds)}", p == answer.answer)
             for p in planned
         ]
-        return LogAxis("GPUs", format_count), LogAxis("seconds a step", format_seconds), marks, False
+        return _LogAxis("GPUs", format_count), _LogAxis("seconds a step", format_seconds), marks, False
     marks = [
-        PointMark(p.peak, p.seconds, f"{format_bytes(p.peak)}: {format_seconds(p.seconds)}")
+        _PointMark(p.peak, p.seconds, f"{format_bytes(p.peak)}: {format_seconds(p.seconds)}")
         for p in sorted(planned, key=lambda p: p.peak)
     ]
-    return LogAxis("memory of the fullest GPU", format_bytes), LogAxis("seconds a step", format_seconds), marks, True
+    return _LogAxis("memory of the fullest GPU", format_bytes), _LogAxis("seconds a step", format_seconds), marks, True
 
 
 def _scale(values: Sequence[float], start: float, end: float) -> Scale:
@@ -95,13 +90,12 @@ def _path(places: Sequence[tuple[float, float]], stairs: bool) -> str:
     return f"M{first[0]:.1f} {first[1]:.1f}" + "".join(moves)
 
 
-def _dot(mark: PointMark, x: float, y: float) -> str:
+def _dot(mark: _PointMark, x: float, y: float) -> str:
     size, kind = (6, "c1") if mark.chosen else (4, "soft" if mark.faint else "c0")
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"><title>{escape(mark.words)}</title></circle>'
 
 
-def _grid(across: LogAxis, up: LogAxis, right: Scale, top: Scale, marks: Sequence[PointMark]) -> list[str]:
-    """The frame, and a few of the points' own values along both axes."""
+def _grid(across: _LogAxis, up: _LogAxis, right: Scale, top: Scale, marks: Sequence[_PointMark]) -> list[str]:
     lines = [f'<path class="grid" d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>']
     for value, x in _apart([mark.x for mark in marks], right, 64):
         lines.append(caption(x, _BOTTOM + 18, across.write(value), "middle", "soft"))

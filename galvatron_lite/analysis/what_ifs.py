@@ -28,7 +28,7 @@ from galvatron_lite.units import format_budget
 
 RUNNERS_UP = 5
 """Of every plan made here: as many as ``galvatron plan`` shows, since the quickest of all is the plan."""
-NOT_TRIED = "not tried: the time for it was over"
+NOT_TRIED = "not tried: out of time (--seconds)"
 QUICK = 200_000
 """Labels of a search that need not be proven (``search.best_first``): a second or two where a proof takes ten. Most
 models need fewer for a proof."""
@@ -68,7 +68,7 @@ class TimeLimit:
             raise OutOfTimeError(NOT_TRIED)
 
 
-def plan_anew(
+def _plan_anew(
     setting: PlanSetting,
     clock: TimeLimit,
     devices: int,
@@ -90,8 +90,7 @@ def peak_of(plan: Plan) -> int:
     return 0 if plan.prediction is None else plan.prediction.peak_memory
 
 
-def gap_of(plan: Plan) -> float:
-    """How far from the fastest the plan may be, as a share; 0 where it is proven."""
+def _gap_of(plan: Plan) -> float:
     return 0.0 if plan.provenance is None else plan.provenance.gap
 
 
@@ -122,7 +121,6 @@ def _faster(levels: Sequence[Level], place: int, factor: float) -> tuple[Level, 
 
 
 def _level_of(cluster: Cluster, measured: CollectiveFit | CollectivePoint) -> int:
-    """Place of the level that a group reaches over."""
     reach, inside = (measured.group - 1) * measured.stride, 1
     for place, level in enumerate(cluster.levels):
         inside *= level.size
@@ -221,9 +219,9 @@ def price_of_memory(
     size = added_bytes(budget) if added is None else added
     setting = in_its_shape(setting, plan) if same_shape else setting
     clock.begin("the fastest plan within the budget")
-    now = plan_anew(setting, clock, plan.devices, plan.global_batch, budget)
+    now = _plan_anew(setting, clock, plan.devices, plan.global_batch, budget)
     clock.begin(f"{format_budget(size)} more on every device")
-    then = plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(size))
+    then = _plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(size))
     quicker = then if seconds_of(then) < seconds_of(now) else now
     saved = seconds_of(now) - seconds_of(quicker)
     return MemoryPrice(
@@ -234,8 +232,8 @@ def price_of_memory(
         seconds_per_gib=saved / (size / GIB),
         steps=_memory_steps([quicker] if quicker is not now else [], budget),
         wanted_groups=_over(quicker, budget) if quicker.pipeline == plan.pipeline else (),
-        proven=gap_of(now) == gap_of(then) == 0.0,
-        gap=max(gap_of(now), gap_of(then)),
+        proven=_gap_of(now) == _gap_of(then) == 0.0,
+        gap=max(_gap_of(now), _gap_of(then)),
         same_shape=same_shape,
     )
 
@@ -245,7 +243,7 @@ def with_less(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: 
     size = price.added_bytes
     try:
         clock.begin(f"{format_budget(size)} less on every device")
-        lean = plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(-size))
+        lean = _plan_anew(setting, clock, plan.devices, plan.global_batch, budget.plus(-size))
     except OutOfTimeError:
         return price
     except InfeasibleError:
@@ -260,7 +258,7 @@ def with_stairs(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan
     while alike and found and len(found) <= MOST_STAIRS and found[0].budget_bytes - 1 > budget.least:
         try:
             clock.begin("where it gets quicker")
-            lean = plan_anew(setting, clock, plan.devices, plan.global_batch, Budget(found[0].budget_bytes - 1))
+            lean = _plan_anew(setting, clock, plan.devices, plan.global_batch, Budget(found[0].budget_bytes - 1))
         except (OutOfTimeError, InfeasibleError):
             break
         if seconds_of(lean) >= price.step_seconds:
@@ -274,7 +272,6 @@ def _memory_steps(plans: Sequence[Plan], budget: Budget) -> tuple[MemoryStep, ..
 
 
 def _over(plan: Plan, budget: Budget) -> tuple[int, ...]:
-    """Groups of devices that need more than the budget."""
     full = [number for number, stage in enumerate(plan.stages) if stage.memory.total > budget.of(stage.device)]
     return tuple(dict.fromkeys(group_of(plan.schedule, plan.pipeline, number) for number in full))
 
@@ -283,9 +280,7 @@ MEMORY_CHANGE = 0.1  # of memory, more or less
 
 
 @dataclass(frozen=True, slots=True)
-class Variation:
-    """A change and how to ask for it."""
-
+class _Variation:
     name: str  # name, change: see ``WhatIf``
     change: str
     batch: int  # samples a step
@@ -294,19 +289,18 @@ class Variation:
     profile: Callable[[Profile], Profile | None] | None = None
 
 
-def changes(setting: PlanSetting, plan: Plan, budget: Budget) -> Iterator[Variation]:
-    """What is tried, the most asked-for first."""
+def _changes(setting: PlanSetting, plan: Plan, budget: Budget) -> Iterator[_Variation]:
     batch, cluster = plan.global_batch, setting.profile.cluster
-    yield Variation("memory_less", "10 % less memory on every device", batch, budget.scaled(1 - MEMORY_CHANGE))
-    yield Variation("memory_more", "10 % more memory on every device", batch, budget.scaled(1 + MEMORY_CHANGE))
+    yield _Variation("memory_less", "10 % less memory on every device", batch, budget.scaled(1 - MEMORY_CHANGE))
+    yield _Variation("memory_more", "10 % more memory on every device", batch, budget.scaled(1 + MEMORY_CHANGE))
     for place, level in reversed(list(enumerate(cluster.levels))):
         if level.size > 1:
             text = f"links of each {level.name} twice as fast"
-            yield Variation(f"links_{level.name}", text, batch, budget, _links_faster(place))
-    yield Variation("batch_twice", "twice the batch", 2 * batch, budget)
+            yield _Variation(f"links_{level.name}", text, batch, budget, _links_faster(place))
+    yield _Variation("batch_twice", "twice the batch", 2 * batch, budget)
     if batch % 2 == 0:
-        yield Variation("batch_half", "half the batch", batch // 2, budget)
-    yield Variation("node_more", "one node more, as many samples a device", batch, budget, with_one_more)
+        yield _Variation("batch_half", "half the batch", batch // 2, budget)
+    yield _Variation("node_more", "one node more, as many samples a device", batch, budget, with_one_more)
 
 
 def _links_faster(place: int) -> Callable[[Profile], Profile]:
@@ -315,30 +309,30 @@ def _links_faster(place: int) -> Callable[[Profile], Profile]:
 
 def what_ifs(setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget, rate: float) -> tuple[WhatIf, ...]:
     """What each change would give."""
-    return tuple(_what_if(setting, clock, plan, change, rate) for change in changes(setting, plan, budget))
+    return tuple(_what_if(setting, clock, plan, change, rate) for change in _changes(setting, plan, budget))
 
 
-def _what_if(setting: PlanSetting, clock: TimeLimit, plan: Plan, change: Variation, rate: float) -> WhatIf:
+def _what_if(setting: PlanSetting, clock: TimeLimit, plan: Plan, change: _Variation, rate: float) -> WhatIf:
     told = WhatIf(change.name, change.change, plan.devices, change.batch)
     try:
         clock.begin(change.change)
         asked = _changed(setting, plan, change)
         if asked is None:
-            return replace(told, why="nothing says how it would be joined")
+            return replace(told, why="unknown: no data sheet says how it would be connected")
         other, devices, batch = asked
         told = replace(told, devices=devices, batch=batch)
-        found = plan_anew(other, clock, devices, batch, change.budget, QUICK)
+        found = _plan_anew(other, clock, devices, batch, change.budget, QUICK)
     except (OutOfTimeError, InfeasibleError, InputError) as error:
         return replace(told, why=str(error))
     assert found.prediction is not None
     per_second = found.prediction.samples_per_second
     return replace(
         told, step_seconds=found.prediction.step_seconds, samples_per_second=per_second, gain=per_second / rate - 1.0,
-        summary=summary(found), peak_bytes=found.prediction.peak_memory, gap=gap_of(found),
+        summary=summary(found), peak_bytes=found.prediction.peak_memory, gap=_gap_of(found),
     )  # fmt: skip
 
 
-def _changed(setting: PlanSetting, plan: Plan, change: Variation) -> tuple[PlanSetting, int, int] | None:
+def _changed(setting: PlanSetting, plan: Plan, change: _Variation) -> tuple[PlanSetting, int, int] | None:
     """The question after a change: setting, devices, batch; None where there is no profile for it."""
     if change.profile is None:
         return setting, plan.devices, change.batch

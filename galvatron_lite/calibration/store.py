@@ -126,7 +126,6 @@ def entry_for(calibration: Calibration, kind: str, name: str, fallback: str = DE
     """Name of the entry whose constants serve a name: the longest entry name it begins with, whatever the case.
 
     Args:
-        calibration: the constants.
         kind: ``devices``, ``links`` or ``stacks``.
         name: of a device, link type or stack.
         fallback: the entry for a name that none fits.

@@ -80,7 +80,6 @@ def graph_of_config(path: Path, *, sequence: int | None = None, precision: str =
     Args:
         path: of the ``config.json``.
         sequence: tokens a sample; as many as the model has positions, ``LONGEST`` at most, if not given.
-        precision: of compute.
 
     Raises:
         InputError: transformers is missing, or has no such model with a loss; or more tokens than positions.

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import Layer, Passed, Role, Tie
-from galvatron_lite.model.trace_flow import DataFlow, Needs, group_bits, holders_of, needs_of
+from galvatron_lite.model.trace_flow import DataFlow, Needs, at, group_bits, holders_of, needs_of
 from galvatron_lite.model.trace_run import Observation
 
 
@@ -103,7 +102,6 @@ def passed_between(
     has one stage.
 
     Args:
-        layers: of the model.
         seen: the model's run at each number of samples.
         samples: those numbers, two.
         borrowing: per kind of layer, places of inputs that its backward needs and its kind does not count as kept.
@@ -220,8 +218,6 @@ def layer_needs(flow: DataFlow, model: nn.Module, layers: Sequence[Layer], loss:
 
     Args:
         flow: of a run.
-        model: that ran.
-        layers: of it.
         loss: what the flow says the loss is made of.
     """
     groups = {layer.name: layer.modules for layer in layers}
@@ -244,7 +240,6 @@ def linked(
     Of a model with branches a tensor of size 0 says which layers read the batch, which every pipeline stage has.
 
     Args:
-        layers: of the model.
         tensors: that take gradients, in the order in which they are made.
         needs: of each layer.
         output_bytes: bytes per sample that each layer gives.

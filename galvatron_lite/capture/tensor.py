@@ -3,25 +3,132 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from galvatron_lite.capture.edges import run_edges
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.model.batch import LossFn, map_tensors
+from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
 from galvatron_lite.model.graph import OperatorClass, Sharding, TensorSplit
-from galvatron_lite.model.trace_figures import SAMPLES, CallFigures, RegionFigures, figures
-from galvatron_lite.model.trace_run import BlockCall, run_block
+from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
+from galvatron_lite.model.trace_record import OperatorCall, Recorder, Recording
+from galvatron_lite.model.trace_run import BlockCall, RegionRun, entered, explaining, region_end, run_block, shapes_only
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ListeningGroup, ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import NOT_OFFERED, infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
+
+
+class _LeftOut:
+    """Stands in for the blocks: gives what they gave, cut off from what they took, also to whom listens inside them."""
+
+    def __init__(self, twin: nn.Module, recorder: Recorder, calls: Sequence[BlockCall], after: Recording) -> None:
+        self.twin, self.recorder, self.calls, self.after = twin, recorder, list(calls), after
+        self.entry: list[Tensor] = []
+        self.exit: list[Tensor] = []
+        self.numbers: tuple[int, ...] = ()
+        self.earlier: list[int] = []
+        self._done = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._done == 0:
+            self.entry = [*tensors_of(args), *tensors_of(kwargs)]
+        self.recorder.target = None
+        call = self.calls[self._done]
+        for inner in call.heard:
+            self._tell(inner)
+        leaves = map_tensors(call.output, _fresh)
+        output = map_tensors(leaves, entered)
+        self.earlier += self.numbers
+        self.numbers = tuple(self.recorder.number(tensor) for tensor in tensors_of(output))
+        self._done += 1
+        if self._done == len(self.calls):
+            self.exit += tensors_of(leaves)
+            self.recorder.target = self.after
+        return output
+
+    def _tell(self, call: BlockCall) -> None:
+        """Call a module inside a block that gives what it gave, so that the model's own hooks on it hear of it."""
+        leaves = map_tensors(call.output, _fresh)
+        output = map_tensors(leaves, entered)
+        self.exit += tensors_of(leaves)
+        self.earlier += [self.recorder.number(tensor) for tensor in tensors_of(output)]
+        with _replaced([self.twin.get_submodule(call.path)], lambda *_args, **_kwargs: output):
+            self.twin.get_submodule(call.path)(*call.args, **call.kwargs)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+def _trained(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+@contextmanager
+def _replaced(blocks: Sequence[nn.Module], stand_in: Callable[..., Any]) -> Iterator[None]:
+    for block in blocks:
+        block.forward = stand_in  # a module's own attribute comes before its class's method
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def run_edges(
+    twin: nn.Module, batch: Any, calls: Sequence[BlockCall], loss_fn: LossFn | None, tail: Sequence[nn.Parameter]
+) -> tuple[RegionRun, RegionRun]:
+    """Run what lies before and after the blocks forward and backward on the meta device.
+
+    Args:
+        twin: the model on the meta device.
+        calls: the blocks' calls in order; without any, everything counts as before.
+        tail: parameters used after the blocks.
+
+    Raises:
+        TraceError: the model does not run.
+        InputError: it gives no loss.
+    """
+    recorder, before, after = Recorder(), Recording(), Recording()
+    blocks = {call.path: twin.get_submodule(call.path) for call in calls}
+    stand_in = _LeftOut(twin, recorder, calls, after)
+    with (
+        explaining("", twin),
+        shapes_only(recorder),
+        recorder.watching(twin),
+        _replaced(list(blocks.values()), stand_in),
+    ):
+        recorder.target = before
+        given = tuple(recorder.number(tensor) for tensor in tensors_of(batch))
+        loss = loss_of(call_model(twin, batch), batch, loss_fn)
+        recorder.claim(loss, "")
+        recorder.claim(stand_in.entry, "")
+        last = after if calls else before
+        recorder.start_backward(last)
+        trained = _trained([*stand_in.exit, *tail] if calls else [*twin.parameters()])
+        if trained and loss.requires_grad:
+            torch.autograd.backward([loss], inputs=trained)
+        recorder.finish(last, twin.parameters())
+        end = region_end(stand_in.entry)
+        if end is not None:
+            recorder.start_backward(before)
+            torch.autograd.backward([end])
+            recorder.finish(before, twin.parameters())
+        leaving = tuple(recorder.number(tensor) for tensor in stand_in.entry)
+    return (
+        RegionRun(before, given, (), leaving=leaving),
+        RegionRun(after, (*stand_in.numbers, *stand_in.earlier, *given), (), handed=stand_in.numbers),
+    )
+
 
 _CLOSE = 0.05
 _PAIR = 2
@@ -133,7 +240,8 @@ def _run_share(
         shards = shard_layer(twin, plan, ShapeOnlyGroup(degree), sequence_parallel)
         taken = _fewer_tokens(call, chain, degree) if sequence_parallel else call
         runs.append(run_block(twin, taken, chain))
-    return figures(*runs), _sharded(shards)
+    rows = {region.row for region in plan.regions}
+    return figures(*runs, rows=rows, degree=degree if sequence_parallel else 1), _sharded(shards)
 
 
 def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:
@@ -169,7 +277,6 @@ def split_edges(
         modules: paths of the modules before, and of those after.
         batches: on the meta device, at both batch sizes.
         calls: the blocks' calls at both batch sizes.
-        loss_fn: how to get the loss.
         wholes: figures on one device, before and after.
     """
     plans = [infer_edge({path: twin.get_submodule(path) for path in paths}, twin) for paths in modules]
@@ -215,7 +322,7 @@ class MixtureFigures:
     reason: str = ""  # why experts cannot be spread
 
 
-def mixture_figures(block: nn.Module, calls: Sequence[CallFigures]) -> MixtureFigures:
+def mixture_figures(block: nn.Module, calls: Sequence[OperatorCall]) -> MixtureFigures:
     """Figures of a block's mixtures.
 
     Args:
@@ -234,7 +341,7 @@ def mixture_figures(block: nn.Module, calls: Sequence[CallFigures]) -> MixtureFi
     )
 
 
-def _sent(block: nn.Module, mixture: BlockMixture, calls: Sequence[CallFigures]) -> int:
+def _sent(block: nn.Module, mixture: BlockMixture, calls: Sequence[OperatorCall]) -> int:
     """Bytes of the rows that a mixture's first matmul takes."""
     matmuls = (c for c in calls if c.path == mixture.path and c.groups > 1 and not c.backward)
     first = next(matmuls, None)

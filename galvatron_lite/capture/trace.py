@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from galvatron_lite.capture.dims import split_dims
-from galvatron_lite.capture.edges import run_edges
-from galvatron_lite.capture.limits import dead_parameters, folded_argument, token_writes, whole_reason
+from galvatron_lite.capture.limits import dead_parameters, folded_argument, split_dims, token_writes, whole_reason
 from galvatron_lite.capture.shared import Owners, find_owners, layer_needs, lent, linked, passed_between, read_elsewhere
-from galvatron_lite.capture.tensor import MixtureFigures, TensorFigures, mixture_figures, split_block, split_edges
+from galvatron_lite.capture.tensor import (
+    MixtureFigures,
+    TensorFigures,
+    mixture_figures,
+    run_edges,
+    split_block,
+    split_edges,
+)
 from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.model.balancing import undivided_reason
 from galvatron_lite.model.batch import (
@@ -29,9 +34,7 @@ from galvatron_lite.model.batch import (
     sequence_length,
     tensors_of,
 )
-from galvatron_lite.model.dead import dead_note
-from galvatron_lite.model.discover import arrange_layers, watch
-from galvatron_lite.model.discover_blocks import BlockNames, signature, unit_paths
+from galvatron_lite.model.discover import BlockNames, arrange_layers, signature, unit_paths, watch
 from galvatron_lite.model.graph import (
     Layer,
     LayerKind,
@@ -43,6 +46,7 @@ from galvatron_lite.model.graph import (
     Role,
     SplitDims,
     TensorSplit,
+    dead_note,
 )
 from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures, merge
 from galvatron_lite.model.trace_flow import Needs
@@ -270,7 +274,6 @@ class _Capture:
 
         Args:
             batches: on the meta device.
-            loss_fn: how to get the loss.
             ends: what the loss of each run is made of.
             needs: of each layer.
         """

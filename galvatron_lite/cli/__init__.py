@@ -30,49 +30,54 @@ from galvatron_lite.launch.error_reports import keep
 _CLOSED_PIPE = 128 + 13  # exit status of a program that SIGPIPE ended
 
 
+_ORDER = (
+    "profile", "plan", "launch", "verify", "explain", "report", "evaluate", "compare", "export", "diagnose",
+    "checkpoint", "adapt", "validate", "oracle", "profile-import",
+)  # fmt: skip
+"""The order of use, in which the help lists commands."""
+_TRAIN, _PLANS, _RUNS = "Plan and train", "Understand a plan", "Understand a run"
+_ACCURACY = "Understand the predictions"
+
+
 class Commands(typer.core.TyperGroup):
     """The commands; ``profile import`` is one beside ``profile MODEL``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The command that the words name, its name and the words that are left for it."""
         if args[:2] == ["profile", "import"]:
-            return "profile import", self.commands[PROFILE_IMPORT], args[2:]
+            return "profile import", self.commands["profile-import"], args[2:]
         return super().resolve_command(ctx, args)
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names in the order of use."""
+        return sorted(super().list_commands(ctx), key=_ORDER.index)
 
-PROFILE_IMPORT = "profile-import"
-"""Name of ``profile import`` among the commands, under which it may be called too."""
 
 app = typer.Typer(
-    name="galvatron",
-    cls=Commands,
-    help="Plan how a PyTorch model is split over many devices, layer by layer.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="galvatron", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-app.command("profile")(profile_command)
-app.command(PROFILE_IMPORT, hidden=True)(profile_import_command)
-app.add_typer(plan_app, name="plan")
+app.command("profile", rich_help_panel=_TRAIN)(profile_command)
+app.command("profile-import", hidden=True)(profile_import_command)
+app.add_typer(plan_app, name="plan", rich_help_panel=_TRAIN)
 plan_app.command("import")(plan_import_command)
 plan_app.command("export")(plan_export_command)
-app.add_typer(checkpoint_app, name="checkpoint")
-app.command("evaluate")(evaluate_command)
-app.command("explain")(explain_command)
-app.command("compare")(compare_command)
-app.command("verify")(verify_command)
-app.command("launch", context_settings=SETTINGS)(launch_command)
-app.command("export")(export_command)
-app.command("validate", epilog=EPILOG)(validate_command)
-app.command("oracle")(oracle_command)
-app.add_typer(adapt_app, name="adapt")
-app.command("diagnose")(diagnose_command)
-app.command("report")(report_command)
+app.command("launch", context_settings=SETTINGS, rich_help_panel=_TRAIN)(launch_command)
+app.command("verify", rich_help_panel=_TRAIN)(verify_command)
+app.command("explain", rich_help_panel=_PLANS)(explain_command)
+app.command("report", rich_help_panel=_PLANS)(report_command)
+app.command("evaluate", rich_help_panel=_PLANS)(evaluate_command)
+app.command("compare", rich_help_panel=_PLANS)(compare_command)
+app.command("export", rich_help_panel=_PLANS)(export_command)
+app.command("diagnose", rich_help_panel=_RUNS)(diagnose_command)
+app.add_typer(checkpoint_app, name="checkpoint", rich_help_panel=_RUNS)
+app.add_typer(adapt_app, name="adapt", rich_help_panel=_RUNS)
+app.command("validate", epilog=EPILOG, rich_help_panel=_ACCURACY)(validate_command)
+app.command("oracle", rich_help_panel=_ACCURACY)(oracle_command)
 
 
 @app.callback(invoke_without_command=True)
 def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
-    """Plan how a PyTorch model is split over many devices, layer by layer."""
+    """Find the fastest parallel training plan for a PyTorch model, and run it unmodified."""
     if version:
         from galvatron_lite import __version__
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from galvatron_lite.runtime.adapt.log import Replayed
+    from galvatron_lite.runtime.monitor.log import Replayed
 
 adapt_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 """The command; its sub-commands read the log that ``Adapt(log=...)`` names."""
@@ -16,7 +16,7 @@ adapt_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no
 
 @adapt_app.callback()
 def adapt_command() -> None:
-    """What training that adapts has decided (docs/adapting.md)."""
+    """Replay the decisions of a run that adapted its plan."""
 
 
 @adapt_app.command("replay")
@@ -28,7 +28,7 @@ def replay_command(
     import json
 
     from galvatron_lite.files import to_data
-    from galvatron_lite.runtime.adapt.log import read_log, replay
+    from galvatron_lite.runtime.monitor.log import read_log, replay
 
     found = replay(read_log(log))
     for one in found:
@@ -42,7 +42,6 @@ def replay_command(
 
 
 def _line(one: Replayed) -> str:
-    """A decision in a line; one that comes out otherwise with what was logged."""
     again, logged = one.again, one.logged
     told = f"step {again.step}: {again.action.value}. {again.reason}"
     if one.same:

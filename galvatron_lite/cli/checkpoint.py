@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of several.")]
 
-checkpoint_app = typer.Typer(help="Look at a checkpoint, check it, and make weights for Hugging Face of it.")
+checkpoint_app = typer.Typer(help="Show, check or export a checkpoint.")
 
 
 @checkpoint_app.command("show")

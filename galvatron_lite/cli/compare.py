@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from galvatron_lite.analysis.explanation import Compared, Comparison
-    from galvatron_lite.request import PlanArguments
 
 
 def compare_command(
@@ -33,20 +32,18 @@ def compare_command(
     mem: options.Memory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
-    """Hold plans of one model side by side, all priced with the same profile."""
+    """Compare plans of one model, all priced with the same profile."""
     from galvatron_lite import api_plans
 
-    setup = {"model": model, "cluster": cluster, "gpus": gpus, "sequence": sequence, "precision": precision, "mem": mem}
-    asked: PlanArguments = {name: value for name, value in setup.items() if value is not None}  # type: ignore[assignment]
-    told = api_plans.compare(list(plans), profile, **asked)
+    setup = options.arguments(model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, mem=mem)
+    comparison = api_plans.compare(list(plans), profile, **setup)
     if as_json:
-        print_json(told)
+        print_json(comparison)
     else:
-        print_comparison(told)
+        _print_comparison(comparison)
 
 
-def print_comparison(comparison: Comparison) -> None:
-    """Plans side by side: their figures, the layers they do otherwise, what each buys over the first."""
+def _print_comparison(comparison: Comparison) -> None:
     console = wide_console()
     console.print(f"{comparison.model}, all priced with {comparison.basis}", style="bold")
     for plan in comparison.plans:
@@ -65,7 +62,6 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def _figures(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
-    """Rows: step time and its parts, memory and its parts; those that are zero in all plans left out."""
     from dataclasses import fields
 
     plans = comparison.plans

@@ -33,7 +33,7 @@ def diagnose_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say where a run and its prediction part ways: layers, collectives, stages, ranks, the host; what to do."""
+    """Find where a training run differs from its prediction."""
     from galvatron_lite.cli.tables import check_folder
     from galvatron_lite.diagnose.diagnosis import diagnose, find_profile, open_source
     from galvatron_lite.plans.io import read_plan

@@ -41,7 +41,7 @@ def evaluate_command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the priced plan to this file.")] = None,
     verbose: options.Verbose = False,
 ) -> None:
-    """Price a plan: step time and where it goes, memory of every stage, whether it fits."""
+    """Predict step time and memory of a given plan."""
     from galvatron_lite import api
     from galvatron_lite.plans.io import write_plan
 
@@ -69,7 +69,6 @@ def _print(plan: Plan, profile: Profile, as_json: bool, verbose: bool) -> None:
 
 
 def _runs(plan: Plan) -> str:
-    """Whether ``auto_parallelize`` trains with a plan, and why not."""
     from galvatron_lite.plans.execution import check_runs
 
     try:

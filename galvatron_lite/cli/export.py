@@ -26,7 +26,10 @@ def export_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the text and what it leaves out as JSON.")] = False,
 ) -> None:
-    """Write a plan in another tool's words, and say what they have no words for."""
+    """Write a plan as the configuration of another tool.
+
+    What the tool's configuration cannot express is listed.
+    """
     from galvatron_lite.files import write_text
     from galvatron_lite.plans.export.tools import export
     from galvatron_lite.plans.io import read_plan

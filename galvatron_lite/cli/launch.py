@@ -42,9 +42,10 @@ def launch_command(
     timeout: Annotated[float, typer.Option("--timeout", min=1, max=86400, help="Seconds a node has to answer.")] = 60.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, start nothing.")] = False,
 ) -> None:  # fmt: skip
-    """Start a training script on the devices of a plan: here, on hosts, under Slurm or on Ray.
+    """Start a training script under a plan, on one or many nodes.
 
-    Prints the exact command, sees that every node has the same plan, package versions and enough memory, and runs it.
+    Nodes are started here, over ssh, by Slurm or by Ray. Prints the exact command, checks that every node has the same
+    plan, the same package versions and enough memory, and runs it.
     """
     from galvatron_lite.launch.commands import shown
     from galvatron_lite.launch.jobs import LaunchRequest, Through, launch_of

@@ -12,8 +12,10 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.units import format_bytes, format_duration, format_seconds
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from galvatron_lite.oracle.measured import RowCheck
-    from galvatron_lite.oracle.rows import Forecast, ForecastRow, StrategyLine
+    from galvatron_lite.oracle.rows import Forecast, ForecastRow
 
 _WIDE = 150  # columns that a table takes; lines are not broken
 _WORDS = "serial, data, spatial, layer, pipeline, filter, channel, data+filter, data+spatial"
@@ -66,7 +68,7 @@ def oracle_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw it to this file (SVG).")] = None,
 ) -> None:
-    """Tell what each way to split a convolutional network costs as GPUs are added, where it stops, and why."""
+    """Forecast how ways to split a convolutional network scale."""
     if check:
         _check(as_json)
         return
@@ -79,85 +81,64 @@ def oracle_command(
         raise InputError("--cluster", None, "Say where the model is to run: abci, v100, or a YAML file.")
     if plot is not None:
         check_target(plot)
-    options = OracleOptions(
+    chosen = OracleOptions(
         counts_of(gpus), formulas, tuple(strategies.replace(" ", "").split(",")) if strategies else (),
         tuple(strategy or ()), batch, samples, group, segments, precision, image, network, tuple(quirk or ()),
         contention,
     )  # fmt: skip
-    found = forecast(model, cluster, options)
+    table = forecast(model, cluster, chosen)
     if plot is not None:
-        _draw(found, plot)
-    _print(found, as_json)
+        from galvatron_lite.files import write_text
+        from galvatron_lite.oracle.plot import figure
 
-
-def _draw(forecast: Forecast, path: Path) -> None:
-    from galvatron_lite.files import write_text
-    from galvatron_lite.oracle.plot import figure
-
-    write_text(path, figure(forecast))
-
-
-def _print(forecast: Forecast, as_json: bool) -> None:
-    from galvatron_lite.oracle.measured import as_data
-
+        write_text(plot, figure(table))
     if as_json:
-        print_json(as_data(forecast))
+        from galvatron_lite.oracle.measured import as_data
+
+        print_json(as_data(table))
         return
-    _print_table(forecast)
-    _print_findings(forecast)
+    _print_table(table)
+    _print_findings(table)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
 
 
 def _print_table(forecast: Forecast) -> None:
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
+    console = _console()
     console.print(f"{forecast.model} on {forecast.cluster}, an epoch of {forecast.samples:,} samples", style="bold")
     console.print(f"Formulas: {forecast.formulas}. Seconds {forecast.origin}")
     for note in forecast.notes:
         console.print(f"Note: {note}.")
     table = plain_table()
     table.add_column("strategy")
-    for name in (
-        "GPUs",
-        "batch",
-        "compute",
-        "communication",
-        "update",
-        "waiting, host",
-        "epoch",
-        "iteration",
-        "memory",
-    ):
+    figures = ("compute", "communication", "update", "waiting, host", "epoch", "iteration", "memory")
+    for name in ("GPUs", "batch", *figures):
         table.add_column(name, justify="right")
     table.add_column("")
     for line in forecast.lines:
-        for cells in _cells(line):
-            table.add_row(*cells)
+        names = [line.strategy, *[""] * len(line.rows)]
+        for row, name in zip(line.complete, names, strict=False):
+            table.add_row(name, *_cells(row))
+        # numbers of GPUs for which there are no figures: a line for each reason
+        out = [row for row in line.rows if row.problem]
+        for problem in dict.fromkeys(row.problem for row in out):
+            counts = ", ".join(f"{row.devices:,}" for row in out if row.problem == problem)
+            table.add_row("" if line.complete else line.strategy, counts, *[""] * 8, problem)
         table.add_section()
     console.print(table)
     console.print()
 
 
-def _cells(line: StrategyLine) -> list[list[str]]:
-    """Rows of a strategy; those beyond its limit are one line."""
-    rows = [_figures(line.strategy if number == 0 else "", row) for number, row in enumerate(line.complete)]
-    out = [row for row in line.rows if row.problem]
-    for problem in dict.fromkeys(row.problem for row in out):
-        counts = ", ".join(f"{row.devices:,}" for row in out if row.problem == problem)
-        rows.append(["" if rows else line.strategy, counts, *[""] * 8, problem])
-    return rows
-
-
-def _figures(name: str, row: ForecastRow) -> list[str]:
-    waiting = row.waiting + row.other
+def _cells(row: ForecastRow) -> list[str]:
+    seconds = (row.compute, row.moved.total, row.update, row.waiting + row.other)
     return [
-        name,
         f"{row.devices:,}",
         f"{row.batch:,}",
-        _seconds(row.compute),
-        _seconds(row.moved.total),
-        _seconds(row.update),
-        _seconds(waiting),
+        *("-" if not part else f"{part:,.3g} s" if part < 1000 else f"{part:,.0f} s" for part in seconds),
         format_duration(row.epoch),
         format_seconds(row.iteration),
         format_bytes(row.memory),
@@ -165,27 +146,18 @@ def _figures(name: str, row: ForecastRow) -> list[str]:
     ]
 
 
-def _seconds(value: float) -> str:
-    return "-" if value == 0 else f"{value:,.3g} s" if value < 1000 else f"{value:,.0f} s"
-
-
 def _print_findings(forecast: Forecast) -> None:
-    from rich.console import Console
-
     from galvatron_lite.oracle.rows import findings, gpus
 
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    console.print("Limits (L) and bottlenecks (B)", style="bold")
+    typer.echo("Limits (L) and bottlenecks (B)")
     every = findings(forecast)
-    if not every:
-        console.print("none passes its threshold")
     for one in every:
         mark = "L" if one.sort.value == "limitation" else "B"
-        console.print(f"{mark} {one.strategy}: {one.name}: {one.words}")
-    console.print()
+        typer.echo(f"{mark} {one.strategy}: {one.name}: {one.words}")
+    typer.echo("" if every else "none passes its threshold\n")
     for line in forecast.lines:
         if line.limit.devices is not None:
-            console.print(f"{line.strategy} scales to {gpus(line.limit.devices)}: {line.limit.reason}")
+            typer.echo(f"{line.strategy} scales to {gpus(line.limit.devices)}: {line.limit.reason}")
 
 
 def _check(as_json: bool) -> None:
@@ -194,45 +166,41 @@ def _check(as_json: bool) -> None:
     checks = check_rows(measured_rows())
     if as_json:
         print_json(checks_data(checks))
-        return
-    _print_checks(checks)
+    else:
+        _print_checks(checks)
 
 
 def _print_checks(checks: tuple[RowCheck, ...]) -> None:
-    from rich.console import Console
-
     from galvatron_lite.oracle.measured import FORMULAS, mean_accuracy, rankings, scores, software_notes
 
-    console = Console(markup=False, highlight=False, soft_wrap=True, width=max(Console().width, _WIDE))
     table = plain_table("row", "measured")
-    for way in FORMULAS:
-        table.add_column(way, justify="right")
+    for formulas in FORMULAS:
+        table.add_column(formulas, justify="right")
     for check in checks:
         row = check.row
         name = f"{row.origin}: {row.model} {row.strategy.value}, {row.devices:,} GPUs, {row.batch} a replica"
-        told = [_judged(check.predicted.get(way), check.accuracy(way)) for way in FORMULAS]
-        table.add_row(name, f"{row.seconds:,.4g} s/{row.per}", *told)
-    console.print(table)
-    console.print("\nMean accuracy, 1 - |error| / measured", style="bold")
-    groups = scores(checks, lambda row: f"{row.origin}: {row.strategy.value} {row.model}")
-    for score in groups:
-        console.print(f"{score.name} ({score.rows}): {_means(score.accuracy)}")
-    console.print(f"all: {_means({way: mean_accuracy(checks, way) for way in FORMULAS})}\n")
+        cells = [_accuracy(check.predicted.get(formulas), check.accuracy(formulas)) for formulas in FORMULAS]
+        table.add_row(name, f"{row.seconds:,.4g} s/{row.per}", *cells)
+    _console().print(table)
+    typer.echo("\nMean accuracy, 1 - |error| / measured")
+    for score in scores(checks, lambda row: f"{row.origin}: {row.strategy.value} {row.model}"):
+        typer.echo(f"{score.name} ({score.rows}): {_means(score.accuracy)}")
+    typer.echo(f"all: {_means({formulas: mean_accuracy(checks, formulas) for formulas in FORMULAS})}\n")
     for name, note in software_notes().items():
-        console.print(f"{name}: {note}")
-    console.print()
+        typer.echo(f"{name}: {note}")
+    typer.echo()
     every = rankings(checks)
-    for way in FORMULAS[:2]:
-        right = sum(one.right[way] for one in every)
-        console.print(f"{way}: strategies in the right order in {right} of {len(every)} groups")
-        for one in every:
-            if not one.right[way]:
-                console.print(f"  {one.name}: measured {' < '.join(one.measured)}; {' < '.join(one.predicted[way])}")
+    for formulas in FORMULAS[:2]:
+        wrong = [one for one in every if not one.right[formulas]]
+        right = len(every) - len(wrong)
+        typer.echo(f"{formulas}: strategies in the right order in {right} of {len(every)} groups")
+        for one in wrong:
+            typer.echo(f"  {one.name}: measured {' < '.join(one.measured)}; {' < '.join(one.predicted[formulas])}")
 
 
-def _judged(predicted: float | None, accuracy: float | None) -> str:
+def _accuracy(predicted: float | None, accuracy: float | None) -> str:
     return "-" if predicted is None or accuracy is None else f"{predicted:,.4g} ({100 * accuracy:.0f} %)"
 
 
 def _means(accuracy: dict[str, float | None]) -> str:
-    return ", ".join(f"{way} {100 * found:.1f} %" for way, found in accuracy.items() if found is not None)
+    return ", ".join(f"{name} {100 * mean:.1f} %" for name, mean in accuracy.items() if mean is not None)

@@ -67,7 +67,6 @@ def _print_short(console: Console, plan: Plan, source: str, accuracy: str, runne
 
 
 def _figures(plan: Plan, source: str, accuracy: str, runners_up: int) -> Iterator[tuple[str, str]]:
-    """Labels and lines of the short form."""
     if plan.prediction is not None and plan.provenance is not None:
         yield "memory", _memory_line(plan, plan.provenance)
         yield "step", _step_line(plan.prediction, plan.provenance)

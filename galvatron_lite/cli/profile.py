@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from galvatron_lite.capture.factory import load_factory
+from galvatron_lite.capture.named import load_factory
 from galvatron_lite.cli.terminal import interruptible, print_json, progress_bar
 from galvatron_lite.limits import SAMPLES
 
@@ -40,7 +40,10 @@ def profile_command(
     folder: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
 ) -> None:  # fmt: skip
-    """Measure what each layer costs here, alone or under torchrun; or estimate it from data sheets (--estimate)."""
+    """Measure or estimate what each layer costs.
+
+    Measures on this machine, alone or under torchrun; with --estimate costs come from data sheets.
+    """
     import os
 
     # memory tracking makes the allocator warn of every tensor that is older than it; nothing a user can act on

@@ -12,7 +12,7 @@ from galvatron_lite.cli.terminal import print_json
 from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
-    from galvatron_lite.analysis.report.gather import PriceSource, Shown
+    from galvatron_lite.analysis.report.gather import Shown
 
 
 def report_command(
@@ -37,27 +37,27 @@ def report_command(
     mem: options.Memory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
-    """Show plans as one HTML file: layers, every pass of a step, memory, devices, other plans. Opens offline."""
-    from galvatron_lite.analysis.report.gather import PriceSource
+    """Write an HTML report of plans.
+
+    It shows layers, the timeline of a step, memory, devices and other plans, and opens offline.
+    """
+    from galvatron_lite.analysis.report.gather import Shown, check_priced, with_answers, with_run, with_timeline
+    from galvatron_lite.api_plans import read_priced
     from galvatron_lite.cli.tables import check_folder
+    from galvatron_lite.runs.read import read_run
 
     check_folder("-o", output)
     check_folder("--trace", trace)
-    source = PriceSource(profile, model, cluster, gpus, sequence, precision, mem, batch)
-    shown = _gathered(plans, source, run, search if trace is None or output is not None else 0.0)
-    written = _written(shown, output, trace)
-    _print(shown, written, as_json)
-
-
-def _gathered(plans: list[Path], source: PriceSource, run: Path | None, search: float) -> list[Shown]:
-    from galvatron_lite.analysis.report.gather import check_priced, gather, with_answers, with_run
-    from galvatron_lite.runs.read import read_run
-
+    setup = options.arguments(
+        model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, mem=mem, batch=batch
+    )
     measured = None if run is None else read_run(run)
-    shown = [check_priced(gather(path, source)) for path in plans]
-    if search > 0:
+    shown = [with_timeline(check_priced(Shown(path.name, *read_priced(path, profile, setup)))) for path in plans]
+    if search > 0 and (trace is None or output is not None):
         shown = [with_answers(one, search) for one in shown]
-    return shown if measured is None else [with_run(one, measured) for one in shown]
+    if measured is not None:
+        shown = [with_run(one, measured) for one in shown]
+    _print(shown, _written(shown, output, trace), as_json)
 
 
 def _written(shown: list[Shown], output: Path | None, trace: Path | None) -> list[Path]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from galvatron_lite.cli.terminal import plain_table, print_json, wide_console
+from galvatron_lite.cli.terminal import plain_table, wide_console
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions
 from galvatron_lite.units import format_bytes, format_count, format_seconds
@@ -35,31 +35,29 @@ def accuracy(profile: Profile) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class BranchFigures:
-    """What a branch takes on one device, its layers one after another."""
-
+class _BranchFigures:
     branch: Branch  # of the model
     parameters: int  # items
     # forward and backward of one sample; None where the profile has no figures of some layer
     seconds: tuple[float, float] | None
 
 
-def shown_point(profile: Profile, kind: str) -> LayerPoint | None:
+def _shown_point(profile: Profile, kind: str) -> LayerPoint | None:
     """The figures of a kind of layer that tables show: of the fewest whole samples, not split; None: there are none."""
     points = [entry for entry in profile.layers if entry.kind == kind]
     return next((entry for entry in points if entry.samples >= 1), next(iter(points), None))
 
 
-def figures_of(profile: Profile, region: BranchRegion) -> Iterator[BranchFigures]:
+def figures_of(profile: Profile, region: BranchRegion) -> Iterator[_BranchFigures]:
     """Of every branch of a region."""
     graph = profile.graph
     for branch in region.branches:
         kinds = [graph.kind_of(layer) for layer in graph.layers if layer.name in branch.layers]
-        points = [shown_point(profile, kind.name) for kind in kinds]
+        points = [_shown_point(profile, kind.name) for kind in kinds]
         known = [point for point in points if point is not None and point.samples == 1]
         seconds = sum(point.forward for point in known), sum(point.backward for point in known)
         items = sum(kind.parameters.total for kind in kinds)
-        yield BranchFigures(branch, items, seconds if len(known) == len(points) else None)
+        yield _BranchFigures(branch, items, seconds if len(known) == len(points) else None)
 
 
 def print_branches(console: Console, profile: Profile) -> None:
@@ -105,20 +103,6 @@ def print_answer(answer: Answer, source: str, accuracy: str) -> None:
     for note in (*told.notes, accuracy):
         if note:
             console.print(note)
-
-
-def print_answer_json(answer: Answer) -> None:
-    """The same for programmes."""
-    from galvatron_lite.analysis.answers import as_data
-
-    print_json(as_data(answer))
-
-
-def check_output(output: Path | None, question: str) -> None:
-    """Whether an answer can be written as a plan."""
-    if output is not None and question == "pareto":
-        raise InputError("-o", str(output), "--pareto has many plans: take one by its memory: --mem, without --pareto.")
-    check_folder("-o", output)
 
 
 def check_folder(option: str, path: Path | None) -> None:
@@ -172,7 +156,7 @@ def print_profile(profile: Profile, where: str) -> None:
     names = ("kind", "layers", "samples", "forward", "backward", "kept")
     table = plain_table(*names)
     for kind in graph.kinds:
-        point = shown_point(profile, kind)
+        point = _shown_point(profile, kind)
         count = sum(layer.kind == kind for layer in graph.layers)
         cells = ("", "", "", "") if point is None else (
             f"{float(point.samples):g}", format_seconds(point.forward), format_seconds(point.backward),

@@ -11,9 +11,9 @@ from galvatron_lite.cli.terminal import plain_table, print_json, progress_bar, w
 from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence, Sized
+    from collections.abc import Mapping
 
-    from galvatron_lite.validate.results import Judged, Mean, Scores
+    from galvatron_lite.validate.results import Mean, Scores
     from galvatron_lite.validate.rows import PublishedRun
 
 _GROUPINGS = ("family", "framework", "gpu", "model", "arch", "precision", "quality")
@@ -61,97 +61,72 @@ def validate_command(
     ] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
-    """Predict every published run with the planner's cost model and say how far off it is."""
+    """Score the cost model against published training runs."""
     from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.files import write_text
     from galvatron_lite.svg import check_target
     from galvatron_lite.validate.predict import validate_runs
-    from galvatron_lite.validate.report import implausible, read_file
-
-    key = _grouping(by)
-    if plot is not None:
-        check_target(plot)
-    file = read_file(runs)
-    chosen = _chosen(file.runs, family or [], quality)
-    _at_least_one(chosen, str(runs), "It holds no row to score.")
-    with progress_bar("Predicting") as move:
-        judged = validate_runs(chosen, load_calibration(calibration), _sparing(move))
-    notes = [*file.notes, *implausible(judged)]
-    if as_json:
-        _print_json(judged, key, worst, notes)
-    else:
-        _print_lines(judged, by, key, worst, skipped, notes)
-    _at_least_one([one for one in judged if one.scored], str(runs), "None of its rows is scored; see why above.")
-    if plot is not None:
-        _draw(plot, judged, key)
-
-
-def _print_json(judged: list[Judged], key: Callable[[PublishedRun], str], worst: int, notes: list[str]) -> None:
-    from galvatron_lite.validate.report import as_data, assumed, unscored
+    from galvatron_lite.validate.report import (
+        as_data,
+        assumed,
+        implausible,
+        passed_over,
+        read_file,
+        scatter,
+        unscored,
+        unscored_rows,
+        worst_lines,
+        worst_runs,
+    )
     from galvatron_lite.validate.results import macros, score_families
 
-    data = as_data(score_families(judged, key), macros(judged, key), judged, worst)
-    more = {"unscored": unscored(judged), "assumed": assumed(judged), "notes": notes}
-    print_json(data | more)
-
-
-def _print_lines(
-    judged: list[Judged], by: str, key: Callable[[PublishedRun], str], worst: int, skipped: int, notes: list[str]
-) -> None:
-    from galvatron_lite.validate.report import passed_over, unscored_rows
-    from galvatron_lite.validate.results import macros, score_families
-
-    print_scores(score_families(judged, key), macros(judged, key), by)
-    for line in (*notes, *passed_over(judged), *unscored_rows(judged, skipped)):
-        typer.echo(line)
-    print_worst(judged, worst)
-
-
-def _draw(path: Path, judged: list[Judged], key: Callable[[PublishedRun], str]) -> None:
-    """The figure."""
-    from galvatron_lite.files import write_text
-    from galvatron_lite.validate.report import scatter
-
-    if all(one.time is None for one in judged):
-        raise InputError("--plot", str(path), "No step time is scored, so that there is nothing to draw.")
-    write_text(path, scatter(judged, key))
-
-
-def _at_least_one(rows: Sized, path: str, remedy: str) -> None:
-    """Refuses a file that leaves nothing."""
-    if not len(rows):
-        raise InputError("runs", path, remedy)
-
-
-def _grouping(by: str) -> Callable[[PublishedRun], str]:
     if by not in _GROUPINGS:
         raise InputError("--by", by, f"Choose one of {', '.join(_GROUPINGS)}.")
-    return lambda run: str(getattr(run, by) or "not stated")
+    if plot is not None:
+        check_target(plot)
+
+    def key(run: PublishedRun) -> str:
+        return str(getattr(run, by) or "not stated")
+
+    file = read_file(runs)
+    chosen = _chosen(file.runs, family or [], quality)
+    if not chosen:
+        raise InputError("runs", str(runs), "It holds no row to score.")
+    with progress_bar("Predicting") as move:
+
+        def progress(done: int, total: int, label: str) -> None:
+            if done % 50 == 0 or done == total:  # drawing costs more than predicting
+                move(done, total, label)
+
+        judged = validate_runs(chosen, load_calibration(calibration), progress)
+    notes, scores, means = [*file.notes, *implausible(judged)], score_families(judged, key), macros(judged, key)
+    if as_json:
+        more = {"unscored": unscored(judged), "assumed": assumed(judged), "notes": notes}
+        print_json(as_data(scores, means, judged, worst) | more)
+    else:
+        print_scores(scores, means, by)
+        for line in (*notes, *passed_over(judged), *unscored_rows(judged, skipped)):
+            typer.echo(line)
+        for one in worst_runs(judged, worst):
+            typer.echo("\n".join(("", *worst_lines(one))))
+    if not any(one.scored for one in judged):
+        raise InputError("runs", str(runs), "None of its rows is scored; see why above.")
+    if plot is not None:
+        if all(one.time is None for one in judged):
+            raise InputError("--plot", str(plot), "No step time is scored, so that there is nothing to draw.")
+        write_text(plot, scatter(judged, key))
 
 
-def _chosen(every: tuple[PublishedRun, ...], families: list[str], quality: str | None) -> list[PublishedRun]:
-    """The runs asked for."""
-    known = list(dict.fromkeys(run.family for run in every))
+def _chosen(runs: tuple[PublishedRun, ...], families: list[str], quality: str | None) -> list[PublishedRun]:
+    known = list(dict.fromkeys(run.family for run in runs))
     for name in families:
         if name not in known:
             raise InputError("--family", name, f"The file holds {', '.join(known)}.")
     if quality is not None and (not quality or set(quality.upper()) - set("ABC")):
         raise InputError("--quality", quality, "Give grades: A, B or AB.")
     grades = set((quality or "").upper())
-    return [
-        run
-        for run in every
-        if (not families or run.family in families) and (not grades or (run.quality or "")[:1] in grades)
-    ]
-
-
-def _sparing(move: Callable[[int, int, str], None]) -> Callable[[int, int, str], None]:
-    """Moves the bar now and then: drawing costs more than predicting."""
-
-    def progress(done: int, total: int, label: str) -> None:
-        if done % 50 == 0 or done == total:
-            move(done, total, label)
-
-    return progress
+    wanted = [run for run in runs if not families or run.family in families]
+    return [run for run in wanted if not grades or (run.quality or "")[:1] in grades]
 
 
 def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: str) -> None:
@@ -184,16 +159,3 @@ def _number(value: float | int | None, field: str) -> str:
         return ""
     digits = 2 if field in _CORRELATIONS else 1
     return f"{round(value, digits) + 0.0:.{digits}f}"
-
-
-def print_worst(judged: Sequence[Judged], count: int) -> None:
-    """The runs predicted worst, with where their predicted time and memory go."""
-    if not count:
-        return
-    from galvatron_lite.validate.report import worst_lines, worst_runs
-
-    console = wide_console(folded=False)
-    console.print("")
-    for one in worst_runs(judged, count):
-        for line in worst_lines(one):
-            console.print(line)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from galvatron_lite.capture.factory import find_factory, is_factory
+from galvatron_lite.capture.named import find_factory, is_factory
 from galvatron_lite.cli.terminal import interruptible, plain_table, print_json, progress_bar, wide_console
 from galvatron_lite.units import format_bytes, format_count
 
@@ -28,8 +28,7 @@ INTERRUPTED = (
 _STYLES = {"passed": "green", "differs": "yellow", "failed": "bold red", "skipped": "yellow"}
 
 
-def print_verification(verification: Verification, plan: Plan, moments: bool) -> None:
-    """A verdict for each check, then memory and messages of the role that needs most memory."""
+def _print_verification(verification: Verification, plan: Plan, moments: bool) -> None:
     console = wide_console()
     _verdicts(console, verification)
     if not verification.roles:
@@ -55,8 +54,7 @@ def _verdicts(console: Console, verification: Verification) -> None:
                 console.print(f"  {line}")
 
 
-def predicted_memory(plan: Plan, group: int) -> MemoryBreakdown | None:
-    """What the plan says that a group of devices needs; None where it says nothing."""
+def _predicted_memory(plan: Plan, group: int) -> MemoryBreakdown | None:
     from galvatron_lite.parallelism.pipeline.schedule import group_of
 
     if plan.prediction is None:
@@ -71,7 +69,7 @@ def predicted_memory(plan: Plan, group: int) -> MemoryBreakdown | None:
 
 def _memory(console: Console, role: RoleRun, plan: Plan) -> None:
 
-    predicted = predicted_memory(plan, role.stage)
+    predicted = _predicted_memory(plan, role.stage)
     table = plain_table("memory at its worst", "dry run", "predicted")
     names = [one.name for one in fields(role.peak) if one.name != "context"]
     for name in names:
@@ -100,8 +98,6 @@ def _roles(role: RoleRun) -> str:
 
 
 def _messages(console: Console, role: RoleRun) -> None:
-    """Messages of a step, by kind and purpose."""
-
     from galvatron_lite.verify.schema import During
 
     sums: dict[tuple[str, str, int], tuple[int, int]] = {}
@@ -158,7 +154,10 @@ def verify_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Run a plan without its cluster, and compare with what it says: one verdict a check; status 1 if one fails."""
+    """Check a plan without its cluster.
+
+    Runs it without data and compares with its predictions: one verdict a check. Exit status 1 if a check fails.
+    """
     import os
 
     # processes of our own and tensors without storages make torch warn of what nobody here can act on
@@ -176,13 +175,12 @@ def verify_command(
     if as_json:
         print_json(found, passed=found.passed)
     else:
-        print_verification(found, given, moments)
+        _print_verification(found, given, moments)
     if not found.passed:
         raise typer.Exit(1)
 
 
 def _target(model: str | None) -> Any:
-    """A name, or the function that ``FILE.py:FACTORY`` names."""
     return model if model is None or not is_factory(model) else find_factory(model)
 
 

@@ -1,4 +1,4 @@
-"""How much memory a plan may take on each device. No torch here."""
+"""How much memory a plan may take on each device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ def budget_on(cluster: Cluster, value: str | int, field: str = "--mem") -> Budge
     Args:
         cluster: the devices.
         value: bytes on every device, or a text: a size (``40GB``), or a share of each device's own memory (``80%``).
-        field: what to call it in an error.
 
     Raises:
         InputError: a text that cannot be read, or more than a device has.

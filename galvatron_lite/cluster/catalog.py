@@ -1,4 +1,4 @@
-"""Clusters and devices found by name, and clusters read from the user's own file. No torch here.
+"""Clusters and devices found by name, and clusters read from the user's own file.
 
 The format of a cluster file is described in ``configs/clusters/README.md``.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
-from galvatron_lite.cluster.catalog_devices import SHEETS
 from galvatron_lite.cluster.cluster import Cluster, Device, Level
 from galvatron_lite.cluster.links import level_of_link
 from galvatron_lite.configs_path import config_folder
@@ -68,9 +68,29 @@ UP_TO = "up to "
 """What stands before the most members of a level that is filled evenly, whatever the number of GPUs."""
 
 
+_LAUNCH = 4e-6
+"""[Empirical] seconds between back-to-back kernels of eager PyTorch on a busy stream."""
+
+
+@cache
+def device_sheets() -> tuple[tuple[Device, tuple[str, ...]], ...]:
+    """Every device with a data sheet, and its other names (``configs/devices/devices.yaml``)."""
+    data = read_data(config_folder("devices") / "devices.yaml")
+    return tuple((_sheet(name, sheet, data), tuple(sheet.get("names", ()))) for name, sheet in data["devices"].items())
+
+
+def _sheet(name: str, sheet: dict[str, Any], data: dict[str, Any]) -> Device:
+    host, host_memory = data["hosts"][sheet["host"]]
+    return Device(
+        name, round(sheet["memory"] * 2**30), sheet["bandwidth"] * 1e9,
+        {precision: peak * 1e12 for precision, peak in sheet["peak"].items()}, sheet["units"], _LAUNCH,
+        sheet["context"] * 2**20, data["sources"][sheet["source"]], host * 1e9, host_memory * 1e9,
+    )  # fmt: skip
+
+
 def known_devices() -> tuple[str, ...]:
     """Names of the devices with a data sheet."""
-    return tuple(sheet.device.name for sheet in SHEETS)
+    return tuple(device.name for device, _ in device_sheets())
 
 
 def known_clusters() -> tuple[str, ...]:
@@ -89,10 +109,8 @@ def _plain(name: str) -> str:
 def match_device(name: str) -> Device | None:
     """The data sheet of a device by any of its names, also the CUDA driver's; None where there is none."""
     wanted = _plain(name)
-    for sheet in SHEETS:
-        if wanted in map(_plain, (sheet.device.name, *sheet.aliases)):
-            return sheet.device
-    return None
+    found = (device for device, names in device_sheets() if wanted in map(_plain, (device.name, *names)))
+    return next(found, None)
 
 
 def device_named(name: str, field: str = "device") -> Device:

@@ -1,4 +1,4 @@
-"""Where a model is trained: devices in nested levels. No torch here."""
+"""Where a model is trained: devices in nested levels."""
 
 from __future__ import annotations
 

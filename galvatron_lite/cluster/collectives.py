@@ -1,4 +1,4 @@
-"""What a collective costs on a group of ranks in a cluster of nested levels (α-β model). No torch here.
+"""What a collective costs on a group of ranks in a cluster of nested levels (α-β model).
 
 Every message costs α (latency, seconds) plus bytes / β (bandwidth), after R. Thakur, R. Rabenseifner, W. Gropp,
 "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, sections 3-4. The algorithms are
@@ -196,8 +196,6 @@ def seconds_on(collective: Collective, lines: Sequence[CollectiveTime], size: Re
     """Seconds of so many bytes: the least of the lines of all algorithms, the greatest of those of all pairs that send.
 
     Args:
-        collective: its kind.
-        lines: of the group.
         size: bytes, more than 0.
     """
     pick = largest if collective is Collective.SEND_RECV else least
@@ -208,8 +206,6 @@ def collective_seconds(cluster: Cluster, collective: Collective, size_bytes: flo
     """Seconds of one collective on a group of ranks.
 
     Args:
-        cluster: the devices and links.
-        collective: its kind.
         size_bytes: bytes of the whole tensor: what an all-reduce or broadcast carries, an all-gather yields, a
             reduce-scatter takes, one rank of an all-to-all holds, and one rank of a send/recv sends.
         group: its ranks, how far apart they lie, and how many such groups work at once.

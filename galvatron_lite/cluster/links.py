@@ -1,4 +1,4 @@
-"""Link types by name, links recognised from free text, and clusters built from two link types. No torch here.
+"""Link types by name, links recognised from free text, and clusters built from two link types.
 
 Bandwidths are data-sheet figures in one direction: for links inside a node of one device, for networks of one adapter.
 What collectives reach of them (efficiency, latency, size at half bandwidth) comes from the calibration, and where it
@@ -10,15 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import ceil
 from typing import Any
 
 from galvatron_lite.calibration.schema import Calibration, LinkConstants
 from galvatron_lite.calibration.store import constants_for_link, load_calibration
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
-from galvatron_lite.cluster.link_types import LINKS, LinkType
+from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import read_data
 
 GBIT = 1e9 / 8
 
@@ -27,20 +28,54 @@ START = 8.4e-6
 
 
 @dataclass(frozen=True, slots=True)
+class LinkType:
+    """One type of link, see ``configs/devices/links.yaml``."""
+
+    name: str  # key of its calibrated constants
+    # bytes per second in one direction, of a device (inside a node) or an adapter (network); 0 where the adapter
+    # depends on the design
+    bandwidth: float
+    constants: LinkConstants  # starting values of what is calibrated
+    source: str  # address of the data sheet
+    network: bool = False  # whether it joins nodes
+    contention: float = 1.0  # factor by which times grow when all members send at once
+    domain: int = 0  # devices that one switch domain joins, however many nodes they are in; 0: those of a node
+    mesh: tuple[tuple[int, float], ...] = ()  # see ``Level.mesh``, of a node of 8 devices
+
+    def mesh_of(self, node: int) -> tuple[tuple[int, float], ...]:
+        """``mesh`` for a node of ``node`` devices: 4 joined by all their links reach all of them.
+
+        A node of four V100 has two links between each pair (3 x 2 x 25 GB/s, ABCI and Summit-like designs); one of
+        eight is a hybrid cube mesh.
+        """
+        if not self.mesh or node > 4:
+            return self.mesh
+        return tuple((size, (size - 1) / max(node - 1, 1)) for size in range(2, node + 1))
+
+
+@cache
+def link_types() -> dict[str, LinkType]:
+    """Every link type by name."""
+    data = read_data(config_folder("devices") / "links.yaml")
+    return {
+        name: LinkType(
+            name, link["bandwidth"] * 1e9,
+            LinkConstants(link["efficiency"], link["latency"], float(link["half_size"])), link["source"],
+            link.get("network", False), float(link.get("contention", 1)), link.get("domain", 0),
+            tuple((size, float(share)) for size, share in link.get("mesh", ())),
+        )
+        for name, link in data.items()
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class Design:
-    """The vendor's reference design around one generation of devices.
+    """The vendor's reference design around one generation of devices."""
 
-    Attributes:
-        inside: link type inside a node.
-        network: link type between nodes.
-        adapters: network adapters for each device (DGX A100: 8 compute adapters for 8 devices).
-        source: address.
-    """
-
-    inside: str
-    network: str
-    adapters: float
-    source: str
+    inside: str  # link type inside a node
+    network: str  # link type between nodes
+    adapters: float  # network adapters for each device (DGX A100: 8 compute adapters for 8 devices)
+    source: str  # address
 
 
 _DGX1 = "https://docs.nvidia.com/dgx/dgx1-user-guide/introduction-to-dgx1.html"
@@ -116,7 +151,8 @@ def link_matching(text: str | None, gpu: str, *, between: bool = False) -> str:
         between: whether it is the network between nodes, not the link inside one.
     """
     reference, said = reference_of(gpu), (text or "").lower()
-    if said in LINKS and LINKS[said].network == between:
+    named = link_types().get(said)
+    if named is not None and named.network == between:
         return said
     table = _BETWEEN if between else _INSIDE
     found = next((name for pattern, name in table if re.search(pattern, said)), None)
@@ -147,9 +183,9 @@ def link_named(name: str) -> LinkType:
     Raises:
         InputError: no such link type; lists the known ones.
     """
-    if name not in LINKS:
-        raise InputError("link", name, f"Known: {', '.join(LINKS)}.")
-    return LINKS[name]
+    if name not in link_types():
+        raise InputError("link", name, f"Known: {', '.join(link_types())}.")
+    return link_types()[name]
 
 
 def cluster_from_links(
@@ -194,7 +230,6 @@ def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
 
     Args:
         data: the level as in a cluster file.
-        field: what to call it in an error.
 
     Raises:
         InputError: no such link type.
@@ -203,12 +238,12 @@ def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
     name = level.pop("link", None)
     if name is None:
         return level
-    if not isinstance(name, str) or name not in LINKS:
-        raise InputError(f"{field}.link", name, f"Known: {', '.join(LINKS)}.")
+    if not isinstance(name, str) or name not in link_types():
+        raise InputError(f"{field}.link", name, f"Known: {', '.join(link_types())}.")
     lanes = level.get("lanes", 1)
     if isinstance(lanes, bool) or not isinstance(lanes, (int, float)):
         raise FileFormatError(f"{field}.lanes", lanes, "Give how many links run side by side: a number.")
-    link, constants = LINKS[name], constants_of(name, load_calibration())
+    link, constants = link_types()[name], constants_of(name, load_calibration())
     implied = {
         "latency": constants.latency,
         "efficiency": constants.efficiency,

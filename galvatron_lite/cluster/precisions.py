@@ -1,4 +1,4 @@
-"""Which precisions the devices of a cluster compute in. No torch here."""
+"""Which precisions the devices of a cluster compute in."""
 
 from __future__ import annotations
 

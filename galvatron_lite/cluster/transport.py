@@ -1,4 +1,4 @@
-"""How training software brings bytes from device to device, where that is not straight over the links. No torch here.
+"""How training software brings bytes from device to device, where that is not straight over the links.
 
 Two things that a data sheet does not say:
 
@@ -55,8 +55,6 @@ def staged_seconds(cluster: Cluster, transport: Transport, collective: Collectiv
 
     Args:
         cluster: its device's link to the host, shared by twice the devices of a node.
-        transport: of the software.
-        collective: its kind.
         ranks: of the group.
         size: bytes, as ``Communication.size``.
     """

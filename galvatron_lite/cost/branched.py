@@ -19,8 +19,7 @@ from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.branch.cost import BranchSite, BranchTraffic, border_of, buffer_bytes, messages, moves
-from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions
-from galvatron_lite.parallelism.branch.parts import part_of
+from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions, part_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown

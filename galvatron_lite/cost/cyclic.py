@@ -21,8 +21,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Communication
 from galvatron_lite.parallelism.base import Moment as When
 from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
-from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
-from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
+from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicProgramme, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import CyclicSlot, Loop, loop_of, round_seconds
 from galvatron_lite.parallelism.pipeline.cost import stride_between
@@ -147,8 +146,7 @@ class CyclicFigures:
     def _updating(self, slot: CyclicSlot) -> float:
         """Seconds of updates: where each process makes its own before forward, or of the pass that ends the sum."""
         stage, setting = self.stages[slot.does.moment.stage], self.cyclic.setting
-        own = setting in (CyclicSetting.SINGLE, CyclicSetting.ZERO)
-        count = slot.does.finishes if own else len(slot.does.applies)
+        count = slot.does.finishes if setting is CyclicSetting.SINGLE else len(slot.does.applies)
         return count * (stage.update + stage.update_host)
 
     def _own_work(self) -> Mapping[int, TimeBreakdown]:
@@ -179,13 +177,7 @@ class CyclicFigures:
             return stage.leaving
         if message.kind is MessageContent.GRADIENT:
             return stage.entering
-        if message.kind in (MessageContent.PARTIAL, MessageContent.UPDATE):
-            return stage.gradients
-        parameters = len(message.versions) * stage.parameters
-        if message.kind is MessageContent.WEIGHTS:
-            return parameters
-        summed = message.worker < len(self.stages) - 1
-        return parameters + stage.states + (stage.gradients if summed else 0)
+        return stage.gradients
 
     def message_seconds(self, message: CyclicMessage) -> float:
         """Seconds from its being sent to its arrival; of the farthest pair where the processes of a stage take turns.
@@ -262,12 +254,10 @@ class CyclicFigures:
         gradients += sum(count * stages[stage].gradients for stage, count in holding.updates)
         own = stages[holding.does.moment.stage]
         copied = own.copied if self._turning else 0
-        # Under zero a pass works on a copy of what travels: the one that its graph refers to, emptied in between.
-        filled = own.parameters if self.cyclic.setting is CyclicSetting.ZERO else 0
         return MemoryBreakdown(
-            parameters=sum(count * stages[stage].parameters for stage, count in holding.versions) + filled,
+            parameters=sum(count * stages[stage].parameters for stage, count in holding.versions),
             gradients=gradients,
-            optimizer=self._states(holding),
+            optimizer=sum(stages[stage].states for stage, _ in holding.versions),
             activations=sum(count * stages[stage].kept for stage, count in holding.live) + copied,
             communication=self._bytes_of((*beside(holding.does), *holding.waiting, *holding.coming)),
             context=self.pricer.profile.cluster.device.context,
@@ -277,15 +267,8 @@ class CyclicFigures:
         return sum(map(self.message_bytes, messages))
 
     def _updates(self, holding: Holding) -> bool:
-        own = self.cyclic.setting in (CyclicSetting.SINGLE, CyclicSetting.ZERO)
-        return holding.does.finishes if own else bool(holding.does.applies)
-
-    def _states(self, holding: Holding) -> int:
-        """Bytes of optimizer states on a device; under ``zero`` they come with the backward track."""
-        moment = holding.does.moment
-        if self.cyclic.setting is CyclicSetting.ZERO:
-            return self.stages[moment.stage].states if moment.backward else 0
-        return sum(self.stages[stage].states for stage, _ in holding.versions)
+        alone = self.cyclic.setting is CyclicSetting.SINGLE
+        return holding.does.finishes if alone else bool(holding.does.applies)
 
 
 def _fullest(memories: Iterable[MemoryBreakdown]) -> MemoryBreakdown:

@@ -2,7 +2,7 @@
 
 In a corrected profile kinds of layers take the time that their layers took, the optimizer what it took; a rank slower
 than others becomes a device of its own type, and a level of the cluster gets the time a byte takes with which
-predicted communication equals the measured one (``runtime.adapt.correct`` does both). What was not measured stays.
+predicted communication equals the measured one (``runtime.monitor.correct`` does both). What was not measured stays.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import DeviceFigures, LayerPoint, OptimizerCost, Origin, OriginKind, Profile
 from galvatron_lite.profiler.store import profile_hash, read_profile
 from galvatron_lite.runs.read import PROFILE, RecordedRun, is_run, read_run
-from galvatron_lite.runtime.adapt.correct import corrected
-from galvatron_lite.runtime.adapt.schema import Corrections, LinkFactor
+from galvatron_lite.runtime.monitor.correct import corrected
+from galvatron_lite.runtime.monitor.schema import Corrections, LinkFactor
 
 
 @dataclass(frozen=True, slots=True)

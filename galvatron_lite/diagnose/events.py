@@ -1,4 +1,4 @@
-"""Reading a trace of ``torch.profiler`` (Chrome's trace format): bounded, nothing of it trusted."""
+"""Reading a trace of ``torch.profiler`` (Chrome's trace format), bounded and checked."""
 
 from __future__ import annotations
 
@@ -145,14 +145,14 @@ def _event(value: dict[str, Any], path: Path) -> TimedEvent | None:
     category = value.get("cat")
     if value.get("ph") != "X" or not isinstance(category, str) or category not in _KINDS:
         return None
-    name, start, took = value.get("name"), value.get("ts"), value.get("dur")
-    if not isinstance(name, str) or not _is_time(start) or not _is_time(took) or took < 0:
-        raise FileFormatError(f"{path}, event {str(name)[:40]!r}", f"{start}, {took}", "It has no time (ts, dur).")
-    given = value.get("args")
-    more = given if isinstance(given, dict) else {}
+    name, start, duration = value.get("name"), value.get("ts"), value.get("dur")
+    if not isinstance(name, str) or not _is_time(start) or not _is_time(duration) or duration < 0:
+        raise FileFormatError(f"{path}, event {str(name)[:40]!r}", f"{start}, {duration}", "It has no time (ts, dur).")
+    arguments = value.get("args")
+    more = arguments if isinstance(arguments, dict) else {}
     seconds = float(start) / 1e6
     return TimedEvent(
-        name, category, str(value.get("tid")), seconds, seconds + float(took) / 1e6,
+        name, category, str(value.get("tid")), seconds, seconds + float(duration) / 1e6,
         _integer(more.get("Sequence number")), _integer(more.get("External id")), _group(more),
     )  # fmt: skip
 
@@ -169,6 +169,6 @@ def _integer(value: object) -> int:
 
 def _group(more: Mapping[str, Any]) -> str:
     """The group of a collective: its description and its size."""
-    told, size = more.get("Process Group Description"), more.get("Group size")
-    name = told if isinstance(told, str) and told not in ("", "undefined") else ""
+    description, size = more.get("Process Group Description"), more.get("Group size")
+    name = description if isinstance(description, str) and description not in ("", "undefined") else ""
     return f"{name} ({size} ranks)" if name and isinstance(size, int) else name

@@ -1,16 +1,15 @@
-"""From the events of a trace to what a step's time went to on its rank.
+"""The parts of a step's time on a rank, from the events of its trace.
 
-On CPUs the main thread is the rank: a layer's forward is its range; backward is the time from one node of the autograd
-graph to the next, for the layer whose forward made the node (both have its sequence number). Communication counts where
-no operation runs. On GPUs kernels are the rank: each belongs to the layer of the operation that launched it,
-communication counts where no other kernel runs, and time without any is the host's.
+On CPUs the main thread counts: a layer's forward is its range; backward is the time from one node of the autograd graph
+to the next, for the layer whose forward made the node (both have its sequence number). Communication counts where no
+operation runs. On GPUs kernels count: each belongs to the layer of the operation that launched it, communication counts
+where no other kernel runs, and time without kernels is the host's.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from galvatron_lite.diagnose.events import Cover, TimedEvent, Trace
 from galvatron_lite.diagnose.expected import RankTimes, Where
@@ -19,7 +18,7 @@ from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP, StepPart
 
 _USERS_STEP = "ProfilerStep#"
 _NODE = "autograd::engine::evaluate_function: "
-_SPOKEN = ("gloo:", "nccl:", "c10d::")
+_MESSAGES = ("gloo:", "nccl:", "c10d::")
 _COLLECTIVES = {
     "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter", "alltoall": "all_to_all",
     "broadcast": "broadcast", "send": "send_recv", "recv": "send_recv", "barrier": "barrier", "gather": "gather",
@@ -34,23 +33,21 @@ _PLACES = {
     StepPart.CHECK: Where.CHECK,
     StepPart.OPTIMIZER: Where.OPTIMIZER,
 }
-FORWARD, BACKWARD = True, False
 
 
 def rank_of(trace: Trace) -> int:
     """The rank that made a trace."""
     for key in (METADATA, "distributedInfo"):
-        told = trace.about.get(key)
-        rank = told.get("rank") if isinstance(told, dict) else None
+        metadata = trace.about.get(key)
+        rank = metadata.get("rank") if isinstance(metadata, dict) else None
         if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 2**31:
             return rank
     return 0
 
 
 def times_of(trace: Trace) -> RankTimes:
-    """What the steps of a trace went to, on its rank."""
-    steps = _steps(trace)
-    return _Reading(trace, steps).times()
+    """The times of the steps of a trace, on its rank."""
+    return _Reading(trace, _steps(trace)).times()
 
 
 def _steps(trace: Trace) -> list[TimedEvent]:
@@ -66,22 +63,28 @@ def _steps(trace: Trace) -> list[TimedEvent]:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a collective, from what a backend calls it; empty: it is none."""
+    """The kind of a collective, from its backend's name for it; empty: it is none."""
     plain = "".join(letter for letter in name.lower() if letter.isalpha())
     return next((kind for word, kind in _COLLECTIVES.items() if word in plain), "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Belongs:
-    """What an operation is done for."""
+class _Ranges:
+    """Ranges of each thread that do not overlap."""
 
-    layer: str
-    forward: bool
+    def __init__(self, ranges: Sequence[TimedEvent]) -> None:
+        self._ranges: dict[str, list[TimedEvent]] = {}
+        for event in ranges:
+            self._ranges.setdefault(event.thread, []).append(event)
+        self._starts = {thread: [event.start for event in own] for thread, own in self._ranges.items()}
+
+    def around(self, operation: TimedEvent) -> TimedEvent | None:
+        """The range that an operation lies in."""
+        own = self._ranges.get(operation.thread, [])
+        place = bisect_right(self._starts.get(operation.thread, []), operation.start) - 1
+        return own[place] if place >= 0 and own[place].end >= operation.end else None
 
 
 class _Reading:
-    """One trace, looked at."""
-
     def __init__(self, trace: Trace, steps: Sequence[TimedEvent]) -> None:
         self._trace, self._steps = trace, steps
         within = Cover((step.start, step.end) for step in steps)
@@ -91,23 +94,22 @@ class _Reading:
         self._operations = [one for one in events if one.category == "cpu_op"]
         self._parts = [one for one in ranges if one.name.startswith(PART)]
         self._layers = [one for one in ranges if one.name.startswith(LAYER)]
-        spoken = [one for one in (*ranges, *self._operations) if one.name.startswith(_SPOKEN) and kind_of(one.name)]
+        messages = [one for one in (*ranges, *self._operations) if one.name.startswith(_MESSAGES) and kind_of(one.name)]
         if self._kernels:
-            self._spoken = [one for one in self._kernels if "nccl" in one.name.lower()]
+            self._messages = [one for one in self._kernels if "nccl" in one.name.lower()]
         else:
-            # what stages of a pipeline send is asked for beforehand, and counts where it is waited for
+            # messages between stages are started beforehand, and count where they are waited for
             staged = bool(self._of(StepPart.WAITING))
-            self._spoken = [one for one in spoken if not staged or kind_of(one.name) != "send_recv"]
+            self._messages = [one for one in messages if not staged or kind_of(one.name) != "send_recv"]
         self._starts = [one.start for one in self._parts]
 
     def times(self) -> RankTimes:
-        """See ``times_of``."""
         return self._on_device() if self._kernels else self._on_host()
 
     def _on_host(self) -> RankTimes:
-        spoken = Cover((one.start, one.end) for one in self._spoken)
+        messages = Cover((one.start, one.end) for one in self._messages)
         computes = Cover((one.start, one.end) for one in self._operations if one.name.startswith("aten::"))
-        exposed = spoken.minus(computes)
+        exposed = messages.minus(computes)
         forward, backward = dict[str, float](), dict[str, float]()
         for layer in self._outermost(self._layers):
             if self._part_at(layer.start) is not StepPart.BACKWARD:
@@ -126,21 +128,25 @@ class _Reading:
 
     def _on_device(self) -> RankTimes:
         quiet = Cover((one.start, one.end) for one in self._kernels if "nccl" not in one.name.lower())
-        exposed = Cover((one.start, one.end) for one in self._spoken).minus(quiet)
+        exposed = Cover((one.start, one.end) for one in self._messages).minus(quiet)
         launched = {one.external: one for one in self._operations if one.external >= 0}
-        owners = _Owners(self._layers, self._nodes(), self._made_by())
+        layers, nodes, layer_of = _Ranges(self._layers), _Ranges(self._nodes()), self._layer_of_nodes()
         forward, backward, optimizer = dict[str, float](), dict[str, float](), 0.0
         for kernel in self._kernels:
             if "nccl" in kernel.name.lower():
                 continue
             operation = launched.get(kernel.external)
             part = StepPart.OTHER if operation is None else self._part_at(operation.start)
-            owner = None if operation is None else owners(operation)
-            took = kernel.end - kernel.start
+            seconds = kernel.end - kernel.start
             if part is StepPart.OPTIMIZER:
-                optimizer += took
-            elif owner is not None:
-                _add(forward if owner.forward else backward, owner.layer, took)
+                optimizer += seconds
+                continue
+            node = None if operation is None else nodes.around(operation)
+            layer = None if operation is None else layers.around(operation)
+            if node is not None and node.sequence in layer_of:
+                _add(backward, layer_of[node.sequence], seconds)
+            elif layer is not None:
+                _add(forward, layer.name.removeprefix(LAYER), seconds)
         communication = self._communication(exposed, launched)
         waiting = communication.pop((Where.LAYERS, "send_recv"), 0.0)
         return self._record(forward, backward, communication, optimizer, waiting)
@@ -161,7 +167,7 @@ class _Reading:
             rank_of(self._trace), total / count, count, _per(forward, count), _per(backward, count),
             {key: seconds / count for key, seconds in communication.items()}, optimizer / count, waiting / count,
             max(total - known, 0.0) / count, traced=True,
-            groups={kind_of(one.name): one.group for one in self._spoken if one.group}, layered=bool(self._layers),
+            groups={kind_of(one.name): one.group for one in self._messages if one.group}, layered=bool(self._layers),
             parted=bool(self._parts),
         )  # fmt: skip
 
@@ -171,7 +177,7 @@ class _Reading:
         """Communication that nothing hides; where several kinds run at once the earliest counts."""
         found: dict[tuple[Where, str], float] = {}
         counted = 0.0
-        for one in sorted(self._spoken, key=lambda event: event.start):
+        for one in sorted(self._messages, key=lambda event: event.start):
             start = max(one.start, counted)
             if start >= one.end:
                 continue
@@ -184,12 +190,12 @@ class _Reading:
         return found
 
     def _take_all(self, table: dict[tuple[Where, str], float], part: StepPart, where: Where, computes: Cover) -> None:
-        """In a part that only communicates, all time without operations is waiting, whether events tell it or not."""
+        """In a part that only communicates, all time without operations is waiting, with or without events."""
         seconds = sum(one.end - one.start - computes.inside(one.start, one.end) for one in self._of(part))
-        told = {kind: own for (place, kind), own in table.items() if place is where}
-        longest = max(told, key=lambda kind: told[kind], default="")
+        kinds = {kind: own for (place, kind), own in table.items() if place is where}
+        longest = max(kinds, key=lambda kind: kinds[kind], default="")
         if seconds:
-            table[where, longest] = told.get(longest, 0.0) + max(seconds - sum(told.values()), 0.0)
+            table[where, longest] = kinds.get(longest, 0.0) + max(seconds - sum(kinds.values()), 0.0)
 
     def _cut(self, start: float, end: float, cause: float | None) -> Iterable[tuple[StepPart, float, float]]:
         """A stretch by the parts of the step that it lies in; of a kernel, that in which it was launched."""
@@ -222,19 +228,21 @@ class _Reading:
                 until[one.thread] = one.end
         return found
 
-    def _made_by(self) -> dict[int, str]:
+    def _layer_of_nodes(self) -> dict[int, str]:
         """The layer that made a node of the autograd graph, by its sequence number: the last operation that has it."""
-        layers = _Stack(self._layers)
+        layers = _Ranges(self._layers)
         found: dict[int, str] = {}
         for one in self._operations:
-            if one.sequence >= 0 and not one.name.startswith(_NODE) and (layer := layers.at(one)):
-                found[one.sequence] = layer
+            if one.sequence >= 0 and not one.name.startswith(_NODE):
+                layer = layers.around(one)
+                if layer is not None:
+                    found[one.sequence] = layer.name.removeprefix(LAYER)
         return found
 
     def _backward_stretches(self) -> list[tuple[str, float, float]]:
         """Time of the backward parts, from each node that is known to the next, by layer; empty before the first."""
-        made = self._made_by()
-        nodes = [(one.start, made[one.sequence]) for one in self._nodes() if one.sequence in made]
+        layer_of = self._layer_of_nodes()
+        nodes = [(one.start, layer_of[one.sequence]) for one in self._nodes() if one.sequence in layer_of]
         starts = [start for start, _ in nodes]
         found = []
         for part in self._of(StepPart.BACKWARD):
@@ -248,42 +256,6 @@ class _Reading:
 
     def _nodes(self) -> list[TimedEvent]:
         return [one for one in self._operations if one.name.startswith(_NODE)]
-
-
-class _Stack:
-    """The layer whose range an operation lies in, asked in the order of time."""
-
-    def __init__(self, ranges: Sequence[TimedEvent]) -> None:
-        self._ranges: dict[str, list[TimedEvent]] = {}
-        for one in ranges:
-            self._ranges.setdefault(one.thread, []).append(one)
-        self._starts = {thread: [one.start for one in own] for thread, own in self._ranges.items()}
-
-    def at(self, operation: TimedEvent) -> str:
-        own = self._ranges.get(operation.thread, [])
-        place = bisect_right(self._starts.get(operation.thread, []), operation.start) - 1
-        if place < 0 or own[place].end < operation.end:
-            return ""
-        return own[place].name.removeprefix(LAYER)
-
-
-class _Owners:
-    """What operations are done for: a layer's forward, or the backward of the node that they run in."""
-
-    def __init__(self, layers: Sequence[TimedEvent], nodes: Sequence[TimedEvent], mapping: Mapping[int, str]) -> None:
-        self._layers, self._made = _Stack(layers), mapping
-        self._nodes: dict[str, list[TimedEvent]] = {}
-        for one in nodes:
-            self._nodes.setdefault(one.thread, []).append(one)
-        self._starts = {thread: [one.start for one in own] for thread, own in self._nodes.items()}
-
-    def __call__(self, operation: TimedEvent) -> _Belongs | None:
-        own = self._nodes.get(operation.thread, [])
-        place = bisect_right(self._starts.get(operation.thread, []), operation.start) - 1
-        if place >= 0 and own[place].end >= operation.end and own[place].sequence in self._made:
-            return _Belongs(self._made[own[place].sequence], BACKWARD)
-        layer = self._layers.at(operation)
-        return _Belongs(layer, FORWARD) if layer else None
 
 
 def _part(event: TimedEvent) -> StepPart:

@@ -108,7 +108,6 @@ class Trainer(transformers.Trainer):
 
 
 def _shows(callback: transformers.TrainerCallback) -> bool:
-    """Whether a callback of the Trainer's own prints, or writes for other programs: each process would."""
     printers = (PrinterCallback, ProgressCallback)
     return isinstance(callback, printers) or type(callback).__module__.startswith("transformers.integrations")
 

@@ -143,7 +143,6 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[int, int]:
-    """How many GPUs torch sees, and the memory of the smallest."""
     import torch
 
     if not torch.cuda.is_available():
@@ -254,7 +253,6 @@ class Launch:
         check_nodes(found, self.job.nodes, self.job.each, own, self.needed)
 
     def _asking(self) -> list[list[str]]:
-        """What makes each node tell what it has."""
         plan = [] if self.plan is None else [str(self.plan)]
         ask = [self.job.python, "-m", "galvatron_lite.launch.jobs", *plan]
         if self.through is Through.SLURM:
@@ -313,7 +311,6 @@ def _program(request: LaunchRequest) -> tuple[str, ...]:
 
 
 def _size(request: LaunchRequest) -> tuple[int, int]:
-    """Processes, and bytes that each takes."""
     if request.plan is None:
         if request.gpus is None:
             raise InputError("--plan", None, "Give --plan FILE, or --gpus N for a script that plans at its start.")

@@ -3,20 +3,221 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import count, groupby, pairwise, takewhile
+from operator import or_
 from typing import Any
 
+import networkx
 from torch import nn
 
+from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import resize_batch
-from galvatron_lite.model.discover_blocks import BlockNames, find_blocks, kind_names, signature, unit_paths
-from galvatron_lite.model.discover_forks import forked_blocks
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.order import bits, order_of
 from galvatron_lite.model.trace_figures import SAMPLES
-from galvatron_lite.model.trace_flow import DataFlow
+from galvatron_lite.model.trace_flow import DataFlow, Needs, at, holders_of, inside, needs_of
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_run import Observation, observe
+
+BlockNames = str | type[nn.Module] | Sequence[str | type[nn.Module]]
+"""How a user names blocks: the path of a container or module, a module class, or a list of these."""
+
+_LEAST_SHARE = 0.1
+_MOST = 0.75
+_FEWEST_PARTS = 3
+
+NEVER_RUN = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that only hold others."""
+_INDEX_WORDS = ("idx", "index", "layer_id", "layer_number")
+_SETTING_TYPES = (int, float, str, bytes, type(None))
+
+
+def find_blocks(model: nn.Module, blocks: BlockNames | None = None) -> list[str]:
+    """Paths of the repeated blocks in registration order.
+
+    Unless the user names them they are runs of two or more neighbouring children of one class in a ModuleList or
+    Sequential, the outermost such; of a class of torch.nn only where at least two of the children are structurally
+    equal or nearly so. Runs with less than a tenth of the model's parameters do not count. Other modules of such a
+    run's class that stand in a ModuleList or Sequential are blocks, too (residual networks change width inside a run).
+    A model without any is cut into its parts: three or more of its children that are made of several modules (levels
+    of a U-Net, Sequentials one after the other), or those of the child that has most of its modules with weights. A
+    model without such parts (a plain chain of convolutions, pooling and activations) has as blocks the children of one
+    Sequential, the one that has most children with parameters; without a Sequential it has no block.
+    """
+    if blocks is not None:
+        return _named_blocks(model, blocks)
+    return _repeated_blocks(model) or _parts(model) or _sequential_children(model)
+
+
+def _named_blocks(model: nn.Module, blocks: BlockNames) -> list[str]:
+    names = [blocks] if isinstance(blocks, (str, type)) else list(blocks)
+    found = [path for name in names for path in _named(model, name)]
+    order = [path for path, _ in model.named_modules()]
+    return sorted(dict.fromkeys(found), key=order.index)
+
+
+def _named(model: nn.Module, name: str | type[nn.Module]) -> list[str]:
+    modules = dict(model.named_modules())
+    if isinstance(name, type):
+        paths = _outermost([path for path, module in modules.items() if isinstance(module, name)])
+    elif name not in modules:
+        paths = []
+    elif isinstance(modules[name], (nn.ModuleList, nn.Sequential)):
+        paths = [_join(name, child) for child, _ in modules[name].named_children()]
+    else:
+        paths = [name]
+    if not paths or paths == [""]:
+        remedy = "Give the path of a ModuleList, Sequential or module (see model.named_modules()), or a module class."
+        raise TraceError("blocks", name if isinstance(name, str) else name.__name__, remedy)
+    return paths
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    return [path for path in paths if not any(inside(path, other) for other in paths)]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    modules = dict(model.named_modules())
+    sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in modules.items()}
+    runs = _runs(model, "")
+    large = [run for run in runs if sum(map(sizes.__getitem__, run)) >= _LEAST_SHARE * sizes[""] and sizes[""]]
+    classes = {
+        type(modules[run[0]])
+        for run in large
+        if _is_own(type(modules[run[0]])) or _some_alike([modules[path] for path in run])
+    }
+    own = tuple(kind for kind in classes if _is_own(kind))
+    chosen = {path for run in runs if type(modules[run[0]]) in classes for path in run}
+    chosen |= {path for path, module in modules.items() if type(module) in own and _is_listed(modules, path)}
+    return _outermost([path for path in modules if path in chosen])
+
+
+def _is_own(kind: type[nn.Module]) -> bool:
+    return not kind.__module__.startswith("torch.nn.")
+
+
+def _is_listed(modules: dict[str, nn.Module], path: str) -> bool:
+    return isinstance(modules[path.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))
+
+
+def _runs(module: nn.Module, path: str) -> list[list[str]]:
+    """Runs of neighbouring children of one class, in the outermost containers that have one."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        grouped = [list(group) for _, group in groupby(module.named_children(), key=lambda item: type(item[1]))]
+        runs = [run for run in grouped if _is_run([child for _, child in run])]
+        if runs:
+            return [[_join(path, name) for name, _ in run] for run in runs]
+    return [run for name, child in module.named_children() for run in _runs(child, _join(path, name))]
+
+
+def _is_run(children: list[nn.Module]) -> bool:
+    """Two or more children with parameters; some alike, or at least none a container of such."""
+    if len(children) < 2 or not any(True for _ in children[0].parameters()):
+        return False
+    return _some_alike(children) or not any(_runs(child, "") for child in children)
+
+
+def _some_alike(children: list[nn.Module]) -> bool:
+    """Whether two are structurally equal, or neighbours have more than half of their parameters' shapes in common."""
+    if max(Counter(signature(child) for child in children).values()) > 1:
+        return True
+    shapes = [{(name, p.shape) for name, p in child.named_parameters()} for child in children]
+    return any(2 * len(one & other) > len(one | other) for one, other in pairwise(shapes))
+
+
+def _parts(model: nn.Module, path: str = "") -> list[str]:
+    """Children that are made of several modules, of the model or of what nearly all of it lies in; [] if too few."""
+    if isinstance(model, nn.Sequential):
+        return []
+    weights = {name: _leaves(child) for name, child in model.named_children()}
+    for name, leaves in weights.items():
+        if leaves > _MOST * sum(weights.values()):
+            return _parts(model.get_submodule(name), _join(path, name))
+    parts = [
+        _join(path, name)
+        for name, child in model.named_children()
+        if not isinstance(child, NEVER_RUN) and any(map(_is_weighty, child.children()))
+    ]
+    return parts if len(parts) >= _FEWEST_PARTS else []
+
+
+def _leaves(module: nn.Module) -> int:
+    """Modules inside that have parameters of their own."""
+    return sum(any(True for _ in part.parameters(recurse=False)) for part in module.modules())
+
+
+def _sequential_children(model: nn.Module) -> list[str]:
+    """Children of the outermost Sequential that has most children with parameters, of equals the first."""
+    rows = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Sequential)]
+    chains = [(path, module) for path, module in rows if not any(inside(path, other) for other, _ in rows)]
+    if not chains:
+        return []
+    path, chain = max(chains, key=lambda row: sum(_is_weighty(child) for child in row[1]))
+    return [_join(path, name) for name, _ in chain.named_children()]
+
+
+def _is_weighty(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def signature(module: nn.Module) -> Hashable:
+    """A key that is equal for modules of the same class, parameter and buffer shapes, and settings, all the way down.
+
+    Settings are the plain numbers and strings (and tuples of them) that the modules hold as attributes, but for those
+    that only say which place a layer has (``layer_idx``). Whether the modules train or not is no part of it.
+    """
+    return tuple((path, _own_signature(part)) for path, part in module.named_modules(remove_duplicate=False))
+
+
+def _own_signature(module: nn.Module) -> Hashable:
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
+    settings = tuple(sorted((name, repr(value)) for name, value in vars(module).items() if _is_setting(name, value)))
+    return type(module), shapes, settings
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    if name.startswith("_") or name == "training" or any(word in name for word in _INDEX_WORDS):
+        return False
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(item, _SETTING_TYPES) for item in value)
+    return isinstance(value, _SETTING_TYPES)
+
+
+def kind_names(signatures: list[Hashable]) -> list[str]:
+    """A kind name for every block: ``block`` where all are equal, else ``block0``, ``block1``, ... by first use."""
+    order = {key: place for place, key in enumerate(dict.fromkeys(signatures))}
+    if len(order) <= 1:
+        return ["block"] * len(signatures)
+    return [f"block{order[key]}" for key in signatures]
+
+
+def unit_paths(model: nn.Module, blocks: list[str]) -> list[str]:
+    """The blocks, and the outermost modules that hold none and can run, in registration order; shared modules once."""
+    chosen = set(blocks)
+
+    def walk(module: nn.Module, path: str) -> list[str]:
+        if path in chosen:
+            return [path]
+        if (
+            path
+            and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            and not any(inside(block, path) for block in blocks)
+        ):
+            return [path]
+        return [unit for name, child in module.named_children() for unit in walk(child, f"{path}.{name}".lstrip("."))]
+
+    first: dict[int, str] = {}
+    for path in walk(model, ""):
+        first.setdefault(id(model.get_submodule(path)), path)
+    return list(first.values())
 
 
 def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | None = None) -> tuple[Layer, ...]:
@@ -53,7 +254,6 @@ def arrange_layers(
     """Layers from blocks and the order in which modules first run.
 
     Args:
-        model: the model.
         blocks: paths of the blocks.
         order: paths of modules in the order they first ran; None for registration order.
         signatures: key of equal layers by path; structure alone if not given.
@@ -116,3 +316,185 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
     chosen = paths if forked is None else forked
     as_is = seen if forked is None and not flow.copied else observe(twin, batch, unit_paths(twin, chosen))
     return Watched(chosen, as_is, seen.output, flow, forked is not None)
+
+
+_SHARE = 0.02
+"""Of the model's work that all parts of a region but the largest must do: they are the most that a fork could save."""
+_NEARLY_ALL = 0.75  # of the model's work: a module that does as much stands for the model
+
+
+def forked_blocks(model: nn.Module, flow: DataFlow, order: Sequence[str], blocks: list[str]) -> list[str] | None:
+    """Blocks such that no layer mixes modules that do not depend on each other; None where the model does not fork."""
+    forks = _Forks(model, flow, Counter(order), dict(zip(dict.fromkeys(order), count(), strict=False)))
+    found = forks.blocks_of("", blocks)
+    if found is None:
+        return None
+    places = {path: place for place, (path, _) in enumerate(model.named_modules())}
+    return sorted(found, key=places.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forks:
+    """A model that ran."""
+
+    model: nn.Module
+    flow: DataFlow  # of the run
+    calls: Counter[str]  # by module path how often it ran
+    places: dict[str, int]  # by module path its place in the order of first runs
+
+    def blocks_of(self, path: str, blocks: list[str]) -> list[str] | None:
+        """Blocks inside a module whose blocks (full paths) are those given otherwise; None where it does not fork."""
+        units = self._units(path, blocks)
+        needs = needs_of(self.flow, self.model, {unit: [unit] for unit in units})
+        regions = [region for region in self._regions(needs) if self._counts(path, region, needs)]
+        closed = self._closed(path, regions)
+        if closed:
+            kept = [*(block for block in blocks if not any(at(block, one) for one in closed)), *closed]
+            return self.blocks_of(path, kept) or kept
+        parts = [part for region in regions for part in region]
+        if not parts:
+            return self._opened(units, blocks, needs)
+        found = [inner for part in parts for inner in self._part(part, units)]
+        trunk = [unit for unit in units if not any(unit in part for part in parts)]
+        kept = [block for block in blocks if block in trunk]
+        return [*found, *(self._opened(trunk, kept, needs) or kept or self._heavy(trunk, needs))]
+
+    def _closed(self, path: str, regions: Sequence[Sequence[Sequence[str]]]) -> list[str]:
+        """Modules that hold all parts of a region and are of a class that there are several of: blocks as they are."""
+        around = {_around([unit for part in region for unit in part]) for region in regions}
+        return [one for one in around if inside(one, path) and not self._alone(one)]
+
+    def _alone(self, path: str) -> bool:
+        """Whether a module is the only one of its class, or a plain row of others."""
+        kind = type(self._module(path))
+        return kind is nn.Sequential or sum(type(module) is kind for module in self.model.modules()) == 1
+
+    def _units(self, path: str, blocks: Sequence[str]) -> list[str]:
+        module, below = self._module(path), f"{path}." if path else ""
+        own = [block.removeprefix(below) for block in blocks if inside(block, path)]
+        return [f"{below}{unit}" for unit in unit_paths(module, own)]
+
+    def _blocks(self, path: str) -> list[str]:
+        """Blocks inside a module by itself, full paths."""
+        return [f"{path}.{block}" for block in find_blocks(self._module(path))]
+
+    def _regions(self, needs: dict[str, Needs]) -> list[list[list[str]]]:
+        """Where units fall into parts that do not depend on each other: region by region, the units of each part."""
+        ran = sorted((unit for unit, one in needs.items() if one.ran and self._is_one(unit)), key=self._place)
+        graph: networkx.DiGraph[str] = networkx.DiGraph()
+        graph.add_nodes_from(ran)
+        graph.add_edges_from((earlier, unit) for unit in ran for earlier in needs[unit].earlier.intersection(ran))
+        rounds = {min(group, key=self._place): group for group in networkx.strongly_connected_components(graph)}
+        home = {unit: first for first, group in rounds.items() for unit in group}
+        order = order_of(_condensed(graph, home))
+        bit = {unit: 1 << order.names.index(first) for unit, first in home.items()}
+        ties = self._ties(bit, 1 << len(order.names))
+        return [
+            [
+                sorted((unit for place in bits(part) for unit in rounds[order.names[place]]), key=self._place)
+                for part in region
+            ]
+            for region in order.regions((1 << len(order.names)) - 1, ties)
+        ]
+
+    def _is_one(self, unit: str) -> bool:
+        """Whether a unit stands for one thing: modules without state that run here and there are code of others."""
+        module = self._module(unit)
+        return self.calls[unit] == 1 or any(True for _ in (*module.parameters(), *module.buffers()))
+
+    def _place(self, unit: str) -> int:
+        return self.places[unit]
+
+    def _ties(self, bit: dict[str, int], outside: int) -> list[int]:
+        """Bits of units that must not be apart: they share a parameter, or code around some reads one of another's.
+
+        Where that code is around all units, or around none, ``outside`` is tied to what it reads.
+        """
+        holders = holders_of(self.model, {unit: [unit] for unit in bit})
+        ties = [reduce(or_, (bit[unit] for unit in units)) for units in holders.values() if len(units) > 1]
+        for name, units in holders.items():
+            held = reduce(or_, (bit[unit] for unit in units))
+            for path in self.flow.readers[name]:
+                if not any(at(path, unit) for unit in units):
+                    near = [bit[unit] for unit in bit if at(unit, path) or at(path, unit)]
+                    ties.append(held | (outside if len(near) in (0, len(bit)) else reduce(or_, near)))
+        return ties
+
+    def _counts(self, path: str, region: Sequence[Sequence[str]], needs: dict[str, Needs]) -> bool:
+        """Whether a region is worth layers of its own.
+
+        Inside a module that does only a part of the model's work, parts of one busy module (the projections of
+        attention, the convolution of a shortcut) do not count.
+        """
+        large = self._module(path) is self.model or self._work(path) >= _NEARLY_ALL * self.work
+        parts = [part for part in region if large or sum(needs[unit].busy for unit in part) > 1]
+        work = [sum(needs[unit].work for unit in part) for part in parts]
+        return sum(work) - max(work, default=0) > _SHARE * self.work
+
+    @property
+    def work(self) -> int:
+        """Forward FLOPs of it all."""
+        return sum(self.flow.work.values())
+
+    def _work(self, path: str) -> int:
+        return sum(work for module, work in self.flow.work.items() if at(module, path))
+
+    def _opened(self, units: Sequence[str], blocks: list[str], needs: dict[str, Needs]) -> list[str] | None:
+        """The blocks with those of units that fork inside in place of these units; None where none does."""
+        opened = {unit: self.blocks_of(unit, self._blocks(unit)) for unit in units if self._may_fork(unit, needs[unit])}
+        if not any(opened.values()):
+            return None
+        kept = [block for block in blocks if not opened.get(block)]
+        return [*kept, *(inner for found in opened.values() for inner in found or ())]
+
+    def _may_fork(self, unit: str, needs: Needs) -> bool:
+        """Whether a unit does enough to fork, and is not one of several alike: those are layers as they are."""
+        return needs.work > _SHARE * self.work and needs.busy > 1 and self._alone(unit)
+
+    def _part(self, part: Sequence[str], units: Sequence[str]) -> list[str]:
+        """The layers of a branch, found inside the outermost modules that hold nothing else and run.
+
+        Modules without parameters that run inside it stay the code of others; those at its ends are layers.
+        """
+        others = [unit for unit in units if unit not in part]
+        roots = dict.fromkeys(self._root(unit, others) for unit in part)
+        ran = sorted((inner for root in roots for inner in self._inner(root)), key=self._place)
+        weighty = [place for place, unit in enumerate(ran) if any(True for _ in self._module(unit).parameters())]
+        inner = range(weighty[0], weighty[-1]) if weighty else range(0)
+        return [
+            unit for place, unit in enumerate(ran) if place in weighty or (place not in inner and self.calls[unit] == 1)
+        ]
+
+    def _root(self, unit: str, others: Sequence[str]) -> str:
+        """The outermost module around a unit that holds none of the others, and runs once."""
+        above = [unit.rsplit(".", cut)[0] for cut in range(unit.count("."), -1, -1)]
+        free = (path for path in above if self.calls[path] == 1 and not any(at(other, path) for other in others))
+        return next(free, unit)
+
+    def _module(self, path: str) -> nn.Module:
+        return self.model.get_submodule(path)
+
+    def _inner(self, root: str) -> list[str]:
+        """The units of a module that ran; itself where it has no blocks."""
+        own = self._blocks(root)
+        own = self.blocks_of(root, own) or own
+        return [inner for inner in self._units(root, own) if inner in self.calls] if own else [root]
+
+    def _heavy(self, units: Sequence[str], needs: dict[str, Needs]) -> list[str]:
+        """The blocks of units of which none is one."""
+        own = (unit for unit in units if needs[unit].work > _SHARE * self.work)
+        return [block for unit in own for block in self._blocks(unit)]
+
+
+def _around(units: Sequence[str]) -> str:
+    """The innermost module that holds all of several units."""
+    parts = [unit.split(".") for unit in units]
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False)))
+
+
+def _condensed(graph: networkx.DiGraph[str], home: dict[str, str]) -> networkx.DiGraph[str]:
+    """The graph of what ``home`` says units count as: units that run again behind each other count as one."""
+    made: networkx.DiGraph[str] = networkx.DiGraph()
+    made.add_nodes_from(home.values())
+    made.add_edges_from((home[one], home[other]) for one, other in graph.edges if home[one] != home[other])
+    return made

@@ -25,7 +25,6 @@ def example_batch(model: nn.Module, samples: int = SAMPLES, sequence: int | None
 
     Args:
         model: what it is for.
-        samples: of the batch.
         sequence: tokens a sample of a transformers model; as many as it has positions, 512 at most, if not given.
     """
     own = getattr(model, "example_batch", None)

@@ -8,7 +8,7 @@ Conventions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 from galvatron_lite.arrays import Flag, Real, Whole, where
 from galvatron_lite.files import Strict
 from galvatron_lite.limits import Count, Extent, Flops, Layers, Name, Precision, Samples, Size
+from galvatron_lite.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     import networkx
@@ -367,3 +368,22 @@ class ModelGraph(Strict):
 
 def _names(layers: Sequence[Layer]) -> set[str]:
     return {layer.name for layer in layers}
+
+
+_ADAM = 16
+"""Bytes that a trainable parameter item costs with Adam in fp32: itself, its gradient and two moments."""
+_NAMED = 4  # modules that a note names at most
+
+
+def dead_note(dead: Collection[DeadParameters], parameters: int, goal: str) -> tuple[str, ...]:
+    """A line on dead parameters, where there are some: how many, which, what they cost, what to do."""
+    if not dead:
+        return ()
+    items = sum(one.items for one in dead)
+    largest = [one.path for one in sorted(dead, key=lambda one: -one.items)]
+    more = f" and {len(dead) - _NAMED} more" if len(dead) > _NAMED else ""
+    return (
+        f"{format_count(items)} of {format_count(parameters)} parameters never reach {goal}: "
+        f"{', '.join(largest[:_NAMED])}{more}. They train nothing and cost {format_bytes(_ADAM * items)} of states "
+        "with Adam in fp32: use what these modules give, or remove them.",
+    )

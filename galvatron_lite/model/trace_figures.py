@@ -5,7 +5,7 @@ What grows with the batch is the sample's; what does not (weights, causal masks,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -18,27 +18,10 @@ SAMPLES = (2, 4)  # the two batch sizes a region is run at
 
 
 @dataclass(frozen=True, slots=True)
-class CallFigures:
-    """One operator call for one sample; fields as in ``OperatorCall``, ``weight_bytes`` being what does not grow."""
-
-    path: str
-    name: str
-    kind: OperatorClass
-    shape: tuple[int, ...]
-    flops: int
-    moved: int
-    weight_bytes: int
-    backward: bool
-    causal: bool
-    statistics: int = 0
-    groups: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class RegionFigures:
     """One region for one sample; all in bytes, fields as in ``LayerKind``."""
 
-    calls: tuple[CallFigures, ...]  # every call, in order
+    calls: tuple[OperatorCall, ...]  # every call, in order
     kept: int  # with no recompute; what leaves counts with the layer that it enters, and is not among it
     handed: int  # part of ``kept`` that the layer before made
     held: int  # kept of what leaves
@@ -50,8 +33,15 @@ class RegionFigures:
     forward_working: int  # beyond ``kept`` in forward
 
 
-def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
-    """Figures for one sample from runs at the two batch sizes ``SAMPLES``."""
+def figures(small: RegionRun, large: RegionRun, *, rows: Collection[str] = (), degree: int = 1) -> RegionFigures:
+    """Figures for one sample from runs at the two batch sizes ``SAMPLES``.
+
+    Args:
+        small: at the first size.
+        large: at the second.
+        rows: paths of row-split matmuls, of which selective recomputation keeps the sums (``recompute.sums``).
+        degree: devices that share the tokens of these sums.
+    """
     _check_alike(small.recording, large.recording)
     sizes = {number: _slope(small.recording.sizes[number], size) for number, size in large.recording.sizes.items()}
     recording = large.recording
@@ -71,7 +61,7 @@ def figures(small: RegionRun, large: RegionRun) -> RegionFigures:
         held=kept_of(large.leaving),
         overwrites=overwrites[0],
         overwrites_heavy=overwrites[1],
-        selective=entering + sum(sizes[number] for number in _heavy_outputs(recording)),
+        selective=entering + sum(sizes[number] // share for number, share in _heavy(recording, rows, degree).items()),
         side=kept_of(large.side),
         working=max(0, backward - kept),
         forward_working=max(0, forward - kept),
@@ -94,10 +84,10 @@ def _slope(small: int, large: int) -> int:
     return (large - small) // (SAMPLES[1] - SAMPLES[0])
 
 
-def _heavy_outputs(recording: Recording) -> set[int]:
-    """Storages that forward matmuls, convolutions and attention write."""
+def _heavy(recording: Recording, rows: Collection[str], degree: int) -> dict[int, int]:
+    """Storages that forward matmuls, convolutions and attention write, and what share of each is kept: 1 / so many."""
     heavy = [call for call in recording.calls if call.kind is not OperatorClass.MEMORY and not call.backward]
-    return {number for call in heavy for number in call.outputs}
+    return {number: degree if call.path in rows else 1 for call in heavy for number in call.outputs}
 
 
 def _overwritten(recording: Recording, entering: Collection[int]) -> tuple[bool, bool]:
@@ -111,52 +101,35 @@ def _overwritten(recording: Recording, entering: Collection[int]) -> tuple[bool,
 
 def _peaks(recording: Recording, sizes: Mapping[int, int]) -> tuple[int, int]:
     """Most bytes live at once in forward and in backward, of storages made meanwhile that are no parameter gradient."""
-    events = [event for event in recording.events if abs(event) not in recording.gradients]
-    first = [event for event in recording.events[: recording.forward_events] if abs(event) not in recording.gradients]
-    forward, live = _peak(first, sizes, 0)
-    backward, _ = _peak(events[len(first) :], sizes, live)
-    return forward, backward
+    most, live = [0, 0], 0
+    for place, event in enumerate(recording.events):
+        backward = place >= recording.forward_events
+        if abs(event) not in recording.gradients:
+            live += sizes[event] if event > 0 else -sizes[-event]
+        most[backward] = max(most[backward], live)
+        if place == recording.forward_events - 1:
+            most[1] = live
+    return most[0], most[1]
 
 
-def _peak(events: Iterable[int], sizes: Mapping[int, int], live: int) -> tuple[int, int]:
-    most = live
-    for event in events:
-        live += sizes[event] if event > 0 else -sizes[-event]
-        most = max(most, live)
-    return most, live
-
-
-def _per_sample(small: OperatorCall, large: OperatorCall) -> CallFigures:
+def _per_sample(small: OperatorCall, large: OperatorCall) -> OperatorCall:
     moved = _slope(small.moved, large.moved)
-    weights = 0 if large.name == "embedding" else max(0, large.moved - SAMPLES[1] * moved)
-    return CallFigures(
-        path=large.path,
-        name=large.name,
-        kind=large.kind,
-        shape=_sample_shape(small, large),
+    shape = tuple(_slope(a, b) or b for a, b in zip(small.shape, large.shape, strict=True))
+    return replace(
+        large,
+        shape=shape[1:] if large.kind is OperatorClass.ATTENTION else shape,
         flops=_slope(small.flops, large.flops),
         moved=moved,
-        weight_bytes=weights,
-        backward=large.backward,
-        causal=large.causal,
-        statistics=large.statistics,
-        groups=large.groups,
+        weight_bytes=0 if large.name == "embedding" else max(0, large.moved - SAMPLES[1] * moved),
     )
 
 
-def _sample_shape(small: OperatorCall, large: OperatorCall) -> tuple[int, ...]:
-    sizes = [_slope(a, b) or b for a, b in zip(small.extents, large.extents, strict=True)]
-    return tuple(sizes[1:]) if large.kind is OperatorClass.ATTENTION else tuple(sizes)
-
-
 _Key = tuple[str, OperatorClass, tuple[int, ...]]
-
-
 Shardings = Mapping[tuple[str, OperatorClass], Sharding]
 """How tensor parallelism divides the calls of one module and class; not at all where it is not given."""
 
 
-def merge(calls: Sequence[CallFigures], shardings: Shardings) -> tuple[Operator, ...]:
+def merge(calls: Sequence[OperatorCall], shardings: Shardings) -> tuple[Operator, ...]:
     """Operators of one layer from its calls, in running order.
 
     Heavy calls of one module and shape are one entry; so are all memory-bound calls of one module, but for those that
@@ -164,50 +137,27 @@ def merge(calls: Sequence[CallFigures], shardings: Shardings) -> tuple[Operator,
     to the forward entries of their module and class, by share of forward FLOPs or bytes; where there is none (the sum
     that makes a bias gradient), to the module's first entry, or its parent's.
     """
-    forward = _grouped([call for call in calls if not call.backward])
-    backward = dict.fromkeys(forward, (0, 0))
-    for homes, (flops, moved) in _booked([call for call in calls if call.backward], list(forward)).items():
-        _share_out(flops, moved, homes, forward, backward)
-    return tuple(
-        replace(_operator(key, forward[key], *backward[key]), sharding=shardings.get(key[:2], Sharding.NONE))
-        for key in forward
-    )
-
-
-def _grouped(calls: Sequence[CallFigures]) -> dict[_Key, list[CallFigures]]:
-    groups: dict[_Key, list[CallFigures]] = {}
-    for call in calls:
+    forward: dict[_Key, list[OperatorCall]] = {}
+    for call in (call for call in calls if not call.backward):
         shape = call.shape[1:] if call.kind is OperatorClass.MEMORY else call.shape
-        groups.setdefault((call.path, call.kind, shape), []).append(call)
-    return groups
+        forward.setdefault((call.path, call.kind, shape), []).append(call)
+    booked: dict[tuple[_Key, ...], tuple[int, int]] = {}  # FLOPs and bytes of backward by the entries they belong to
+    for call in (call for call in calls if call.backward):
+        homes = tuple(_homes(call, list(forward)))
+        flops, moved = booked.get(homes, (0, 0))
+        booked[homes] = (flops + call.flops, moved + call.moved)
+    backward = dict.fromkeys(forward, (0, 0))
+    for homes, (flops, moved) in booked.items():
+        shares = [sum(part.flops or part.moved for part in forward[key]) or 1 for key in homes]
+        left = sum(shares)
+        for key, share in zip(homes, shares, strict=True):
+            part = (flops * share // left, moved * share // left)
+            backward[key] = (backward[key][0] + part[0], backward[key][1] + part[1])
+            flops, moved, left = flops - part[0], moved - part[1], left - share
+    return tuple(_operator(key, forward[key], *backward[key], shardings.get(key[:2], Sharding.NONE)) for key in forward)
 
 
-def _booked(calls: Sequence[CallFigures], keys: list[_Key]) -> dict[tuple[_Key, ...], tuple[int, int]]:
-    """FLOPs and bytes of backward calls by the forward entries they belong to."""
-    sums: dict[tuple[_Key, ...], tuple[int, int]] = {}
-    for call in calls:
-        homes = tuple(_homes(call, keys))
-        flops, moved = sums.get(homes, (0, 0))
-        sums[homes] = (flops + call.flops, moved + call.moved)
-    return sums
-
-
-def _share_out(
-    flops: int,
-    moved: int,
-    homes: Sequence[_Key],
-    forward: Mapping[_Key, list[CallFigures]],
-    backward: dict[_Key, tuple[int, int]],
-) -> None:
-    shares = [sum(part.flops or part.moved for part in forward[key]) or 1 for key in homes]
-    left = sum(shares)
-    for key, share in zip(homes, shares, strict=True):
-        part = (flops * share // left, moved * share // left)
-        backward[key] = (backward[key][0] + part[0], backward[key][1] + part[1])
-        flops, moved, left = flops - part[0], moved - part[1], left - share
-
-
-def _homes(call: CallFigures, keys: list[_Key]) -> list[_Key]:
+def _homes(call: OperatorCall, keys: list[_Key]) -> list[_Key]:
     """Entries a backward call belongs to: those of its module and class, else the nearest of its module or parents."""
     same = [key for key in keys if key[0] == call.path and key[1] is call.kind]
     path = call.path
@@ -219,7 +169,9 @@ def _homes(call: CallFigures, keys: list[_Key]) -> list[_Key]:
     return same or keys[:1]
 
 
-def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward_moved: int) -> Operator:
+def _operator(
+    key: _Key, calls: list[OperatorCall], backward_flops: int, backward_moved: int, sharding: Sharding
+) -> Operator:
     path, kind, shape = key
     largest = max(calls, key=lambda call: (call.moved, call.shape)).name
     name = path if kind is OperatorClass.MATMUL and path else ".".join(filter(None, (path, largest)))
@@ -233,6 +185,7 @@ def _operator(key: _Key, calls: list[CallFigures], backward_flops: int, backward
         moved=sum(call.moved for call in calls),
         backward_moved=backward_moved,
         weight_bytes=sum(call.weight_bytes for call in calls),
+        sharding=sharding,
         causal=all(call.causal for call in calls),
         statistics=sum(call.statistics for call in calls),
     )

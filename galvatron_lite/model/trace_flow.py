@@ -22,8 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
-from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.trace_operators import flops
+
+
+def inside(path: str, ancestor: str) -> bool:
+    """Whether a module path lies strictly below another."""
+    return path != ancestor and (not ancestor or path.startswith(ancestor + "."))
+
+
+def at(path: str, module: str) -> bool:
+    """Whether a path is that of a module or lies inside it."""
+    return path == module or inside(path, module)
 
 
 class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]

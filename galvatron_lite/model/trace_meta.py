@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils import checkpoint
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.saying import say
@@ -165,3 +167,37 @@ def note(line: str) -> None:
     """Tell rank 0's user once."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         say(f"note: {line}")
+
+
+_LEFT_TO_PLAN: ContextVar[bool] = ContextVar("left_to_plan", default=False)
+_reentrant = checkpoint.CheckpointFunction.apply
+_without_reentry = checkpoint._checkpoint_without_reentrant_generator
+
+
+@contextmanager
+def left_to_the_plan(decides: bool = True) -> Iterator[None]:
+    """Inside, checkpoints of the model's code only run what they hold; with False they are what they say."""
+    token = _LEFT_TO_PLAN.set(decides)
+    try:
+        yield
+    finally:
+        _LEFT_TO_PLAN.reset(token)
+
+
+def _apply(function: Any, preserve: bool, *args: Any) -> Any:
+    if not _LEFT_TO_PLAN.get():
+        return _reentrant(function, preserve, *args)  # type: ignore[no-untyped-call]
+    note("the model's own torch.utils.checkpoint is left out: the plan chooses what is recomputed")
+    return function(*args)
+
+
+def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+    if not _LEFT_TO_PLAN.get():
+        yield from _without_reentry(*args, **kwargs)
+        return
+    note("the model's own torch.utils.checkpoint is left out: the plan chooses what is recomputed")
+    yield
+
+
+checkpoint.CheckpointFunction.apply = _apply  # type: ignore[method-assign]
+checkpoint._checkpoint_without_reentrant_generator = _generator

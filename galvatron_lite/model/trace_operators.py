@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from galvatron_lite.model.graph import OperatorClass
 
 _SHAPES_ONLY = "This operator has shapes only; it is for tensors on the meta device."
+_ATTENTION = F.scaled_dot_product_attention
 
 
 @torch.library.custom_op("galvatron_lite::attention", mutates_args=())
@@ -61,52 +61,6 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Te
 attention.register_autograd(_backward, setup_context=_keep)
 
 
-class FusedAttention(TorchFunctionMode):
-    """While it is entered, ``scaled_dot_product_attention`` on meta tensors is the operator above.
-
-    Modes do not see what a function they were asked about calls in turn; inside ``multi_head_attention_forward``
-    (``nn.MultiheadAttention``) the function is therefore replaced by name.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the one call, pass every other on."""
-        if func is F.scaled_dot_product_attention:
-            return _fused(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:
-            with _replaced():
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _replaced() -> Iterator[None]:
-    original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _fused  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = original
-
-
-def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,  # noqa: ARG001  fused kernels draw the same numbers again in backward
-    is_causal: bool = False,
-    **_: Any,
-) -> Tensor:
-    if query.dim() == 3:
-        lifted = _fused(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), is_causal=is_causal)
-        return lifted.squeeze(1)
-    output: Tensor = attention(query, key, value, attn_mask, is_causal)[0]
-    return output
-
-
-_SHAPES_ONLY = "This operator has shapes only; it is for tensors on the meta device."
-
-
 @torch.library.custom_op("galvatron_lite::grouped", mutates_args=())
 def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """(rows, inner) by (experts, inner, columns): (rows, columns). Shapes only."""
@@ -141,15 +95,44 @@ def _backward_experts(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]
 grouped.register_autograd(_backward_experts, setup_context=_keep_experts)
 
 
-class GroupedExperts(TorchFunctionMode):
-    """While it is entered, ``grouped_mm`` on meta tensors is the operator above."""
+class ShapesOnly(TorchFunctionMode):
+    """While it is entered, ``scaled_dot_product_attention`` and ``grouped_mm`` on meta tensors are the operators above.
+
+    Modes do not see calls inside a function they were asked about; inside ``multi_head_attention_forward``
+    (``nn.MultiheadAttention``) attention is therefore replaced by name.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the one call, pass every other on."""
-        # what torch.nn.functional.grouped_mm calls; modes are not asked about that one itself
+        """Replace these calls, pass every other on."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _fused(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            F.scaled_dot_product_attention = _fused  # type: ignore[assignment]
+            try:
+                return func(*args, **kwargs)
+            finally:
+                F.scaled_dot_product_attention = _ATTENTION
+        # what torch.nn.functional.grouped_mm calls; modes are not asked about that function itself
         if getattr(func, "__name__", "") == "_grouped_mm":
-            return _shaped(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return _shaped(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001  fused kernels draw the same numbers again in backward
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    if query.dim() == 3:
+        lifted = _fused(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), is_causal=is_causal)
+        return lifted.squeeze(1)
+    output: Tensor = attention(query, key, value, attn_mask, is_causal)[0]
+    return output
 
 
 def _shaped(func: Any, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
@@ -275,9 +258,7 @@ def _traffic(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size() // max(repeated, 1)
 
 
-_POOLS = {
-    "max_pool2d_with_indices": 2, "avg_pool2d": 2, "max_pool3d_with_indices": 3, "avg_pool3d": 3,
-}  # fmt: skip
+_POOLS = {"max_pool2d_with_indices": 2, "avg_pool2d": 2, "max_pool3d_with_indices": 3, "avg_pool3d": 3}
 """Pooling windows, and over how many sides they pass."""
 _ADAPTIVE = {
     "_adaptive_avg_pool2d": 2, "adaptive_max_pool2d": 2, "_adaptive_avg_pool3d": 3, "adaptive_max_pool3d": 3,
@@ -286,8 +267,7 @@ _COPIES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
 """Interpolations that read one pixel for each of theirs."""
 _BLENDS = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
 """Those that read the two nearest along each side."""
-_PADDED, _DILATED = 3, 4  # places of padding and dilation among the arguments of a pooling operator
-_LINES = 3  # of a batch of lines
+_LINES = 3  # dims of a batch of lines
 
 
 def convolution_shape(args: Sequence[Any]) -> tuple[int, ...]:
@@ -301,46 +281,44 @@ def convolution_shape(args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def window_of(name: str, args: Sequence[Any]) -> tuple[int, ...]:
-    """Channels and sides of what passes a window over a picture; empty: nothing such.
+    """Channels and sides of a window that passes over a picture; empty for other operators.
 
     An adaptive pooling's window is that of the pooling with equal outputs and no padding. Interpolation to f times the
     size is a transposed convolution: of kernel f where it copies, of kernel 2 f - f % 2 and padding f // 2 where it
-    blends (Long et al. 2015, arXiv:1411.4038, section 3.3).
+    blends (Long et al. 2015, arXiv:1411.4038, section 3.3); where a side is not enlarged by a whole number, a window
+    that reads one pixel on either end.
     """
     if name in _POOLS:
-        return _pooled(name, args)
+        sides = _POOLS[name]
+        stride, padding, dilation = (args[place] if len(args) > place else () for place in (2, 3, 4))
+        kernel = _each(args[1], sides)
+        dilation = _each(dilation or 1, sides) if name.startswith("max") else (1,) * sides
+        picture = args[0].shape[-sides - 1 :]
+        return (
+            *picture,
+            *kernel,
+            *(_each(stride, sides) if stride else kernel),
+            *_each(padding or 0, sides),
+            *dilation,
+        )
     if name in _ADAPTIVE:
-        return _adapted(args[0].shape[-_ADAPTIVE[name] - 1 :], _each(args[1], _ADAPTIVE[name]))
-    if name in _COPIES or name in _BLENDS:
-        return _enlarged(args[0].shape[1:], args[1], blends=name in _BLENDS)
-    return ()
+        picture = args[0].shape[-_ADAPTIVE[name] - 1 :]
+        windows = [_adapted(*side) for side in zip(picture[1:], _each(args[1], _ADAPTIVE[name]), strict=True)]
+    elif name in _COPIES or name in _BLENDS:
+        picture = args[0].shape[1:]
+        windows = [_enlarged(*side, name in _BLENDS) for side in zip(picture[1:], args[1], strict=True)]
+    else:
+        return ()
+    return (*picture, *(figure for figures in zip(*windows, strict=True) for figure in figures), *(1 for _ in windows))
 
 
-def _pooled(name: str, args: Sequence[Any]) -> tuple[int, ...]:
-    sides = _POOLS[name]
-    whole = args[0].shape[-sides - 1 :]
-    padding = args[_PADDED] if len(args) > _PADDED else (0,)
-    dilation = args[_DILATED] if len(args) > _DILATED and name.startswith("max") else (1,)
-    kernel = _each(args[1], sides)
-    stride = _each(args[2], sides) if len(args) > 2 and args[2] else kernel
-    return (*whole, *kernel, *stride, *_each(padding, sides), *_each(dilation, sides))
+def _adapted(extent: int, output: int) -> tuple[int, int, int]:
+    """Kernel, stride and padding of adaptive pooling along one side."""
+    stride = max(extent // output, 1)
+    return max(extent - (output - 1) * stride, 1), stride, 0
 
 
-def _adapted(picture: Sequence[int], outputs: Sequence[int]) -> tuple[int, ...]:
-    stride = [max(extent // output, 1) for extent, output in zip(picture[1:], outputs, strict=True)]
-    kernel = [
-        max(extent - (output - 1) * step, 1) for extent, output, step in zip(picture[1:], outputs, stride, strict=True)
-    ]
-    return (*picture, *kernel, *stride, *(0 for _ in outputs), *(1 for _ in outputs))
-
-
-def _enlarged(picture: Sequence[int], outputs: Sequence[int], *, blends: bool) -> tuple[int, ...]:
-    """Where a side is not enlarged by a whole number, a window that reads one pixel on either end."""
-    rows = [_enlarging(extent, output, blends) for extent, output in zip(picture[1:], outputs, strict=True)]
-    return (*picture, *(figure for place in range(3) for figure in (row[place] for row in rows)), *(1 for _ in rows))
-
-
-def _enlarging(extent: int, output: int, blends: bool) -> tuple[int, int, int]:
+def _enlarged(extent: int, output: int, blends: bool) -> tuple[int, int, int]:
     """Kernel, stride and padding of interpolation along one side."""
     times, rest = divmod(output, extent)
     if rest or not times:
@@ -350,8 +328,8 @@ def _enlarging(extent: int, output: int, blends: bool) -> tuple[int, int, int]:
 
 def _each(figures: Sequence[int] | int, sides: int) -> tuple[int, ...]:
     """A figure for each side; one may stand for all."""
-    told = (figures,) if isinstance(figures, int) else tuple(figures)
-    return told * sides if len(told) == 1 else told
+    figures = (figures,) if isinstance(figures, int) else tuple(figures)
+    return figures * sides if len(figures) == 1 else figures
 
 
 def statistics_of(name: str, args: Sequence[Any]) -> int:

@@ -33,14 +33,14 @@ from galvatron_lite.model.trace_operators import (
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class OperatorCall:
     """One operator call."""
 
     path: str  # module it belongs to, relative to the region
     name: str  # of the operator
     kind: OperatorClass  # what bounds it
-    extents: tuple[int, ...]  # sizes that make up ``Operator.shape``
+    shape: tuple[int, ...]  # as ``Operator.shape``; of attention with the samples before it
     flops: int  # multiply-adds counted as two; 0 for memory-bound operators
     moved: int  # bytes of its inputs and outputs
     backward: bool  # whether it ran in backward
@@ -48,6 +48,7 @@ class OperatorCall:
     causal: bool = False  # of attention: whether a query sees no later key
     statistics: int = 0  # items that are summed over all pixels of a picture before its result is known
     groups: int = 1  # matmuls of that shape that it runs side by side, one an expert of a mixture
+    weight_bytes: int = 0  # of figures for one sample: bytes that do not grow with the samples
 
 
 @dataclass(slots=True)
@@ -88,27 +89,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.target is None:
             return func(*args, **kwargs)
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
-        seen = [self.number(tensor) for tensor in inputs]
+        seen = {self.number(tensor) for tensor in inputs}
         output = func(*args, **kwargs)
-        self._note(self.target, func, inputs, seen, flops(func, args, kwargs, output), output, args)
-        return output
-
-    def _note(
-        self, target: Recording, func: Any, inputs: list[Tensor], seen: list[int], flop: int, output: Any, args: Any
-    ) -> None:
-        outputs = list(tensors_of(output))
+        outputs, name = list(tensors_of(output)), name_of(func)
         numbers = tuple(self.number(tensor, created=True) for tensor in outputs)
-        in_place = any(made is taken for made in outputs for taken in inputs)
-        if name_of(func) in _ALLOCATIONS or (set(numbers) <= set(seen) and not in_place):
-            return
-        sizes = extents(func, args, outputs)
-        traffic = moved(func, inputs, outputs)
-        kind = classify(func)
-        called, sums = name_of(func), statistics_of(name_of(func), args)
-        causal = is_causal(func, args)
-        many = groups(func, args)
-        call = OperatorCall(self.path, called, kind, sizes, flop, traffic, self.backward, numbers, causal, sums, many)
-        target.calls.append(call)
+        in_place = any(tensor is taken for tensor in outputs for taken in inputs)
+        if name not in _ALLOCATIONS and (in_place or not set(numbers) <= seen):
+            call = OperatorCall(
+                self.path, name, classify(func), extents(func, args, outputs), flops(func, args, kwargs, output),
+                moved(func, inputs, outputs), self.backward, numbers, is_causal(func, args),
+                statistics_of(name, args), groups(func, args),
+            )  # fmt: skip
+            self.target.calls.append(call)
+        return output
 
     def number(self, tensor: Tensor, created: bool = False) -> int:
         """The number of a tensor's storage; one not seen before gets the next, and an event if it was ``created``."""

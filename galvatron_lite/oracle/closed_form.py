@@ -1,4 +1,4 @@
-"""The closed forms of ParaDL (Kahira et al. 2021, arXiv:2104.09075, table 3), an epoch each. Pure.
+"""The closed forms of ParaDL (Kahira et al. 2021, arXiv:2104.09075, table 3), an epoch each, and their table.
 
 D samples, B a batch, p devices, I = D / B iterations, delta bytes an item; sums are over layers.
 
@@ -33,10 +33,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import ceil
+from math import ceil, prod
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.layers import Link, ModelSplit, Network, OracleLayer, Wires, all_gather, all_reduce
+from galvatron_lite.oracle.layers import ModelSplit, Network, OracleLayer, Wires, all_gather, all_reduce
+from galvatron_lite.oracle.rows import (
+    HYBRIDS,
+    CommunicationSeconds,
+    Forecast,
+    ForecastRow,
+    Limit,
+    Loudest,
+    Method,
+    StrategyLine,
+    beyond,
+    least_runs,
+)
 
 
 class Quirk(StrEnum):
@@ -56,30 +68,17 @@ class Quirk(StrEnum):
 
 def quirks_named(names: Iterable[str]) -> frozenset[Quirk]:
     """Quirks by their names; ``all`` is every one."""
-    given = tuple(names)
-    known = {quirk.value: quirk for quirk in Quirk}
-    for name in given:
+    names, known = tuple(names), {quirk.value: quirk for quirk in Quirk}
+    for name in names:
         if name not in known and name != "all":
             raise InputError("--quirk", name, f"Known: {', '.join(known)}, all.")
-    return frozenset(Quirk) if "all" in given else frozenset(known[name] for name in given)
+    return frozenset(Quirk) if "all" in names else frozenset(known[name] for name in names)
 
 
-class Method(StrEnum):
-    """The strategies of the paper's table 3."""
-
-    SERIAL = "serial"
-    DATA = "data"
-    SPATIAL = "spatial"
-    LAYER = "layer"
-    PIPELINE = "pipeline"
-    FILTER = "filter"
-    CHANNEL = "channel"
-    DATA_FILTER = "data+filter"
-    DATA_SPATIAL = "data+spatial"
-
-
-HYBRIDS = (Method.DATA_FILTER, Method.DATA_SPATIAL)
-"""Strategies of groups: data parallelism between them, another within."""
+_SPLITS = {
+    Method.SPATIAL: ModelSplit.SPATIAL, Method.DATA_SPATIAL: ModelSplit.SPATIAL, Method.FILTER: ModelSplit.FILTER,
+    Method.CHANNEL: ModelSplit.FILTER, Method.DATA_FILTER: ModelSplit.FILTER,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +103,13 @@ class Case:
         return self.devices if self.kind is Method.DATA else 1
 
     @property
+    def width(self) -> int:
+        """p2: devices that share the layers of a replica; 1 under data parallelism and in pipelines."""
+        if self.kind in HYBRIDS:
+            return self.group
+        return self.devices if self.kind in _SPLITS else 1
+
+    @property
     def global_batch(self) -> int:
         """B: samples of an iteration."""
         return self.batch * self.replicas
@@ -114,38 +120,17 @@ class Case:
         return ceil(self.network.samples / self.global_batch)
 
     @property
-    def parts(self) -> int:
-        """S, at most the batch."""
-        return max(min(self.segments or self.devices, self.batch), 1)
+    def split(self) -> ModelSplit | None:
+        """How the devices of a group share layers."""
+        return _SPLITS.get(self.kind)
+
+    def share(self, layer: OracleLayer) -> int:
+        """Devices that share a layer; 1 where each computes it in full."""
+        return self.width if self.split in layer.split else 1
 
     def phi(self, flows: float) -> float:
-        """Flows that share a link; 1 where contention is left out."""
-        return flows if self.contention else 1.0
-
-    def has(self, quirk: Quirk) -> bool:
-        """Whether the released code's way is asked for."""
-        return quirk in self.quirks
-
-
-@dataclass(frozen=True, slots=True)
-class CommunicationSeconds:
-    """Seconds of communication an epoch, by what they are for."""
-
-    gradients: float = 0.0  # gradient exchange, once an iteration
-    layers: float = 0.0  # collectives of each layer
-    halo: float = 0.0  # borders of pictures
-    messages: float = 0.0  # between pipeline stages
-    gather: float = 0.0  # all-gather and scatter where a spatial split ends
-
-    @property
-    def total(self) -> float:
-        """All together."""
-        return self.gradients + self.layers + self.halo + self.messages + self.gather
-
-    def times(self, count: float) -> CommunicationSeconds:
-        """So many times as much."""
-        parts = (self.gradients, self.layers, self.halo, self.messages, self.gather)
-        return CommunicationSeconds(*(part * count for part in parts))
+        """Flows that share a link: those of hybrids, unless contention is left out."""
+        return flows if self.contention and self.kind in HYBRIDS else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +148,7 @@ class Estimate:
         return self.compute + self.moved.total
 
 
-def group_of(case: Case) -> Case:
-    """The case with a group that its devices fill."""
+def _with_whole_groups(case: Case) -> Case:
     if case.kind not in HYBRIDS or case.devices % case.group == 0:
         return case
     if case.devices < case.group:
@@ -172,156 +156,118 @@ def group_of(case: Case) -> Case:
     raise InputError("--gpus", case.devices, f"{case.kind.value} takes whole groups of {case.group}; see --group.")
 
 
-Stages = list[list[OracleLayer]]
+def estimate(case: Case) -> Estimate:
+    """What a strategy costs on so many devices.
+
+    Raises:
+        InputError: the devices do not make whole groups, or are more than the links or layers there are.
+    """
+    case = _with_whole_groups(case)
+    if case.kind in (Method.LAYER, Method.PIPELINE):
+        return _in_stages(case)
+    network, by_filters = case.network, case.split is ModelSplit.FILTER
+    layers, samples = network.layers, ceil(network.samples / case.replicas)
+    if Quirk.STOPS_AT_SPLIT in case.quirks and case.kind is Method.DATA_SPATIAL:
+        last = max((place for place, layer in enumerate(layers) if case.split in layer.split), default=-1)
+        layers = layers[: last + 1]
+    update = case.iterations * network.update_seconds
+    if by_filters:
+        samples, update = case.iterations * case.batch, update / case.width
+    seconds = sum(network.seconds_of(layer) / case.share(layer) for layer in layers)
+    held = case.batch * _activations(case, layers) + (_weights(case) if by_filters else network.weights)
+    moved = _layer_collectives(case) if by_filters else _halos(case)
+    total = replace(moved, gradients=_gradients(case)).times(case.iterations)
+    return Estimate(samples * seconds + update, total, 2 * network.item_bytes * held, update)
 
 
-def balanced(network: Network, devices: int) -> Stages:
-    """Layers in as many runs as devices, whose slowest takes the least time (forward and backward)."""
-    layers = network.layers
-    if devices > len(layers):
-        raise InputError(
-            "--gpus", devices, f"{network.name} has {len(layers)} layers; a pipeline takes at most one each."
+def _activations(case: Case, layers: Sequence[OracleLayer]) -> float:
+    """Items of the activations of one sample that a device holds; the released oracle rounds those of hybrids up."""
+    if case.split is not ModelSplit.SPATIAL:
+        return case.network.inputs + case.network.outputs
+    counted = [layer for layer in layers if layer.counted or Quirk.COUNTS_REUSED in case.quirks]
+    if case.kind is Method.DATA_SPATIAL:
+        return sum(
+            ceil(layer.inputs / case.share(layer)) + ceil(layer.outputs / case.share(layer)) for layer in counted
         )
-    seconds = [network.seconds_of(one) for one in layers]
-    sizes = least_runs(seconds, devices)
-    ends = [sum(sizes[: number + 1]) for number in range(devices)]
-    return [list(layers[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    return sum((layer.inputs + layer.outputs) / case.share(layer) for layer in layers if layer.counted)
 
 
-def least_runs(weights: Sequence[float], runs: int) -> list[int]:
-    """Lengths of non-empty consecutive runs, of which the heaviest is as light as can be.
-
-    Halves the interval that holds the least limit until no number lies between.
-    """
-    low, high = max(weights), sum(weights)
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (low, middle) if len(_filled(weights, middle, runs)) <= runs else (middle, high)
-    return _filled(weights, high if len(_filled(weights, low, runs)) > runs else low, runs)
+def _weights(case: Case) -> float:
+    """Items of weights that a device holds where a group shares those of the layers that filters split."""
+    items = sum(layer.weights / case.share(layer) for layer in case.network.layers)
+    twice = Quirk.FILTER_MEMORY in case.quirks and case.kind is not Method.DATA_FILTER
+    return items / case.devices if twice else items
 
 
-def _filled(weights: Sequence[float], limit: float, runs: int) -> list[int]:
-    """Runs up to the limit each, cut sooner where what is left would not give every run a member."""
-    sizes, held = [0], 0.0
-    for place, weight in enumerate(weights):
-        left = len(weights) - place
-        if sizes[-1] and (held + weight > limit or left <= runs - len(sizes)):
-            sizes, held = [*sizes, 0], 0.0
-        sizes[-1] += 1
-        held += weight
-    return sizes
+def _layer_collectives(case: Case) -> CommunicationSeconds:
+    """3 (p - 1) sum over l < G of (alpha + B y_l / p delta beta): an all-gather and an all-reduce of every output."""
+    network, width, link = case.network, case.width, case.wires.link(case.width)
+    inner = [layer for layer in network.layers[:-1] if ModelSplit.FILTER in layer.split]
+    size = case.batch * sum(layer.outputs for layer in inner) / width * network.item_bytes
+    return CommunicationSeconds(layers=3 * (width - 1) * (len(inner) * link.alpha + size * link.beta))
 
 
-def seconds_in_full(network: Network, split: ModelSplit, devices: int) -> float:
-    """Forward and backward of one sample where so many devices share the layers a strategy splits."""
-    return sum(network.seconds_of(one) / (devices if split in one.split else 1) for one in network.layers)
-
-
-def layer_collectives(case: Case, link: Link, devices: int, samples: float) -> float:
-    """Seconds an iteration: an all-gather and an all-reduce of every split layer's output but the last layer's.
-
-    3 (p - 1) sum over l < G of (alpha + B y_l / p delta beta): 1 for the all-gather, 2 for the all-reduce.
-    """
-    network = case.network
-    inner = [one for one in network.layers[:-1] if ModelSplit.FILTER in one.split]
-    items = sum(one.outputs for one in inner)
-    return 3 * (devices - 1) * (len(inner) * link.alpha + samples * items / devices * network.item_bytes * link.beta)
-
-
-def halo_seconds(case: Case, link: Link, samples: float) -> float:
-    """Seconds an iteration of the borders' exchange: 2 sums of (2 alpha + B (halo(x) + halo(dL/dy)) delta beta).
+def _halos(case: Case) -> CommunicationSeconds:
+    """The borders' exchange, 2 sums of (2 alpha + B (halo(x) + halo(dL/dy)) delta beta), and the all-gather of the last
+    split layer's output with its scatter in backward.
 
     Hybrids have halo(x) in both passes, as the released oracle does.
     """
-    size = samples * case.network.item_bytes * link.beta
-    return sum(
-        2 * (2 * link.alpha + (one.halo(one.x) + one.halo(one.x if case.kind is Method.DATA_SPATIAL else one.y)) * size)
-        for one in case.network.split_by(ModelSplit.SPATIAL)
-        if one.exchanges
-    )
-
-
-def sharded_weights(case: Case, devices: int, *, twice: bool) -> float:
-    """Items of weights a device holds where it shares those of the layers that filter parallelism splits."""
-    network = case.network
-    held = sum(one.weights / (devices if ModelSplit.FILTER in one.split else 1) for one in network.layers)
-    return held / devices if twice and case.has(Quirk.FILTER_MEMORY) else held
-
-
-def data_filter(case: Case) -> Estimate:
-    """Filter parallelism within groups, data parallelism between them."""
-    network, inner = case.network, case.group
-    update = case.iterations / inner * network.update_seconds
-    compute = case.iterations * case.batch * seconds_in_full(network, ModelSplit.FILTER, inner) + update
-    within = layer_collectives(case, case.wires.link(inner), inner, case.batch)
-    own = sharded_weights(case, inner, twice=False)
-    between = _between(case, network.weights if case.has(Quirk.WHOLE_WEIGHTS) else own)
-    held = case.batch * (network.inputs + network.outputs) + own
-    return Estimate(
-        compute,
-        CommunicationSeconds(gradients=between, layers=within).times(case.iterations),
-        2 * network.item_bytes * held,
-        update,
-    )
-
-
-def data_spatial(case: Case) -> Estimate:
-    """Spatial parallelism within groups, data parallelism between them."""
-    network, layers = case.network, _spatial_layers(case)
-    update = case.iterations * network.update_seconds
-    seconds = sum(network.seconds_of(one) / _share(case, one) for one in layers)
-    compute = ceil(network.samples / case.replicas) * seconds + update
-    moved = CommunicationSeconds(gradients=_gradients(case), halo=_halo(case), gather=_gather(case)).times(
-        case.iterations
-    )
-    kept = [one for one in layers if one.counted or case.has(Quirk.COUNTS_REUSED)]
-    activations = sum(ceil(one.inputs / _share(case, one)) + ceil(one.outputs / _share(case, one)) for one in kept)
-    return Estimate(compute, moved, 2 * network.item_bytes * (case.batch * activations + network.weights), update)
-
-
-def _share(case: Case, layer: OracleLayer) -> int:
-    """Devices that share a layer's pixels."""
-    return case.group if ModelSplit.SPATIAL in layer.split else 1
-
-
-def _spatial_layers(case: Case) -> tuple[OracleLayer, ...]:
-    """All layers; those up to the last split one where the released code's way is asked for."""
-    layers = case.network.layers
-    if not case.has(Quirk.STOPS_AT_SPLIT):
-        return layers
-    last = max((place for place, one in enumerate(layers) if ModelSplit.SPATIAL in one.split), default=-1)
-    return layers[: last + 1]
-
-
-def _between(case: Case, items: float) -> float:
-    """Seconds of the gradients' sum between groups, whose flows share what leaves a node."""
-    link = case.wires.link(case.devices).contended(case.phi(2 * case.group))
-    return all_reduce(link, case.replicas, items * case.network.item_bytes)
+    split = case.network.split_by(ModelSplit.SPATIAL)
+    if case.split is None or case.width == 1 or not split:
+        return CommunicationSeconds()
+    hybrid, direct = case.kind is Method.DATA_SPATIAL, case.wires.staged_link(case.width)
+    link, item = direct.contended(case.phi(2 * case.width)), case.batch * case.network.item_bytes
+    items = [layer.halo(layer.x) + layer.halo(layer.x if hybrid else layer.y) for layer in split if layer.exchanges]
+    halo = sum(2 * (2 * link.alpha + count * item * link.beta) for count in items)
+    parts = 1 if Quirk.WHOLE_GATHER in case.quirks else case.width
+    size = item * split[-1].outputs / parts
+    gather = 2 * all_gather(direct.contended(case.phi(2)), case.width, size) if hybrid else 0.0
+    return CommunicationSeconds(halo=halo, gather=gather)
 
 
 def _gradients(case: Case) -> float:
-    """Seconds an iteration: the gradients' sum within a group, then between the groups' leaders."""
-    size = case.network.weights * case.network.item_bytes
-    return all_reduce(case.wires.link(case.group), case.group, size) + _between(case, case.network.weights)
+    """The sum within a group that shares pixels, then between groups, whose flows share what leaves a node."""
+    wires, item, weights = case.wires, case.network.item_bytes, case.network.weights
+    between = wires.link(case.devices).contended(case.phi(2 * case.width))
+    if case.split is ModelSplit.FILTER:
+        items = weights if Quirk.WHOLE_WEIGHTS in case.quirks else _weights(case)
+        return all_reduce(between, case.replicas, items * item)
+    within = all_reduce(wires.link(case.width), case.width, weights * item)
+    return within + all_reduce(between, case.replicas, weights * item)
 
 
-def _halo(case: Case) -> float:
-    link = case.wires.staged_link(case.group).contended(case.phi(2 * case.group))
-    return halo_seconds(case, link, case.batch) if case.group > 1 else 0.0
+def balanced(network: Network, devices: int) -> list[list[OracleLayer]]:
+    """Layers in as many runs as devices, whose slowest takes the least time (forward and backward)."""
+    layers = list(network.layers)
+    if devices > len(layers):
+        remedy = f"{network.name} has {len(layers)} layers; a pipeline takes at most one each."
+        raise InputError("--gpus", devices, remedy)
+    sizes = least_runs([network.seconds_of(layer) for layer in layers], devices)
+    ends = [sum(sizes[: number + 1]) for number in range(devices)]
+    return [layers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def _gather(case: Case) -> float:
-    """Seconds an iteration: all-gather of the last split layer's output, and its scatter in backward."""
-    split = case.network.split_by(ModelSplit.SPATIAL)
-    if not split or case.group == 1:
-        return 0.0
-    link = case.wires.staged_link(case.group).contended(case.phi(2))
-    parts = 1 if case.has(Quirk.WHOLE_GATHER) else case.group
-    return 2 * all_gather(link, case.group, case.batch * split[-1].outputs * case.network.item_bytes / parts)
-
-
-def estimate(case: Case) -> Estimate:
-    """What a strategy costs on so many devices."""
-    return _FORMULAS[case.kind](group_of(case))
+def _in_stages(case: Case) -> Estimate:
+    """Every device has a run of layers: one works at a time, or a batch passes in S segments (GPipe)."""
+    network, p = case.network, case.devices
+    parts = max(min(case.segments or p, case.batch), 1) if case.kind is Method.PIPELINE else 1
+    stages = balanced(network, p)
+    size = case.batch / parts * network.item_bytes
+    sends = [case.wires.link(at + 2).seconds(size * stage[-1].outputs) for at, stage in enumerate(stages[:-1])]
+    counted = [[layer for layer in stage if layer.counted] for stage in stages]
+    activations = [case.batch * sum(layer.inputs + layer.outputs for layer in stage) for stage in counted]
+    weights = [sum(layer.weights for layer in stage) for stage in stages]
+    memory = 2 * network.item_bytes * max(map(sum, zip(activations, weights, strict=True)))
+    if case.kind is Method.LAYER:
+        update = case.iterations * network.update_seconds
+        moved = CommunicationSeconds(messages=2 * case.iterations * sum(sends))
+        return Estimate(network.samples * network.seconds + update, moved, memory, update)
+    forward = max(sum(map(network.forward_of, stage)) for stage in stages)
+    backward = max(sum(network.seconds_of(layer) - network.forward_of(layer) for layer in stage) for stage in stages)
+    update = case.iterations * max(sum(map(network.update_of, stage)) for stage in stages)
+    moved = CommunicationSeconds(messages=2 * case.iterations * (p + parts - 2) * max(sends, default=0.0))
+    return Estimate(network.samples * (p + parts - 1) / parts * (forward + backward) + update, moved, memory, update)
 
 
 def largest_batch(case: Case) -> float:
@@ -329,123 +275,128 @@ def largest_batch(case: Case) -> float:
 
     0 where not even the weights fit. The released oracle checks its rows against it, (items / 2 - w) / (x + y).
     """
-    one, two = (estimate(replace(case, batch=batch)).memory for batch in (1, 2))
-    return max((case.wires.memory - 2 * one + two) / (two - one), 0.0)
+    single, double = (estimate(replace(case, batch=batch)).memory for batch in (1, 2))
+    return max((case.wires.memory - 2 * single + double) / (double - single), 0.0)
 
 
-def serial(case: Case) -> Estimate:
-    """One device does everything."""
+KINDS = tuple(kind for kind in Method if kind is not Method.SERIAL)
+"""Strategies of the table; one device is where each of them starts."""
+
+
+def closed_forecast(case: Case, kinds: Sequence[Method], counts: Sequence[int]) -> Forecast:
+    """The table of several strategies on several numbers of devices, ascending."""
+    wires, network = case.wires, case.network
+    for devices in counts:
+        if devices > wires.devices:
+            raise InputError("--gpus", devices, f"{wires.name} has {wires.devices}; give 1 to that many.")
+    notes = [f"quirk on: {quirk.value}" for quirk in sorted(case.quirks)]
+    notes += [] if case.contention else ["contention is left out"]
+    lines = []
+    for kind in kinds:
+        limit = limit_of(replace(case, kind=kind))
+        rows = tuple(_row(replace(case, kind=kind, devices=count), limit) for count in counts)
+        lines.append(StrategyLine(kind.value, rows, limit, network.samples * network.seconds))
+    return Forecast(
+        network.name, f"{wires.name} ({wires.setting})", "paradl", network.samples,
+        f"{network.seconds_origin}: {network.seconds_source}", tuple(notes), tuple(lines),
+    )  # fmt: skip
+
+
+def _row(case: Case, limit: Limit) -> ForecastRow:
+    row = ForecastRow(case.kind.value, case.devices, case.global_batch, case.iterations)
+    if limit.devices is not None and case.devices > limit.devices:
+        return replace(row, problem=beyond(limit))
+    try:
+        case = _with_whole_groups(case)
+        total = estimate(case)
+    except InputError as error:
+        return replace(row, problem=str(error))
     network = case.network
-    update = case.iterations * network.update_seconds
-    return Estimate(
-        network.samples * network.seconds + update, CommunicationSeconds(), _memory(case, case.batch), update
+    alone = sum(network.seconds_of(layer) for layer in network.layers if case.share(layer) == 1)
+    full = sum(network.seconds_of(layer) / case.share(layer) for layer in network.layers)
+    return replace(
+        row,
+        batch=case.global_batch,
+        iterations=case.iterations,
+        compute=total.compute - total.update,
+        moved=total.moved,
+        update=total.update,
+        memory=total.memory,
+        capacity=case.wires.memory,
+        replicated=_replicated(case),
+        loudest=_loudest(case, total.moved),
+        uneven=_uneven(case),
+        twice=alone / full if case.width > 1 else 0.0,
+        congested=total.moved.total - estimate(replace(case, contention=False)).moved.total,
+        shared=case.width,
+        largest=largest_batch(case),
     )
 
 
-def data(case: Case) -> Estimate:
-    """Every device has a replica and ``batch`` samples of its own."""
+def limit_of(case: Case) -> Limit:
+    """How many devices a strategy can use (the paper's table 3, last column).
+
+    Filter and channel parallelism: the fewest channels of a split layer, without the input's; spatial: the fewest
+    pixels of one; a pipeline: layers; data: the data set, as the batch grows with the devices.
+    """
     network = case.network
-    update = case.iterations * network.update_seconds
-    compute = ceil(network.samples / case.devices) * network.seconds + update
-    return Estimate(compute, CommunicationSeconds(gradients=_exchange(case)), _memory(case, case.batch), update)
+    by_filters, by_pixels = (network.split_by(split) for split in (ModelSplit.FILTER, ModelSplit.SPATIAL))
+    filters = min((layer.y[0] for layer in by_filters), default=1)
+    channels = min((layer.x[0] for layer in by_filters[1:]), default=1)
+    pixels = min((min(prod(layer.x[1:]), prod(layer.y[1:])) for layer in by_pixels), default=1)
+    side = min((min(layer.x[1], layer.y[1]) for layer in by_pixels), default=1)
+    most, layers = network.samples // max(case.batch, 1), len(network.layers)
+    return {
+        Method.SERIAL: Limit(1, "p = 1"),
+        Method.DATA: Limit(most, f"p <= B, and B = {case.batch} p is at most the data set"),
+        Method.SPATIAL: Limit(pixels, f"p <= {pixels}, the pixels of the smallest split layer"),
+        Method.LAYER: Limit(layers, f"p <= {layers} layers"),
+        Method.PIPELINE: Limit(layers, f"p <= {layers} layers"),
+        Method.FILTER: Limit(filters, f"p <= {filters}, the fewest filters of a split layer"),
+        Method.CHANNEL: Limit(channels, f"p <= {channels}, the fewest input channels of a split layer but the first"),
+        Method.DATA_FILTER: Limit(most * filters, f"p <= B x {filters} filters; groups of {case.group}"),
+        Method.DATA_SPATIAL: Limit(most * side, f"p <= B x {side} rows of the smallest split layer"),
+    }[case.kind]
 
 
-def spatial(case: Case) -> Estimate:
-    """Every device has a part of each picture; halos go between neighbours in both passes."""
-    network, p = case.network, case.devices
-    update = case.iterations * network.update_seconds
-    seconds = seconds_in_full(network, ModelSplit.SPATIAL, p)
-    halo = case.iterations * halo_seconds(case, case.wires.staged_link(p), case.batch) if p > 1 else 0.0
-    split = _activations(network.split_by(ModelSplit.SPATIAL))
-    held = split / p + network.inputs + network.outputs - split
-    return Estimate(
-        network.samples * seconds + update,
-        CommunicationSeconds(gradients=_exchange(case), halo=halo),
-        2 * network.item_bytes * (case.batch * held + network.weights),
-        update,
+def _replicated(case: Case) -> float:
+    """Bytes that all devices of a group hold: weights, activations, or those of layers that are not split."""
+    network, activations = case.network, case.batch * (case.network.inputs + case.network.outputs)
+    items = 0
+    if case.kind is Method.DATA:
+        items = network.weights
+    elif case.split is ModelSplit.SPATIAL:
+        split = sum(one.inputs + one.outputs for one in network.split_by(case.split) if one.counted)
+        items = activations - case.batch * split + network.weights
+    elif case.split is ModelSplit.FILTER:
+        items = activations + network.weights - sum(one.weights for one in network.split_by(case.split))
+    return 2 * network.item_bytes * items
+
+
+def _loudest(case: Case, moved: CommunicationSeconds) -> Loudest:
+    """The layers that communicate most: by weights, by outputs of split ones, by halos or a stage's output."""
+
+    def most(layers: Iterable[OracleLayer], items: Callable[[OracleLayer], int]) -> str:
+        return max(layers, key=items).name
+
+    network, split = case.network, case.network.split_by
+    if moved.messages:
+        return Loudest(messages=most((stage[-1] for stage in balanced(network, case.devices)[:-1]), _outputs))
+    return Loudest(
+        most(network.layers, lambda layer: layer.weights) if moved.gradients else "",
+        most(split(ModelSplit.FILTER), _outputs) if moved.layers else "",
+        most(split(ModelSplit.SPATIAL), lambda layer: layer.halo(layer.x)) if moved.halo else "",
     )
 
 
-def layer(case: Case) -> Estimate:
-    """Every device has a run of layers, one works at a time (no pipeline)."""
+def _outputs(layer: OracleLayer) -> int:
+    return layer.outputs
+
+
+def _uneven(case: Case) -> float:
+    """The slowest stage over the mean stage."""
+    if case.kind not in (Method.PIPELINE, Method.LAYER):
+        return 1.0
     network = case.network
     stages = balanced(network, case.devices)
-    update = case.iterations * network.update_seconds
-    messages = 2 * case.iterations * sum(_sends(case, stages, case.batch))
-    return Estimate(
-        network.samples * network.seconds + update,
-        CommunicationSeconds(messages=messages),
-        _fullest(case, stages),
-        update,
-    )
-
-
-def pipeline(case: Case) -> Estimate:
-    """GPipe: every device has a run of layers, a batch passes in S segments."""
-    network, p, parts = case.network, case.devices, case.parts
-    stages = balanced(network, p)
-    forward = max(sum(network.forward_of(one) for one in stage) for stage in stages)
-    backward = max(sum(network.seconds_of(one) - network.forward_of(one) for one in stage) for stage in stages)
-    update = case.iterations * max(sum(network.update_of(one) for one in stage) for stage in stages)
-    slowest = max(_sends(case, stages, case.batch / parts), default=0.0)
-    return Estimate(
-        network.samples * (p + parts - 1) / parts * (forward + backward) + update,
-        CommunicationSeconds(messages=2 * case.iterations * (p + parts - 2) * slowest),
-        _fullest(case, stages),
-        update,
-    )
-
-
-def filters(case: Case) -> Estimate:
-    """Every device has a part of each layer's output channels (filter) or input channels (channel)."""
-    network, p = case.network, case.devices
-    update = case.iterations / p * network.update_seconds
-    compute = case.iterations * case.batch * seconds_in_full(network, ModelSplit.FILTER, p) + update
-    moved = case.iterations * layer_collectives(case, case.wires.link(p), p, case.batch) if p > 1 else 0.0
-    held = case.batch * (network.inputs + network.outputs) + sharded_weights(case, p, twice=True)
-    return Estimate(compute, CommunicationSeconds(layers=moved), 2 * network.item_bytes * held, update)
-
-
-def _memory(case: Case, samples: float) -> float:
-    """Bytes of whole layers with so many samples."""
-    network = case.network
-    return 2 * network.item_bytes * (samples * (network.inputs + network.outputs) + network.weights)
-
-
-def _activations(layers: Sequence[OracleLayer]) -> int:
-    return sum(one.inputs + one.outputs for one in layers if one.counted)
-
-
-def _exchange(case: Case) -> float:
-    """Seconds an epoch of the gradients' all-reduce."""
-    network = case.network
-    size = network.weights * network.item_bytes
-    return case.iterations * all_reduce(case.wires.link(case.devices), case.devices, size)
-
-
-def _sends(case: Case, stages: Sequence[Sequence[OracleLayer]], samples: float) -> list[float]:
-    """Seconds of one message from each stage to the next, over the worst way there is up to it."""
-    size = case.network.item_bytes
-    return [
-        case.wires.link(number + 2).seconds(samples * stage[-1].outputs * size)
-        for number, stage in enumerate(stages[:-1])
-    ]
-
-
-def _fullest(case: Case, stages: Sequence[Sequence[OracleLayer]]) -> float:
-    """Bytes of the stage that holds most."""
-    held = (case.batch * _activations(stage) + sum(one.weights for one in stage) for stage in stages)
-    return 2 * case.network.item_bytes * max(held)
-
-
-_FORMULAS: dict[Method, Callable[[Case], Estimate]] = {
-    Method.SERIAL: serial,
-    Method.DATA: data,
-    Method.SPATIAL: spatial,
-    Method.LAYER: layer,
-    Method.PIPELINE: pipeline,
-    Method.FILTER: filters,
-    Method.CHANNEL: filters,
-    Method.DATA_FILTER: data_filter,
-    Method.DATA_SPATIAL: data_spatial,
-}
+    return max(sum(map(network.seconds_of, stage)) for stage in stages) * case.devices / network.seconds

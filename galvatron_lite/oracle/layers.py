@@ -14,7 +14,6 @@ other convolutional networks the table is made from the planner's graph, with es
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -317,56 +316,47 @@ def network_of(graph: ModelGraph, seconds: float, source: str, samples: int, bat
         if kind.dims.sequence > 1 or any(one.kind is OperatorClass.ATTENTION for one in kind.operators):
             remedy = "The closed forms are of convolutional networks; leave --formulas paradl out."
             raise InputError("model", graph.name, remedy)
-    layers = tuple(
-        one
-        for layer in graph.layers
-        for operator in graph.kind_of(layer).operators
-        for one in _layers(layer.name, graph.kind_of(layer), operator)
-    )
+    layers = []
+    for layer in graph.layers:
+        for operator in graph.kind_of(layer).operators:
+            name = f"{layer.name}.{operator.name}"
+            names = [f"{name}.{number}" for number in range(operator.count)] if operator.count > 1 else [name]
+            layers += [_layer(name, graph.kind_of(layer), operator) for name in names]
     return Network(
-        graph.name, f"the planner's model of {graph.name}", samples, batch, seconds, "estimated", source, layers,
-        graph=graph.name, item_bytes=2 if graph.precision in ("fp16", "bf16") else 4,
+        graph.name, f"the planner's model of {graph.name}", samples, batch, seconds, "estimated", source,
+        tuple(layers), graph=graph.name, item_bytes=2 if graph.precision in ("fp16", "bf16") else 4,
     )  # fmt: skip
 
 
-def _layers(name: str, kind: LayerKind, one: Operator) -> Iterator[OracleLayer]:
-    """As many layers as an operator has calls."""
-    for number in range(max(one.count, 1)):
-        suffix = f".{number}" if one.count > 1 else ""
-        yield _layer(f"{name}.{one.name}{suffix}", kind, one)
+def _layer(name: str, kind: LayerKind, operator: Operator) -> OracleLayer:
+    """One call of an operator.
 
-
-def _layer(name: str, kind: LayerKind, one: Operator) -> OracleLayer:
-    """One call of an operator."""
-    if one.kind is OperatorClass.MATMUL:
-        return _linear(name, kind, one)
-    sides = sides_of(one)
+    A matmul over every pixel is a convolution of one pixel's window; over one row it is fully connected.
+    """
+    both = (ModelSplit.FILTER, ModelSplit.SPATIAL)
+    if operator.kind is OperatorClass.MATMUL:
+        rows, inner, columns = operator.shape
+        if rows > 1 and is_picture(kind) and operator.weight_bytes:
+            return OracleLayer(name, Op.CONV, (inner, rows), (columns, rows), (1,), both)
+        return OracleLayer(name, Op.FC, (inner, rows), (columns, rows), (1,))
+    sides = sides_of(operator)
     if not sides:
-        return OracleLayer(name, _element_op(one), (one.shape[0],), (one.shape[0],))
+        extent = (operator.shape[0],)
+        return OracleLayer(name, _element_op(operator), extent, extent)
     before, after = tuple(side.extent for side in sides), tuple(side.output for side in sides)
-    kernel = tuple(side.kernel for side in sides)
-    shared = (ModelSplit.SPATIAL,) if prod(before) > 1 else ()
-    if one.kind is not OperatorClass.CONVOLUTION:
-        channels = one.shape[1]
-        return OracleLayer(name, Op.POOL, (channels, *before), (channels, *after), kernel, shared)
-    inputs, outputs, groups = channels_of(one)
-    return OracleLayer(
-        name, Op.CONV, (inputs, *before), (outputs, *after), kernel, (ModelSplit.FILTER, *shared), groups
-    )  # fmt: skip
+    kernel, pixels = tuple(side.kernel for side in sides), prod(before) > 1
+    if operator.kind is not OperatorClass.CONVOLUTION:
+        channels = operator.shape[1]
+        return OracleLayer(name, Op.POOL, (channels, *before), (channels, *after), kernel, both[1:] if pixels else ())
+    inputs, outputs, groups = channels_of(operator)
+    split = both if pixels else both[:1]
+    return OracleLayer(name, Op.CONV, (inputs, *before), (outputs, *after), kernel, split, groups)
 
 
-def _linear(name: str, kind: LayerKind, one: Operator) -> OracleLayer:
-    """A matmul over every pixel is a convolution of one pixel's window; over one row it is fully connected."""
-    rows, inner, columns = one.shape
-    if rows > 1 and is_picture(kind) and one.weight_bytes:
-        return OracleLayer(name, Op.CONV, (inner, rows), (columns, rows), (1,), (ModelSplit.FILTER, ModelSplit.SPATIAL))
-    return OracleLayer(name, Op.FC, (inner, rows), (columns, rows), (1,))
-
-
-def _element_op(one: Operator) -> Op:
-    if one.weight_bytes:
+def _element_op(operator: Operator) -> Op:
+    if operator.weight_bytes:
         return Op.NORM
-    last = one.name.rsplit(".", 1)[-1]
+    last = operator.name.rsplit(".", 1)[-1]
     if any(word in last for word in _ADDS):
         return Op.ADD
     return Op.RELU if any(word in last for word in _ELEMENTWISE) else Op.OTHER

@@ -1,4 +1,4 @@
-"""Measured epochs and iterations, and how near either kind of formulas comes to them.
+"""Measured epochs and iterations, and how near either kind of formulas comes to them; forecasts as plain data.
 
 Accuracy is 1 - |predicted - measured| / measured, as Kahira et al. 2021 (arXiv:2104.09075, section 5) have it.
 """
@@ -9,23 +9,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
+from math import ceil
 from statistics import fmean
 from typing import Any
 
 from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import Strict, from_data, read_data
-from galvatron_lite.oracle.closed_form import Case, Method, estimate
+from galvatron_lite.oracle.closed_form import Case, estimate
 from galvatron_lite.oracle.layers import wires_of
 from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
 from galvatron_lite.oracle.request import fabric_named, graph_named, network_named
-from galvatron_lite.oracle.rows import Forecast, ForecastRow, StrategyLine, findings, iterations_of
+from galvatron_lite.oracle.rows import Forecast, ForecastRow, Method, findings
 from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.stacks.catalog import match_stack
 
 CLUSTER, PRECISION = "abci", "fp32"
 FRAMEWORKS = {"report": "Chainer/ChainerMN, layer-wise collectives by NCCL", "logs": "Chainer/ChainerMN"}
 """Where and with which software the rows were measured, by origin."""
+FORMULAS = ("paradl", "galvatron", "published")
+"""The closed forms, the planner's cost model, and what the authors' oracle printed of these rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +47,35 @@ class MeasuredRow(Strict):
     projected: float = 0.0  # what the authors' oracle said; 0 where it is not printed
     note: str = ""  # what to know of it
 
+    def epoch(self, seconds: float) -> float:
+        """Seconds of an epoch, from seconds of what the row is of."""
+        if self.per == "epoch":
+            return seconds
+        batch = RowQuestion(self.strategy, self.devices, self.batch, 1).global_batch
+        return seconds * ceil(network_named(self.model).samples / batch)
+
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
     """A measured row and what the formulas say."""
 
-    row: MeasuredRow  # the measured one
-    # seconds by formulas (``paradl``, ``galvatron``, ``published``), None where there is no figure
-    predicted: dict[str, float | None]
+    row: MeasuredRow
+    predicted: dict[str, float | None]  # seconds by formulas, None where there is no figure
     problems: dict[str, str] = field(default_factory=dict)  # why there is none
 
     def accuracy(self, formulas: str) -> float | None:
         """1 - |error| / measured; None without a prediction."""
-        found = self.predicted.get(formulas)
-        return None if found is None else 1 - abs(found - self.row.seconds) / self.row.seconds
-
-
-FORMULAS = ("paradl", "galvatron", "published")
-"""The closed forms, the planner's cost model, and what the authors' oracle printed of these rows."""
+        seconds = self.predicted.get(formulas)
+        return None if seconds is None else 1 - abs(seconds - self.row.seconds) / self.row.seconds
 
 
 def measured_rows() -> tuple[MeasuredRow, ...]:
-    """The rows under ``profiles/paradl/measured.yaml``."""
+    """The rows under ``profiles/paradl/measured.yaml``, whose ``from`` is the origin."""
     path = profile_folder("paradl") / "measured.yaml"
-    rows = read_data(path)["rows"]
-    return tuple(from_data(MeasuredRow, _renamed(row), f"{path}, {number}") for number, row in enumerate(rows))
+    rows = [
+        {"origin" if name == "from" else name: value for name, value in row.items()} for row in read_data(path)["rows"]
+    ]
+    return tuple(from_data(MeasuredRow, row, f"{path}, {number}") for number, row in enumerate(rows))
 
 
 def software_notes() -> dict[str, str]:
@@ -77,66 +84,57 @@ def software_notes() -> dict[str, str]:
     return {name: " ".join(note.split()) for name, note in notes.items()}
 
 
-def _renamed(row: dict[str, Any]) -> dict[str, Any]:
-    """``from`` is a word of Python's."""
-    return {"origin" if name == "from" else name: value for name, value in row.items()}
-
-
 def check_rows(rows: Sequence[MeasuredRow]) -> tuple[RowCheck, ...]:
     """Every row against the closed forms and the planner's cost model."""
-    origins = {row.origin for row in rows}
-    machines = {origin: _machines((row for row in rows if row.origin == origin), origin) for origin in origins}
-    return tuple(_check(row, machines[row.origin]) for row in rows)
-
-
-def _machines(rows: Iterable[MeasuredRow], origin: str) -> dict[str, ClusterCosts | str]:
-    """The planner's costs of each model on the rows' cluster; why there are none where there are none."""
-    most, batches = defaultdict[str, int](int), dict[str, int]()
+    most, batches = defaultdict[tuple[str, str], int](int), dict[tuple[str, str], int]()
     for row in rows:
-        most[row.model], batches[row.model] = max(most[row.model], row.devices), row.batch
-    found: dict[str, ClusterCosts | str] = {}
-    for model, devices in most.items():
-        try:
-            graph = graph_named(network_named(model).graph or model, PRECISION)
-            stack = match_stack(FRAMEWORKS[origin])
-            found[model] = machine_of(graph, CLUSTER, devices, PRECISION, batches[model], stack)
-        except GalvatronError as error:
-            found[model] = str(error)
-    return found
+        key = row.origin, row.model
+        most[key], batches[key] = max(most[key], row.devices), row.batch
+    machines = {(origin, model): _machine(origin, model, devices, batches[origin, model])
+                for (origin, model), devices in most.items()}  # fmt: skip
+    return tuple(_check(row, machines[row.origin, row.model]) for row in rows)
 
 
-def _check(row: MeasuredRow, machines: dict[str, ClusterCosts | str]) -> RowCheck:
-    ways: dict[str, Callable[[], float]] = {
-        "paradl": lambda: closed_seconds(row),
-        "galvatron": lambda: priced_seconds(row, machines[row.model]),
-    }
+def _machine(origin: str, model: str, devices: int, batch: int) -> ClusterCosts | str:
+    """The planner's costs of a model on the rows' cluster; why there are none where there are none."""
+    try:
+        graph = graph_named(network_named(model).graph or model, PRECISION)
+        return machine_of(graph, CLUSTER, devices, PRECISION, batch, match_stack(FRAMEWORKS[origin]))
+    except GalvatronError as error:
+        return str(error)
+
+
+def _check(row: MeasuredRow, machine: ClusterCosts | str) -> RowCheck:
     predicted, problems = dict[str, float | None](), dict[str, str]()
-    for name, way in ways.items():
+    ways: dict[str, Callable[[], float]] = {
+        "paradl": lambda: _closed_seconds(row),
+        "galvatron": lambda: _priced_seconds(row, machine),
+    }
+    for name, formulas in ways.items():
         try:
-            predicted[name] = way()
+            predicted[name] = formulas()
         except GalvatronError as error:
             predicted[name], problems[name] = None, str(error)
     return RowCheck(row, predicted | {"published": row.projected or None}, problems)
 
 
-def closed_seconds(row: MeasuredRow) -> float:
+def _closed_seconds(row: MeasuredRow) -> float:
     """What the closed forms say of a row, without quirks, with the network's default setting."""
     fabric = fabric_named(CLUSTER)
     assert fabric is not None
     case = Case(network_named(row.model), wires_of(fabric), row.strategy, row.devices, row.batch)
-    found = estimate(case).epoch
-    return found if row.per == "epoch" else found / case.iterations
+    epoch = estimate(case).epoch
+    return epoch if row.per == "epoch" else epoch / case.iterations
 
 
-def priced_seconds(row: MeasuredRow, machine: ClusterCosts | str) -> float:
-    """What the planner's cost model says of a row."""
+def _priced_seconds(row: MeasuredRow, machine: ClusterCosts | str) -> float:
     if isinstance(machine, str):
         raise GalvatronError(machine)
-    samples = network_named(row.model).samples
-    found = row_of(machine, RowQuestion(row.strategy, row.devices, row.batch, samples))
-    if found.problem:
-        raise GalvatronError(found.problem)
-    return found.epoch if row.per == "epoch" else found.iteration
+    question = RowQuestion(row.strategy, row.devices, row.batch, network_named(row.model).samples)
+    priced = row_of(machine, question)
+    if priced.problem:
+        raise GalvatronError(priced.problem)
+    return priced.epoch if row.per == "epoch" else priced.iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +146,24 @@ class Score:
     accuracy: dict[str, float | None]  # mean by formulas; None where none of the rows has a prediction
 
 
-def scores(checks: Sequence[RowCheck], key: Callable[[MeasuredRow], str]) -> tuple[Score, ...]:
-    """Mean accuracy of groups of rows, in the order they first appear."""
+def _grouped(checks: Sequence[RowCheck], key: Callable[[MeasuredRow], str]) -> dict[str, list[RowCheck]]:
     groups = defaultdict[str, list[RowCheck]](list)
     for check in checks:
         groups[key(check.row)].append(check)
+    return groups
+
+
+def scores(checks: Sequence[RowCheck], key: Callable[[MeasuredRow], str]) -> tuple[Score, ...]:
+    """Mean accuracy of groups of rows, in the order they first appear."""
     return tuple(
-        Score(name, len(group), {way: mean_accuracy(group, way) for way in FORMULAS}) for name, group in groups.items()
+        Score(name, len(group), {formulas: mean_accuracy(group, formulas) for formulas in FORMULAS})
+        for name, group in _grouped(checks, key).items()
     )
 
 
 def mean_accuracy(checks: Iterable[RowCheck], formulas: str) -> float | None:
     """Mean over rows that have a prediction."""
-    known = [found for check in checks if (found := check.accuracy(formulas)) is not None]
+    known = [accuracy for check in checks if (accuracy := check.accuracy(formulas)) is not None]
     return fmean(known) if known else None
 
 
@@ -176,79 +179,55 @@ class Ranking:
 
 def rankings(checks: Sequence[RowCheck]) -> tuple[Ranking, ...]:
     """Rankings of every group of two strategies and more, by seconds of an epoch."""
-    groups = defaultdict[str, list[RowCheck]](list)
-    for check in checks:
-        row = check.row
-        groups[f"{row.model} on {row.devices} ({row.origin})"].append(check)
+    groups = _grouped(checks, lambda row: f"{row.model} on {row.devices} ({row.origin})")
     return tuple(_ranking(name, group) for name, group in groups.items() if len(group) > 1)
 
 
 def _ranking(name: str, group: Sequence[RowCheck]) -> Ranking:
-    def named(order: Iterable[RowCheck]) -> tuple[str, ...]:
-        return tuple(check.row.strategy.value for check in order)
+    def order(seconds: Sequence[tuple[str, float]]) -> tuple[str, ...]:
+        return tuple(strategy for strategy, _ in sorted(seconds, key=lambda pair: pair[1]))
 
+    measured = [(check.row.strategy.value, check.row.epoch(check.row.seconds)) for check in group]
     predicted, right = dict[str, tuple[str, ...]](), dict[str, bool]()
-    for way in FORMULAS:
-        known = [(check, found) for check in group if (found := check.predicted.get(way)) is not None]
-        times = [(check, _epoch(check.row, found)) for check, found in known]
-        predicted[way] = named(check for check, _ in sorted(times, key=lambda pair: pair[1]))
-        right[way] = len(times) > 1 and not any(_turned(left, other) for left, other in combinations(times, 2))
-    return Ranking(name, named(sorted(group, key=lambda check: _epoch(check.row, check.row.seconds))), predicted, right)
-
-
-def _turned(left: tuple[RowCheck, float], other: tuple[RowCheck, float]) -> bool:
-    measured = _epoch(left[0].row, left[0].row.seconds) - _epoch(other[0].row, other[0].row.seconds)
-    return measured * (left[1] - other[1]) < 0
-
-
-def _epoch(row: MeasuredRow, seconds: float) -> float:
-    """Seconds of an epoch from a row's own."""
-    if row.per == "epoch":
-        return seconds
-    question = RowQuestion(row.strategy, row.devices, row.batch, 1)
-    return seconds * iterations_of(network_named(row.model).samples, question.global_batch)
+    for formulas in FORMULAS:
+        known = [(place, check.row.epoch(seconds)) for place, check in enumerate(group)
+                 if (seconds := check.predicted.get(formulas)) is not None]  # fmt: skip
+        predicted[formulas] = order([(measured[place][0], seconds) for place, seconds in known])
+        pairs = combinations(known, 2)
+        turned = any((measured[i][1] - measured[j][1]) * (first - second) < 0 for (i, first), (j, second) in pairs)
+        right[formulas] = len(known) > 1 and not turned
+    return Ranking(name, order(measured), predicted, right)
 
 
 DIGITS = 12  # significant digits of a figure: those that the released oracle prints
 
 
-def rounded(value: Any) -> Any:
-    """Plain data with every figure rounded to ``DIGITS``."""
+def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
-    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """A mapping with every figure rounded."""
-    return {name: rounded(item) for name, item in value.items()}
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def as_data(forecast: Forecast) -> dict[str, Any]:
     """The forecast and its bottlenecks; seconds and bytes."""
-    return {
-        "model": forecast.model,
-        "cluster": forecast.cluster,
-        "formulas": forecast.formulas,
-        "samples": forecast.samples,
-        "origin": forecast.origin,
-        "notes": list(forecast.notes),
-        "strategies": [_line(line) for line in forecast.lines],
-        "bottlenecks": [rounded(asdict(one) | {"sort": one.sort.value}) for one in findings(forecast)],
-    }
-
-
-def _line(line: StrategyLine) -> dict[str, Any]:
-    return {"strategy": line.strategy, "limit": asdict(line.limit), "rows": [_row(row) for row in line.rows]}
+    names = ("model", "cluster", "formulas", "samples", "origin")
+    lines = [
+        {"strategy": line.strategy, "limit": asdict(line.limit), "rows": [_row(row) for row in line.rows]}
+        for line in forecast.lines
+    ]
+    bottlenecks = [_rounded(asdict(one) | {"sort": one.sort.value}) for one in findings(forecast)]
+    return {name: getattr(forecast, name) for name in names} | {
+        "notes": list(forecast.notes), "strategies": lines, "bottlenecks": bottlenecks,
+    }  # fmt: skip
 
 
 def _row(row: ForecastRow) -> dict[str, Any]:
-    told: dict[str, Any] = {"gpus": row.devices, "batch": row.batch}
     if row.problem:
-        return told | {"problem": row.problem}
-    return told | _plain(
+        return {"gpus": row.devices, "batch": row.batch, "problem": row.problem}
+    names = ("waiting", "other", "epoch", "iteration", "memory", "capacity", "fits")
+    data: dict[str, Any] = _rounded(
         {
             "iterations": row.iterations,
             "compute": row.compute,
@@ -256,32 +235,26 @@ def _row(row: ForecastRow) -> dict[str, Any]:
             "communication_parts": asdict(row.moved),
             "congestion": row.congested,
             "weight_update": row.update,
-            "waiting": row.waiting,
-            "other": row.other,
-            "epoch": row.epoch,
-            "iteration": row.iteration,
-            "memory": row.memory,
-            "capacity": row.capacity,
-            "fits": row.fits,
+            **{name: getattr(row, name) for name in names},
             "largest_batch": row.largest or None,
         }
     )
+    return {"gpus": row.devices, "batch": row.batch} | data
 
 
 def checks_data(checks: tuple[RowCheck, ...]) -> dict[str, Any]:
     """Measured rows, what is predicted of them, and how near that is."""
     rows = [
         asdict(check.row)
-        | {"strategy": check.row.strategy.value}
-        | {"predicted": check.predicted, "accuracy": {way: check.accuracy(way) for way in FORMULAS}}
-        | {"problems": check.problems}
+        | {"strategy": check.row.strategy.value, "predicted": check.predicted, "problems": check.problems}
+        | {"accuracy": {formulas: check.accuracy(formulas) for formulas in FORMULAS}}
         for check in checks
     ]
     by = scores(checks, lambda row: f"{row.origin}: {row.strategy.value} {row.model}")
     return {
-        "rows": rounded(rows),
-        "scores": [rounded(asdict(score)) for score in by],
-        "mean": {way: rounded(mean_accuracy(checks, way)) for way in FORMULAS},
+        "rows": _rounded(rows),
+        "scores": [_rounded(asdict(score)) for score in by],
+        "mean": {formulas: _rounded(mean_accuracy(checks, formulas)) for formulas in FORMULAS},
         "rankings": [asdict(one) for one in rankings(checks)],
         "software": software_notes(),
     }

@@ -1,7 +1,7 @@
-"""One strategy on a number of devices, priced by the planner's cost model from data sheets.
+"""Strategies on numbers of devices, priced by the planner's cost model from data sheets, and the table of them.
 
 Compute is at the shape that a device works on, communication that compute hides costs nothing, and memory is the
-worst moment of a step.
+worst moment of a step. A strategy scales as far as some layer can still be split among all devices of a group.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import ceil
 
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.catalog import load_cluster
@@ -19,13 +20,23 @@ from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import Layer, ModelGraph
-from galvatron_lite.oracle.closed_form import CommunicationSeconds, Method, least_runs
-from galvatron_lite.oracle.rows import ForecastRow, Loudest, iterations_of
-from galvatron_lite.oracle.strategies import Chosen, RowQuestion, family_of, moving_seconds, picked
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorClass
+from galvatron_lite.oracle.rows import (
+    HYBRIDS,
+    CommunicationSeconds,
+    Forecast,
+    ForecastRow,
+    Limit,
+    Loudest,
+    Method,
+    StrategyLine,
+    beyond,
+    least_runs,
+)
+from galvatron_lite.oracle.strategies import Chosen, RowQuestion, degree_of, family_of, moving_seconds, options, picked
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
+from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.stacks.catalog import GALVATRON
@@ -33,6 +44,9 @@ from galvatron_lite.stacks.schema import Stack
 
 WIDEST = 512  # devices among which the channels of convolutions are split at most
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # samples a device that are estimated
+MOST = 4096  # devices up to which limits are looked for
+SHARING = (Method.SPATIAL, Method.FILTER, Method.CHANNEL, *HYBRIDS)
+"""Words for devices that share layers."""
 
 
 @dataclass(slots=True)
@@ -53,8 +67,8 @@ class ClusterCosts:
     def pricer(self, devices: int) -> LayerPricer:
         """Prices on the first so many devices."""
         if devices not in self._pricers:
-            found = load_cluster(self.cluster, devices)
-            self._pricers[devices] = LayerPricer(self.profile.on(_unshared(found) if self.free else found))
+            cluster = load_cluster(self.cluster, devices)
+            self._pricers[devices] = LayerPricer(self.profile.on(_unshared(cluster) if self.free else cluster))
         return self._pricers[devices]
 
     @property
@@ -90,29 +104,22 @@ def profile_on(
     stack: Stack,
     calibration: Calibration | None = None,
 ) -> Profile:
-    """A model's figures from data sheets, with channels shared by up to ``WIDEST`` devices; see ``machine_of``."""
-    found = estimate_profile(
-        graph,
-        _flat(cluster),
-        precision=precision,
-        name=graph.name,
-        samples=sorted({*SAMPLES, batch}),
-        optimizer=stack.optimizer,
-        stack=stack,
-        calibration=calibration,
-    )
-    return found.on(cluster)
+    """A model's figures from data sheets, with channels shared by up to ``WIDEST`` devices.
 
-
-def _flat(cluster: Cluster) -> Cluster:
-    """The cluster with wide nodes: slices of convolutions are estimated within a node only, whatever its links."""
+    Slices of convolutions are estimated within a node only, whatever its links: the nodes are widened for that.
+    """
     near, *far = cluster.levels
-    return replace(cluster, levels=(replace(near, size=max(near.size, WIDEST)), *far))
+    flat = replace(cluster, levels=(replace(near, size=max(near.size, WIDEST)), *far))
+    profile = estimate_profile(
+        graph, flat, precision=precision, name=graph.name, samples=sorted({*SAMPLES, batch}),
+        optimizer=stack.optimizer, stack=stack, calibration=calibration,
+    )  # fmt: skip
+    return profile.on(cluster)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """Stages with what of their seconds is what."""
+    """Priced stages."""
 
     shape: Shape  # of the plan
     costs: tuple[StageCost, ...]  # of the stages
@@ -121,26 +128,29 @@ class LayerLayout:
 
 
 def lay_out_model(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
-    """The stages of a question's strategy, priced."""
+    """The stages of a question's strategy, priced.
+
+    Raises:
+        InputError: a batch that does not divide, a strategy that a layer has no figures for, more stages than layers.
+    """
     in_turn = question.kind in (Method.PIPELINE, Method.LAYER)
-    return _pipeline(pricer, question) if in_turn else _stage(pricer, question)
+    return _pipeline(pricer, question) if in_turn else _single_stage(pricer, question)
 
 
-def _stage(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
-    """All layers on all devices."""
-    graph, chosen = pricer.profile.graph, picked(pricer, question)
-    layers = [_price(pricer, question, one, own) for one, own in zip(graph.layers, chosen, strict=True)]
+def _single_stage(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
+    graph, chosen, profile = pricer.profile.graph, picked(pricer, question), pricer.profile
+    layers = [_price(pricer, question, layer, own) for layer, own in zip(graph.layers, chosen, strict=True)]
     moving = moving_seconds(pricer, question, chosen)
+    each = (moving + profile.overhead.microbatch) / 2
     times = StageTimes(
-        sum(one.forward_seconds for one in layers) + moving / 2 + pricer.profile.overhead.microbatch / 2,
-        sum(one.backward_seconds for one in layers) + moving / 2 + pricer.profile.overhead.microbatch / 2,
+        sum(layer.forward_seconds for layer in layers) + each, sum(layer.backward_seconds for layer in layers) + each
     )
-    memory = group_memory([layers], ((0, (1,)),), 1, 0, pricer.profile.cluster.device.context)
-    cost = StageCost(tuple(layers), times, sum(one.step_seconds for one in layers), moving, memory)
-    inner = sum(one.forward_exposed + one.backward_exposed for one in layers)
-    moved = CommunicationSeconds(gradients=sum(one.step_exposed for one in layers), gather=moving)
-    moved = replace(moved, halo=inner) if by_pixels(question) else replace(moved, layers=inner)
-    alike = sum(_work(one) for one, own in zip(layers, chosen, strict=True) if own.alike > 1)
+    memory = group_memory([layers], ((0, (1,)),), 1, 0, profile.cluster.device.context)
+    cost = StageCost(tuple(layers), times, sum(layer.step_seconds for layer in layers), moving, memory)
+    inner = sum(layer.forward_exposed + layer.backward_exposed for layer in layers)
+    moved = CommunicationSeconds(gradients=sum(layer.step_exposed for layer in layers), gather=moving)
+    moved = replace(moved, halo=inner) if _by_pixels(question) else replace(moved, layers=inner)
+    alike = sum(_work(layer) for layer, own in zip(layers, chosen, strict=True) if own.alike > 1)
     shape = Shape(question.devices, 1, 1, question.global_batch)
     return LayerLayout(shape, (cost,), moved, alike / max(sum(map(_work, layers)), 1e-30))
 
@@ -149,8 +159,7 @@ def _work(layer: LayerCost) -> float:
     return layer.forward + layer.backward + layer.recompute
 
 
-def by_pixels(question: RowQuestion) -> bool:
-    """Whether devices share the pixels of samples."""
+def _by_pixels(question: RowQuestion) -> bool:
     if question.strategy is not None:
         return family_of(question.strategy) is Method.SPATIAL
     return question.kind in (Method.SPATIAL, Method.DATA_SPATIAL)
@@ -175,96 +184,186 @@ def _pipeline(pricer: LayerPricer, question: RowQuestion) -> LayerLayout:
         parts -= 1
     shape = Shape(stages, stages, parts, question.batch // parts, Schedule.GPIPE)
     if stages > len(graph.layers):
-        raise InputError(
-            "--gpus", stages, f"{graph.name} has {len(graph.layers)} layers; each stage takes one at least."
-        )
-    plain = [Strategy()] * len(graph.layers)
+        remedy = f"{graph.name} has {len(graph.layers)} layers; each stage takes one at least."
+        raise InputError("--gpus", stages, remedy)
     costs = [pricer.price(layer.kind, Strategy(), shape.microbatch, stages) for layer in graph.layers]
-    sizes = least_runs([_work(one) for one in costs if one is not None], stages)
-    priced = tuple(price_stages(pricer, shape, sizes, plain))
-    sends = sum(_sends(cost) for cost in priced) + (shape.microbatches - 1) * max(map(_sends, priced))
-    return LayerLayout(shape, priced, CommunicationSeconds(messages=sends if stages > 1 else 0.0))
-
-
-def _sends(cost: StageCost) -> float:
-    return cost.times.send_forward + cost.times.send_backward
+    sizes = least_runs([_work(cost) for cost in costs if cost is not None], stages)
+    priced = tuple(price_stages(pricer, shape, sizes, [Strategy()] * len(graph.layers)))
+    sends = [cost.times.send_forward + cost.times.send_backward for cost in priced]
+    seconds = sum(sends) + (shape.microbatches - 1) * max(sends)
+    return LayerLayout(shape, priced, CommunicationSeconds(messages=seconds if stages > 1 else 0.0))
 
 
 def row_of(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
     """The figures of a row; one that cannot be run says why."""
-    row = ForecastRow(
-        question.name or question.kind.value, question.devices, question.global_batch,
-        iterations_of(question.samples, question.global_batch),
-    )  # fmt: skip
+    row = _empty_row(question, ceil(question.samples / question.global_batch))
     try:
         pricer = machine.pricer(question.devices)
-        priced = lay_out_model(pricer, question)
+        layout = lay_out_model(pricer, question)
     except InputError as error:
         return replace(row, problem=str(error))
-    return _filled(row, pricer, question, priced)
-
-
-def _filled(row: ForecastRow, pricer: LayerPricer, question: RowQuestion, priced: LayerLayout) -> ForecastRow:
-    """The row with an epoch's seconds: of the slowest group of devices."""
-    profile, shape, costs = pricer.profile, priced.shape, priced.costs
+    profile, shape, costs = pricer.profile, layout.shape, layout.costs
     groups = groups_of(shape, costs)
     ends = busy_seconds(profile, shape, costs)
-    alone = max(end + sum(one.step for one in group) for end, group in zip(ends, groups, strict=True))
-    seconds = (alone + profile.overhead.step) * straggling(profile, question.devices)
-    works = [sum(_compute(one) for one in group) * shape.microbatches for group in groups]
+    alone = max(end + sum(cost.step for cost in group) for end, group in zip(ends, groups, strict=True))
+    slower = straggling(profile, question.devices)
+    seconds = (alone + profile.overhead.step) * slower
+    works = [sum(_work(layer) for cost in group for layer in cost.layers) * shape.microbatches for group in groups]
     slowest = groups[works.index(max(works))]
-    layers = [one for cost in slowest for one in cost.layers]
-    update = sum(one.update for one in layers)
-    host = profile.overhead.step + seconds - seconds / straggling(profile, question.devices)
-    left = max(seconds - max(works) - update - priced.moved.total, 0.0)
+    update = sum(layer.update for cost in slowest for layer in cost.layers)
+    host = profile.overhead.step + seconds - seconds / slower
+    left = max(seconds - max(works) - update - layout.moved.total, 0.0)
     waiting = max(left - host, 0.0) if len(costs) > 1 else 0.0
     count, memory = row.iterations, max((cost.memory for cost in costs), key=lambda one: one.total)
+    replicated = memory.parameters + memory.gradients + memory.optimizer
+    if question.kind in (Method.FILTER, Method.CHANNEL, Method.DATA_FILTER):
+        replicated = memory.activations
+    elif question.kind in (Method.SERIAL, Method.PIPELINE, Method.LAYER):
+        replicated = 0
     return replace(
         row,
         compute=count * max(works),
-        moved=priced.moved.times(count),
+        moved=layout.moved.times(count),
         update=count * update,
         waiting=count * waiting,
         other=count * (left - waiting),
         memory=memory.total,
         capacity=profile.cluster.device.memory,
-        whole=_alike(question, memory),
+        replicated=float(replicated),
         loudest=_loudest(profile.graph, question, costs),
         uneven=max(works) * len(works) / max(sum(works), 1e-30),
-        twice=priced.alike,
+        twice=layout.alike,
         shared=1 if len(costs) > 1 else question.width,
     )
 
 
-def _compute(cost: StageCost) -> float:
-    return sum(layer.forward + layer.backward + layer.recompute for layer in cost.layers)
+def _empty_row(question: RowQuestion, iterations: int = 1, problem: str = "") -> ForecastRow:
+    name = question.name or question.kind.value
+    return ForecastRow(name, question.devices, question.global_batch, iterations, problem=problem)
 
 
 def _loudest(graph: ModelGraph, question: RowQuestion, costs: Sequence[StageCost]) -> Loudest:
     """The layers whose communication is exposed longest; of a pipeline the last one of the stage that sends longest."""
-    layers = [one for cost in costs for one in cost.layers]
+
+    def most(seconds: Sequence[float]) -> str:
+        return graph.layers[seconds.index(max(seconds))].name if max(seconds) > 0 else ""
+
     if len(costs) > 1:
         ends = list(accumulate(len(cost.layers) for cost in costs))
         slow = max(range(len(costs)), key=lambda stage: costs[stage].times.send_forward)
         return Loudest(messages=graph.layers[ends[slow] - 1].name)
-    once = _named(graph, [one.step_exposed for one in layers])
-    inner = _named(graph, [one.forward_exposed + one.backward_exposed for one in layers])
-    near = by_pixels(question)
-    return Loudest(once, "" if near else inner, inner if near else "")
+    layers = costs[0].layers
+    inner = most([layer.forward_exposed + layer.backward_exposed for layer in layers])
+    near = _by_pixels(question)
+    return Loudest(most([layer.step_exposed for layer in layers]), "" if near else inner, inner if near else "")
 
 
-def _named(graph: ModelGraph, seconds: Sequence[float]) -> str:
-    """The layer with the most seconds; empty where all are 0."""
-    most = max(seconds)
-    return graph.layers[seconds.index(most)].name if most > 0 else ""
+def forecast(
+    machine: ClusterCosts,
+    question: RowQuestion,
+    words: Sequence[Method],
+    strategies: Sequence[Strategy],
+    counts: Sequence[int],
+) -> Forecast:
+    """The table; words that the model does not allow are left out, with a note."""
+    graph = machine.graph
+    kinds = [kind for kind in words if allows(machine, kind)]
+    # seconds of compute of an epoch on one device, whether or not that has the memory
+    alone = row_of(machine, replace(question, kind=Method.SERIAL, devices=1, strategy=None)).compute
+    lines = []
+    for kind in kinds:
+        limit = limit_of(machine, replace(question, kind=kind))
+        rows = tuple(_row(machine, replace(question, kind=kind, devices=count), limit) for count in counts)
+        lines.append(StrategyLine(kind.value, rows, limit, alone))
+    lines += [_text_line(machine, question, strategy, counts, alone) for strategy in strategies]
+    notes = [f"{graph.precision}, {question.batch} samples a replica"]
+    if missing := ", ".join(kind.value for kind in words if kind not in kinds):
+        notes.append(f"left out, as no layer of {graph.name} can be split so: {missing}")
+    origin = machine.profile.origin
+    return Forecast(
+        graph.name, machine.profile.cluster.name, "galvatron", question.samples,
+        f"{origin.kind.value}: {origin.source}", tuple(notes), tuple(lines),
+    )  # fmt: skip
 
 
-def _alike(question: RowQuestion, memory: MemoryBreakdown) -> float:
-    """Bytes that all devices of a group, or all replicas, hold alike: weights, or whole activations."""
-    states = memory.parameters + memory.gradients + memory.optimizer
-    match question.kind:
-        case Method.FILTER | Method.CHANNEL | Method.DATA_FILTER:
-            return float(memory.activations)
-        case Method.SERIAL | Method.PIPELINE | Method.LAYER:
-            return 0.0
-    return float(states)
+def _text_line(
+    machine: ClusterCosts, question: RowQuestion, strategy: Strategy, counts: Sequence[int], alone: float
+) -> StrategyLine:
+    """A strategy of the user's, with as many more replicas as there are devices for."""
+    name, unit = str(strategy), strategy.devices
+    most = question.samples // question.batch * unit
+    limit, rows = Limit(most, f"whole copies of its {unit} GPUs, B at most the data set"), []
+    for count in counts:
+        more = replace(strategy, data=strategy.data * max(count // unit, 1))
+        asked = replace(question, devices=count, strategy=more, name=name)
+        if count % unit:
+            problem = f"{name} takes {unit} devices or a multiple"
+            rows.append(ForecastRow(name, count, question.batch, 1, problem=problem))
+        else:
+            rows.append(_row(machine, asked, limit))
+    return StrategyLine(name, tuple(rows), limit, alone)
+
+
+def _row(machine: ClusterCosts, question: RowQuestion, limit: Limit) -> ForecastRow:
+    """A row, with what congestion costs; beyond the limit it says so and has no figures."""
+    ended = limit.devices is not None and question.devices > limit.devices
+    problem = beyond(limit) if ended else _unsplit(machine, question)
+    if problem:
+        return _empty_row(question, problem=problem)
+    row = row_of(machine, question)
+    if row.problem or question.devices <= machine.profile.cluster.levels[0].size:
+        return row
+    free = row_of(machine.alone, question)
+    return replace(row, congested=max(row.moved.total - free.moved.total, 0.0))
+
+
+def _unsplit(machine: ClusterCosts, question: RowQuestion) -> str:
+    """Why devices make no groups that share layers as the word says; empty where they do."""
+    kind, width = question.kind, question.width
+    if question.strategy is not None or kind not in SHARING or width == 1:
+        return ""
+    if question.devices % width:
+        return f"{kind.value} takes whole groups of {width}; see --group"
+    ways = _widest_split(machine, kind)
+    if width > ways:
+        return f"groups of {width} are beyond the {ways} ways in which layers can be split; see --group"
+    kinds = machine.graph.kinds.values()
+    most = max(degree_of(kind, strategy) for one in kinds for strategy in options(one, kind, width, width))
+    return "" if most > 1 else f"no layer can be split among {width} GPUs"
+
+
+def allows(machine: ClusterCosts, kind: Method) -> bool:
+    """Whether some layer of the model can be split as a word says."""
+    return kind not in SHARING or _widest_split(machine, kind) > 1
+
+
+def limit_of(machine: ClusterCosts, question: RowQuestion) -> Limit:
+    """How many devices a strategy can use."""
+    layers, kind = len(machine.graph.layers), question.kind
+    replicas = max(question.samples // question.batch, 1)
+    if kind is Method.DATA:
+        return Limit(replicas, f"p <= B, and B = {question.batch} p is at most the data set")
+    if kind in (Method.PIPELINE, Method.LAYER):
+        return Limit(layers, f"p <= {layers} layers")
+    if kind is Method.SERIAL:
+        return Limit(1, "p = 1")
+    ways = _widest_split(machine, kind)
+    if kind in HYBRIDS:
+        group = min(ways, question.group)
+        size = f"groups of {group}" if group == question.group else f"groups of at most {group} (--group)"
+        return Limit(replicas * group, f"p <= B x {group}, {size}, B at most the data set")
+    return Limit(ways, f"p <= {ways}, the ways in which every layer with convolutions can be split")
+
+
+def _widest_split(machine: ClusterCosts, kind: Method) -> int:
+    """The most ways, a power of two, in which every kind of layer with convolutions can be split, of those that can."""
+
+    def most(layer: LayerKind) -> int:
+        ways = 1
+        while ways < MOST and any(degree_of(kind, one) == 2 * ways for one in options(layer, kind, 2 * ways, 1)):
+            ways *= 2
+        return ways
+
+    layers = machine.graph.kinds.values()
+    convolutions = [kind for kind in layers if any(one.kind is OperatorClass.CONVOLUTION for one in kind.operators)]
+    return min((ways for ways in map(most, convolutions) if ways > 1), default=1)

@@ -17,13 +17,13 @@ from galvatron_lite.files import read_data, read_value
 from galvatron_lite.limits import DEVICES, LARGEST, check_range
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import build_graph, load_model, load_shape, model_names
+from galvatron_lite.model.shapes.fields import not_square, sides_of, sizes_of
 from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name
-from galvatron_lite.model.shapes.picture_fields import not_square, sides_of, sizes_of
-from galvatron_lite.oracle import closed_table, table
-from galvatron_lite.oracle.closed_form import Case, Method, quirks_named
+from galvatron_lite.oracle import pricing
+from galvatron_lite.oracle.closed_form import KINDS, Case, closed_forecast, quirks_named
 from galvatron_lite.oracle.layers import Fabric, Network, network_of, wires_of, wires_of_cluster
-from galvatron_lite.oracle.pricing import machine_of, row_of
-from galvatron_lite.oracle.rows import Forecast
+from galvatron_lite.oracle.pricing import allows, machine_of, row_of
+from galvatron_lite.oracle.rows import Forecast, Method
 from galvatron_lite.oracle.strategies import RowQuestion, check_text
 from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.units import activation_bytes
@@ -83,7 +83,7 @@ def fabric_named(name: str) -> Fabric | None:
 
 
 FORMULAS = ("galvatron", "paradl")
-WORDS = tuple(kind for kind in closed_table.KINDS if kind is not Method.LAYER)
+WORDS = tuple(kind for kind in KINDS if kind is not Method.LAYER)
 """Strategies that are told where none are asked for."""
 SAMPLES, BATCH = 1_280_000, 32
 """Samples of an epoch (ImageNet, as the paper counts it) and of a replica, where nothing else is said."""
@@ -140,7 +140,6 @@ def forecast(model: str, cluster: str, options: OracleOptions) -> Forecast:
 
 
 def _check(options: OracleOptions) -> None:
-    """Whether the options go together."""
     if options.formulas not in FORMULAS:
         raise InputError("--formulas", options.formulas, f"Give {' or '.join(FORMULAS)}.")
     closed_only = {"--network": options.network, "--quirk": options.quirks, "--no-contention": not options.contention}
@@ -169,7 +168,7 @@ def _closed(model: str, cluster: str, options: OracleOptions) -> Forecast:
         network, wires, Method.SERIAL, 1, options.batch or network.batch, options.group or wires.node, options.segments,
         options.contention, quirks_named(options.quirks),
     )  # fmt: skip
-    return closed_table.forecast(case, kinds_of(options.strategies), options.counts)
+    return closed_forecast(case, kinds_of(options.strategies), options.counts)
 
 
 def _layer_table(model: str, cluster: str, options: OracleOptions) -> Network:
@@ -208,10 +207,10 @@ def _priced(model: str, cluster: str, options: OracleOptions) -> Forecast:
             raise InputError("--gpus", counts, f"{strategy} takes {unit:,} devices or a multiple: give --gpus {unit}.")
     machine = machine_of(graph, cluster, most, precision, batch)
     for kind in kinds if options.strategies else ():
-        if not table.allows(machine, kind):
-            words = ", ".join(word.value for word in WORDS if table.allows(machine, word))
+        if not allows(machine, kind):
+            words = ", ".join(word.value for word in WORDS if allows(machine, word))
             remedy = f"No layer of {graph.name} can be split so; it allows {words}, and --strategy any other."
             raise InputError("--strategies", kind.value, remedy)
     node = machine.profile.cluster.levels[0].size
     question = RowQuestion(Method.SERIAL, 1, batch, samples, options.group or node, options.segments)
-    return table.forecast(machine, question, kinds, strategies, options.counts)
+    return pricing.forecast(machine, question, kinds, strategies, options.counts)

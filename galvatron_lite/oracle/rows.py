@@ -7,13 +7,50 @@ number of devices at which it passes its threshold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from enum import StrEnum
-from math import ceil, floor
+from math import floor
 
-from galvatron_lite.oracle.closed_form import CommunicationSeconds
 from galvatron_lite.units import format_bytes
+
+
+class Method(StrEnum):
+    """The strategies of the paper's table 3."""
+
+    SERIAL = "serial"
+    DATA = "data"
+    SPATIAL = "spatial"
+    LAYER = "layer"
+    PIPELINE = "pipeline"
+    FILTER = "filter"
+    CHANNEL = "channel"
+    DATA_FILTER = "data+filter"
+    DATA_SPATIAL = "data+spatial"
+
+
+HYBRIDS = (Method.DATA_FILTER, Method.DATA_SPATIAL)
+"""Strategies of groups: data parallelism between them, another within."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationSeconds:
+    """Seconds of communication an epoch, by what they are for."""
+
+    gradients: float = 0.0  # gradient exchange, once an iteration
+    layers: float = 0.0  # collectives of each layer
+    halo: float = 0.0  # borders of pictures
+    messages: float = 0.0  # between pipeline stages
+    gather: float = 0.0  # all-gather and scatter where a spatial split ends
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return float(sum(astuple(self)))
+
+    def times(self, count: float) -> CommunicationSeconds:
+        """So many times as much."""
+        return CommunicationSeconds(*(part * count for part in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +70,6 @@ class Loudest:
     messages: str = ""  # with neighbours
 
 
-NOTHING, QUIET = CommunicationSeconds(), Loudest()
-
-
 @dataclass(frozen=True, slots=True)
 class ForecastRow:
     """One strategy on so many devices; seconds are of an epoch."""
@@ -45,14 +79,14 @@ class ForecastRow:
     batch: int  # samples of an iteration
     iterations: int  # of an epoch
     compute: float = 0.0  # forward and backward, what is computed twice included
-    moved: CommunicationSeconds = NOTHING  # communication that nothing hides
+    moved: CommunicationSeconds = CommunicationSeconds()  # communication that nothing hides
     update: float = 0.0  # weight update
     waiting: float = 0.0  # of a pipeline's stages for one another; 0 where that is part of ``compute``
     other: float = 0.0  # fixed work of the host, and waiting for the slowest of many nodes
     memory: float = 0.0  # bytes a device
     capacity: float = 0.0  # bytes that a device has
-    whole: float = 0.0  # the part of ``memory`` that each device of a group holds alike
-    loudest: Loudest = QUIET  # the layers that communicate longest
+    replicated: float = 0.0  # the part of ``memory`` that each device of a group holds alike
+    loudest: Loudest = Loudest()  # the layers that communicate longest
     uneven: float = 1.0  # the slowest stage's seconds over the mean stage's
     twice: float = 0.0  # share of ``compute`` that several devices do alike
     congested: float = 0.0  # the part of ``moved`` that is waiting for other flows on the same links
@@ -61,14 +95,9 @@ class ForecastRow:
     problem: str = ""  # why there are no figures; empty where there are
 
     @property
-    def busy(self) -> float:
-        """Seconds of an epoch that are not communication."""
-        return self.compute + self.update + self.waiting + self.other
-
-    @property
     def epoch(self) -> float:
         """Seconds of an epoch."""
-        return self.busy + self.moved.total
+        return self.compute + self.update + self.waiting + self.other + self.moved.total
 
     @property
     def iteration(self) -> float:
@@ -98,7 +127,7 @@ class StrategyLine:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The whole table."""
+    """The table."""
 
     model: str  # its name
     cluster: str  # its name
@@ -119,9 +148,26 @@ def beyond(limit: Limit) -> str:
     return f"beyond its limit of {gpus(limit.devices or 0)}"
 
 
-def iterations_of(samples: int, batch: int) -> int:
-    """Whole iterations of an epoch."""
-    return ceil(samples / batch)
+def least_runs(weights: Sequence[float], runs: int) -> list[int]:
+    """Lengths of non-empty consecutive runs, of which the heaviest is as light as can be.
+
+    Halves the interval that holds the least limit until no number lies between.
+    """
+    low, high = max(weights), sum(weights)
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (low, middle) if len(_runs_within(weights, middle, runs)) <= runs else (middle, high)
+    return _runs_within(weights, high if len(_runs_within(weights, low, runs)) > runs else low, runs)
+
+
+def _runs_within(weights: Sequence[float], limit: float, runs: int) -> list[int]:
+    """Runs up to the limit each, cut sooner where what is left would not give every run a member."""
+    sizes, total = [0], 0.0
+    for place, weight in enumerate(weights):
+        if sizes[-1] and (total + weight > limit or len(weights) - place <= runs - len(sizes)):
+            sizes, total = [*sizes, 0], 0.0
+        sizes[-1] += 1
+        total += weight
+    return sizes
 
 
 class Sort(StrEnum):
@@ -133,7 +179,7 @@ class Sort(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScalingFinding:
-    """One thing that bites."""
+    """What keeps a strategy from scaling."""
 
     name: str  # of the cause
     sort: Sort  # limitation or bottleneck
@@ -153,43 +199,44 @@ class LimitCause:
     sort: Sort  # limitation or bottleneck
     threshold: float  # share from which it counts
     share: Callable[[ForecastRow], float]  # of a row
-    of: str  # what it is a share of
-    where: Callable[[ForecastRow], str]  # what of the row says where it is
+    of: str = "the epoch"  # what it is a share of
+    where: Callable[[ForecastRow], str] = lambda _: ""  # what of the row says where it is
 
 
 def _part(seconds: Callable[[ForecastRow], float]) -> Callable[[ForecastRow], float]:
     return lambda row: seconds(row) / row.epoch if row.epoch else 0.0
 
 
-def _at(layer: str) -> str:
-    return f", most at {layer}" if layer else ""
+def _at(name: str) -> Callable[[ForecastRow], str]:
+    def where(row: ForecastRow) -> str:
+        layer = getattr(row.loudest, name)
+        return f", most at {layer}" if layer else ""
 
-
-def _nothing(row: ForecastRow) -> str:  # noqa: ARG001
-    return ""
+    return where
 
 
 CAUSES = (
-    LimitCause("gradient exchange", Sort.LIMITATION, 0.1, _part(lambda row: row.moved.gradients), "the epoch",
-          lambda row: _at(row.loudest.gradients)),
-    LimitCause("layer-wise collectives", Sort.LIMITATION, 0.1, _part(lambda row: row.moved.layers), "the epoch",
-          lambda row: _at(row.loudest.layers)),
+    LimitCause(
+        "gradient exchange", Sort.LIMITATION, 0.1, _part(lambda row: row.moved.gradients), where=_at("gradients"),
+    ),
+    LimitCause(
+        "layer-wise collectives", Sort.LIMITATION, 0.1, _part(lambda row: row.moved.layers), where=_at("layers"),
+    ),
     LimitCause(
         "messages between neighbours", Sort.BOTTLENECK, 0.1,
-        _part(lambda row: row.moved.halo + row.moved.messages + row.moved.gather), "the epoch",
-        lambda row: _at(row.loudest.messages),
+        _part(lambda row: row.moved.halo + row.moved.messages + row.moved.gather), where=_at("messages"),
     ),
-    LimitCause("network congestion", Sort.BOTTLENECK, 0.05, _part(lambda row: row.congested), "the epoch", _nothing),
+    LimitCause("network congestion", Sort.BOTTLENECK, 0.05, _part(lambda row: row.congested)),
     LimitCause(
-        "memory redundancy", Sort.BOTTLENECK, 0.5, lambda row: row.whole / row.memory if row.memory else 0.0,
-        "a device's memory", lambda row: f", {format_bytes(row.whole)} held alike",
+        "memory redundancy", Sort.BOTTLENECK, 0.5, lambda row: row.replicated / row.memory if row.memory else 0.0,
+        "a device's memory", lambda row: f", {format_bytes(row.replicated)} held alike",
     ),
-    LimitCause("weight update", Sort.LIMITATION, 0.1, _part(lambda row: row.update), "the epoch", _nothing),
+    LimitCause("weight update", Sort.LIMITATION, 0.1, _part(lambda row: row.update)),
     LimitCause(
         "workload balance", Sort.LIMITATION, 0.1, lambda row: 1 - 1 / row.uneven, "the slowest stage's work",
         lambda row: f", which takes {row.uneven:.2f} times the mean",
     ),
-    LimitCause("computation redundancy", Sort.BOTTLENECK, 0.1, lambda row: row.twice, "compute", _nothing),
+    LimitCause("computation redundancy", Sort.BOTTLENECK, 0.1, lambda row: row.twice, "compute"),
 )  # fmt: skip
 """Causes that are shares of a row."""
 
@@ -198,63 +245,50 @@ SPLIT_THRESHOLD = 0.2
 
 
 def findings(forecast: Forecast) -> tuple[ScalingFinding, ...]:
-    """All that bite, strategy by strategy."""
+    """Every limitation and bottleneck, strategy by strategy."""
     return tuple(finding for line in forecast.lines for finding in _of_line(line))
 
 
 def _of_line(line: StrategyLine) -> Iterator[ScalingFinding]:
     rows = [row for row in line.complete if row.devices > 1]
     for cause in CAUSES:
-        found = _passing(line, rows, cause)
-        if found is not None:
-            yield found
+        shares = [(cause.share(row), row) for row in rows]
+        first = next((pair for pair in shares if pair[0] >= cause.threshold), None)
+        if first is not None:
+            most, worst = max(shares, key=lambda pair: pair[0])
+            here, there = f"{first[0]:.0%}", f"{most:.0%}"
+            words = f"{here} of {cause.of} from {first[1].devices:,} GPUs"
+            words += f", {there} on {worst.devices:,}" * (here != there) + cause.where(worst)
+            yield _finding(cause.name, cause.sort, line, (first, (most, worst)), words)
     yield from _slow_split(line)
     yield from _overfull(line)
-    yield from _ended(line)
+    ended = [(1.0, row) for row in line.rows if row.problem.startswith("beyond its limit")]
+    if ended and line.limit.devices is not None:
+        words = f"{gpus(line.limit.devices)} at most: {line.limit.reason}"
+        yield _finding("number of devices", Sort.LIMITATION, line, (ended[0], ended[-1]), words)
 
 
-def _passing(line: StrategyLine, rows: list[ForecastRow], cause: LimitCause) -> ScalingFinding | None:
-    """From the first row that passes the threshold; None where none does."""
-    first = next((row for row in rows if cause.share(row) >= cause.threshold), None)
-    if first is None:
-        return None
-    worst = max(rows, key=cause.share)
-    here, most = f"{cause.share(first):.0%}", f"{cause.share(worst):.0%}"
-    then = f", {most} on {worst.devices:,}" if here != most else ""
-    words = f"{here} of {cause.of} from {first.devices:,} GPUs{then}{cause.where(worst)}"
-    return ScalingFinding(
-        cause.name,
-        cause.sort,
-        line.strategy,
-        first.devices,
-        cause.share(first),
-        cause.share(worst),
-        worst.devices,
-        words,
-    )
+Shares = tuple[tuple[float, ForecastRow], tuple[float, ForecastRow]]  # the first that counts, and the worst
+
+
+def _finding(name: str, sort: Sort, line: StrategyLine, shares: Shares, words: str) -> ScalingFinding:
+    (first, row), (most, worst) = shares
+    return ScalingFinding(name, sort, line.strategy, row.devices, first, most, worst.devices, words)
 
 
 def _slow_split(line: StrategyLine) -> Iterator[ScalingFinding]:
     """Compute that falls less than the devices that share it grow: small shares keep a device less busy."""
-    lost = [
-        (1 - line.alone / (row.compute * row.devices), row)
-        for row in line.complete
-        if row.shared > 1 and row.compute and line.alone
-    ]
-    first = next(((share, row) for share, row in lost if share >= SPLIT_THRESHOLD), None)
-    if first is None:
-        return
-    share, row = first
-    worst, last = max(lost, key=lambda pair: pair[0])
-    words = (
-        f"compute on {row.devices:,} GPUs is {1 / (1 - share):.1f} times what an even split would leave"
-        + (f", {1 / (1 - worst):.1f} times on {last.devices:,}" if last is not row else "")
-    )  # fmt: skip
-    yield ScalingFinding("split work", Sort.BOTTLENECK, line.strategy, row.devices, share, worst, last.devices, words)
+    split = [row for row in line.complete if row.shared > 1 and row.compute and line.alone]
+    lost = [(1 - line.alone / (row.compute * row.devices), row) for row in split]
+    first = next((pair for pair in lost if pair[0] >= SPLIT_THRESHOLD), None)
+    if first is not None:
+        most = max(lost, key=lambda pair: pair[0])
+        words = f"compute on {first[1].devices:,} GPUs is {1 / (1 - first[0]):.1f} times what an even split would leave"
+        words += f", {1 / (1 - most[0]):.1f} times on {most[1].devices:,}" if most[1] is not first[1] else ""
+        yield _finding("split work", Sort.BOTTLENECK, line, (first, most), words)
 
 
 def _overfull(line: StrategyLine) -> Iterator[ScalingFinding]:
-    """Rows that do not fit the device."""
     tight = [row for row in line.complete if not row.fits]
     if not tight:
         return
@@ -263,17 +297,7 @@ def _overfull(line: StrategyLine) -> Iterator[ScalingFinding]:
     counts = some + gpus(tight[-1].devices) if len(tight) < len(line.complete) else "any of these numbers of GPUs"
     words = f"does not fit {format_bytes(worst.capacity)} on {counts}: {format_bytes(worst.memory)}"
     if worst.largest:
-        words += (
-            f"; {floor(worst.largest):,} samples a replica would fit" if worst.largest >= 1 else "; not one sample fits"
-        )
-    first, most = (row.memory / row.capacity for row in (tight[0], worst))
-    yield ScalingFinding("memory", Sort.LIMITATION, line.strategy, tight[0].devices, first, most, worst.devices, words)
-
-
-def _ended(line: StrategyLine) -> Iterator[ScalingFinding]:
-    """Numbers of devices beyond what the strategy can use."""
-    beyond = [row for row in line.rows if row.problem.startswith("beyond its limit")]
-    if beyond and line.limit.devices is not None:
-        words = f"{gpus(line.limit.devices)} at most: {line.limit.reason}"
-        yield ScalingFinding("number of devices", Sort.LIMITATION, line.strategy, beyond[0].devices, 1.0, 1.0,
-                      beyond[-1].devices, words)  # fmt: skip
+        count = floor(worst.largest)
+        words += f"; {count:,} samples a replica would fit" if count else "; not one sample fits"
+    first, most = ((row.memory / row.capacity, row) for row in (tight[0], worst))
+    yield _finding("memory", Sort.LIMITATION, line, (first, most), words)

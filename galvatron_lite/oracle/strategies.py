@@ -14,9 +14,9 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.layer import LAYOUT, LayerPricer
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.oracle.closed_form import HYBRIDS, Method
+from galvatron_lite.oracle.rows import HYBRIDS, Method
 from galvatron_lite.parallelism.base import Communication, Moment
-from galvatron_lite.parallelism.channel.each import each_divides
+from galvatron_lite.parallelism.channel.parts import each_divides
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 
@@ -95,13 +95,13 @@ def options(layer: LayerKind, kind: Method, group: int, batch: int) -> list[Stra
     return [one for one in legal if degree_of(kind, one) == most]
 
 
-def inside(layer: LayerKind, outer: Strategy, inner: Strategy) -> Strategy:
+def _inside(layer: LayerKind, outer: Strategy, inner: Strategy) -> Strategy:
     """A group's strategy within the replicas, shards and recomputation of another, where the layer offers that."""
     again = outer.recompute if outer.recompute in layer.kept else Recompute.NONE
     return replace(inner, data=inner.data * outer.data, zero=outer.zero, zero_stage=outer.zero_stage, recompute=again)
 
 
-def eased(layer: LayerKind, strategy: Strategy) -> Strategy | None:
+def _eased(layer: LayerKind, strategy: Strategy) -> Strategy | None:
     """The strategy, where the layer allows it; else without what edges of a model do without; None where neither."""
     plain_tokens, kept = {"sequence_parallel": False}, {"recompute": Recompute.NONE}
     for changes in ({}, kept, plain_tokens, kept | plain_tokens):
@@ -127,7 +127,7 @@ def family_of(strategy: Strategy) -> Method | None:
     return None
 
 
-def plain(strategy: Strategy) -> Strategy:
+def _plain(strategy: Strategy) -> Strategy:
     """The strategy with replicas in place of the devices that share convolutions."""
     shared = strategy.spatial * strategy.slices
     return replace(strategy, data=strategy.data * shared, depth=1, height=1, width=1, filters=1, channels=1)
@@ -135,7 +135,7 @@ def plain(strategy: Strategy) -> Strategy:
 
 def check_text(strategy: Strategy, kinds: Mapping[str, LayerKind]) -> None:
     """Whether any layer of a model can be split as a strategy says."""
-    if any(eased(kind, strategy) for kind in kinds.values()):
+    if any(_eased(kind, strategy) for kind in kinds.values()):
         return
     ways = {name: allowed(kind) for name, kind in kinds.items()}
     said = "; ".join(f"{name}: {found}" for name, found in ways.items() if found)
@@ -171,7 +171,6 @@ def picked(pricer: LayerPricer, question: RowQuestion) -> list[Chosen]:
 def _arrived(
     pricer: LayerPricer, question: RowQuestion, size: int, ends: Sequence[tuple[float, tuple[Chosen, ...]]], way: Way
 ) -> tuple[float, tuple[Chosen, ...]]:
-    """The shortest way that ends in a choice."""
     seconds, chosen = way
     found = [
         (before + (move_seconds(pricer, question, size, passed[-1], chosen) if passed else 0.0), passed)
@@ -193,27 +192,27 @@ def ways_of(pricer: LayerPricer, question: RowQuestion, name: str) -> list[Way]:
 def _as_requested(pricer: LayerPricer, question: RowQuestion, name: str, strategy: Strategy) -> list[Way]:
     """A strategy that is given, where the layer allows it; else as much of it as it does."""
     layer, family = pricer.profile.graph.kinds[name], family_of(strategy)
-    easier = eased(layer, strategy)
+    easier = _eased(layer, strategy)
     if easier is not None:
         return [(0.0, Chosen(easier))]
     if family is None or strategy.tensor * strategy.context > 1:
         raise InputError("--strategy", str(strategy), f"{name} allows {allowed(layer) or 'replicas only'}.")
-    outer = replace(plain(strategy), data=strategy.data)
+    outer = replace(_plain(strategy), data=strategy.data)
     return _widest(pricer, question, name, family, outer, strategy.spatial * strategy.slices)
 
 
 def _widest(
     pricer: LayerPricer, question: RowQuestion, name: str, kind: Method, outer: Strategy, group: int
 ) -> list[Way]:
-    """The ways to split a layer the most among a group, inside replicas; alike where there is none."""
+    """The ways to split a layer the most among a group, _inside replicas; alike where there is none."""
     layer = pricer.profile.graph.kinds[name]
     found = [
         (cost.forward_seconds + cost.backward_seconds + cost.step_seconds, Chosen(one))
         for option in _options(pricer, layer, kind, group, question.batch)
-        for one in (inside(layer, outer, option),)
+        for one in (_inside(layer, outer, option),)
         if (cost := pricer.price(name, one, question.global_batch, 1)) is not None
     ]
-    return found or [(0.0, Chosen(inside(layer, outer, Strategy(data=group)), alike=group))]
+    return found or [(0.0, Chosen(_inside(layer, outer, Strategy(data=group)), alike=group))]
 
 
 def _options(pricer: LayerPricer, layer: LayerKind, kind: Method, group: int, batch: int) -> list[Strategy]:

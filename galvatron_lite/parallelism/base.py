@@ -1,4 +1,4 @@
-"""What a dimension (a way to split a layer) must tell the planner. No torch here.
+"""What a dimension (a way to split a layer) is to the planner. No torch here.
 
 A ``Strategy`` names a choice for every dimension. A ``Dimension`` lists the legal choices for a kind of layer and says
 what a choice does to one device's work: fewer samples, sharded states, more communication. ``cost`` turns that work
@@ -8,9 +8,9 @@ into seconds and bytes. Neither ``cost`` nor ``search`` knows any dimension by n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from galvatron_lite.arrays import Flag, IntArray, Real, Whole, never
 from galvatron_lite.cluster.cluster import Collective, RankGroup
@@ -79,6 +79,14 @@ class LayerWork:
     edge_bytes: Whole = 0
     edge_working: tuple[Whole, Whole] = (0, 0)  # bytes that backward and forward work with beside them
 
+    def sliced(self, items: Real) -> LayerWork:
+        """The same with a slice of so many items of the parameters."""
+        return replace(self, parameters=items, state_items=items, parameter_items=items, gradient_items=items)
+
+    def sending(self, *communications: Communication) -> LayerWork:
+        """The same with more communications, as far as any strategy needs them."""
+        return replace(self, communications=(*self.communications, *sent(*communications)))
+
 
 @dataclass(frozen=True, slots=True)
 class PictureSplit:
@@ -143,48 +151,29 @@ class Room:
         return self.node is None or (size <= self.node and (self.node % size == 0 or self.devices <= self.node))
 
 
-class Refusing(Protocol):
-    """A dimension that can tell of a layer why it cannot be split in some way that others can."""
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """A way to split a layer: one folder under ``parallelism``, whose ``cost.py`` has a subclass of this."""
 
-    @property
-    def degree(self) -> str:
-        """See ``Dimension``."""
-        ...
-
-    def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
-        """See ``Dimension``."""
-        ...
-
-    def refusal(self, kind: LayerKind, degree: int) -> str:
-        """Why a layer cannot be split so many ways; empty where it can."""
-        ...
-
-
-class Dimension(Protocol):
-    """A way to split a layer: one folder under ``parallelism``, whose ``cost.py`` offers one of these."""
-
-    @property
-    def name(self) -> str:
-        """What people and error messages call it; the key of its host time in ``HostOverhead``."""
-        ...
-
-    @property
-    def degree(self) -> str:
-        """The field of ``Strategy`` that multiplies into its devices; empty where none does."""
-        ...
+    name: str = ""  # what people and error messages call it; the key of its host time in ``HostOverhead``
+    degree: str = ""  # the field of ``Strategy`` that multiplies into its devices; empty where none does
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Legal settings of this dimension's fields of ``Strategy`` for a kind of layer on up to so many devices."""
-        ...
+        raise NotImplementedError
 
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:
+    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
         """Whether one of ``choices`` may stand beside what the dimensions before it (``registry.CHOSEN``) chose: it is
         legal and, where ``room`` knows the nodes, in the declared space."""
-        ...
+        return True
 
-    def reason(self, kind: LayerKind) -> str:
+    def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
         """Why this dimension is limited or not offered for a kind of layer; empty where nothing is to be said."""
-        ...
+        return ""
+
+    def refusal(self, kind: LayerKind, degree: int) -> str:  # noqa: ARG002
+        """Why a layer cannot be split so many ways; empty where it can, or where ``reason`` says all there is."""
+        return ""
 
     def apply(
         self, work: LayerWork, kind: LayerKind, strategy: Strategy | Strategies, context: DimensionContext
@@ -193,4 +182,4 @@ class Dimension(Protocol):
 
         Of one strategy or of many at once (then figures are arrays): no ``if`` on a field, but ``arrays.where``.
         """
-        ...
+        raise NotImplementedError

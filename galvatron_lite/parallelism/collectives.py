@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,25 +29,13 @@ class Processes:
         return dist.get_rank(self.process_group)
 
 
-def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> object:
-    """Gather equal parts into one tensor, one after the other along its first dim."""
+def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
+    """Gather equal parts into one tensor, one after the other along its first dim; the work where in the background."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, part, group=group)
+    return gather(output, part, group=group, async_op=async_op)
 
 
-def reduce_scatter(part: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> object:
-    """Sum over the group, and scatter equal parts along the first dim."""
+def reduce_scatter(part: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
+    """Sum over the group, and scatter equal parts along the first dim; the work where in the background."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(part, tensor, group=group)
-
-
-def start_all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """``all_gather``, in the background."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return cast("dist.Work", gather(output, part, group=group, async_op=True))
-
-
-def start_reduce_scatter(part: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """``reduce_scatter``, in the background."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return cast("dist.Work", scatter(part, tensor, group=group, async_op=True))
+    return scatter(part, tensor, group=group, async_op=async_op)

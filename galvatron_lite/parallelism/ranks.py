@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 
 Either = Strategy | Strategies
 T = TypeVar("T")
+P = ParamSpec("P")
 _WIDTH = 2**20
 """More than any figure of a group, so that three fit into a number."""
 
@@ -54,17 +55,20 @@ class StateSpread:
     replicas: RankGroup  # ranks that hold the same shard and sum its gradients
 
 
-def _remembered(make: Callable[[Either], T]) -> Callable[[Either], T]:
+def _remembered(make: Callable[Concatenate[Either, P], T]) -> Callable[Concatenate[Either, P], T]:
     """A function that is worked out once for each ``Strategies``."""
 
     @wraps(make)
-    def remembered(strategy: Either) -> T:
+    def remembered(strategy: Either, /, *more: P.args, **named: P.kwargs) -> T:
         if isinstance(strategy, Strategy):
-            return make(strategy)
-        found: T = strategy.known[make] if make in strategy.known else strategy.known.setdefault(make, make(strategy))
-        return found
+            return make(strategy, *more, **named)
+        key = (make, *more)
+        if key not in strategy.known:
+            strategy.known[key] = make(strategy, *more, **named)
+        result: T = strategy.known[key]
+        return result
 
-    return remembered
+    return cast("Callable[Concatenate[Either, P], T]", remembered)
 
 
 def strides_of(strategy: Either) -> dict[str, Whole]:
@@ -88,18 +92,9 @@ def context_group(strategy: Either) -> RankGroup:
     return rank_group(strategy.context, strides_of(strategy)["context"], strategy.devices // strategy.context)
 
 
+@_remembered
 def side_group(strategy: Either, side: str) -> RankGroup:
     """The ranks that share one side of each picture: ``depth``, ``height`` or ``width``, the last innermost."""
-    if isinstance(strategy, Strategy):
-        return _side_group(strategy, side)
-    key = ("side", side)
-    if key not in strategy.known:
-        strategy.known[key] = _side_group(strategy, side)
-    found: RankGroup = strategy.known[key]
-    return found
-
-
-def _side_group(strategy: Either, side: str) -> RankGroup:
     inner = strategy.slices
     for name in reversed(SIDES[SIDES.index(side) + 1 :]):
         inner = inner * getattr(strategy, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from galvatron_lite.parallelism.base import Dimension, Refusing
+from galvatron_lite.parallelism.base import Dimension
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.context.cost import ContextDimension
 from galvatron_lite.parallelism.data.cost import DataDimension
@@ -42,7 +42,7 @@ CHOSEN: tuple[Dimension, ...] = (
 )
 """In the order they are chosen: what a later one may choose depends on the earlier ones."""
 
-REFUSING: tuple[Refusing, ...] = (*_CHANNELS, *_PIXELS)
+REFUSING: tuple[Dimension, ...] = (*_CHANNELS, *_PIXELS)
 """Those that tell why a layer cannot be split."""
 
 _WHOLE: dict[str, object] = {

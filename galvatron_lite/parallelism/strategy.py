@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from galvatron_lite.arrays import is_option, where
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import Recompute
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
+
+    from galvatron_lite.arrays import BoolArray, IntArray
+
+N = TypeVar("N", int, "IntArray")
+B = TypeVar("B", bool, "BoolArray")
 
 
 class Offload(StrEnum):
@@ -22,8 +28,72 @@ class Offload(StrEnum):
     ALL = "all"
 
 
+class Degrees(Generic[N, B]):
+    """What follows from the fields of one ``Strategy``, or of many (``Strategies``)."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+        data: N
+        zero: N
+        zero_stage: N
+        tensor: N
+        context: N
+        expert: N
+        expert_tensor: N
+        offload: Any
+        depth: N
+        height: N
+        width: N
+        filters: N
+        channels: N
+
+    @property
+    def devices(self) -> N:
+        """Devices of the stage that the strategy takes."""
+        return self.token_degree * self.tensor * self.slices
+
+    @property
+    def spatial(self) -> N:
+        """How many ways the pixels of a sample are split."""
+        return self.depth * self.height * self.width
+
+    @property
+    def slices(self) -> N:
+        """How many ways the channels of convolutions are split."""
+        return self.filters * self.channels
+
+    @property
+    def batch_degree(self) -> N:
+        """How many ways the samples are split."""
+        return self.data * self.zero
+
+    @property
+    def token_degree(self) -> N:
+        """How many ways the tokens or pixels of a batch are split, samples and what they are made of together."""
+        return self.batch_degree * self.context * self.spatial
+
+    @property
+    def state_shards(self) -> N:
+        """How many ways the states are sharded: over zero, context and spatial ranks where there is sharding."""
+        sharded = (self.zero_stage > 0) | (self.zero > 1)
+        shards: N = where(sharded, self.zero * self.context * self.spatial, 1)
+        return shards
+
+    @property
+    def offloads_states(self) -> B:
+        """Whether optimizer states are kept and updated in host memory."""
+        offloads: B = is_option(self.offload, Offload.STATES) | is_option(self.offload, Offload.ALL)
+        return offloads
+
+    @property
+    def offloads_activations(self) -> B:
+        """Whether activations wait in host memory between forward and backward."""
+        offloads: B = is_option(self.offload, Offload.ACTIVATIONS) | is_option(self.offload, Offload.ALL)
+        return offloads
+
+
 @dataclass(frozen=True, slots=True, order=True)
-class Strategy:
+class Strategy(Degrees[int, bool]):
     """What one layer does with the devices of its stage.
 
     Attributes:
@@ -68,46 +138,6 @@ class Strategy:
     width: int = 1
     filters: int = 1
     channels: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Devices of the stage that the strategy takes."""
-        return self.token_degree * self.tensor * self.slices
-
-    @property
-    def spatial(self) -> int:
-        """How many ways the pixels of a sample are split."""
-        return self.depth * self.height * self.width
-
-    @property
-    def slices(self) -> int:
-        """How many ways the channels of convolutions are split."""
-        return self.filters * self.channels
-
-    @property
-    def batch_degree(self) -> int:
-        """How many ways the samples are split."""
-        return self.data * self.zero
-
-    @property
-    def token_degree(self) -> int:
-        """How many ways the tokens or pixels of a batch are split, samples and what they are made of together."""
-        return self.batch_degree * self.context * self.spatial
-
-    @property
-    def state_shards(self) -> int:
-        """How many ways the states are sharded: over zero, context and spatial ranks where there is sharding."""
-        return self.zero * self.context * self.spatial if self.zero_stage or self.zero > 1 else 1
-
-    @property
-    def offloads_states(self) -> bool:
-        """Whether optimizer states are kept and updated in host memory."""
-        return self.offload in (Offload.STATES, Offload.ALL)
-
-    @property
-    def offloads_activations(self) -> bool:
-        """Whether activations wait in host memory between forward and backward."""
-        return self.offload in (Offload.ACTIVATIONS, Offload.ALL)
 
     def __str__(self) -> str:
         """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``whole`` where nothing is split."""

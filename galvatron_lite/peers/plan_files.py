@@ -40,7 +40,7 @@ def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Pla
         raise InputError(error.field, error.value, f"{error.remedy} {other}") from error
 
 
-def at_batch(plan: Plan, batch: int) -> Plan:
+def _at_batch(plan: Plan, batch: int) -> Plan:
     """The plan at another number of samples a step: as many micro-batches of the same size as make it up."""
     if batch == plan.global_batch:
         return plan
@@ -64,8 +64,7 @@ def check_devices(plan: Plan, profile: Profile, gpus: int | None = None) -> None
         raise InputError("plan, devices", plan.devices, remedy)
 
 
-def notes_of(plan: Plan, at: Plan, profile: Profile) -> tuple[str, ...]:
-    """Where a plan is priced otherwise than it says, a line each."""
+def _notes_of(plan: Plan, at: Plan, profile: Profile) -> tuple[str, ...]:
     graph, cluster = profile.graph, profile.cluster
     said = (
         (plan.global_batch != at.global_batch,
@@ -89,9 +88,9 @@ def priced(plan: Plan, profile: Profile, mem: str | int | None = None, batch: in
         batch: samples a step, where they are to be others than the plan's.
     """
     check_devices(plan, profile)
-    at = plan if batch is None else at_batch(plan, batch)
+    at = plan if batch is None else _at_batch(plan, batch)
     budget = budget_on(profile.cluster, DEFAULT_BUDGET if mem is None else mem)
     done = evaluate(profile, replace(at, model=profile.graph.name, precision=profile.graph.precision))
-    notes = (*notes_of(plan, at, profile), *plan_notes(profile.graph, done), *spread_note(profile.origin))
+    notes = (*_notes_of(plan, at, profile), *plan_notes(profile.graph, done), *spread_note(profile.origin))
     made_from = replace(provenance(profile, budget, 0.0), proof=Proof.GIVEN, notes=notes)
     return replace(done, provenance=made_from, alternatives=(), left_out=())

@@ -57,7 +57,6 @@ def headline(plan: Plan) -> str:
 
 
 def _trained_by(plan: Plan) -> str:
-    """What trains by the plan, where it is not this package's own runtime."""
     return ", trained by DeepSpeed" if plan.backend is TrainedBy.DEEPSPEED else ""
 
 

@@ -30,7 +30,6 @@ def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
 
 
 def _check_asked(plan: Plan, backend: Backend) -> None:
-    """What the plan's schedule asks of strategies."""
     asked = backend.asked.get(plan.schedule, ()) if len(plan.stages) > 1 else ()
     for number, stage in enumerate(plan.stages):
         for run in stage.runs:
@@ -42,7 +41,6 @@ def _check_asked(plan: Plan, backend: Backend) -> None:
 
 
 def _check_kind(plan: Plan, backend: Backend) -> None:
-    """What kind of plan it is: mode, pipeline, schedule, branches, delayed gradients."""
     check_mode(plan.mode, backend, "plan, mode")
     if len(plan.stages) > 1 and plan.mode not in backend.pipelines:
         remedy = f"{backend.name} runs no pipelines in {plan.mode.value}, only prices them: plan with --fix pp=1."

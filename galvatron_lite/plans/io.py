@@ -10,7 +10,7 @@ from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, write_value
 from galvatron_lite.parallelism.cyclic.rules import device_count
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Stage
 from galvatron_lite.plans.spelled import spelled_out
 from galvatron_lite.units import ITEM_BYTES
 
@@ -54,7 +54,6 @@ def file_named(plan: object) -> Iterator[None]:
 
 
 def _remedy(data: object, path: Path) -> str:
-    """What to do with a file of another version, or of none."""
     if not isinstance(data, dict) or "version" in data or not data.keys() & {"runs", "stages"}:
         return f"This release reads plans of version {PLAN_VERSION}. Make the plan anew."
     way = f"galvatron evaluate {path} --profile PROFILE -o priced.yaml"
@@ -96,7 +95,7 @@ def _check_counts(plan: Plan, field: str) -> None:
         raise InputError(
             f"{field}, microbatches", plan.microbatches, f"It must divide the global batch, {plan.global_batch}."
         )
-    if plan.cyclic is not None or plan.schedule is Schedule.CYCLIC:
+    if plan.cyclic is not None or not plan.schedule.executable:
         _check_cyclic(plan, field)
     elif plan.devices % plan.pipeline:
         raise InputError(
@@ -110,7 +109,7 @@ def _check_cyclic(plan: Plan, field: str) -> None:
     if plan.cyclic is None:
         remedy = "It needs cyclic: {rule: cdp-v1 or cdp-v2, setting: single, data, zero or stages}."
         raise InputError(f"{field}, schedule", plan.schedule.value, remedy)
-    if plan.schedule is not Schedule.CYCLIC or plan.virtual_stages != 1:
+    if plan.schedule.executable or plan.virtual_stages != 1:
         value = f"{plan.schedule.value}, {plan.virtual_stages} virtual stages"
         raise InputError(f"{field}, schedule", value, "Cyclic data parallelism: schedule cyclic, virtual_stages 1.")
     if plan.microbatches != count:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph
-from galvatron_lite.parallelism.branch.find import Branch, find_regions
-from galvatron_lite.parallelism.branch.parts import trunk_of
+from galvatron_lite.parallelism.branch.find import Branch, find_regions, trunk_of
 from galvatron_lite.parallelism.cyclic.cuts import unevenness
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.parallelism.strategy import Strategy
@@ -96,7 +95,6 @@ _UNEVEN = 0.005
 
 
 def _normed(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
-    """Whose statistics batch norms take."""
     norms = [
         strategy for kind, strategy in (_in_parts if plan.branches else _layers)(graph, plan) if has_batch_norms(kind)
     ]
@@ -116,7 +114,6 @@ def _normed(graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
 
 
 def _layers(graph: ModelGraph, plan: Plan) -> Iterator[tuple[LayerKind, Strategy]]:
-    """Every layer's kind and strategy, in the model's order."""
     strategies = [run.strategy for stage in plan.stages for run in stage.runs for _ in range(run.count)]
     for layer, strategy in zip(graph.layers, strategies, strict=True):
         yield graph.kind_of(layer), strategy

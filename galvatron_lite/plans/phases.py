@@ -152,7 +152,6 @@ def _parts(entry: PhaseEntry, field: str) -> Iterator[Phase]:
 
 
 def _count(entry: PhaseEntry, field: str) -> int:
-    """Parts of an entry."""
     lengths = {len(value) for value in (entry.batch, entry.sequence) if isinstance(value, tuple)}
     if len(lengths) > 1 or 0 in lengths:
         raise InputError(field, entry.name, "Lists of batches and sequences are of equal length, and not empty.")

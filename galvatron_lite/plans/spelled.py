@@ -114,7 +114,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _meant(key: str, keys: Collection[str]) -> str:
-    """``Did you mean X?`` after a space, or what there is."""
     close = [OTHER_WORDS.get(key, "")] if OTHER_WORDS.get(key) in keys else get_close_matches(key, keys, 1)
     return f" Did you mean {close[0]}?" if close else f" Known: {', '.join(sorted(keys))}."
 

@@ -111,7 +111,6 @@ def _runs(stage: Mapping[str, Any], field: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _run(run: Mapping[str, Any], names: Sequence[str], field: str) -> dict[str, Any]:
-    """A run with first and last layer, count and strategy, from the layers that are not yet planned."""
     check_keys(run, ("layers", "first", "last", "count", "strategy"), (), f"{field}.")
     if "strategy" not in run:
         raise InputError(f"{field}.strategy", None, "Say what the layers do: zero3x8, tensor4+sp recompute.")
@@ -131,7 +130,6 @@ def _run(run: Mapping[str, Any], names: Sequence[str], field: str) -> dict[str, 
 
 
 def _count(run: Mapping[str, Any], names: Sequence[str], field: str) -> int:
-    """Layers from first to last."""
     ends = str(run.get("first")), str(run.get("last", run.get("first")))
     count = _covered("..".join(ends), names, f"{field}.first")
     if run.get("count", count) != count or type(run.get("count", count)) is not int:

@@ -3,33 +3,87 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
+from galvatron_lite import __version__
 from galvatron_lite.capture.trace import trace
-from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cluster.cluster import Cluster, Collective
 from galvatron_lite.cluster.probe import probe
-from galvatron_lite.files import to_data
+from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.batch import LossFn, batch_size
-from galvatron_lite.model.discover_blocks import BlockNames
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.discover import BlockNames
+from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.model.trace_meta import precision_of
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.profiler.measure_assemble import assemble, software
 from galvatron_lite.profiler.measure_bench import BranchTimer, LayerBench
-from galvatron_lite.profiler.measure_scope import Scope, make_tasks
-from galvatron_lite.profiler.measure_tasks import Journal, Progress, agree, first_rank, run_tasks
-from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.measure_hardware import (
+    GroupShape,
+    group_shapes,
+    make_group,
+    measure_collective,
+    measure_optimizer,
+    measure_overlap,
+    measure_throughput,
+    with_throughput,
+)
+from galvatron_lite.profiler.measure_layers import LayerSetting, measured_grids, measured_slices, share_on
+from galvatron_lite.profiler.measure_overhead import BlockingCost
+from galvatron_lite.profiler.measure_tasks import Journal, MeasureTask, Progress, Results, agree, first_rank, run_tasks
+from galvatron_lite.profiler.schema import (
+    PROFILE_VERSION,
+    CollectiveFit,
+    CollectivePoint,
+    HostOverhead,
+    LayerPoint,
+    OptimizerCost,
+    Origin,
+    OriginKind,
+    Overlap,
+    Profile,
+    Throughput,
+)
 from galvatron_lite.profiler.store import data_hash, journal_path, save_profile, unwritable
 from galvatron_lite.profiler.timing import BRIEF_RULE, DEFAULT_RULE, TimingRule
+from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.world import join, pick_device
 
 USUAL_SAMPLES = 16
 """Most samples on one device that are measured unless asked for more; beyond them time grows in a straight line."""
+EDGES = "before and after"  # first part of the key of points around the blocks
+_ROUNDS = 25
+_SLOWEST = 1e-15
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is measured, and where."""
+
+    graph: ModelGraph  # the model
+    parameter_precision: str  # of the user's parameters
+    samples: tuple[int, ...]  # numbers of samples on the device, fewest first
+    degrees: tuple[int, ...]  # tensor-parallel degrees
+    world: int  # processes that measure together
+    cluster: Cluster  # the world's machine; what cannot fit its devices is not run
+    device: torch.device  # of this process
+    rule: TimingRule  # how long to time one point
+    # whether samples are only measured whole, and not shares of their pixels: for plans of one device
+    whole: bool = False
 
 
 def measure_profile(
@@ -114,8 +168,7 @@ def measure_profile(
 
 def sample_counts(most: int) -> tuple[int, ...]:
     """1, 2, 4 ... up to and including ``most``."""
-    powers = [2**power for power in range(most.bit_length())]
-    return tuple(sorted({*powers, most}))
+    return tuple(sorted({*(2**power for power in range(most.bit_length())), most}))
 
 
 def machine_name(cluster: Cluster) -> str:
@@ -132,12 +185,236 @@ def _open_journal(path: Path, scope: Scope, resume: bool) -> Journal | None:
     """Rank 0's journal; a rerun with anything else to measure, on another machine or software, begins anew."""
     if not first_rank():
         return None
-    about = [
-        to_data(scope.graph),
-        scope.samples,
-        scope.degrees,
-        scope.cluster.fingerprint,
-        str(scope.device),
-        software(),
-    ]
+    fingerprint = scope.cluster.fingerprint
+    about = [to_data(scope.graph), scope.samples, scope.degrees, fingerprint, str(scope.device), software()]
     return Journal(path, data_hash(about), resume)
+
+
+def layer_settings(scope: Scope) -> list[LayerSetting]:
+    """Every point of every kind of block: shares of a sample's pixels, then fewest samples first."""
+    kinds = {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role is Role.BLOCK}
+    shares = [
+        LayerSetting(name, share_on(kind, grid), recompute=recompute, grid=grid)
+        for name, kind in kinds.items()
+        for grid in (() if scope.whole else measured_grids(kind))
+        for recompute in kind.kept
+    ]
+    slices = [
+        LayerSetting(name, samples, recompute=recompute, by=by, ways=ways)
+        for samples in scope.samples[::2]
+        for name, kind in kinds.items()
+        for by, ways in measured_slices(kind, scope.degrees)
+        for recompute in kind.kept
+    ]
+    return [*shares, *slices] + [
+        LayerSetting(name, samples, degree, shared, recompute)
+        for samples in scope.samples
+        for name, kind in kinds.items()
+        for degree in scope.degrees
+        if degree == 1 or kind.tensor_degrees % degree == 0
+        for shared in (False, True)
+        if not shared or (degree > 1 and kind.sequence_parallel and kind.dims.sequence % degree == 0)
+        for recompute in kind.kept
+    ]
+
+
+def stem_settings(scope: Scope) -> list[LayerSetting]:
+    """Points of the layer before the blocks on shares of a sample's pixels."""
+    if scope.whole:
+        return []
+    name = next(layer.kind for layer in scope.graph.layers if layer.role is Role.BEFORE)
+    kind = scope.graph.kinds[name]
+    return [LayerSetting(name, share_on(kind, grid), grid=grid) for grid in measured_grids(kind)]
+
+
+def sliced_edges(scope: Scope) -> list[LayerSetting]:
+    """Points of the layers before and after the blocks with slices of their weights."""
+    edges = {layer.kind: scope.graph.kind_of(layer) for layer in scope.graph.layers if layer.role is not Role.BLOCK}
+    return [
+        LayerSetting(name, samples, by=by, ways=ways)
+        for samples in scope.samples[::2]
+        for name, kind in edges.items()
+        for by, ways in measured_slices(kind, scope.degrees)
+    ]
+
+
+def layer_key(setting: LayerSetting) -> str:
+    """Key of the task that measures a block under some choices."""
+    shared = "+sp" if setting.sequence_parallel else ""
+    sliced = f"/{setting.by} {setting.ways}" if setting.by else ""
+    ways = f"tensor {setting.tensor}{shared}{sliced}"
+    return f"{setting.kind}/samples {setting.samples}/{ways}/recompute {setting.recompute}"
+
+
+def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
+    """Everything a profile is made of; the same list on every rank."""
+    device, rule = scope.device, scope.rule
+    tasks: list[MeasureTask] = []
+
+    def add(key: str, run: Callable[..., Any], *args: Any, label: str = "") -> None:
+        tasks.append(MeasureTask(key, label or key.replace("/", " "), lambda _: _plain(run(*args))))
+
+    add("throughput", measure_throughput, device, scope.graph.precision, rule)
+    tasks += [_layer_task(setting, bench, scope) for setting in layer_settings(scope)]
+    for samples in scope.samples:
+        for degree in scope.degrees:
+            add(f"{EDGES}/samples {samples}/tensor {degree}", bench.measure_edges, samples, degree)
+    for setting in stem_settings(scope):
+        add(f"{EDGES}/pixels {setting.samples}", _listed, bench.measure_stem, setting)
+    for setting in sliced_edges(scope):
+        key = f"{EDGES}/{setting.kind}/samples {setting.samples}/{setting.by} {setting.ways}"
+        add(key, _listed, bench.measure_sliced_edge, setting)
+    add("optimizer", measure_optimizer, device, rule)
+    add("overlap", measure_overlap, device, rule)
+    add("overhead", bench.measure_overhead, label="overhead of the runtime")
+    add("waiting", bench.measure_waiting, max(scope.samples), label="waiting at collectives")
+    group = cache(make_group)
+    for shape in group_shapes(scope.world):
+        for kind in Collective:
+            if kind is not Collective.SEND_RECV or shape.size == 2:
+                add(f"{kind}/{shape.size} ranks {shape.stride} apart", _collective, kind, shape, group, scope)
+    return tasks
+
+
+def _plain(found: Any) -> Any:
+    return [to_data(point) for point in found] if isinstance(found, (list, tuple)) else to_data(found)
+
+
+def _listed(measure: Callable[[LayerSetting], LayerPoint | None], setting: LayerSetting) -> list[LayerPoint]:
+    point = measure(setting)
+    return [] if point is None else [point]
+
+
+def _collective(
+    kind: Collective, shape: GroupShape, group: Callable[[GroupShape], dist.ProcessGroup | None], scope: Scope
+) -> list[CollectivePoint]:
+    return measure_collective(kind, shape, group(shape), scope.device, rule=scope.rule)
+
+
+def _layer_task(setting: LayerSetting, bench: LayerBench, scope: Scope) -> MeasureTask:
+    def run(results: Mapping[str, Any]) -> Any:
+        point = bench.measure_block(setting) if _fits(setting, scope, results) else None
+        return None if point is None else to_data(point)
+
+    key = layer_key(setting)
+    return MeasureTask(key, key.replace("/", " "), run)
+
+
+def _fits(setting: LayerSetting, scope: Scope, results: Mapping[str, Any]) -> bool:
+    """Whether the device can hold it, judged from fewer samples; if not, no plan can use it either."""
+    steps: dict[float, int] = {after: before for before, after in pairwise(scope.samples)}
+    fewer = steps.get(setting.samples)
+    if fewer is None:
+        return True
+    known = results.get(layer_key(replace(setting, samples=fewer)))
+    return known is not None and known["working"] * setting.samples / fewer < scope.cluster.device.memory
+
+
+def assemble(name: str, scope: Scope, results: Results) -> Profile:
+    """The profile from the results of all tasks."""
+    blocks = [results[layer_key(setting)] for setting in layer_settings(scope)]
+    edges = [point for key, points in results.items() if key.startswith(f"{EDGES}/") for point in points]
+    layers = tuple(from_data(LayerPoint, point, "layers") for point in [*blocks, *edges] if point is not None)
+    kinds = tuple(f"{collective.value}/" for collective in Collective)
+    points = [point for key, value in results.items() if key.startswith(kinds) for point in value]
+    communication = tuple(from_data(CollectivePoint, point, "collectives") for point in points)
+    throughput = from_data(Throughput, results["throughput"], "throughput")
+    waiting = from_data(BlockingCost, results["waiting"], "waiting")
+    overhead = from_data(HostOverhead, results["overhead"], "overhead")
+    fits = fit_collectives(communication)
+    precision, parameters = scope.graph.precision, scope.parameter_precision
+    return Profile(
+        version=PROFILE_VERSION,
+        name=name,
+        graph=scope.graph,
+        cluster=with_links(with_throughput(scope.cluster, throughput, precision), fits),
+        origin=_origin(scope, median(point.spread for point in layers)),
+        communication_origin=_origin(scope, 0.0) if fits else Origin(OriginKind.ESTIMATED, "levels of the cluster"),
+        layers=layers,
+        optimizer=from_data(OptimizerCost, results["optimizer"], "optimizer"),
+        collectives=communication,
+        fits=fits,
+        overlap=from_data(Overlap, results["overlap"], "overlap"),
+        overhead=replace(overhead, tensor=waiting.fixed, tensor_per_byte=waiting.per_byte),
+        throughput=throughput,
+        gather_precision=precision,
+        reduce_precision=parameters,
+        parameter_precision=parameters,
+        copied_bytes=0 if precision == parameters else ITEM_BYTES[precision],
+        versions=software(),
+    )
+
+
+def _origin(scope: Scope, spread: float) -> Origin:
+    processes = f"{scope.world} process{'es' if scope.world > 1 else ''}"
+    source = f"{scope.cluster.device.name}, {scope.device.type}, {processes}"
+    return Origin(OriginKind.MEASURED, source, datetime.now(UTC).date().isoformat(), scope.rule.least, spread)
+
+
+def software() -> tuple[tuple[str, str], ...]:
+    """Versions of what was measured with."""
+    return (("galvatron_lite", __version__), ("torch", torch.__version__), ("python", platform.python_version()))
+
+
+def with_links(cluster: Cluster, fits: tuple[CollectiveFit, ...]) -> Cluster:
+    """The cluster, its innermost level with the latency and bandwidth of a message between neighbours as measured."""
+    near = [fit for fit in fits if fit.collective is Collective.SEND_RECV and fit.stride == 1]
+    if not near or cluster.levels[0].size < 2:
+        return cluster
+    inner = replace(
+        cluster.levels[0], latency=near[0].latency, bandwidth=near[0].bandwidth, contention=1.0, efficiency=1.0,
+        source="measured",
+    )  # fmt: skip
+    return replace(cluster, levels=(inner, *cluster.levels[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyFit:
+    """``latency + slope * size``."""
+
+    latency: float  # seconds, >= 0
+    slope: float  # seconds per byte, > 0
+    residual: float  # median of |predicted - measured| / measured
+
+    def __call__(self, size: float) -> float:
+        """Seconds for a size."""
+        return self.latency + self.slope * size
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LatencyFit:
+    """The line of least relative error, little moved by outliers.
+
+    Relative errors, since small and large messages matter alike; iteratively reweighted least squares towards least
+    absolute deviation (Schlossmacher, JASA 68, 1973); a negative latency is set to 0 and the slope fitted alone.
+
+    Args:
+        sizes: bytes; at least one, not all zero.
+        seconds: measured, > 0.
+    """
+    x, y = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    weights = np.ones_like(y)
+    for _ in range(_ROUNDS):
+        latency, slope = _weighted(x, y, weights / y**2)
+        errors = np.abs(latency + slope * x - y) / y
+        weights = 1.0 / np.maximum(errors, 1e-6)
+    return LatencyFit(latency, slope, float(np.median(errors)))
+
+
+def _weighted(x: Array, y: Array, weights: Array) -> tuple[float, float]:
+    """Weighted least squares; both results are kept physical."""
+    mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
+    spread, along = weights @ (x - mean_x) ** 2, weights @ ((x - mean_x) * (y - mean_y))
+    slope = float(along / spread) if spread > 0 else 0.0
+    latency = float(mean_y) - slope * float(mean_x)
+    if latency < 0 or spread <= 0:
+        return 0.0, max(float(weights @ (x * y) / (weights @ (x * x))), _SLOWEST)
+    return (latency, slope) if slope > 0 else (float(mean_y), _SLOWEST)
+
+
+def fit_collectives(points: Sequence[CollectivePoint]) -> tuple[CollectiveFit, ...]:
+    """One straight line for every collective and shape of group."""
+    groups: dict[tuple[Collective, int, int, int], list[CollectivePoint]] = defaultdict(list)
+    for point in points:
+        groups[point.collective, point.group, point.stride, point.siblings].append(point)
+    lines = {key: fit_line([p.size for p in same], [p.seconds for p in same]) for key, same in groups.items()}
+    return tuple(CollectiveFit(*key, line.latency, 1.0 / line.slope, line.residual) for key, line in lines.items())

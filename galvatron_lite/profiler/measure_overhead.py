@@ -31,8 +31,7 @@ from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnl
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
 from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
-from galvatron_lite.profiler.measure_layers import differentiable, seeded
-from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, on_share
+from galvatron_lite.profiler.measure_layers import cut_pictures, differentiable, measured_grids, on_share, seeded
 from galvatron_lite.profiler.memory import storage_bytes
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.profiler.segments import SegmentCall, entering, hidden_state, leaf_of

@@ -27,8 +27,8 @@ from math import ceil, floor, prod
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.model.sides import sides_of
-from galvatron_lite.profiler import estimate_efficiency as constants
-from galvatron_lite.profiler.roofline_machine import NARROW, Machine, Rates, Seconds, machine_of, stream, wide_precision
+from galvatron_lite.profiler import machine as constants
+from galvatron_lite.profiler.machine import NARROW, Machine, Rates, Seconds, machine_of, stream, wide_precision
 
 _ROW_SPLIT = frozenset(("out", "down", "projection", "o_proj", "down_proj", "c_proj", "o"))
 

@@ -175,8 +175,6 @@ class Profile(Strict):
     Attributes:
         version: of this schema.
         name: file stem, for people.
-        graph: the model.
-        cluster: the devices and links.
         origin: of the layer figures.
         communication_origin: of the collective figures.
         layers: points by kind, samples, tensor degree and recompute choice.

@@ -76,7 +76,6 @@ def time_laps(
     Args:
         run: what to time; it must call its argument equally often each time.
         device: where it runs; CUDA is timed by events.
-        rule: when to stop.
         across: how the ranks' figures become one; the ranks are those of ``group``.
         group: the process group; None takes the default group where one exists.
     """

@@ -1,9 +1,9 @@
-"""Reading a run's folder. What is in it is data: strict, bounded, and a last line that was torn off is passed over."""
+"""Reading a run's folder: strict and bounded; a last line that was cut off is skipped."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,25 +23,24 @@ from galvatron_lite.runs.schema import (
 )
 
 _LONGEST = 64 * 2**20
-"""Bytes of a line, at most: a header holds the whole plan."""
+"""Bytes of a line, at most: a header holds a plan."""
 _STEPS, _RANK = re.compile(r"steps-(\d+)\.jsonl"), re.compile(r"rank-(\d+)-(\d+)\.jsonl")
-_PATTERNS = {"steps": _STEPS, "rank": _RANK}
 TRACES = "traces"
 PROFILE = "profile.yaml"
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """What a folder tells of a run."""
+    """The records of a run."""
 
-    folder: Path  # it
-    starts: tuple[RunHeader, ...]  # of the run, and of each time it went on behind a stop
+    folder: Path
+    starts: tuple[RunHeader, ...]  # of the run, and of each time it was resumed
     steps: tuple[StepRecord, ...] = ()  # each once, in order: where a resumed run trained steps again, the later ones
     plans: tuple[PlanRecord, ...] = ()  # changes of plan since the last start
-    ranks: tuple[tuple[RankRecord, ...], ...] = ()  # records of each rank under the plan that was last in force
-    ends: tuple[EndRecord, ...] = ()  # how it ended, each time that it could tell
+    ranks: tuple[tuple[RankRecord, ...], ...] = ()  # records of each rank under the last plan
+    ends: tuple[EndRecord, ...] = ()
     torn: tuple[str, ...] = ()  # files whose last line is cut off: the process, or its machine, was killed
-    traces: tuple[Path, ...] = ()  # of the profiler
+    traces: tuple[Path, ...] = ()
 
     @property
     def header(self) -> RunHeader:
@@ -50,17 +49,17 @@ class RecordedRun:
 
     @property
     def plan(self) -> Plan:
-        """That was last in force."""
+        """The last plan."""
         return self.plans[-1].plan if self.plans else self.header.plan
 
     @property
     def since(self) -> int:
-        """The first step under that plan."""
+        """The first step under the last plan."""
         return self.plans[-1].step if self.plans else self.header.step
 
     @property
     def own_steps(self) -> tuple[StepRecord, ...]:
-        """The steps under that plan."""
+        """The steps under the last plan."""
         return tuple(step for step in self.steps if step.step >= self.since)
 
 
@@ -70,39 +69,43 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """What a folder tells of a run."""
-    files = _files(folder)
-    torn: list[str] = []
-    records = [one for path in files["steps"] for one in _records(path, torn)]
-    starts = _starts(records, folder)
-    digest = next((one.digest for one in reversed(records) if isinstance(one, (PlanRecord, RunHeader))), "")
-    by_rank: dict[int, list[RankRecord]] = {}
-    for path in files["rank"]:
-        for one in _under(digest, _records(path, torn)):
-            by_rank.setdefault(one.rank, []).append(one)
-    last = records.index(starts[-1])
-    return RecordedRun(
-        folder,
-        starts,
-        _steps(records),
-        tuple({one.step: one for one in records[last:] if isinstance(one, PlanRecord)}.values()),
-        tuple(tuple(by_rank[rank]) for rank in sorted(by_rank)),
-        tuple(one for one in records if isinstance(one, EndRecord)),
-        tuple(torn),
-        tuple(sorted((folder / TRACES).glob("*.json*"))),
-    )
-
-
-def _files(folder: Path) -> dict[str, list[Path]]:
+    """Read the records of a run; raises ``FileFormatError`` for what is damaged."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         raise FileFormatError("run", str(folder), "There is no such folder.") from error
-    found = {kind: [folder / name for name in names if own.fullmatch(name)] for kind, own in _PATTERNS.items()}
-    if not found["steps"]:
+    torn: list[str] = []
+    files = [name for name in names if _STEPS.fullmatch(name)]
+    if not files:
         remedy = "It holds no run: give the folder that auto_parallelize(..., log=FOLDER) was given."
         raise FileFormatError("run", str(folder), remedy)
-    return found
+    records = [record for name in files for record in _records(folder / name, torn)]
+    starts: dict[float, RunHeader] = {}  # later files of a start repeat its header, with the plan of then
+    for header in (record for record in records if isinstance(record, RunHeader)):
+        starts.setdefault(header.time, header)
+    if not starts or not isinstance(records[0], RunHeader):
+        raise FileFormatError("run", str(folder), "Its first file does not begin with a header: it is damaged.")
+    digest = next(record.digest for record in reversed(records) if isinstance(record, (PlanRecord, RunHeader)))
+    by_rank: dict[int, list[RankRecord]] = {}
+    for name in (name for name in names if _RANK.fullmatch(name)):
+        current = ""
+        for record in _records(folder / name, torn):
+            if isinstance(record, RankHeader):
+                current = record.digest
+            elif isinstance(record, RankRecord) and current == digest:
+                by_rank.setdefault(record.rank, []).append(record)
+    steps = {record.step: record for record in records if isinstance(record, StepRecord)}
+    last = records.index(list(starts.values())[-1])
+    return RecordedRun(
+        folder,
+        tuple(starts.values()),
+        tuple(steps[number] for number in sorted(steps)),
+        tuple({record.step: record for record in records[last:] if isinstance(record, PlanRecord)}.values()),
+        tuple(tuple(by_rank[rank]) for rank in sorted(by_rank)),
+        tuple(record for record in records if isinstance(record, EndRecord)),
+        tuple(torn),
+        tuple(sorted((folder / TRACES).glob("*.json*"))),
+    )
 
 
 def _records(path: Path, torn: list[str]) -> Iterator[Record]:
@@ -126,32 +129,3 @@ def _record(line: bytes, field: str) -> Record:
         raise FileFormatError(f"{field}, version", version, f"This release reads runs of version {RUN_VERSION}.")
     record: Record = from_data(KINDS[kind], data, field)
     return record
-
-
-def _starts(records: Sequence[Record], folder: Path) -> tuple[RunHeader, ...]:
-    """The first header of each start: later files of it repeat it, and the plan that is in force by then."""
-    found: dict[float, RunHeader] = {}
-    for one in records:
-        if isinstance(one, RunHeader):
-            found.setdefault(one.time, one)
-    if not found or not isinstance(records[0], RunHeader):
-        raise FileFormatError("run", str(folder), "Its first file does not begin with a header: it is damaged.")
-    return tuple(found.values())
-
-
-def _steps(records: Sequence[Record]) -> tuple[StepRecord, ...]:
-    found: dict[int, StepRecord] = {}
-    for one in records:
-        if isinstance(one, StepRecord):
-            found[one.step] = one
-    return tuple(found[number] for number in sorted(found))
-
-
-def _under(digest: str, records: Iterator[Record]) -> Iterator[RankRecord]:
-    """Those of a rank's records that were made under a plan."""
-    own = ""
-    for one in records:
-        if isinstance(one, RankHeader):
-            own = one.digest
-        elif isinstance(one, RankRecord) and own == digest:
-            yield one

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from annotated_types import Ge
 
@@ -27,10 +27,15 @@ if TYPE_CHECKING:
 
 
 RUN_VERSION = 1
-FINITE = cast("ConfigDict", {**STRICT, "allow_inf_nan": False})
-"""What is read is shown and reckoned with."""
 Count = Annotated[int, Ge(0)]
 Seconds = Annotated[float, Ge(0)]
+
+
+class Finite:
+    """Base of records: an unknown key, or a figure that is not finite, is an error where one is read."""
+
+    __slots__ = ()
+    __pydantic_config__ = cast("ConfigDict", {**STRICT, "allow_inf_nan": False})
 
 
 class StepPart(StrEnum):
@@ -51,10 +56,9 @@ class StepPart(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RunDevice:
+class RunDevice(Finite):
     """A rank and what it runs on."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = FINITE
     rank: Count  # in the world
     host: str  # name of its machine
     name: str  # of the device (``NVIDIA A100-SXM4-80GB``), or ``cpu``
@@ -65,10 +69,9 @@ class RunDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class RunHeader:
+class RunHeader(Finite):
     """What a run began with, or went on with. Its prediction is the plan's."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = FINITE
     version: Count  # of this schema
     plan: Plan  # under which it trains, with its prediction
     digest: str  # of the plan, the same for the same plan
@@ -81,10 +84,9 @@ class RunHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class RankHeader:
+class RankHeader(Finite):
     """A rank begins to train, goes on, or trains under another plan from here."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = FINITE
     version: Count  # of this schema
     rank: Count  # in the world
     digest: str  # of the plan
@@ -94,10 +96,9 @@ class RankHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(Finite):
     """A step, as rank 0 saw it; all ranks take part in it, so that it takes about as long on all."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = FINITE
     step: Count  # its number, 0 first; goes on where a run is resumed
     time: Seconds  # when it ended, seconds since 1970 (UTC)
     seconds: Seconds  # that it took
@@ -111,10 +112,9 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class RankRecord:
+class RankRecord(Finite):
     """Some consecutive steps on one rank."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = FINITE
     rank: Count  # in the world
     step: Count  # the last of them
     steps: Count
@@ -131,10 +131,9 @@ class RankRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRecord:
+class PlanRecord(Finite):
     """Training goes on under another plan, from this step on (phases, adapting, ``switch``)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = FINITE
     step: Count
     plan: Plan
     digest: str
@@ -142,10 +141,9 @@ class PlanRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class EndRecord:
+class EndRecord(Finite):
     """The process ended in order; or a step was not done, for the error that ``reason`` names."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = FINITE
     step: Count
     time: Seconds
     reason: str = ""

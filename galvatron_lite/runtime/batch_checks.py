@@ -30,13 +30,13 @@ _LOCAL = (
 
 
 class GlobalBatches:
-    """Makes the global batch of what this rank gives. All ranks call it together.
+    """The global batch of a step from what each rank gives. All ranks call it together.
 
     Args:
         device: of this rank.
-        example: a batch, as the model takes it; None: not known.
+        example: a batch, as the model takes it, if known.
         local: whether each rank gives its own share: the batch is theirs in the order of ranks.
-        timeout: seconds that a rank waits for the others; None: torch's.
+        timeout: seconds that a rank waits for the others; torch's if not given.
     """
 
     def __init__(
@@ -50,15 +50,11 @@ class GlobalBatches:
     def of_step(self, one_or_several: Any, group: dist.ProcessGroup | None = None) -> tuple[Any, int]:
         """The global batch of a step, and of how many batches it is made: ``train_step`` takes a list of them."""
         batches = one_or_several if self._is_several(one_or_several) else [one_or_several]
-        made = [self(batch, group) for batch in batches]
-        return (made[0] if len(made) == 1 else _behind_one_another(made)), len(made)
+        every = [self(batch, group) for batch in batches]
+        return (every[0] if len(every) == 1 else _concatenated(every)), len(every)
 
     def __call__(self, batch: Any, group: dist.ProcessGroup | None = None) -> Any:
-        """The global batch.
-
-        Args:
-            batch: the same on every rank, or this rank's share.
-            group: of all ranks; the default one if not given.
+        """The global batch of one that is the same on every rank, or this rank's share.
 
         Raises:
             InputError: ranks give batches of unlike shapes, or of unlike contents where they are to give the same; on
@@ -93,7 +89,6 @@ class GlobalBatches:
         raise InputError("batch", named, f"{what} rank {like}'s. {_LOCAL if self._local else _REMEDY}")
 
     def _gathered(self, batch: Any, group: dist.ProcessGroup | None) -> Any:
-        """The shares of all ranks, behind one another."""
         samples, world = batch_size(batch), dist.get_world_size()
 
         def gather(place: str, tensor: Tensor) -> Tensor:
@@ -131,7 +126,6 @@ def _checksum(batch: Any) -> int:
 
 
 def _difference(batches: Sequence[Any], other: Sequence[Any]) -> str:
-    """How one rank's batch differs from another's."""
     if batches == other:
         return "Its values differ from"
     names = [[place for place, _, _ in one] for one in (batches, other)]
@@ -142,8 +136,7 @@ def _difference(batches: Sequence[Any], other: Sequence[Any]) -> str:
     return f"{entry} is {dtype} {shape}, not {kind} {wanted} like"
 
 
-def _behind_one_another(batches: Sequence[Any]) -> Any:
-    """Batches as one."""
+def _concatenated(batches: Sequence[Any]) -> Any:
     sizes = [batch_size(batch) for batch in batches]
     held = [dict(places(batch)) for batch in batches]
 

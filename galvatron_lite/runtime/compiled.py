@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ def check_compile(wanted: bool | str, plan: Plan | None = None) -> str:
     parts = () if plan is None else (*(one.runs for one in plan.stages), *(one.runs for one in plan.branches))
     is_traced = wanted in {True, AUTO, DEFAULT} or str(wanted).startswith("aot_")
     has_tensor = any(run.strategy.tensor > 1 for runs in parts for run in runs)
-    if wanted and not is_traced and has_tensor and _torch_version() < (2, 12):
+    if wanted and not is_traced and has_tensor and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
         remedy = f"torch {torch.__version__} trains tensor parallel blocks wrong with it: use 2.12, or {DEFAULT}."
         raise InputError("compile", str(wanted), remedy)
     if isinstance(wanted, bool):
@@ -54,14 +55,9 @@ def check_compile(wanted: bool | str, plan: Plan | None = None) -> str:
     return wanted
 
 
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
 @dataclass(slots=True)
 class CompileVerdict:
-    """What was found of a kind of block."""
+    """The choice for a kind of block."""
 
     takes: bool | None = None  # whether its blocks run compiled; None until the first of them has been tried
 
@@ -71,15 +67,15 @@ class CompiledBlock:
     """A block whose forward may be compiled."""
 
     name: str  # of the layer
-    module: nn.Module  # the block
+    module: nn.Module
     forward: Forward  # as it was
     compiled: Forward  # the same, compiled when it is first called
     verdict: CompileVerdict  # of its kind
     group: Group  # ranks that run it together; their slowest counts
-    measures: bool  # whether the faster way is kept, instead of the compiled one
+    measures: bool  # whether the faster forward is kept, instead of the compiled one
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was found best."""
+        """The chosen forward."""
         return (self.compiled if self.verdict.takes else self.forward)(*args, **kwargs)
 
     def try_out(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -87,16 +83,16 @@ class CompiledBlock:
         if self.verdict.takes is not None or not torch.is_grad_enabled():
             return
         plain = self._seconds(self.forward, args, kwargs, _ROUNDS) if self.measures else 0.0
+        reason = "it failed on another rank"
         try:
-            error, seconds = None, self._seconds(self.compiled, args, kwargs, _ROUNDS if self.measures else 0)
-        except Exception as raised:
-            error, seconds = raised, _FAILED
+            seconds = self._seconds(self.compiled, args, kwargs, _ROUNDS if self.measures else 0)
+        except Exception as error:
+            reason, seconds = f"{type(error).__name__}: {str(error)[:300]}", _FAILED
         plain, seconds = _slowest([plain, seconds], self.group)
+        self.verdict.takes = seconds != _FAILED and (not self.measures or seconds < plain)
         if seconds == _FAILED:
-            self._fall_back(error)
-            return
-        self.verdict.takes = not self.measures or seconds < plain
-        if self.measures and _is_first():
+            warnings.warn(f"{self.name} does not compile, and runs as it is ({reason}).", stacklevel=2)
+        elif self.measures and (not dist.is_initialized() or dist.get_rank() == 0):
             taken = "is compiled" if self.verdict.takes else "is not compiled"
             warnings.warn(
                 f"{self.name} and blocks like it: {1e3 * seconds:.3g} ms compiled, {1e3 * plain:.3g} ms not (measured, "
@@ -107,17 +103,12 @@ class CompiledBlock:
     def _seconds(self, forward: Forward, args: Any, kwargs: Any, rounds: int) -> float:
         """The shortest of some passes forward and backward, after one to warm up."""
         times = [0.0]
-        with _as_before(self.module, args, kwargs):
+        with _unchanged(self.module, args, kwargs):
             for _ in range(rounds + 1):
                 start = _now()
                 _pass(self.module, forward, args, kwargs)
                 times.append(_now() - start)
         return min(times[2:], default=0.0)
-
-    def _fall_back(self, error: Exception | None) -> None:
-        self.verdict.takes = False
-        reason = "it failed on another rank" if error is None else f"{type(error).__name__}: {str(error)[:300]}"
-        warnings.warn(f"{self.name} does not compile, and runs as it is ({reason}).", stacklevel=3)
 
 
 def compile_blocks(
@@ -125,31 +116,23 @@ def compile_blocks(
 ) -> list[CompiledBlock]:
     """Have a stage's blocks compiled, in place. Call it before they are split: all that is put around them stays out.
 
-    Blocks that share tokens or pixels run as they are: they are given tensors that show whole shapes, which cannot be
-    traced (``parallelism.cuts``), and a trial on plain ones would not tell.
-
-    Args:
-        model: holds the blocks.
-        stage: its layers.
-        meshes: process groups.
-        wanted: from ``check_compile``.
+    Blocks that share tokens or pixels run as they are: they are given tensors that show full shapes, which cannot be
+    traced (``parallelism.sharded``), and a trial on plain ones would not tell.
     """
-    if not wanted:
-        return []
     verdicts: dict[object, CompileVerdict] = {}
-    backend = DEFAULT if wanted == AUTO else wanted
-    made = []
-    for placed in stage:
+    backend, blocks = DEFAULT if wanted == AUTO else wanted, []
+    for placed in stage if wanted else ():
         if placed.layer.role is not Role.BLOCK or placed.strategy.context * placed.strategy.spatial > 1:
             continue
         module, group = model.get_submodule(placed.layer.modules[0]), meshes.groups(placed.strategy).everyone
-        verdict = verdicts.setdefault((_kind_of(module), placed.strategy), CompileVerdict())
+        parameters = tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
+        verdict = verdicts.setdefault((type(module), parameters, placed.strategy), CompileVerdict())
         compiled = torch.compile(module.forward, backend=backend)
         block = CompiledBlock(placed.layer.name, module, module.forward, compiled, verdict, group, wanted == AUTO)
         module.forward = _forward_of(block)
         module.register_forward_pre_hook(block.try_out, with_kwargs=True)
-        made.append(block)
-    return made
+        blocks.append(block)
+    return blocks
 
 
 def _forward_of(block: CompiledBlock) -> Forward:
@@ -160,46 +143,32 @@ def _forward_of(block: CompiledBlock) -> Forward:
     return run
 
 
-def _kind_of(module: nn.Module) -> object:
-    """Equal for blocks that compile alike."""
-    return type(module), tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
-
-
 def _pass(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> None:
     """Forward and backward on copies of the arguments; gradients are dropped."""
     inputs: list[Tensor] = []
 
     def copied(tensor: Tensor) -> Tensor:
-        twin = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        inputs.append(twin)
-        return twin
+        inputs.append(tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        return inputs[-1]
 
-    given, named = map_tensors((args, dict(kwargs)), copied)
-    outputs = list(tensors_of(forward(*given, **named)))
+    args, kwargs = map_tensors((args, dict(kwargs)), copied)
+    ends = [one for one in tensors_of(forward(*args, **kwargs)) if one.requires_grad]
     wanted = [one for one in [*inputs, *module.parameters()] if one.requires_grad]
-    ends = [one for one in outputs if one.requires_grad]
     if ends and wanted:
         torch.autograd.grad(ends, wanted, [torch.ones_like(one) for one in ends], allow_unused=True)
 
 
-class _as_before:  # noqa: N801 - a context
+@contextmanager
+def _unchanged(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
     """A block's buffers and the random state are as they were, whatever runs inside."""
-
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._buffers = [(one, one.detach().clone()) for one in module.buffers()]
-        devices = {one.device for one in tensors_of((args, dict(kwargs))) if one.is_cuda}
-        self._random = torch.random.fork_rng(sorted(devices, key=str))
-        self._casting = casting_anew()
-
-    def __enter__(self) -> None:
-        self._random.__enter__()
-        self._casting.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._casting.__exit__(*error)
-        self._random.__exit__(*error)
+    buffers = [(one, one.detach().clone()) for one in module.buffers()]
+    devices = {one.device for one in tensors_of((args, dict(kwargs))) if one.is_cuda}
+    try:
+        with torch.random.fork_rng(sorted(devices, key=str)), casting_anew():
+            yield
+    finally:
         with torch.no_grad():
-            for buffer, before in self._buffers:
+            for buffer, before in buffers:
                 buffer.copy_(before)
 
 
@@ -211,10 +180,6 @@ def _slowest(seconds: list[float], group: Group) -> list[float]:
     shared = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
     return [float(one) for one in shared]
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _now() -> float:

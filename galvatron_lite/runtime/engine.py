@@ -21,40 +21,43 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.averaged import ParameterCopies
 from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.saving import Saving
-from galvatron_lite.runtime.clip import clip_factor, multiply_gradients
 from galvatron_lite.runtime.compiled import check_compile
-from galvatron_lite.runtime.draws import draws_of
-from galvatron_lite.runtime.global_mean import global_mean
-from galvatron_lite.runtime.live.observed import Observable, observed
-from galvatron_lite.runtime.loss_tensor import guard_loss
+from galvatron_lite.runtime.derived import ParameterCopies
+from galvatron_lite.runtime.loss_tensor import global_mean, guard_loss
 from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction
 from galvatron_lite.runtime.mesh import build_meshes
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.monitor.observer import Observable, observed
+from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
+from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime, parallelize
 from galvatron_lite.runtime.parameter_use import ParameterUse, check_hooks, is_alone, refuse_direct_calls
+from galvatron_lite.runtime.parameters import multiply_gradients
+from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_loss, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.placement import check_samples
+from galvatron_lite.runtime.reshard.original import original_of
+from galvatron_lite.runtime.reshard.reshard import Resharding
 from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.setup import SetupOptions, StageRuntime, set_up
-from galvatron_lite.runtime.stage_calls import Calls
+from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
 from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
-from galvatron_lite.runtime.steering import Steering
-from galvatron_lite.runtime.step_end import finish_step, reduced
-from galvatron_lite.runtime.stepped import GradientsAside, check_gradients, stepped_loss
-from galvatron_lite.runtime.switch.origin import origin_of
-from galvatron_lite.runtime.switch.switching import Switching
-from galvatron_lite.runtime.synced_buffers import SyncedBuffers
-from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
+from galvatron_lite.runtime.step_end import (
+    GradientsAside,
+    check_gradients,
+    clip_factor,
+    finish_step,
+    reduced,
+    stepped_loss,
+)
 from galvatron_lite.world import pick_device
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-class ParallelModel(Saving, Switching, Observable, nn.Module):
+class ParallelModel(Saving, Resharding, Observable, nn.Module):
     """A model split over the launched world; every rank makes one, alike, and gives it the same global batches.
 
     Without a pipeline it is used like the model: ``loss = parallel(batch); loss.backward(); optimizer.step()``.
@@ -67,25 +70,15 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         plan: for this model and this world.
         layers: of the model, from ``discover_layers``.
         batch: an example batch; needed where the plan splits blocks by tensor parallelism, and where layers of
-            different pipeline stages read more than what the layer before them made.
-        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
-        loss_weight: ``loss_weight(batch)`` of some samples: what their mean loss is a mean over, such as the number of
-            labels that count. If not given, the loss is a mean over samples.
-        loss_reduction: ``mean``, or ``sum`` for a loss that is a sum over samples.
-        synced_buffers: buffers that forward passes update from the samples, by name: ``mean`` or ``sum``, what the
-            updates of shares of a batch make together.
+            different pipeline stages read more than the output of the layer before them.
+        synced_buffers: buffers that forward passes update from the samples, by name: ``mean`` or ``sum``, how the
+            updates of shares of a batch are joined.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given.
         max_grad_norm: clip the gradient to this norm in ``train_step``; None: do not clip.
-        tensor_plans: how layers are split by tensor parallelism, by name; found out if not given.
-        init_fn: initial values of one module of a model on the meta device.
-        seed: of those values.
-        expert_capacity: times an even share of a rank's copies of tokens that an expert takes of it, the rest being
-            dropped (``parallelism.expert.dispatch``); None: experts take what comes.
-        compile: whether blocks are compiled; see ``auto_parallelize``.
-        randomness: whose random numbers a rank draws; see ``auto_parallelize``.
-        timeout: seconds that a step waits for another rank; see ``auto_parallelize``.
-        local_batch: whether every rank gives its own share of the global batch, which is theirs in the order of ranks.
+        tensor_plans: how layers are split by tensor parallelism, by name; inferred if not given.
+
+    All other arguments are those of ``auto_parallelize``.
 
     Attributes:
         module: the user's model.
@@ -142,10 +135,10 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         groups = ProcessGroups(timeout=timeout)
         options = replace(options, compile=check_compile(compile, plan), draws=draws, groups=groups)
         self.watch = Watch(self.device, timeout)
-        self.origin = origin_of(model, layers, batch, options, precision)
+        self.origin = original_of(model, layers, batch, options, precision)
         self.runtime: StageRuntime = self._set_up(model, layers, batch, options)
         self.module = model
-        self.use = ParameterUse.of(self.runtimes, plan)
+        self.use = ParameterUse(self.runtimes, plan)
         refuse_direct_calls(model, self)
         self.steering: Steering | None = None
         self.plan_check: Callable[[Plan], None] | None = None
@@ -158,7 +151,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
 
     def _set_up(self, model: nn.Module, layers: Sequence[Layer], batch: Any, options: SetupOptions) -> StageRuntime:
         meshes = build_meshes(self.plan, self.device.type, options.groups)
-        self._runtimes = set_up(model, self.plan, layers, batch, meshes, options)
+        self._runtimes = parallelize(model, self.plan, layers, batch, meshes, options)
         self.copies = nn.ModuleList(runtime.model for runtime in self._runtimes[1:])
         return self._runtimes[0]
 
@@ -181,7 +174,7 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         """The loss of a global batch: ``parallel(batch)``, or as the model is called; then ``loss.backward()``.
 
         The value is that of the whole batch on every rank. Where the plan has a pipeline or micro-batches, and
-        gradients are wanted, their backward passes are done within the call (``runtime.stepped``).
+        gradients are wanted, their backward passes are done within the call (``runtime.step_end.stepped_loss``).
 
         Raises:
             InputError: the batch cannot be shared evenly, or is to get gradients; there are gradients of another batch
@@ -214,11 +207,8 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         return self._guarded(loss if group is None else global_mean(loss, group, shares))
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own outputs for a batch, without gradients: ``outputs(batch)``, or as the model is called.
-
-        They are whole on every rank.
-
-        Tensors without samples (a loss) are means over the ranks' shares of the samples.
+        """The model's own outputs for a batch, complete on every rank, without gradients: ``outputs(batch)``, or as the
+        model is called. Tensors without samples (a loss) are means over the ranks' shares of the samples.
 
         With a pipeline they are made in the plan's micro-batches where these divide the batch, else in one; what is
         neither a tensor in a nest of mappings, tuples and lists nor a plain value (a cache) is None then.
@@ -235,7 +225,6 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
             return pipelined_outputs(self.runtimes, self._calls, parts, self._rows, self.plan)
 
     def _evaluated(self, batch: Any) -> Tensor:
-        """The loss of a batch, forward passes alone."""
         self._begin(trains=False)
         count = output_count(batch_size(batch), self.plan)
         self._calls.buffers.begin(self.runtimes if self.training else (), count)
@@ -356,7 +345,6 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         return norm
 
     def _steps_when_called(self) -> bool:
-        """Whether forward and backward passes take turns."""
         adds_on_host = self._has_gradients() and any(runtime.updates.hosts for runtime in self.runtimes)
         several = len(self.plan.stages) > 1 or (self.plan.microbatches > 1 and not adds_on_host)
         return self.scaler is None and several
@@ -378,7 +366,6 @@ class ParallelModel(Saving, Switching, Observable, nn.Module):
         return loss if is_alone(self.plan) else guard_loss(loss, self._parameter_ids)
 
     def _parameter_ids(self) -> frozenset[int]:
-        """Of what the model computes with now, and of what optimizers update."""
         held = (tensor for runtime in self.runtimes for one in runtime.owned for tensor in (one.parameter, one.updated))
         return frozenset(map(id, (*nn.Module.parameters(self), *held)))
 

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_places, tensors_of
 from galvatron_lite.model.graph import Role
-from galvatron_lite.parallelism.channel.borders import is_shared
-from galvatron_lite.parallelism.cuts.functions import enter
-from galvatron_lite.parallelism.cuts.tensor import Cut, Cuts
-from galvatron_lite.parallelism.spatial.apply import CUTS, CutsAt
-from galvatron_lite.runtime.border import Bordered, BoundaryLayout, RankPiece
+from galvatron_lite.parallelism.channel.apply import is_shared
+from galvatron_lite.parallelism.sharded.collectives import enter
+from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
+from galvatron_lite.parallelism.spatial.apply import SPECS, SpecsAt
 from galvatron_lite.runtime.layout import IDS, INNER, AxisSplit, Layout
-from galvatron_lite.runtime.layout_tensor import LayoutTensor
-from galvatron_lite.runtime.traffic import Traffic
+from galvatron_lite.runtime.traffic import Bordered, BoundaryLayout, LayoutTensor, RankPiece, Traffic
 
 UserHooks = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """By path of a module, the forward pre-hooks and the forward hooks that its user registered."""
@@ -45,13 +43,6 @@ def install_hooks(
 
     Call it after every other hook of the layers is in place: conversion comes before ZeRO wraps the inputs. The user's
     hooks see what code between layers sees: they run before inputs are converted, and after outputs are.
-
-    Args:
-        model: holds the layers.
-        stage: the modules of the stage's layers, and what they work on.
-        traffic: shared by the hooks.
-        incoming: layouts in which what comes from earlier stages may lie; none for the first stage.
-        users: hooks that the modules had before anything was split.
     """
     layouts = {*incoming, *(one.border.layout for one in stage)}
     moves = layouts != {traffic.glue} or bool(traffic.border.lines)
@@ -75,7 +66,7 @@ def install_hooks(
 class _Entry:
     """Pre-hook: the first floating-point tensor is the hidden state; pixels of all pictures like it are shared.
 
-    Of tokens that ranks share, each takes its own of the hidden state, or else of ids. What else is given stays whole.
+    Of tokens that ranks share, each takes its own of the hidden state, or else of ids. All other arguments stay full.
     """
 
     traffic: Traffic
@@ -86,21 +77,23 @@ class _Entry:
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = next((tensor for tensor in tensors_of((args, kwargs)) if tensor.is_floating_point()), None)
         sampled = self.traffic.sampled.get(self.layer, {})
-        cuts: dict[str, Cuts] = {}
+        cuts: dict[str, ShardSpecs] = {}
 
         def convert(place: str, tensor: Tensor) -> Tensor:
             piece = self.traffic.piece(tensor, sampled.get(place))
             if piece is None:
-                return self._loose(tensor)
+                return self._once(tensor, self.border.layout, lambda: self._loose(tensor))
             target = self._target(piece.shape, tensor, hidden)
-            if found := self.border.cuts(target, piece.shape):
-                cuts[place] = found
-            if tensor is hidden:
-                return self._moved(piece, target)
-            return self._once(tensor, target, lambda: self._moved(piece, target))
+            if cut := self.border.cuts(target, piece.shape):
+                cuts[place] = cut
+
+            def moved() -> Tensor:
+                return self.traffic.mover(self._cast(piece.tensor), piece.split, target, piece.shape)
+
+            return moved() if tensor is hidden else self._once(tensor, target, moved)
 
         args, kwargs = map_places((args, kwargs), convert)
-        return args, {**kwargs, CUTS: CutsAt(cuts)} if self.border.lines else kwargs
+        return args, {**kwargs, SPECS: SpecsAt(cuts)} if self.border.lines else kwargs
 
     def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> AxisSplit:
         layout = self.border.layout
@@ -112,67 +105,54 @@ class _Entry:
         return layout.hidden(shape) if tensor is hidden or alike else layout.samples(shape)
 
     def _loose(self, tensor: Tensor) -> Tensor:
-        layout, line = self.border.layout, self.border.slices
+        full, line = self._cast(self.traffic.loose(tensor, self.border.layout)), self.border.slices
+        if line is None or not is_shared(full):
+            return full
+        cut = ShardSpec(INNER, full.shape[INNER], line)
+        return enter(full, [line]).narrow(INNER, cut.start, cut.length)
 
-        def make() -> Tensor:
-            whole = self._cast(self.traffic.loose(tensor, layout))
-            if line is None or not is_shared(whole):
-                return whole
-            cut = Cut(INNER, whole.shape[INNER], line)
-            return enter(whole, [line]).narrow(INNER, cut.start, cut.length)
-
-        return self._once(tensor, layout, make)
-
-    def _once(self, tensor: Tensor, key: object, make: Callable[[], Tensor]) -> Tensor:
+    def _once(self, tensor: Tensor, key: object, convert: Callable[[], Tensor]) -> Tensor:
         """What several layers may take of the glue code (a mask, positions) is converted once a micro-batch."""
         if isinstance(tensor, LayoutTensor):
-            return make()
-        known, place = self.traffic.brought, (id(tensor), key)
-        if place not in known:
+            return convert()
+        brought, place = self.traffic.brought, (id(tensor), key)
+        if place not in brought:
             # the original is kept too, so that no other tensor gets its identity
-            known[place] = (tensor, make())
-        return known[place][1]
-
-    def _moved(self, piece: RankPiece, target: AxisSplit) -> Tensor:
-        return self.traffic.mover(self._cast(piece.tensor), piece.split, target, piece.shape)
+            brought[place] = (tensor, convert())
+        return brought[place][1]
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        """In the precision of compute."""
         compute = self.compute
         return tensor if compute is None or not tensor.is_floating_point() else tensor.to(compute)
 
 
 @dataclass(frozen=True, slots=True)
 class _Exit:
-    """Hook: what the layer returned, as the code behind it is given it."""
+    """Hook: a layer's output, for the code behind it."""
 
     traffic: Traffic
     border: BoundaryLayout
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        cuts: Mapping[str, Cuts] = {}
+        cuts: Mapping[str, ShardSpecs] = {}
         if self.border.lines:
             output, told = output
             cuts = told.places
-        hidden = next(tensors_of(output), None)
+        hidden, layout = next(tensors_of(output), None), self.border.layout
         extents = iter(self.border.outputs)
 
         def convert(place: str, tensor: Tensor) -> Tensor:
             if self.border.slices is not None and is_shared(tensor):
-                return self.traffic.hand(self._slice(tensor, next(extents, None)))
-            if not self.traffic.has_rows(tensor, self.border.layout):
-                return self.traffic.see(tensor, self.border.layout)
+                channels = next(extents, None) or tensor.shape[INNER] * layout.channels
+                shape = (self.traffic.rows, channels, *tensor.shape[INNER + 1 :])
+                return self.traffic.hand(RankPiece(tensor, layout.hidden(shape), shape))
+            if not self.traffic.has_rows(tensor, layout):
+                return self.traffic.see(tensor, layout)
             return self.traffic.hand(self._piece(tensor, cuts.get(place, ()), tensor is hidden))
 
         return map_places(output, convert)
 
-    def _slice(self, tensor: Tensor, channels: int | None) -> RankPiece:
-        """A share of channels; of so many, or of equal ones."""
-        layout, (_, own, *rest) = self.border.layout, tensor.shape
-        shape = (self.traffic.rows, channels or own * layout.channels, *rest)
-        return RankPiece(tensor, layout.hidden(shape), shape)
-
-    def _piece(self, tensor: Tensor, cuts: Cuts, is_hidden: bool) -> RankPiece:
+    def _piece(self, tensor: Tensor, cuts: ShardSpecs, is_hidden: bool) -> RankPiece:
         layout = self.border.layout
         shape = [self.traffic.rows, *tensor.shape[1:]]
         for cut in cuts:

@@ -1,6 +1,4 @@
-"""How activations lie on the ranks of a stage: every rank holds a box of the whole tensor. No torch here.
-
-The ranks of a stage are row-major over (batch, context, tensor, depth, height, width, channels). A ``Layout`` says how
+"""How activations lie on the ranks of a stage: every rank holds a box of the full tensor.A ``Layout`` says how
 many ways a strategy shares the samples, and the tokens, pixels or channels of each. An ``AxisSplit`` says the same of
 one tensor, dim by dim: a picture (samples, channels, [[planes,] rows,] columns) and the scores made of it lie unlike
 in one layout.
@@ -66,11 +64,6 @@ class Box:
         return tuple(max(0, stop - start) for start, stop in self.ranges)
 
     @property
-    def dims(self) -> int:
-        """How many dims the tensor has."""
-        return len(self.ranges)
-
-    @property
     def items(self) -> int:
         """Items inside."""
         return prod(self.shape)
@@ -84,6 +77,10 @@ class Box:
         """The same items counted from the first of ``other``."""
         pairs = zip(self.ranges, other.ranges, strict=True)
         return Box(tuple((start - first, stop - first) for (start, stop), (first, _) in pairs))
+
+
+Boxes = tuple[Box, ...]
+"""What a rank holds of a tensor: one box, or several behind one another along a dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ class AxisSplit:
             raise InputError("split of tokens", len(boxes), remedy)
         return boxes[0]
 
-    def boxes(self, place: int, shape: Sequence[int]) -> tuple[Box, ...]:
+    def boxes(self, place: int, shape: Sequence[int]) -> Boxes:
         """The same where tokens are shared in pieces: in order, the tensor that the rank has is one behind the other.
 
         At most one dim is in pieces.
@@ -175,9 +172,6 @@ class Layout:
     def samples(self, shape: Sequence[int]) -> AxisSplit:
         """How a tensor lies whose samples alone are shared.
 
-        Args:
-            shape: of the whole tensor, the stage's whole micro-batch.
-
         Raises:
             InputError: the samples cannot be shared evenly.
         """
@@ -192,10 +186,6 @@ class Layout:
 
     def hidden(self, shape: Sequence[int], pictures: bool = True) -> AxisSplit:
         """How a hidden state lies: samples are shared, and tokens, channels or pixels.
-
-        Args:
-            shape: of the whole tensor: (samples, tokens, ...) or (samples, channels, [[planes,] rows,] columns).
-            pictures: whether it is a picture where pixels are shared.
 
         Raises:
             InputError: samples or tokens cannot be shared evenly.
@@ -215,7 +205,6 @@ class Layout:
         return AxisSplit(self.devices, tuple(axes))
 
     def _fills(self, extents: Sequence[int]) -> bool:
-        """Whether every rank gets pixels."""
         return all(extent >= ways for extent, ways in zip(extents, self.sides[-len(extents) :], strict=True))
 
 
@@ -230,41 +219,42 @@ def layout_of(strategy: Strategy) -> Layout:
 class Route:
     """What one rank sends and receives to change the split of one tensor."""
 
-    held: Box  # what the rank holds before
-    wanted: Box  # what it holds after
-    sends: tuple[Box, ...]  # what goes to each rank of the stage; without items where nothing does
-    receives: tuple[Box, ...]  # what comes from each rank
-    local: bool  # whether no rank of the stage needs anything from another
+    held: Boxes  # before: one behind the other along a dim
+    wanted: Boxes  # after
+    sends: tuple[Boxes, ...]  # to each rank of the stage
+    receives: tuple[Boxes, ...]  # from each rank
+    local: bool  # whether every rank of the stage holds one box, and has all that it wants
 
 
 @lru_cache(maxsize=4096)
 def route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], place: int) -> Route:
-    """The way of the rank at ``place`` from one split of a tensor of that whole shape to another."""
+    """The way of the rank at ``place`` from one split of a tensor of that full shape to another."""
     ranks = range(source.devices)
-    before, after = (tuple(split.box(rank, shape) for rank in ranks) for split in (source, target))
+    before, after = (tuple(split.boxes(rank, shape) for rank in ranks) for split in (source, target))
     return route_boxes(before, after, place)
 
 
 @lru_cache(maxsize=4096)
-def route_boxes(before: tuple[Box, ...], after: tuple[Box, ...], place: int) -> Route:
+def route_boxes(before: tuple[Boxes, ...], after: tuple[Boxes, ...], place: int) -> Route:
     """The same from what each rank holds to what each is to hold; boxes without items where a rank has no part."""
     ranks = range(len(before))
-    holders: dict[Box, list[int]] = {}
-    for rank, box in enumerate(before):
-        holders.setdefault(box, []).append(rank)
+    holders: dict[Boxes, list[int]] = {}
+    for rank, boxes in enumerate(before):
+        holders.setdefault(boxes, []).append(rank)
 
-    def sent(sender: int, receiver: int) -> Box:
+    def sent(sender: int, receiver: int) -> Boxes:
         """Of ranks that hold the same, the receiver itself gives, or one by turns."""
         same = holders[before[sender]]
-        chosen = receiver if receiver in same else same[receiver % len(same)]
-        piece = before[sender].meet(after[receiver])
-        return piece if piece.items and sender == chosen else nothing(piece.dims)
+        if sender != (receiver if receiver in same else same[receiver % len(same)]):
+            return ()
+        met = [held.meet(wanted) for wanted in after[receiver] for held in before[sender]]
+        return tuple(box for box in met if box.items)
 
-    local = all(after[rank].meet(before[rank]) == after[rank] or not after[rank].items for rank in ranks)
-    return Route(
-        before[place], after[place], tuple(sent(place, rank) for rank in ranks),
-        tuple(sent(rank, place) for rank in ranks), local,
-    )  # fmt: skip
+    single = all(len(boxes) == 1 for boxes in (*before, *after))
+    pairs = zip(before, after, strict=True)
+    local = single and all(wanted[0].meet(held[0]) == wanted[0] or not wanted[0].items for held, wanted in pairs)
+    sends, receives = (tuple(sent(place, rank) for rank in ranks), tuple(sent(rank, place) for rank in ranks))
+    return Route(before[place], after[place], sends, receives, local)
 
 
 def nothing(dims: int) -> Box:

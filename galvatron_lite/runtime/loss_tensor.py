@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
@@ -50,12 +51,7 @@ class LossTensor(Tensor):
 
 
 def guard_loss(loss: Tensor, parameters: Callable[[], frozenset[int]]) -> Tensor:
-    """The same tensor as a ``LossTensor``; as it is where it requires no gradient.
-
-    Args:
-        loss: of the model.
-        parameters: gives the ids of tensors that are parameters of the model, as it is then.
-    """
+    """The same tensor as a ``LossTensor``; as it is where it requires no gradient."""
     if type(loss) is Tensor and loss.requires_grad:
         loss.__class__ = LossTensor
     if isinstance(loss, LossTensor):
@@ -82,3 +78,22 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
         new = {other for other, _ in node.next_functions if other is not None} - met
         met |= new
         waiting += new
+
+
+def global_mean(loss: Tensor, group: dist.ProcessGroup, shares: int) -> Tensor:
+    """The mean of equal shares' losses; backward gives each rank its own share's part."""
+    mean: Tensor = _GlobalMean.apply(loss, group, shares)  # type: ignore[no-untyped-call]
+    return mean
+
+
+class _GlobalMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup, shares: int) -> Tensor:
+        ctx.shares = shares
+        total = loss.clone()
+        dist.all_reduce(total, group=group)
+        return total / shares
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient / ctx.shares, None, None

@@ -116,11 +116,7 @@ def mean_of_targets(function: Any, args: Any, kwargs: Any) -> dict[str, Any] | N
 
 
 class ScaledTerms(TorchFunctionMode):
-    """Multiplies the mean cross-entropies of a share, in the order of their calls.
-
-    Args:
-        factors: scalars; None: 1.
-    """
+    """Multiplies the mean cross-entropies of a share, in the order of their calls."""
 
     def __init__(self, factors: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -151,9 +147,9 @@ class ShareScale:
 
 
 def share_scales(weight: LossWeight | None, reduction: str, batch: Any, shares: int) -> list[ShareScale]:
-    """Of each of the equal shares of a batch; arguments and errors as of ``share_factors``."""
+    """The scale of each of the equal shares of a batch; arguments and errors as of ``share_factors``."""
     if isinstance(weight, TermCounts):
-        if shares == 1 or (isinstance(batch, Mapping) and batch.get(ITEMS) is not None):
+        if shares == 1 or _has_count(batch):
             return [ShareScale()] * shares
         terms = weight.of_shares(batch, shares)
         rows = zip(*([None] * shares if one is None else one.float() for one in terms), strict=True)
@@ -162,31 +158,16 @@ def share_scales(weight: LossWeight | None, reduction: str, batch: Any, shares: 
     return [ShareScale()] * shares if factors is None else [ShareScale(factor) for factor in factors.float()]
 
 
-def check_reduction(reduction: str, weight: LossWeight | None) -> None:
-    """Refuse what cannot be said of a loss.
-
-    Raises:
-        InputError: an unknown reduction, or a sum that is weighted.
-    """
-    if reduction not in REDUCTIONS:
-        raise InputError("loss_reduction", reduction, "Give 'mean' or 'sum'.")
-    if reduction == "sum" and weight is not None:
-        raise InputError("loss_weight", "with loss_reduction='sum'", "A sum needs no weight: leave one of them out.")
-
-
 def share_factors(
     weight: Callable[[Any], Tensor | float] | None, reduction: str, batch: Any, shares: int
 ) -> Tensor | None:
-    """What the loss of each share is multiplied by, so that the mean over shares is the loss of the batch.
+    """Factors (shares,) on the loss of each share, so that the mean over shares is the loss of the batch; None: all 1.
 
     Args:
         weight: of some samples; None: all shares weigh the same.
-        reduction: ``mean`` or ``sum``: what the loss is, over samples.
+        reduction: ``mean`` or ``sum``: of the loss, over samples.
         batch: the global one; where it says ``num_items_in_batch``, shares have their part of that already.
         shares: equal ones, one after the other, over all micro-batches.
-
-    Returns:
-        Of shape (shares,); None: 1 everywhere.
 
     Raises:
         InputError: a weight that is negative or no number.
@@ -195,10 +176,22 @@ def share_factors(
         return None
     if reduction == "sum":
         return torch.full((shares,), float(shares))
-    if weight is None or (isinstance(batch, Mapping) and batch.get(ITEMS) is not None):
+    if weight is None or _has_count(batch):
         return None
     weights = weight.of_shares(batch, shares) if isinstance(weight, TargetCounts) else _called(weight, batch, shares)
     return weights / weights.mean()
+
+
+def _has_count(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and batch.get(ITEMS) is not None
+
+
+def check_reduction(reduction: str, weight: LossWeight | None) -> None:
+    """Raise InputError for an unknown reduction, or a sum that is weighted."""
+    if reduction not in REDUCTIONS:
+        raise InputError("loss_reduction", reduction, "Give 'mean' or 'sum'.")
+    if reduction == "sum" and weight is not None:
+        raise InputError("loss_weight", "with loss_reduction='sum'", "A sum needs no weight: leave one of them out.")
 
 
 def _called(weight: Callable[[Any], Tensor | float], batch: Any, shares: int) -> Tensor:
@@ -221,19 +214,12 @@ def weighted(loss: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def check_even(scales: Sequence[ShareScale], trainer: str) -> None:
-    """Refuse shares that weigh unlike, for what trains them all alike.
-
-    Raises:
-        InputError: they do.
-    """
+    """Raise InputError where shares weigh unlike, for a trainer that takes them all alike."""
     factors = torch.tensor([float(one) for scale in scales for one in (scale.total, *scale.terms) if one is not None])
     if not torch.allclose(factors, torch.ones_like(factors), rtol=EVEN):
+        few = ", ".join(f"{float(factor):.3g}" for factor in factors[:4]) + (", ..." if len(factors) > 4 else "")
         remedy = (
-            f"Micro-batches weigh the same under {trainer}; in this batch they do not ({_few(factors)}). Give each as "
+            f"Micro-batches weigh the same under {trainer}; in this batch they do not ({few}). Give each as "
             "many labels that count, or a plan of synchronous training."
         )
         raise InputError("loss_weight", trainer, remedy)
-
-
-def _few(factors: Tensor) -> str:
-    return ", ".join(f"{float(factor):.3g}" for factor in factors[:4]) + (", ..." if len(factors) > 4 else "")

@@ -16,7 +16,7 @@ afterwards is an error that names it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,7 @@ Named = tuple[str, nn.Module]
 
 
 class Materializer:
-    """Gives a model's layers real tensors. Make it after a pipeline stage was cut out of the model.
-
-    Args:
-        model: any model; tensors on the meta device are created and initialised, others are moved.
-        layers: every layer of the model.
-        device: where to put them.
-        seed: of the initial values.
-        init_fn: initial values of one module's own tensors; the module's text says what happens without it.
-    """
+    """Gives a model's layers real tensors. Make it after a pipeline stage was cut out of the model."""
 
     def __init__(
         self,
@@ -51,7 +43,10 @@ class Materializer:
     ) -> None:
         self._model, self._device, self._seed, self._init_fn = model, device, seed, init_fn
         self._home = next((layer for layer in layers if layer.role is Role.BEFORE), layers[0])
-        self._holders = _holders(model)
+        self._holders: dict[int, list[tuple[nn.Module, str]]] = {}  # modules and names, by identity of the parameter
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                self._holders.setdefault(id(parameter), []).append((module, name))
         inside = {id(m) for layer in layers for path in layer.modules for m in model.get_submodule(path).modules()}
         self._outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
 
@@ -65,7 +60,9 @@ class Materializer:
         Raises:
             InputError: a parameter or buffer that nothing initialises.
         """
-        modules = [named for path in layer.modules for named in _children_first(self._model, path)]
+        modules: list[Named] = []
+        for path in layer.modules:
+            modules += list(self._model.get_submodule(path).named_modules(prefix=path))[::-1]  # children first
         if layer == self._home:
             modules += self._outside[::-1]
         fresh = {name: self._place_tensors(module) for name, module in modules}
@@ -74,19 +71,19 @@ class Materializer:
             _check_filled(modules, fresh)
 
     def _place_tensors(self, module: nn.Module) -> list[str]:
-        """Move the module's own tensors, make those that are on the meta device; the names of the latter."""
-        made = []
+        """Move the module's own tensors, create those that are on the meta device; the names of the latter."""
+        fresh = []
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                made.append(name)
+                fresh.append(name)
                 self._replace(parameter, nn.Parameter(_marked(parameter, self._device), parameter.requires_grad))
             elif parameter.device != self._device:
                 parameter.data = parameter.data.to(self._device)
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
-                made.append(name)
+                fresh.append(name)
             setattr(module, name, _marked(buffer, self._device) if buffer.is_meta else buffer.to(self._device))
-        return made
+        return fresh
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         for module, name in self._holders[id(old)]:
@@ -138,20 +135,6 @@ class Materializer:
                 chosen: InitFn = rule
                 return chosen
         return None
-
-
-def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The modules and names that hold each parameter, by its identity."""
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((module, name))
-    return holders
-
-
-def _children_first(model: nn.Module, path: str) -> Iterable[Named]:
-    named: list[Named] = list(model.get_submodule(path).named_modules(prefix=path))
-    return reversed(named)
 
 
 def _seed_of(seed: int, path: str) -> int:

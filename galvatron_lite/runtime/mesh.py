@@ -1,16 +1,14 @@
 """The launched world as the plan sees it: stages of ranks, and the process groups of every strategy.
 
-World ranks are row-major over (stages, data, zero, context, tensor, depth, height, width, channel), the last innermost.
-Groups are made by all ranks in the same order, and made once: strategies that split the ranks alike share them. Groups
-of one rank are None: nothing to do.
+``parallelism.ranks`` says where the ranks of each dimension lie. Groups are made by all ranks in the same order, and
+made once: strategies that split the ranks alike share them. Groups of one rank are None: nothing to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from math import prod
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -18,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.process_groups import ProcessGroups
+from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of, side_group, strides_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.expert_groups import ExpertGroups, expert_groups, expert_keys
 from galvatron_lite.world import join
 
 Group = dist.ProcessGroup | None
@@ -30,8 +29,19 @@ Ranks = tuple[int, ...]
 Key = tuple[str, Ranks]
 
 GRADIENTS, STATES, ACTIVATIONS, PIXELS, PIPELINE = "gradients", "states", "activations", "pixels", "pipeline"
-TOKENS = "tokens"
+TOKENS, EXPERTS = "tokens", "experts"
 """Purposes: groups of equal ranks are separate by purpose, so that traffic of one kind waits for no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """This rank's groups for the experts of a layer."""
+
+    line: Group  # ranks over which the experts are spread
+    gradients: Group  # ranks that hold the same experts (the same slices of them) and took other tokens to them
+    # for ``fully_shard`` where some of those share the states: axes (data, zero), or only zero
+    mesh: DeviceMesh | None
+    sliced: bool  # whether the tensor group shares each expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +60,10 @@ class StrategyGroups:
     depth: Group  # depth, height, width: ranks along a side of pictures
     height: Group
     width: Group
-    zero_mesh: DeviceMesh | None  # what ``fully_shard`` takes: axes (data, zero), or only zero; None without ZeRO
+    zero_mesh: DeviceMesh | None  # for ``fully_shard``: axes (data, zero), or only zero; None without ZeRO
     batch_index: int  # which share of the samples this rank takes
     tensor_index: int  # this rank's place in ``tensor``
-    expert: ExpertGroups | None = None  # groups of experts that are spread; None where they are not
+    expert: ExpertGroups | None = None  # groups of experts that are spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +98,17 @@ class Meshes:
         return self.by_degrees[_degrees(strategy)]
 
 
-def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = None) -> Meshes:
-    """Every process group that the plan needs; all ranks must call it together.
+@dataclass(frozen=True, slots=True)
+class MeshPart:
+    """Layers that have ranks of their own, and no pipeline."""
 
-    Starts a process group where none runs: from torchrun's environment, or of this process alone.
-
-    Args:
-        plan: how the model is split.
-        device_type: ``cpu`` or ``cuda``.
-        groups: makes them.
-
-    Raises:
-        LaunchError: the world has another size than the plan.
-        InputError: a strategy does not take exactly the devices of its stage.
-    """
-    _check_strategies(plan)
-    join_world(plan, device_type)
-    return _build(plan, device_type, dist.get_rank(), ProcessGroups() if groups is None else groups)
+    first: int  # their first rank
+    devices: int  # how many consecutive ranks
+    strategies: tuple[Strategy, ...]  # of the layers. Those of one device: every rank does all the work
 
 
 def join_world(plan: Plan, device_type: str) -> None:
-    """Start a process group where none runs, and see that it has the plan's size.
-
-    Raises:
-        LaunchError: it has another.
-    """
+    """Start a process group where none runs, and raise LaunchError where it has not the plan's size."""
     join(torch.device(device_type))
     world = dist.get_world_size()
     if world != plan.devices:
@@ -122,13 +118,32 @@ def join_world(plan: Plan, device_type: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MeshPart:
-    """Layers that have ranks of their own, and no pipeline."""
+def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = None) -> Meshes:
+    """Every process group that the plan needs; all ranks must call it together.
 
-    first: int  # their first rank
-    devices: int  # how many consecutive ranks
-    strategies: tuple[Strategy, ...]  # of the layers. Those of one device: every rank does the whole work
+    Starts a process group where none runs: from torchrun's environment, or of this process alone.
+
+    Raises:
+        LaunchError: the world has another size than the plan.
+        InputError: a strategy does not take exactly the devices of its stage.
+    """
+    size, pipeline = plan.stage_devices, pipeline_of(plan)
+    for run in (run for stage in plan.stages for run in stage.runs):
+        if run.strategy.devices != size:
+            remedy = f"It must take the stage's {size} devices."
+            raise InputError(f"strategy of {run.first}", str(run.strategy), remedy)
+    join_world(plan, device_type)
+    rank = dist.get_rank()
+    by_group = [
+        _all_degrees(run.strategy for stage in pipeline.stages_of(group) for run in plan.stages[stage].runs)
+        for group in range(plan.pipeline)
+    ]
+    keys = [key for group, every in enumerate(by_group) for one in every for key in _keys(one, group * size)]
+    lines = [(PIPELINE, tuple(range(place, plan.devices, size))) for place in range(size)]
+    world = _World([*keys, *lines], device_type, ProcessGroups() if groups is None else groups)
+    group = rank // size
+    views = {degrees: world.view(degrees, group * size) for degrees in by_group[group]}
+    return Meshes(rank, plan.pipeline, size, world.group_of(lines), views)
 
 
 def build_part_meshes(parts: Sequence[MeshPart], device_type: str) -> list[Meshes | None]:
@@ -137,71 +152,33 @@ def build_part_meshes(parts: Sequence[MeshPart], device_type: str) -> list[Meshe
     Returns:
         By part: the groups of this rank; None where it is not one of the part's.
     """
-    rank = dist.get_rank()
-    keys = [key for part in parts for degrees in _part_degrees(part) for key in _keys(degrees, part.first)]
-    made = _make_groups(keys, device_type, ProcessGroups())
-    return [_part_view(part, rank, made, device_type) for part in parts]
-
-
-def _part_degrees(part: MeshPart) -> list[Strategy]:
-    return sorted({_degrees(strategy) for strategy in part.strategies})
-
-
-def _part_view(part: MeshPart, rank: int, groups: Mapping[Key, dist.ProcessGroup], device_type: str) -> Meshes | None:
-    if not part.first <= rank < part.first + part.devices:
-        return None
-    views = {
-        degrees: _view(degrees, part.first if degrees.devices > 1 else rank, rank, groups, device_type)
-        for degrees in _part_degrees(part)
-    }
-    return Meshes(rank, 1, part.devices, None, views, part.first)
-
-
-def _check_strategies(plan: Plan) -> None:
-    for stage in plan.stages:
-        for run in stage.runs:
-            if run.strategy.devices != plan.stage_devices:
-                raise InputError(
-                    f"strategy of {run.first}",
-                    str(run.strategy),
-                    f"It must take the stage's {plan.stage_devices} devices.",
-                )
+    rank, by_part = dist.get_rank(), [_all_degrees(part.strategies) for part in parts]
+    keys = [key for part, every in zip(parts, by_part, strict=True) for one in every for key in _keys(one, part.first)]
+    world = _World(keys, device_type, ProcessGroups())
+    meshes: list[Meshes | None] = []
+    for part, every in zip(parts, by_part, strict=True):
+        if part.first <= rank < part.first + part.devices:
+            views = {one: world.view(one, part.first if one.devices > 1 else rank) for one in every}
+            meshes.append(Meshes(rank, 1, part.devices, None, views, part.first))
+        else:
+            meshes.append(None)
+    return meshes
 
 
 def _degrees(strategy: Strategy) -> Strategy:
     """A strategy of the same groups, the same for all strategies that have them."""
-    sharded = strategy.state_shards > 1
     plain = replace(strategy, sequence_parallel=False, recompute=Recompute.NONE, ulysses=False)
     plain = plain if plain.expert > 1 else replace(plain, expert_tensor=0)
-    return replace(plain, zero_stage=3 if sharded else 0)
+    return replace(plain, zero_stage=3 if strategy.state_shards > 1 else 0)
 
 
-def _group_degrees(plan: Plan) -> list[list[Strategy]]:
-    """By group of devices: the degrees of all its stages."""
-    pipeline = pipeline_of(plan)
-    runs = [
-        [run for stage in pipeline.stages_of(group) for run in plan.stages[stage].runs]
-        for group in range(plan.pipeline)
-    ]
-    return [sorted({_degrees(run.strategy) for run in own}) for own in runs]
+def _all_degrees(strategies: Iterable[Strategy]) -> list[Strategy]:
+    return sorted({_degrees(strategy) for strategy in strategies})
 
 
-def _build(plan: Plan, device_type: str, rank: int, groups: ProcessGroups) -> Meshes:
-    per_stage, size = _group_degrees(plan), plan.stage_devices
-    keys = [key for stage, all_degrees in enumerate(per_stage) for d in all_degrees for key in _keys(d, stage * size)]
-    keys += [(PIPELINE, tuple(range(place, plan.devices, size))) for place in range(size)]
-    made = _make_groups(keys, device_type, groups)
-    stage = rank // size
-    views = {degrees: _view(degrees, stage * size, rank, made, device_type) for degrees in per_stage[stage]}
-    pipeline = _group_of(made, [(PIPELINE, tuple(range(rank % size, plan.devices, size)))], rank)
-    return Meshes(rank, plan.pipeline, size, pipeline, views)
-
-
-_ORDER = ("data", "zero", "context", "tensor", "depth", "height", "width", "slices")
-"""Fields of ``Strategy`` in the order of ranks."""
-_SPATIAL = ("depth", "height", "width")
-_SHARED = ("context", *_SPATIAL)
-"""Those whose ranks share the tokens or pixels of samples."""
+_ALL = ("data", "zero", "context", "tensor", *SIDES, "slices")
+_SHARED = ("context", *SIDES)
+"""Dimensions whose ranks share the tokens or pixels of samples."""
 _GROUPS = {
     "data": (STATES, ("data",)),
     "zero": (STATES, ("zero", *_SHARED)),
@@ -210,86 +187,111 @@ _GROUPS = {
     "slices": (ACTIVATIONS, ("slices",)),
     "batch": (ACTIVATIONS, ("data", "zero")),
     "gradients": (GRADIENTS, ("data", "zero", *_SHARED)),
-    "stage": (GRADIENTS, _ORDER),
-    "everyone": (ACTIVATIONS, _ORDER),
-    **{side: (PIXELS, (side,)) for side in _SPATIAL},
+    "stage": (GRADIENTS, _ALL),
+    "everyone": (ACTIVATIONS, _ALL),
+    **{side: (PIXELS, (side,)) for side in SIDES},
 }
-"""Of each group its purpose, and the degrees in which its ranks differ."""
+"""Of each group its purpose, and the dimensions in which its ranks differ."""
 
 
-def _lines(degrees: Strategy, start: int, names: Sequence[str]) -> list[Ranks]:
-    """Groups of the ranks that differ in these degrees only, of a stage that starts at rank ``start``."""
-    shape = [getattr(degrees, name) for name in _ORDER]
-    grid = (start + torch.arange(degrees.devices)).reshape(shape)
-    inside = [place for place, name in enumerate(_ORDER) if name in names]
-    outside = [place for place in range(len(shape)) if place not in inside]
-    rows = grid.permute(outside + inside).reshape(-1, prod(shape[place] for place in inside))
-    return [tuple(int(rank) for rank in row) for row in rows]
+def _strides(degrees: Strategy) -> dict[str, int]:
+    """Ranks from one to the next in each dimension, the outermost first."""
+    strides = {**strides_of(degrees), "slices": 1, **{side: side_group(degrees, side).stride for side in SIDES}}
+    return {name: int(strides[name]) for name in _ALL}
+
+
+def _lines(degrees: Strategy, start: int, names: Collection[str]) -> list[Ranks]:
+    """Groups of the ranks that differ in these dimensions only, of a stage that starts at rank ``start``."""
+
+    def offsets(inside: bool) -> list[int]:
+        steps = [range(0, getattr(degrees, name) * stride, stride)
+                 for name, stride in _strides(degrees).items() if (name in names) is inside]  # fmt: skip
+        return [sum(place) for place in product(*steps)]
+
+    return [tuple(start + first + offset for offset in offsets(inside=True)) for first in offsets(inside=False)]
 
 
 def _named_keys(degrees: Strategy, start: int) -> dict[str, list[Key]]:
     skipped = ("data", "zero") if degrees.state_shards == 1 else ()
     return {
-        axis: [(purpose, ranks) for ranks in _lines(degrees, start, names)] if axis not in skipped else []
-        for axis, (purpose, names) in _GROUPS.items()
+        name: [(purpose, ranks) for ranks in _lines(degrees, start, dims)] if name not in skipped else []
+        for name, (purpose, dims) in _GROUPS.items()
     }
 
 
 def _keys(degrees: Strategy, start: int) -> list[Key]:
     named = [key for keys in _named_keys(degrees, start).values() for key in keys]
-    return named + expert_keys(degrees, start, STATES, GRADIENTS)
+    if degrees.expert == 1:
+        return named
+    grid = _expert_grid(degrees, start)
+    purposes = (EXPERTS, grid, 2), (GRADIENTS, grid.flatten(0, 1), 0), (STATES, grid, 1), (STATES, grid, 0)
+    return named + [
+        (purpose, tuple(row))
+        for purpose, ranks, dim in purposes
+        for row in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    ]
 
 
-def _make_groups(keys: Sequence[Key], device_type: str, groups: ProcessGroups) -> dict[Key, dist.ProcessGroup]:
+def _expert_grid(degrees: Strategy, start: int) -> torch.Tensor:
+    """The ranks of a stage by (replicas, shards, experts, slices)."""
+    shards, slices = int(expert_spread_of(degrees).shards.size), int(expert_slices(degrees))
+    return (start + torch.arange(degrees.devices)).reshape(-1, shards, degrees.expert, slices)
+
+
+class _World:
     """One process group for every distinct key of more than one rank; the same order on every rank."""
-    wanted = [key for key in dict.fromkeys(keys) if len(key[1]) > 1]
-    made = {(purpose, ranks): groups.group(ranks, purpose) for purpose, ranks in wanted}
-    for (purpose, ranks), group in made.items():
-        if purpose in (PIXELS, TOKENS) and dist.get_rank() in ranks and device_type == "cuda":
-            # the first messages from rank to rank make NCCL's communicator, and not every rank may have one to send
-            dist.all_reduce(torch.zeros(1, device=device_type), group=group)
-    return made
 
+    def __init__(self, keys: Sequence[Key], device_type: str, groups: ProcessGroups) -> None:
+        self._rank, self._device = dist.get_rank(), device_type
+        wanted = [key for key in dict.fromkeys(keys) if len(key[1]) > 1]
+        self._groups = {(purpose, ranks): groups.group(ranks, purpose) for purpose, ranks in wanted}
+        for (purpose, ranks), group in self._groups.items():
+            if purpose in (PIXELS, TOKENS) and self._rank in ranks and device_type == "cuda":
+                # the first messages from rank to rank make NCCL's communicator, and not every rank may have one to send
+                dist.all_reduce(torch.zeros(1, device=device_type), group=group)
 
-def _group_of(groups: Mapping[Key, dist.ProcessGroup], keys: Sequence[Key], rank: int) -> Group:
-    return next((groups[key] for key in keys if rank in key[1] and key in groups), None)
+    def group_of(self, keys: Sequence[Key]) -> Group:
+        """The group with this rank."""
+        return next((self._groups[key] for key in keys if self._rank in key[1] and key in self._groups), None)
 
+    def view(self, degrees: Strategy, start: int) -> StrategyGroups:
+        """This rank's groups under a strategy of a stage that starts at rank ``start``."""
+        groups = {name: self.group_of(keys) for name, keys in _named_keys(degrees, start).items()}
+        rows = _lines(degrees, start, ("data", "zero", *_SHARED))
+        grid = torch.tensor(next(row for row in rows if self._rank in row)).reshape(degrees.data, -1)
+        place, strides = self._rank - start, _strides(degrees)
+        return StrategyGroups(
+            **groups,
+            zero_mesh=self._state_mesh(groups["data"], groups["zero"], grid),
+            batch_index=place // strides["zero"],
+            tensor_index=place // strides["tensor"] % degrees.tensor,
+            expert=self._experts(degrees, start) if degrees.expert > 1 else None,
+        )
 
-def _view(
-    degrees: Strategy, start: int, rank: int, groups: Mapping[Key, dist.ProcessGroup], device_type: str
-) -> StrategyGroups:
-    own = {axis: _group_of(groups, keys, rank) for axis, keys in _named_keys(degrees, start).items()}
-    mesh = partial(_state_mesh, device_type=device_type)
-    place, inner = rank - start, degrees.spatial * degrees.slices
-    shared = degrees.tensor * degrees.context
-    return StrategyGroups(
-        **own,
-        zero_mesh=_zero_mesh(degrees, start, rank, own, device_type),
-        batch_index=place // (inner * shared),
-        tensor_index=place // inner % degrees.tensor,
-        expert=expert_groups(degrees, start, rank, groups, (STATES, GRADIENTS), mesh),
-    )
+    def _experts(self, degrees: Strategy, start: int) -> ExpertGroups:
+        grid = _expert_grid(degrees, start)
+        replica, shard, expert, part = (int(at) for at in (grid == self._rank).nonzero()[0])
+        holders = grid[:, :, expert, part]
 
+        def group(purpose: str, ranks: torch.Tensor) -> Group:
+            return self._groups.get((purpose, tuple(ranks.flatten().tolist())))
 
-def _zero_mesh(
-    degrees: Strategy, start: int, rank: int, groups: Mapping[str, Group], device_type: str
-) -> DeviceMesh | None:
-    if groups["zero"] is None:
-        return None
-    rows = _lines(degrees, start, ("data", "zero", *_SHARED))
-    mine = next(row for row in rows if rank in row)
-    return _state_mesh((groups["data"], groups["zero"]), torch.tensor(mine).reshape(degrees.data, -1), device_type)
+        pair = group(STATES, holders[:, shard]), group(STATES, holders[replica])
+        return ExpertGroups(
+            group(EXPERTS, grid[replica, shard, :, part]),
+            group(GRADIENTS, holders),
+            self._state_mesh(*pair, holders) if grid.shape[1] > 1 else None,
+            sliced=degrees.tensor > 1 and grid.shape[3] == degrees.tensor,
+        )
 
-
-def _state_mesh(groups: Sequence[Group], grid: torch.Tensor, device_type: str) -> DeviceMesh | None:
-    """The mesh of replicas and shards, each a group or of one rank, and of the ranks (replicas, shards) of both."""
-    replicate, shard = groups
-    if shard is None:
-        return None
-    if replicate is None:
-        return DeviceMesh.from_group(shard, device_type, mesh_dim_names=(_axis("zero", shard),))
-    names = _axis("data", replicate), _axis("zero", shard)
-    return DeviceMesh.from_group([replicate, shard], device_type, mesh=grid, mesh_dim_names=names)
+    def _state_mesh(self, replicate: Group, shard: Group, grid: torch.Tensor) -> DeviceMesh | None:
+        """The mesh of replicas and shards, each a group or of one rank, and of the ranks (replicas, shards) of both."""
+        if shard is None:
+            return None
+        if replicate is None:
+            return DeviceMesh.from_group(shard, self._device, mesh_dim_names=(_axis("zero", shard),))
+        names = _axis("data", replicate), _axis("zero", shard)
+        return DeviceMesh.from_group([replicate, shard], self._device, mesh=grid, mesh_dim_names=names)
 
 
 def _axis(name: str, group: dist.ProcessGroup) -> str:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Protocol, Self
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.setup import StageRuntime
-from galvatron_lite.runtime.sharding import Owned
+from galvatron_lite.runtime.parallelize import StageRuntime
+
+if TYPE_CHECKING:
+    from galvatron_lite.runtime.engine import ParallelModel
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse a model whose parameters have hooks, before a plan of several ranks or micro-batches is applied to it.
-
-    Raises:
-        InputError: a hook would see the gradient of a share of the batch, or of the parameter.
-    """
+    """Raise InputError for a model whose parameters have hooks, which would see gradients of shares of the batch."""
     for name, parameter in model.named_parameters():
         if any(_has_hook(parameter, kind) for kind in _KINDS):
             raise _hook_error(name)
@@ -31,24 +29,8 @@ def is_alone(plan: Plan) -> bool:
     return plan.devices == 1 and plan.microbatches == 1
 
 
-class CallingModel(Protocol):
-    """A ``ParallelModel``."""
-
-    plan: Plan
-
-    @property
-    def runtimes(self) -> Sequence[StageRuntime]:
-        """What trains the parts of the model that are on this rank."""
-        ...
-
-
-def refuse_direct_calls(model: nn.Module, parallel: CallingModel) -> None:
-    """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own.
-
-    Args:
-        model: the user's.
-        parallel: what calls it.
-    """
+def refuse_direct_calls(model: nn.Module, parallel: ParallelModel) -> None:
+    """Have a model that was split refuse to be called by itself where gradients, or outputs, would not be its own."""
     owner = weakref.ref(parallel)
 
     def check(module: nn.Module, _args: object) -> None:
@@ -67,22 +49,13 @@ def refuse_direct_calls(model: nn.Module, parallel: CallingModel) -> None:
 
 
 class ParameterUse:
-    """Looks at parameters before each step.
+    """Looks at this rank's parameters before each step."""
 
-    Args:
-        owned: this rank's parameters.
-        plan: that was applied to them.
-    """
-
-    def __init__(self, owned: Sequence[Owned], plan: Plan) -> None:
+    def __init__(self, runtimes: Iterable[StageRuntime], plan: Plan) -> None:
+        owned = [one for runtime in runtimes for one in runtime.owned]
         self._owned, self._alone, self._at_once = owned, is_alone(plan), plan.microbatches == 1
         self._frozen = [one for one in owned if not one.parameter.requires_grad]
         self._versions = self._current_versions()
-
-    @classmethod
-    def of(cls, runtimes: Iterable[StageRuntime], plan: Plan) -> Self:
-        """That of the parameters of all parts of the model on this rank."""
-        return cls([one for runtime in runtimes for one in runtime.owned], plan)
 
     def has_changed(self) -> bool:
         """Whether parameters were changed in place since this was last asked: what was gathered of them is stale."""

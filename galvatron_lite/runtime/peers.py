@@ -27,27 +27,19 @@ class Peers(Protocol):
 
 
 class ProcessPeers:
-    """The ranks of the default process group. Every rank makes one at the same time.
-
-    Args:
-        timeout: seconds after which a rank that shows nothing is an error.
-    """
+    """The ranks of the default process group. Every rank makes one at the same time."""
 
     def __init__(self, timeout: float) -> None:
         alone = dist.get_world_size() == 1
         # through the CPU, whatever training uses: what is shown is small, and lies there
-        self._group: Any = None if alone else dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
+        self.group: dist.ProcessGroup | None = (
+            None if alone else dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
+        )
 
     @property
     def rank(self) -> int:
         """See ``Peers``."""
         return dist.get_rank()
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Of them; None: the default one."""
-        group: dist.ProcessGroup | None = self._group
-        return group
 
     def everyone(self, value: Any) -> list[Any]:
         """See ``Peers``.
@@ -55,11 +47,11 @@ class ProcessPeers:
         Raises:
             LaunchError: one of them is gone, or silent for too long.
         """
-        if self._group is None:
+        if self.group is None:
             return [value]
         shown: list[Any] = [None] * dist.get_world_size()
         try:
-            dist.all_gather_object(shown, value, group=self._group)
+            dist.all_gather_object(shown, value, group=self.group)
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(". ")[0]
             raise LaunchError(
@@ -71,8 +63,6 @@ class ProcessPeers:
 
 @dataclass(frozen=True, slots=True)
 class _Trouble:
-    """An error of one rank, as the others are told of it."""
-
     field: str
     value: str | None
     remedy: str
@@ -80,11 +70,6 @@ class _Trouble:
 
 def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
     """What every process made, by rank; all call it.
-
-    Args:
-        peers: the processes.
-        act: of this process.
-        field: what to name where the disk refuses.
 
     Raises:
         InputError: some process could not; every process raises it, and names the rank.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,19 +12,31 @@ from galvatron_lite.model.batch import batch_size
 from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase, same_split
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.switch.live import switch
+from galvatron_lite.runtime.reshard.reshard import reshard
+
+if TYPE_CHECKING:
+    from galvatron_lite.runtime.engine import ParallelModel
+
+
+class Steering(Protocol):
+    """What trains the steps of a model in its stead, changing its plan between them."""
+
+    step: int
+    """Steps trained; set it where training goes on from a checkpoint."""
+    scheduler: Any
+    """Of the optimizer's learning rate, where there is one: set it, so that it knows all groups behind a switch."""
+
+    @property
+    def phase(self) -> PlannedPhase | None:
+        """The phase of the next step; None without phases."""
+
+    def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
+        """One step; see ``ParallelModel.train_step``."""
+        ...
 
 
 class Phases:
-    """Training in phases: before the first step of each the model is split for its plan.
-
-    Args:
-        parallel: split for the plan of the first phase.
-        plan: of all phases.
-
-    Attributes:
-        step: steps trained.
-    """
+    """Training in phases: before the first step of each the model is split for its plan."""
 
     def __init__(self, parallel: ParallelModel, plan: PhasedPlan) -> None:
         self.step, self.plan = 0, plan
@@ -73,4 +85,4 @@ def go_over(
     if same_split(parallel.plan, plan):
         parallel.plan = plan
         return 0.0
-    return switch(parallel, optimizer, plan, scheduler, batch=batch).seconds
+    return reshard(parallel, optimizer, plan, scheduler, batch=batch).seconds

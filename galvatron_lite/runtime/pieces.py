@@ -1,7 +1,7 @@
-"""What this rank holds of every tensor of the training state: boxes of whole tensors, under the user's own names.
+"""What this rank holds of every tensor of the training state: boxes of full tensors, under the user's own names.
 
-Saving and changing the plan while training runs are built on this: both only need to know which part of which tensor
-lies where, whatever split it.
+Checkpoints and changes of the plan are built on this: both only need to know which part of which tensor lies where,
+whatever split it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.runtime.layout import Box
-from galvatron_lite.runtime.setup import StageRuntime
-from galvatron_lite.runtime.sharding import Owned
+from galvatron_lite.runtime.parallelize import StageRuntime
+from galvatron_lite.runtime.parameters import Owned
 
 RUNNING = ("running_mean", "running_var")
 """Buffers of normalisations of which a rank that shares channels keeps its own channels only."""
@@ -27,10 +27,10 @@ RUNNING = ("running_mean", "running_var")
 
 @dataclass(frozen=True, slots=True)
 class ItemRun:
-    """Items that are in one place both in a rank's tensor and in the whole one; the boxes' shapes are equal."""
+    """Items that are in one place both in a rank's tensor and in the full one; the boxes' shapes are equal."""
 
     local: Box  # where in the rank's tensor
-    whole: Box  # where in the whole tensor
+    whole: Box  # where in the full tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class Held:
     """What a rank holds of one tensor."""
 
     name: str  # the user's; of a shared parameter the first of its names in the model's ``state_dict()``
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the full tensor
     tensor: Tensor  # this rank's, plain; it shares its storage with what training uses
     chunks: tuple[ItemRun, ...]  # which items it has; none where the rank has no part
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The entries of a whole model's ``state_dict()``, known before the model is split."""
+    """The entries of a full model's ``state_dict()``, known before the model is split."""
 
     names: Mapping[str, str]  # every entry, and the first name of the tensor behind it
     homes: Mapping[str, str]  # of each entry that is a buffer: the layer that holds it; empty where none does
@@ -56,15 +56,15 @@ class Parallel(Protocol):
 
     @property
     def entries(self) -> Entries:
-        """Of the whole model."""
+        """Of the full model."""
 
     @property
     def runtimes(self) -> Sequence[StageRuntime]:
-        """What trains the parts of the model that are on this rank."""
+        """The parts of the model that are on this rank."""
 
     @property
     def structures(self) -> Sequence[nn.Module]:
-        """The modules of each of these parts, under the names of the whole model."""
+        """The modules of each of these parts, under the names of the full model."""
 
 
 class Stateful(Protocol):
@@ -76,15 +76,18 @@ class Stateful(Protocol):
 
 
 def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
-    """The entries of a whole model's state; call it before the model is split."""
+    """The entries of a full model's state; call it before the model is split."""
     state: dict[str, object] = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     for name, value in tensors.items():
         first.setdefault(id(value), name)
     names = {name: first[id(value)] for name, value in tensors.items()}
-    buffers = [name for name, value in tensors.items() if not isinstance(value, nn.Parameter)]
-    return Entries(names, {name: _home(name, layers) for name in buffers})
+    homes = {}
+    for name in (name for name, value in tensors.items() if not isinstance(value, nn.Parameter)):
+        found = [(len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")]
+        homes[name] = max(found, default=(0, ""))[1]  # the layer with the longest module path
+    return Entries(names, homes)
 
 
 def held_parameters(parallel: Parallel) -> list[Held]:
@@ -141,7 +144,7 @@ def held_buffers(parallel: Parallel) -> list[Held]:
 
 
 def parameter_name(parallel: Parallel, one: Owned) -> str:
-    """The first name of a parameter in the whole model's ``state_dict()``."""
+    """The first name of a parameter in the full model's ``state_dict()``."""
     return parallel.entries.names.get(one.names[0], one.names[0])
 
 
@@ -153,62 +156,52 @@ def part_of(tensor: Tensor, box: Box) -> Tensor:
 
 
 def all_of(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor."""
+    """The box of a full tensor."""
     return Box(tuple((0, extent) for extent in shape))
 
 
-def _home(name: str, layers: Sequence[Layer]) -> str:
-    """The layer with the longest module path that leads to a buffer."""
-    found = [(len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")]
-    return max(found, default=(0, ""))[1]
-
-
 def _held(name: str, tensor: Tensor, one: Owned) -> Held:
-    """A parameter, or a tensor of its optimizer state."""
-    held = _held_slice(name, tensor, one)
-    return held if one.spread is None else _among_all(held, one.spread)
-
-
-def _among_all(held: Held, spread: ParameterShard) -> Held:
-    """What is held of some experts of a mixture as part of what all of them have."""
-    own = spread.local_shape
-    if len(held.shape) != len(own) or any(one not in (1, other) for one, other in zip(held.shape, own, strict=True)):
-        return held
-    ((start, _),) = spread.ranges
-    chunks = [
-        ItemRun(
-            one.local, Box(((one.whole.ranges[0][0] + start, one.whole.ranges[0][1] + start), *one.whole.ranges[1:]))
-        )
-        for one in held.chunks
-    ]
-    return replace(held, shape=(spread.shape[0], *held.shape[1:]), chunks=tuple(chunks))
-
-
-def _held_slice(name: str, tensor: Tensor, one: Owned) -> Held:
-    """The same of the experts that a rank has."""
-    local, part, slice_shape = _slice_items(tensor, one)
+    local, part, shape = _local_items(tensor, one)
+    chunks: tuple[ItemRun, ...] = (ItemRun(part.within(part), part),) if part.items else ()
     shard = one.shard if one.shard is not None and one.shard.placement is Placement.SHARDED else None
-    if shard is None or not _follows(slice_shape, one, shard):
-        return Held(name, slice_shape, local, _whole_chunks(part))
-    shape = list(slice_shape)
-    shape[shard.dim] = shard.shape[shard.dim]
-    return Held(name, tuple(shape), local, _sliced_chunks(part, shard))
+    mine = tuple(one.parameter.shape)
+    # it is cut where its parameter is: of its shape, or with extents 1 in other dims
+    if shard is not None and _is_like(shape, mine) and shape[shard.dim] == mine[shard.dim]:
+        shape, chunks = _with_extent(shape, shard.dim, shard.shape[shard.dim]), _sliced_chunks(part, shard)
+    if one.spread is not None and _is_like(shape, one.spread.local_shape):  # of some experts of a mixture
+        ((start, _),) = one.spread.ranges
+        shape = _with_extent(shape, 0, one.spread.shape[0])
+        chunks = tuple(replace(chunk, whole=_shifted(chunk.whole, start)) for chunk in chunks)
+    return Held(name, shape, local, chunks)
 
 
-def _slice_items(tensor: Tensor, one: Owned) -> tuple[Tensor, Box, tuple[int, ...]]:
+def _is_like(shape: Sequence[int], other: Sequence[int]) -> bool:
+    return len(shape) == len(other) and all(a in (1, b) for a, b in zip(shape, other, strict=True))
+
+
+def _with_extent(shape: tuple[int, ...], dim: int, extent: int) -> tuple[int, ...]:
+    return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def _shifted(box: Box, start: int) -> Box:
+    (first, last), *rest = box.ranges
+    return Box(((first + start, last + start), *rest))
+
+
+def _local_items(tensor: Tensor, one: Owned) -> tuple[Tensor, Box, tuple[int, ...]]:
     """A plain tensor, which items of this rank's slice of the parameter it has, and the slice's shape."""
     if isinstance(tensor, DTensor):
-        return tensor.to_local(), _own_box(tensor), tuple(tensor.shape)
+        return tensor.to_local(), _local_box(tensor), tuple(tensor.shape)
     parameter: Tensor = one.reduced
     if isinstance(parameter, DTensor) and tuple(tensor.shape) not in ((), tuple(parameter.shape)):
-        # made by an optimizer that works on the rank's own items
-        box = _own_box(parameter)
+        # from an optimizer that works on the rank's own items
+        box = _local_box(parameter)
         if box.shape == tuple(tensor.shape):
             return tensor, box, tuple(parameter.shape)
     return tensor, all_of(tensor.shape), tuple(tensor.shape)
 
 
-def _own_box(tensor: DTensor) -> Box:
+def _local_box(tensor: DTensor) -> Box:
     """Which items of a DTensor this rank has: along each axis of the mesh torch cuts as ``torch.chunk`` does."""
     ranges = [(0, extent) for extent in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
@@ -216,40 +209,26 @@ def _own_box(tensor: DTensor) -> Box:
     for place, placement in enumerate(tensor.placements):
         if type(placement) is Shard:
             start, stop = ranges[placement.dim]
-            ways = tensor.device_mesh.size(place)
-            step = -(-(stop - start) // ways)
-            ranges[placement.dim] = (
-                min(stop, start + step * coordinate[place]),
-                min(stop, start + step * (coordinate[place] + 1)),
-            )
+            step = -(-(stop - start) // tensor.device_mesh.size(place))
+            first = start + step * coordinate[place]
+            ranges[placement.dim] = min(stop, first), min(stop, first + step)
         elif not isinstance(placement, Replicate):
             raise InputError("placement", placement, "States are kept whole, or cut in consecutive shares.")
     return Box(tuple(ranges))
 
 
-def _follows(shape: tuple[int, ...], one: Owned, shard: ParameterShard) -> bool:
-    """Whether a tensor is cut where its parameter is: of its shape, or with extents 1 in other dims."""
-    own = tuple(one.parameter.shape)
-    alike = len(shape) == len(own) and all(mine in (1, theirs) for mine, theirs in zip(shape, own, strict=True))
-    return alike and shape[shard.dim] == own[shard.dim]
-
-
-def _whole_chunks(part: Box) -> tuple[ItemRun, ...]:
-    return (ItemRun(part.within(part), part),) if part.items else ()
-
-
 def _sliced_chunks(part: Box, shard: ParameterShard) -> tuple[ItemRun, ...]:
-    """Where the items of a part of a rank's slice lie in the whole tensor: fused parts are sliced each by itself."""
+    """Where the items of a part of a rank's slice lie in the full tensor: fused parts are sliced each by itself."""
     chunks, offset = [], 0
     for start, length in shard.ranges:
         ranges = list(part.ranges)
         ranges[shard.dim] = (offset, offset + length)
         met = part.meet(Box(tuple(ranges)))
         if met.items:
-            whole = list(met.ranges)
+            full = list(met.ranges)
             first, last = met.ranges[shard.dim]
-            whole[shard.dim] = (first - offset + start, last - offset + start)
-            chunks.append(ItemRun(met.within(part), Box(tuple(whole))))
+            full[shard.dim] = (first - offset + start, last - offset + start)
+            chunks.append(ItemRun(met.within(part), Box(tuple(full))))
         offset += length
     return tuple(chunks)
 
@@ -259,24 +238,14 @@ def _buffers(
 ) -> Iterator[tuple[str, Tensor, tuple[ItemRun, ...]]]:
     # those that no layer has are on every part
     here = {placed.layer.name for placed in runtime.stage} | ({""} if is_first else set())
-    cut = _cut_paths(runtime)
+    groups = ((placed.layer.modules, runtime.meshes.groups(placed.strategy).slices) for placed in runtime.stage)
+    sliced = {f"{path}.": group for modules, group in groups if group is not None for path in modules}
     for name, buffer in tree.named_buffers():
         if entries.homes.get(name) not in here:
             continue
         box = all_of(buffer.shape)
-        path, _, last = name.rpartition(".")
-        group = next((one for layer, one in cut.items() if path == layer or path.startswith(f"{layer}.")), None)
-        if group is not None and last in RUNNING:
-            start, length = share(buffer.shape[0], *group)
+        group = next((group for path, group in sliced.items() if name.startswith(path)), None)
+        if group is not None and name.rpartition(".")[2] in RUNNING:
+            start, length = share(buffer.shape[0], group.size(), group.rank())
             box = Box(((start, start + length), *box.ranges[1:]))
         yield entries.names[name], buffer, (ItemRun(box, box),) if box.items else ()
-
-
-def _cut_paths(runtime: StageRuntime) -> dict[str, tuple[int, int]]:
-    """Modules whose channels ranks share: how many ranks, and which of them this one is."""
-    found: dict[str, tuple[int, int]] = {}
-    for placed in runtime.stage:
-        group = runtime.meshes.groups(placed.strategy).slices
-        if group is not None:
-            found |= dict.fromkeys(placed.layer.modules, (group.size(), group.rank()))
-    return found

@@ -17,10 +17,10 @@ from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.setup import StageRuntime
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.monitor.watch import Watch
+from galvatron_lite.runtime.parallelize import StageRuntime
 from galvatron_lite.runtime.stage_calls import Calls
-from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
 
 _PLAIN = (bool, int, float, str, NoneType)
 
@@ -34,14 +34,6 @@ def pipelined_step(
     watch: Watch,
 ) -> Tensor:
     """All passes of a step.
-
-    Args:
-        runtimes: of this rank's stages.
-        calls: how they are called.
-        parts: by stage: this rank's samples of every micro-batch.
-        rows: samples of a micro-batch, over all ranks of a stage.
-        lifted: factor on the loss, for gradients in half precision.
-        watch: is told of every pass.
 
     Returns:
         This rank's part of the lifted loss: the sum over the ranks of the world is the batch's mean loss.
@@ -74,7 +66,6 @@ def pipelined_step(
 
 
 def _begin(runtimes: Sequence[StageRuntime], *, synchronise: bool) -> None:
-    """Gradients are about to be made; in the last pass they are summed over ranks."""
     for runtime in runtimes:
         runtime.reducer.synchronise = synchronise
         runtime.reducer.begin()
@@ -138,7 +129,6 @@ def _joined(outputs: Sequence[Any], sampled: Sequence[bool]) -> Any:
 
 
 def _broadcast(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """A rank's value, on every rank of the group."""
     box = [map_tensors(_plain(value), lambda tensor: torch.empty_like(tensor, device="meta"))]
     dist.broadcast_object_list(box, src=source, group=group, device=device)
     own = tensors_of(value)
@@ -153,7 +143,6 @@ def _broadcast(value: Any, source: int, group: dist.ProcessGroup, device: torch.
 
 
 def _plain(value: Any) -> Any:
-    """A nest without what is neither a tensor nor plain."""
     if isinstance(value, Mapping):
         items = {key: _plain(item) for key, item in value.items()}
         return type(value)(**items) if hasattr(type(value), "__dataclass_fields__") else items

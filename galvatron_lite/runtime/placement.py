@@ -85,14 +85,12 @@ def glue_layout(stage: Sequence[LayerAssignment]) -> Layout:
 
 
 def check_samples(samples: int, plan: Plan, microbatches: int) -> None:
-    """Raise InputError, naming the nearest sizes that can be used, where a batch cannot be shared evenly.
+    """Raise InputError, naming the nearest sizes that can be used, where a batch cannot be shared evenly."""
+    check_divisible(samples, [run.strategy.batch_degree for stage in plan.stages for run in stage.runs], microbatches)
 
-    Args:
-        samples: in the global batch.
-        plan: whose layers share them.
-        microbatches: parts the batch is worked through in.
-    """
-    degrees = [run.strategy.batch_degree for stage in plan.stages for run in stage.runs]
+
+def check_divisible(samples: int, degrees: Sequence[int], microbatches: int) -> None:
+    """``check_samples`` by the ways in which layers share samples."""
     unit = microbatches * math.lcm(*degrees)
     if samples % unit or samples == 0:
         below, above = samples // unit * unit, (samples // unit + 1) * unit

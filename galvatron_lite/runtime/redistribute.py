@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.layout import AxisSplit, Box, Route, route
-from galvatron_lite.runtime.piecewise import move_pieces
+from galvatron_lite.runtime.layout import AxisSplit, Box, Boxes, route
 
 Shape = tuple[int, ...]
 
@@ -26,14 +25,8 @@ class Mover:
     def __call__(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
         """The tensor split another way.
 
-        Args:
-            tensor: this rank's box of it, a plain tensor.
-            source: how it is split.
-            target: how it is to be split.
-            shape: of the whole tensor.
-
         Returns:
-            This rank's box under the target. The gradient goes the way back: the gradient of a box that several ranks
+            This rank's part under the target. The gradient goes the way back: the gradient of a part that several ranks
             hold is complete on each of them.
         """
         if source == target or self.group is None:
@@ -42,28 +35,33 @@ class Mover:
         return moved
 
     def move(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
-        """The same without autograd."""
-        if source.pieced is not None or target.pieced is not None:
-            return move_pieces(tensor, source, target, shape, self.place, self.group)
-        way = route(source, target, shape, self.place)
+        """The same without autograd: an all-to-all of boxes."""
+        way, dims = route(source, target, shape, self.place), (source.pieced or 0, target.pieced or 0)
         if way.local:
-            return cut_box(tensor, way.wanted.within(way.held)).clone(memory_format=torch.contiguous_format)
-        return self._exchange(tensor, way)
-
-    def _exchange(self, tensor: Tensor, way: Route) -> Tensor:
-        """All-to-all of the pieces, as bytes: gloo does not know every dtype."""
-        pieces = [cut_box(tensor, piece.within(way.held)).flatten() for piece in way.sends if piece.items]
-        sent = torch.cat(pieces) if pieces else tensor.new_empty(0)
-        arriving = [piece for piece in way.receives if piece.items]
-        # what comes from one rank alone is in order already; no view, so that code behind may change it in place
-        received = tensor.new_empty(way.wanted.shape if len(arriving) <= 1 else way.wanted.items)
+            part = cut_box(tensor, way.wanted[0].within(way.held[0]))
+            return part.clone(memory_format=torch.contiguous_format)
+        parts = [_part(tensor, way.held, dims[0], box).flatten() for box in chain(*way.sends)]
+        sent = torch.cat(parts) if parts else tensor.new_empty(0)
+        arriving = list(chain(*way.receives))
+        extents = list(way.wanted[0].shape)
+        extents[dims[1]] = sum(box.shape[dims[1]] for box in way.wanted)
+        # one box is in order already; no view, so that code behind may change it in place
+        alone = len(arriving) <= 1 and len(way.wanted) == 1
+        received = tensor.new_empty(extents if alone else sum(box.items for box in arriving))
         item = tensor.element_size()
+        incoming, outgoing = (
+            [item * sum(box.items for box in boxes) for boxes in every] for every in (way.receives, way.sends)
+        )
+        # as bytes: gloo does not know every dtype
         dist.all_to_all_single(
-            received.view(-1).view(torch.uint8), sent.view(torch.uint8),
-            [piece.items * item for piece in way.receives], [piece.items * item for piece in way.sends],
-            group=self.group,
-        )  # fmt: skip
-        return received if len(arriving) <= 1 else _assemble(received, way.wanted, arriving)
+            received.view(-1).view(torch.uint8), sent.view(torch.uint8), incoming, outgoing, group=self.group
+        )
+        if alone:
+            return received
+        result = received.new_empty(extents)
+        for box, part in zip(arriving, torch.split(received, [box.items for box in arriving]), strict=True):
+            _part(result, way.wanted, dims[1], box).copy_(part.view(box.shape))
+        return result
 
 
 def cut_box(tensor: Tensor, piece: Box) -> Tensor:
@@ -71,13 +69,16 @@ def cut_box(tensor: Tensor, piece: Box) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in piece.ranges)]
 
 
-def _assemble(received: Tensor, wanted: Box, pieces: Sequence[Box]) -> Tensor:
-    """The wanted box from pieces that lie one after the other."""
-    result = received.new_empty(wanted.shape)
-    parts = torch.split(received, [piece.items for piece in pieces])
-    for piece, part in zip(pieces, parts, strict=True):
-        cut_box(result, piece.within(wanted)).copy_(part.view(piece.shape))
-    return result
+def _part(tensor: Tensor, held: Boxes, dim: int, box: Box) -> Tensor:
+    """A box of what a rank holds, as a view; the boxes that it holds lie one behind the other along a dim."""
+    before = 0
+    for one in held:
+        if one.meet(box) == box:
+            ranges = list(box.within(one).ranges)
+            ranges[dim] = (ranges[dim][0] + before, ranges[dim][1] + before)
+            return cut_box(tensor, Box(tuple(ranges)))
+        before += one.shape[dim]
+    raise AssertionError("a box that is sent is held")
 
 
 class _Redistribute(torch.autograd.Function):

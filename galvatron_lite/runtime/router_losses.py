@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.balancing import LOGITS, asks_balance
 from galvatron_lite.model.graph import Role
-from galvatron_lite.parallelism.cuts.laying import pieces_of, taken
-from galvatron_lite.parallelism.cuts.tensor import cuts_of, local_of
 from galvatron_lite.parallelism.expert.find import find_mixtures
+from galvatron_lite.parallelism.sharded.groups import pieces_of, take_pieces
+from galvatron_lite.parallelism.sharded.tensor import specs_of, to_local
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.mesh import Meshes
@@ -35,11 +35,7 @@ _GATHERED, _MASK = "_of_all_tokens", "attention_mask"
 
 
 def check_router_losses(model: nn.Module, batch: Any, plan: Plan) -> None:
-    """See that a loss on routers' logits, where the model is asked for one, can be right under a plan.
-
-    Raises:
-        InputError: it cannot, as a stage has the logits of its own blocks alone.
-    """
+    """Raise InputError for a loss on routers' logits under a plan whose stages have those of their own blocks alone."""
     if len(plan.stages) > 1 and asks_balance(model, batch):
         remedy = (
             f"Its loss needs the routers' logits of all blocks, which no one of {len(plan.stages)} stages has. Plan it "
@@ -79,56 +75,40 @@ class _Masks:
         """Pre-hook of the modules inside it."""
         if self.own is None:
             return None
-        return tuple(map(self._router_input, args)), {name: self._router_input(one) for name, one in kwargs.items()}
 
-    def _router_input(self, value: Any) -> Any:
-        return self.own if value is self.whole else value
+        def narrowed(value: Any) -> Any:
+            return self.own if value is self.whole else value
+
+        return tuple(map(narrowed, args)), {name: narrowed(one) for name, one in kwargs.items()}
 
 
 def install_router_losses(
     model: nn.Module, stage: Sequence[LayerAssignment], meshes: Meshes, experts: Collection[str] = ()
 ) -> None:
-    """Have the modules around the blocks return the routers' logits of all tokens, in place.
-
-    Args:
-        model: split already.
-        stage: its layers.
-        meshes: process groups.
-        experts: names of the parameters of experts that are spread.
-    """
+    """Have the modules around the blocks return the routers' logits of all tokens, in place."""
     spread = {name.rpartition(".")[0] for name in experts}
-    blocks = [placed for placed in stage if placed.layer.role is Role.BLOCK]
-    mixed = [one for one in blocks if _is_mixed(model, one.layer.modules[0], spread)]
+
+    def is_mixed(path: str) -> bool:
+        return bool(find_mixtures(model.get_submodule(path))) or any(name.startswith(f"{path}.") for name in spread)
+
+    mixed = [one for one in stage if one.layer.role is Role.BLOCK and is_mixed(one.layer.modules[0])]
     glue = glue_of(stage)
     shares = [_shares(placed, glue, meshes) for placed in mixed]
     if all(one.group is None and one.scale == 1 for one in shares):
         return
     paths = {path.rpartition(".")[0] for placed in mixed for path in placed.layer.modules}
     around = {".".join(path.split(".")[:depth]) for path in paths for depth in range(len(path.split(".")) + 1)}
-    hook = _Hook(tuple(shares), _install_masks(model, around, meshes.groups(glue.strategy).batch))
+    # the outermost module whose calls say whether it makes the loss
+    takes = {path: inspect.signature(model.get_submodule(path).forward).parameters for path in sorted(around)}
+    maker = next((path for path, names in takes.items() if {f"output_{LOGITS}", _MASK} <= set(names)), None)
+    masks = None if maker is None else _Masks(meshes.groups(glue.strategy).batch)
+    if masks is not None and maker is not None:
+        model.get_submodule(maker).register_forward_pre_hook(masks.widen, with_kwargs=True)
+        for inner in model.get_submodule(maker).children():
+            inner.register_forward_pre_hook(masks.narrow, with_kwargs=True)
+    hook = _Hook(tuple(shares), masks)
     for path in sorted(around, reverse=True):
         model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
-
-
-def _install_masks(model: nn.Module, around: Collection[str], group: dist.ProcessGroup | None) -> _Masks | None:
-    """Hook the outermost module whose calls say whether it makes the loss, and those directly inside; None: no such."""
-    makers = (path for path in sorted(around) if _makes_loss(model.get_submodule(path)))
-    maker = next(makers, None)
-    if maker is None:
-        return None
-    masks = _Masks(group)
-    model.get_submodule(maker).register_forward_pre_hook(masks.widen, with_kwargs=True)
-    for inner in model.get_submodule(maker).children():
-        inner.register_forward_pre_hook(masks.narrow, with_kwargs=True)
-    return masks
-
-
-def _makes_loss(module: nn.Module) -> bool:
-    return {f"output_{LOGITS}", _MASK} <= set(inspect.signature(module.forward).parameters)
-
-
-def _is_mixed(model: nn.Module, path: str, spread: Collection[str]) -> bool:
-    return bool(find_mixtures(model.get_submodule(path))) or any(name.startswith(f"{path}.") for name in spread)
 
 
 def _shares(placed: LayerAssignment, glue: LayerAssignment, meshes: Meshes) -> _Shares:
@@ -167,11 +147,11 @@ class _Hook:
 
 def _of_all_tokens(logits: Tensor, shares: _Shares, mask: Tensor | None) -> Tensor:
     """The logits (tokens, experts) of all ranks of a group, in the order of a mask (samples, tokens) of them all."""
-    for cut in cuts_of(logits):
-        if cut.extent % cut.line.size:
-            remedy = f"A loss on the {LOGITS} needs tokens that {cut.line.size} ranks can share evenly: pad the batch."
+    for cut in specs_of(logits):
+        if cut.extent % cut.group.size:
+            remedy = f"A loss on the {LOGITS} needs tokens that {cut.group.size} ranks can share evenly: pad the batch."
             raise InputError("tokens", cut.extent, remedy)
-    every: Tensor = _Gather.apply(local_of(logits), shares.group, shares.scale)  # type: ignore[no-untyped-call]
+    every: Tensor = _Gather.apply(to_local(logits), shares.group, shares.scale)  # type: ignore[no-untyped-call]
     if mask is not None:
         if mask.dim() != 2 or mask.numel() != every.shape[0]:
             remedy = f"With output_{LOGITS} give one of shape (samples, tokens), for {every.shape[0]} tokens in all."
@@ -187,14 +167,13 @@ def _order(logits: Tensor, shares: _Shares, mask: Tensor) -> Tensor:
     samples, tokens = mask.shape
     (sample, of), (part, parts) = shares.samples, shares.tokens
     places = torch.arange(mask.numel(), device=mask.device).view(of, samples // of, tokens)[sample].flatten()
-    for cut in cuts_of(logits):  # whose extent is that of one of the parts
-        places = taken(places, 0, pieces_of(len(places), cut.line, cut.line.rank))
+    for cut in specs_of(logits):  # whose extent is that of one of the parts
+        places = take_pieces(places, 0, pieces_of(len(places), cut.group, cut.group.rank))
     places = places.view(samples // of, parts, -1)[:, part].flatten()
     return ProcessTensorGroup(shares.group).all_gather(places, 0).argsort()
 
 
 def _all_samples(mask: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The masks of ranks with other samples, one after the other."""
     if group is None:
         return mask
     sent = mask.byte() if mask.dtype is torch.bool else mask

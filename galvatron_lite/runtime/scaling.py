@@ -71,21 +71,13 @@ class LossScaler:
         return optimizer.step() if self._finite else None
 
     def update(self) -> None:
-        """Once a step, after it: grow or shrink.
-
-        Raises:
-            NonFiniteLossError: see ``settle``.
-        """
+        """Once a step, after it: grow or shrink; raises what ``settle`` does."""
         if self._finite is None:
             raise InputError("scaler", "update", "Call scaler.step(optimizer) before it.")
         self.settle(self._finite)
 
     def settle(self, finite: bool) -> None:
-        """Grow or shrink after a step that was taken (``finite``) or skipped.
-
-        Raises:
-            NonFiniteLossError: gradients are not finite at any scale.
-        """
+        """Grow or shrink after a step that was taken (``finite``) or skipped; NonFiniteLossError at the least."""
         self._finite = None
         self._taken = self._taken + 1 if finite else 0
         if not finite:
@@ -105,11 +97,7 @@ class LossScaler:
         return dict(zip(_STATE, values, strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a saved state, or that of a ``torch.amp.GradScaler``.
-
-        Raises:
-            InputError: an entry is missing.
-        """
+        """Take a saved state, or that of a ``torch.amp.GradScaler``; InputError where an entry is missing."""
         missing = [name for name in _STATE if name not in state]
         if missing:
             raise InputError("scaler state", ", ".join(missing), "Give what scaler.state_dict() returned.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,15 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.layout import Box
-from galvatron_lite.runtime.pieces import Held, Parallel, held_buffers, held_gradients, held_parameters, part_of
+from galvatron_lite.runtime.pieces import (
+    Entries,
+    Held,
+    Parallel,
+    held_buffers,
+    held_gradients,
+    held_parameters,
+    part_of,
+)
 
 
 def full_gradients(parallel: Parallel) -> dict[str, Tensor]:
@@ -37,25 +45,31 @@ def load_full_state_dict(parallel: Parallel, state: Mapping[str, Tensor]) -> Non
     Raises:
         InputError: an entry this rank needs is missing, or has another shape.
     """
-    others: dict[str, list[str]] = {}
-    for name, first in parallel.entries.names.items():
-        others.setdefault(first, []).append(name)
-    with torch.no_grad():
-        for held in [*held_parameters(parallel), *held_buffers(parallel)]:
-            whole = _entry(state, others.get(held.name, [held.name]))
-            if tuple(whole.shape) != held.shape:
-                remedy = f"{held.name} has another shape, {held.shape}. Give the state_dict of the same model."
-                raise InputError("state", tuple(whole.shape), remedy)
-            for chunk in held.chunks:
-                part_of(held.tensor, chunk.local).copy_(part_of(whole, chunk.whole))
+    put([*held_parameters(parallel), *held_buffers(parallel)], parallel.entries, state)
     for runtime in parallel.runtimes:
         runtime.updates.take()
 
 
+@torch.no_grad()
+def put(held: Sequence[Held], entries: Entries, state: Mapping[str, Tensor]) -> None:
+    """Set what this rank holds from a full state; errors as of ``load_full_state_dict``."""
+    names: dict[str, list[str]] = {}
+    for name, first in entries.names.items():
+        names.setdefault(first, []).append(name)
+    for one in held:
+        known = names.get(one.name, [one.name])
+        full = next((state[name] for name in known if name in state), None)
+        if full is None:
+            raise InputError("state", known[0], "The state has no such entry. Give the state_dict of the whole model.")
+        if tuple(full.shape) != one.shape:
+            remedy = f"{one.name} has another shape, {one.shape}. Give the state_dict of the same model."
+            raise InputError("state", tuple(full.shape), remedy)
+        for chunk in one.chunks:
+            part_of(one.tensor, chunk.local).copy_(part_of(full, chunk.whole))
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Items of a tensor that one rank gives to all."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,52 +78,32 @@ class _Piece:
 
 
 def gather(held: Sequence[Held]) -> dict[str, Tensor]:
-    """Whole tensors, by name, on the CPU of every rank, piece by piece; all ranks must call it.
+    """Full tensors, by name, on the CPU of every rank, piece by piece; all ranks must call it.
 
     Of ranks that have the same items the first one's count.
     """
-    own = {(one.name, chunk.whole): part_of(one.tensor, chunk.local) for one in held for chunk in one.chunks}
-    rank, device = dist.get_rank(), _device()
-    found: dict[str, Tensor] = {}
-    for piece in _pieces(held):
-        blank = torch.empty(piece.whole.shape, dtype=piece.dtype)
-        values = (own[piece.name, piece.whole] if piece.rank == rank else blank).to(device).contiguous()
-        if dist.get_world_size() > 1:
-            dist.broadcast(values, src=piece.rank)
-        whole = found.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
-        part_of(whole, piece.whole).copy_(values)
-    return found
-
-
-def _pieces(held: Sequence[Held]) -> list[_Piece]:
-    """Every item of every tensor once, the same list on every rank."""
-    rank = dist.get_rank()
-    own = [_Piece(one.name, one.shape, one.tensor.dtype, chunk.whole, rank) for one in held for chunk in one.chunks]
-    everyone: list[list[_Piece]] = [own]
-    if dist.get_world_size() > 1:
-        everyone = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, own)
-    first: dict[tuple[str, Box], _Piece] = {}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    mine = {(one.name, chunk.whole): part_of(one.tensor, chunk.local) for one in held for chunk in one.chunks}
+    listed = [_Piece(one.name, one.shape, one.tensor.dtype, chunk.whole, rank) for one in held for chunk in one.chunks]
+    everyone: list[list[_Piece]] = [listed]
+    if world > 1:
+        everyone = [[] for _ in range(world)]
+        dist.all_gather_object(everyone, listed)
+    pieces: dict[tuple[str, Box], _Piece] = {}
     for piece in (one for theirs in everyone for one in theirs):
-        first.setdefault((piece.name, piece.whole), piece)
-    return list(first.values())
-
-
-def _device() -> torch.device:
-    """Where tensors lie that the default process group sends."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+        pieces.setdefault((piece.name, piece.whole), piece)
+    found: dict[str, Tensor] = {}
+    for place, piece in pieces.items():
+        here = mine[place] if piece.rank == rank else torch.empty(piece.whole.shape, dtype=piece.dtype)
+        values = here.to(device).contiguous()
+        if world > 1:
+            dist.broadcast(values, src=piece.rank)
+        full = found.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
+        part_of(full, piece.whole).copy_(values)
+    return found
 
 
 def _named(parallel: Parallel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Each tensor under all its names, in the model's order."""
     return {name: tensors[first] for name, first in parallel.entries.names.items() if first in tensors}
-
-
-def _entry(state: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-    known = list(names)
-    for name in known:
-        if name in state:
-            return state[name]
-    raise InputError("state", known[0], "The state has no such entry. Give the state_dict of the whole model.")

@@ -1,51 +1,33 @@
-"""The end of a step before the update: sums over all ranks, whether they are finite, clipping."""
+"""Around backward: the loss of a batch whose backward is done already, sums over all ranks, clipping."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.errors import NonFiniteLossError
-from galvatron_lite.runtime.clip import local_tensor, squared_norm_share, step_factor
-from galvatron_lite.runtime.scaling import LossScaler
-from galvatron_lite.runtime.setup import StageRuntime
-from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
+from galvatron_lite.errors import InputError, NonFiniteLossError
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.parallelize import StageRuntime
+from galvatron_lite.runtime.parameters import guard_gradients, local_tensor, squared_norm_share
+
+if TYPE_CHECKING:
+    from galvatron_lite.runtime.engine import ParallelModel
 
 _NAMED = 3
+_TINY = 1e-6
 
 
-class SteppedModel(Protocol):
-    """What a step's end asks of a model in training: a ``ParallelModel``."""
-
-    device: torch.device
-    runtime: StageRuntime
-    scaler: LossScaler | None
-    watch: Watch
-
-    @property
-    def runtimes(self) -> Sequence[StageRuntime]:
-        """What trains the parts of the model that are on this rank."""
-        ...
-
-    def _multiply(self, factor: Tensor) -> None: ...
+def clip_factor(norm: Tensor, largest: float) -> Tensor:
+    """The factor that makes a gradient's norm ``largest`` at most (as ``torch.nn.utils.clip_grad_norm_``)."""
+    return torch.clamp(largest / (norm + _TINY), max=1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _NotFinite:
-    """What is not finite on a rank."""
-
-    loss: bool  # whether its part of the loss
-    made: bool  # whether gradients that it made itself
-    names: tuple[str, ...]  # parameters whose gradient, summed over ranks
-
-
-def reduced(parallel: SteppedModel, values: list[Tensor], with_norm: bool = True) -> Tensor:
+def reduced(parallel: ParallelModel, values: list[Tensor], with_norm: bool = True) -> Tensor:
     """Sums over the world of values, and of the gradient's squared norm, in one message."""
     if with_norm:
         shares = [squared_norm_share(one.owned, one.counted_elsewhere, parallel.device) for one in parallel.runtimes]
@@ -56,13 +38,8 @@ def reduced(parallel: SteppedModel, values: list[Tensor], with_norm: bool = True
     return stacked
 
 
-def finish_step(parallel: SteppedModel, loss: Tensor, largest: float | None) -> tuple[Tensor, bool]:
+def finish_step(parallel: ParallelModel, loss: Tensor, largest: float | None) -> tuple[Tensor, bool]:
     """The global loss, and whether the step may be taken, after checking gradients, scaling them back, clipping.
-
-    Args:
-        parallel: holds the gradients.
-        loss: this rank's part of it.
-        largest: norm to clip the gradient to; None: it stays as it is.
 
     Raises:
         NonFiniteLossError: the loss or the gradient is not; on all ranks. Not where fp16 overflows.
@@ -71,23 +48,33 @@ def finish_step(parallel: SteppedModel, loss: Tensor, largest: float | None) -> 
     lifted = None if parallel.scaler is None else parallel.scaler.get_scale()
     sums = reduced(parallel, [loss])
     is_finite = bool(sums.isfinite().all())
-    if not is_finite:
-        _refuse(parallel, loss, sums[0], overflows=lifted is not None)
-    elif (factor := step_factor(sums[-1], lifted, largest)) is not None:
-        parallel._multiply(factor)
+    if not is_finite and (lifted is None or not bool(sums[0].isfinite())):  # else scaled gradients overflow
+        _refuse(parallel, loss, sums[0])
+    if is_finite and (lifted is not None or largest is not None):
+        back = torch.full_like(sums[-1], 1.0 / (lifted or 1.0))
+        parallel._multiply(back if largest is None else back * clip_factor(sums[-1].sqrt() * back, largest))
     if parallel.scaler is not None:
         parallel.scaler.settle(is_finite)
     return sums[0], is_finite
 
 
-def _refuse(parallel: SteppedModel, local_loss: Tensor, loss: Tensor, overflows: bool) -> None:
-    """Raise, unless only the gradient is not finite, where that is an overflow of scaled ones."""
-    if overflows and bool(loss.isfinite()):
-        return
-    every: list[Any] = [_not_finite(parallel, local_loss)]
+@dataclass(frozen=True, slots=True)
+class _NotFinite:
+    loss: bool  # its part of the loss
+    made: bool  # gradients that it made itself
+    names: tuple[str, ...]  # parameters whose gradient, summed over ranks
+
+
+def _refuse(parallel: ParallelModel, local_loss: Tensor, loss: Tensor) -> None:
+    owned = [one for runtime in parallel.runtimes for one in runtime.owned]
+    bad = [one for one in owned if one.gradient is not None and not _is_finite(one.gradient)]
+    made = any(one.is_final and not one.is_zero for one in bad)
+    made = made or not all(runtime.reducer.gave_finite for runtime in parallel.runtimes)
+    here = _NotFinite(not _is_finite(local_loss), made, tuple(one.names[0] for one in bad))
+    every: list[Any] = [here]
     if parallel.runtime.meshes.world > 1:
         every *= dist.get_world_size()
-        dist.all_gather_object(every, _not_finite(parallel, local_loss), group=parallel.watch.group)
+        dist.all_gather_object(every, here, group=parallel.watch.group)
     what, ranks = _report(every, float(loss))
     raise NonFiniteLossError(
         f"{what} The step was not taken, parameters are unchanged, and training can go on. Look at "
@@ -95,15 +82,6 @@ def _refuse(parallel: SteppedModel, local_loss: Tensor, loss: Tensor, overflows:
         "the gradient (max_grad_norm).",
         ranks,
     )
-
-
-def _not_finite(parallel: SteppedModel, loss: Tensor) -> _NotFinite:
-    owned = [one for runtime in parallel.runtimes for one in runtime.owned]
-    bad = [one for one in owned if one.gradient is not None and not _is_finite(one.gradient)]
-    made = any(one.is_final and not one.is_zero for one in bad) or not all(
-        runtime.reducer.gave_finite for runtime in parallel.runtimes
-    )
-    return _NotFinite(not _is_finite(loss), made, tuple(one.names[0] for one in bad))
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -126,3 +104,69 @@ def _report(every: list[_NotFinite], loss: float) -> tuple[str, tuple[int, ...]]
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class GradientsAside:
+    """Gradients of earlier batches, kept apart until those of the next batch are summed over ranks.
+
+    Raises:
+        InputError: there are gradients whose loss is pending, or in host memory.
+    """
+
+    def __init__(self, runtimes: Sequence[StageRuntime], pending: bool) -> None:
+        held = [one for runtime in runtimes for one in runtime.owned if one.gradient is not None]
+        if held and (pending or any(one.host is not None for one in held)):
+            remedy = (
+                "Those of the last batch are still there. Under this plan the model works a batch through in "
+                "micro-batches by itself: call loss.backward() before the next batch, or optimizer.zero_grad(); with "
+                "offload plan a larger --batch to accumulate more."
+            )
+            raise InputError("gradients", "of two batches", remedy)
+        guard_gradients(held, guarded=False)
+        self._held = [(one, one.reduced.grad.clone()) for one in held if one.reduced.grad is not None]
+        for one, _ in self._held:
+            one.reduced.grad = None
+
+    def add(self) -> None:
+        """Add them to the new ones."""
+        for one, gradient in self._held:
+            new = one.reduced.grad
+            one.reduced.grad = gradient if new is None else new.add_(gradient)
+
+
+def stepped_loss(loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:
+    """A loss whose backward multiplies gradients that are there, for loops that call ``loss.backward()`` themselves.
+
+    Under a pipeline, or with several micro-batches, forward and backward passes take turns: there is no moment between
+    them for the loop. So the model does both when it is called, and ``loss.backward()`` only multiplies the gradients
+    by what the loop made of the loss (1 where it is left as it is).
+
+    Args:
+        loss: of the batch.
+        multiply: multiplies all gradients; raises where there are none.
+    """
+    anchor = torch.zeros((), device=loss.device, requires_grad=True)
+    stepped: Tensor = _Stepped.apply(anchor, loss, multiply)  # type: ignore[no-untyped-call]
+    return stepped
+
+
+def check_gradients(present: bool) -> None:
+    """Raise InputError for a backward pass whose gradients were thrown away."""
+    if not present:
+        remedy = "Under this plan they are made when the model is called: call optimizer.zero_grad() before that."
+        raise InputError("gradients", "none", remedy)
+
+
+class _Stepped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:  # noqa: ARG004
+        ctx.multiply, ctx.is_done = multiply, False
+        return loss.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.is_done:
+            raise InputError("loss.backward", "a second time", "Gradients were made when the model was called, once.")
+        ctx.is_done = True
+        ctx.multiply(gradient)
+        return torch.zeros_like(gradient), None, None

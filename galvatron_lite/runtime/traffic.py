@@ -1,9 +1,9 @@
-"""The glue code of a stage: what it works on, and what goes from it to layers and back."""
+"""Between layers and the code around them (glue code): how tensors lie, and their way from one layout to another."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,31 +11,145 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.model.batch import map_places, map_tensors, tensors_of
-from galvatron_lite.parallelism.cuts.tensor import Rules, cut_tensor, cuts_of, whole_shape
+from galvatron_lite.parallelism.context.rules import rules_of
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, MirroredGroup, ProcessAxisGroup
+from galvatron_lite.parallelism.sharded.tensor import (
+    Rules,
+    ShardedTensor,
+    ShardSpec,
+    ShardSpecs,
+    from_local,
+    global_shape,
+    locals_only,
+    name_of,
+    specs_of,
+)
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
+from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
-from galvatron_lite.runtime.border import BoundaryLayout, RankPiece
-from galvatron_lite.runtime.layout import PIXELS, Axis, AxisSplit, Layout
-from galvatron_lite.runtime.layout_tensor import LayoutTensor, layout_tensor
+from galvatron_lite.runtime.layout import PIXELS, WHOLE, Axis, AxisSplit, Layout
+from galvatron_lite.runtime.mesh import StrategyGroups
+from galvatron_lite.runtime.placement import LayerAssignment
 from galvatron_lite.runtime.redistribute import Mover
 
 Arrived = tuple[Mapping[str, tuple[AxisSplit, tuple[int, ...]]], Layout]
-"""How tensors of a nest that travels between stages lie, by place: split, and shape of the whole; those that are not
-named hold no samples. And the layout that they come from."""
+"""Of a nest that travels between stages: split and full shape of each tensor that holds samples, by place, and the
+layout that they come from."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPiece:
+    """A rank's part of a tensor of the stage."""
+
+    tensor: Tensor  # a plain one; its gradient is complete on every rank that holds the same
+    split: AxisSplit  # how the full tensor lies on the stage
+    shape: tuple[int, ...]  # of the full tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundaryLayout:
+    """What code in one layout works on."""
+
+    layout: Layout  # of its activations
+    axes: tuple[Axis, ...] = ()  # along which its pictures or tokens are cut; none where it works on plain tensors
+    lines: tuple[AxisGroup, ...] = ()  # the ranks along each
+    slices: AxisGroup | None = None  # the ranks that share the channels of what enters and leaves
+    outputs: tuple[int, ...] = ()  # channels of the pictures that leave, in order; empty where their shares are equal
+
+    def cuts(self, split: AxisSplit, shape: Sequence[int]) -> ShardSpecs:
+        """How a rank's box of a tensor is cut inside.
+
+        Where tensor groups split a rank's tokens again, code inside sees as many tokens as all ranks of the line hold.
+        """
+        lines = dict(zip(self.axes, self.lines, strict=True))
+        places = enumerate(zip(split.axes, shape, strict=True))
+        cut = [(dim, replace(axis, inner=1), extent // axis.inner) for dim, (axis, extent) in places]
+        return tuple(ShardSpec(dim, extent, lines[axis]) for dim, axis, extent in cut if axis in lines)
+
+    def split(self, cuts: ShardSpecs, shape: Sequence[int]) -> AxisSplit:
+        """How a tensor that is cut inside lies on the stage; its samples are shared."""
+        shared = self.layout.samples(shape)
+        axes = list(shared.axes)
+        for cut in cuts:
+            axes[cut.dim] = next(axis for axis, line in zip(self.axes, self.lines, strict=True) if line is cut.group)
+        return AxisSplit(shared.devices, tuple(axes))
+
+
+@dataclass(frozen=True, slots=True)
+class Bordered:
+    """A module of a layer, by its path, and what it works on."""
+
+    path: str
+    placed: LayerAssignment
+    border: BoundaryLayout
+
+
+def rules_under(strategy: Strategy) -> Rules:
+    """What functions do with what a layer's ranks share: tokens or pixels."""
+    return rules_of(strategy) if strategy.context > 1 else PIXELS_RULES
+
+
+def border_of(layout: Layout, strategy: Strategy, groups: StrategyGroups) -> BoundaryLayout:
+    """The border of a layer: lines of ranks along the tokens or the sides of pictures that its strategy shares."""
+    if strategy.context > 1 and groups.context is not None:
+        return BoundaryLayout(layout, (layout.token_axis,), (MirroredGroup(ProcessAxisGroup(groups.context)),))
+    sides = zip(layout.pixel_axes, (groups.depth, groups.height, groups.width), strict=True)
+    lines = [(axis, ProcessAxisGroup(group)) for axis, group in sides if axis != WHOLE and group is not None]
+    if strategy.spatial == 1:
+        return BoundaryLayout(layout)
+    return BoundaryLayout(layout, tuple(axis for axis, _ in lines), tuple(line for _, line in lines))
+
+
+class LayoutTensor(ShardedTensor):
+    """What a layer returned, as it lies: the next layer takes it so; code that looks at it gets the glue layout.
+
+    It tells its shape, dtype and the like without that. (A subclass, so that among cut tensors it is asked first.)
+    """
+
+    piece: RankPiece
+    show: Callable[[RankPiece], Tensor]  # with communication, so all ranks of the stage call it together
+    rows: int
+    shown: Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about metadata; call all other functions with the tensor in the glue layout."""
+        name, first = name_of(func), args[0] if args else None
+        if isinstance(first, LayoutTensor) and name in _OF_PIECE:
+            with locals_only():
+                return func(first.piece.tensor)
+        if isinstance(first, LayoutTensor) and name in _OF_SHAPE:
+            return func(torch.empty((first.rows, *first.piece.shape[1:]), device="meta"), *args[1:], **(kwargs or {}))
+        return func(*map_tensors(args, _seen), **map_tensors(kwargs or {}, _seen))
+
+
+_OF_PIECE = frozenset({"dtype", "device", "requires_grad", "is_floating_point", "is_complex", "layout"})
+_OF_SHAPE = frozenset({"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__"})
+
+
+def _seen(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, LayoutTensor):
+        return tensor
+    if tensor.shown is None:
+        tensor.shown = tensor.show(tensor.piece)
+    return tensor.shown
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What the hooks of one stage share."""
+    """Moves tensors between the glue code of a stage and its layers; shared by the hooks of the stage."""
 
     mover: Mover  # changes layouts
     border: BoundaryLayout  # of the glue code: its layout, and the ranks that share its pictures
     rules: Rules  # what functions do with cut tensors
     compute: torch.dtype | None  # what floating-point inputs of blocks are cast to; None: left alone
-    # by layer and place, how many items of dim 0 of an argument each sample has; where nothing is known, one whose
-    # dim 0 has as many items as there are samples is taken to have one
+    # by layer and place, how many items of dim 0 of an argument each sample has; without an entry, one whose dim 0 has
+    # as many items as there are samples is taken to have one
     sampled: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    rows: int = 0  # of the micro-batch, over the whole stage
+    rows: int = 0  # of the micro-batch, over the stage
     is_running: bool = False  # whether the stage runs a micro-batch forward now
     # glue tensors that were converted for a layer in this micro-batch, by identity
     brought: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -46,7 +160,7 @@ class Traffic:
         return self.border.layout
 
     def begin(self, rows: int) -> None:
-        """A micro-batch of so many rows, over the whole stage, starts its forward pass."""
+        """A micro-batch of so many rows, over the stage, starts its forward pass."""
         self.brought.clear()
         self.rows, self.is_running = rows, True
 
@@ -60,18 +174,13 @@ class Traffic:
         return tensor.dim() > 0 and tensor.shape[0] * layout.batch == self.rows
 
     def piece(self, tensor: Tensor, sampled: int | None = None) -> RankPiece | None:
-        """What a tensor of the glue code is on the stage; None where it does not hold the samples.
-
-        Args:
-            tensor: plain, cut, or as a layer returned it.
-            sampled: items of dim 0 of each sample; None: not known.
-        """
+        """The place on the stage of a tensor of the glue code; None where it does not hold the samples."""
         if isinstance(tensor, LayoutTensor):
             return tensor.piece
         if sampled not in (None, 1) or not self.has_rows(tensor, self.glue):
             return None
         tensor = settled(whole_logits(tensor), self.border.lines)
-        cuts, shape = cuts_of(tensor), (self.rows, *whole_shape(tensor)[1:])
+        cuts, shape = specs_of(tensor), (self.rows, *global_shape(tensor)[1:])
         return RankPiece(leaving(tensor, self.border.lines), self.border.split(cuts, shape), shape)
 
     def loose(self, tensor: Tensor, layout: Layout) -> Tensor:
@@ -79,7 +188,7 @@ class Traffic:
         return self._between(leaving(whole_logits(tensor), self.border.lines), self.glue, layout)
 
     def see(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """What a layer returned that does not hold the samples, as glue code sees it."""
+        """A layer's output that does not hold the samples, as glue code sees it."""
         return entering(self._between(tensor, layout, self.glue), (), self.border.lines, self.rules)
 
     def _between(self, tensor: Tensor, source: Layout, target: Layout) -> Tensor:
@@ -89,7 +198,9 @@ class Traffic:
         """
         if not tensor.requires_grad or source.batch == target.batch or source.devices != target.devices:
             return tensor
-        return _spread(tensor, self.mover.group, 1 / (target.replicas * source.batch))
+        factor = 1 / (target.replicas * source.batch)
+        spread: Tensor = _Spread.apply(tensor, self.mover.group, factor)  # type: ignore[no-untyped-call]
+        return spread
 
     def show(self, piece: RankPiece) -> Tensor:
         """A piece in the glue layout, as glue code sees it."""
@@ -98,11 +209,16 @@ class Traffic:
         return entering(moved, self.border.cuts(split, piece.shape), self.border.lines, self.rules)
 
     def hand(self, piece: RankPiece) -> Tensor:
-        """What glue code is given of what a layer returned; it moves once code looks at it."""
+        """A layer's output for glue code; it moves once code looks at it."""
         if piece.split == self.target(piece.shape):
             return self.show(piece)
         # by its own shape: what a stage receives is handed over before its first micro-batch begins
-        return layout_tensor(piece, piece.shape[0] // self.glue.batch, self.show)
+        rows = piece.shape[0] // self.glue.batch
+        # without data: C++ code that does not ask __torch_function__ fails instead of working on something else
+        empty = torch.empty((rows, *piece.shape[1:]), dtype=piece.tensor.dtype, device="meta")
+        handed: LayoutTensor = empty.as_subclass(LayoutTensor)
+        handed.piece, handed.rows, handed.show, handed.shown = piece, rows, self.show, None
+        return handed
 
     def target(self, shape: tuple[int, ...]) -> AxisSplit:
         """How a tensor of the samples lies in the glue code."""
@@ -123,7 +239,7 @@ class Traffic:
         return map_places(value, plain), (lying, self.glue)
 
     def unpack(self, value: Any, arrived: Arrived) -> Any:
-        """What came from the stage before, as glue code is given it."""
+        """What came from the stage before, for glue code."""
         lying, source = arrived
 
         def arrive(place: str, tensor: Tensor) -> Tensor:
@@ -132,13 +248,9 @@ class Traffic:
         return map_places(value, arrive)
 
     def cut_batch(self, part: Any, device: torch.device) -> Any:
-        """This rank's share of pictures, and of all whose last dims are the pictures' pixels, as glue code sees it.
+        """This rank's share of pictures, and of all whose last dims are the pictures' pixels, on a device.
 
         Ids of tokens, masks and labels stay whole: layers that share tokens take their own.
-
-        Args:
-            part: this rank's samples, whole.
-            device: where to put it.
         """
         sides = _sides(part) if self.glue.splits_pixels else ()
 
@@ -151,7 +263,7 @@ class Traffic:
             for one in cuts:
                 tensor = tensor.narrow(one.dim, one.start, one.length)
             there = tensor.to(device, non_blocking=True).contiguous()
-            return cut_tensor(there.view_as(there), cuts, self.rules)
+            return from_local(there.view_as(there), cuts, self.rules)
 
         return map_tensors(part, cut)
 
@@ -163,6 +275,8 @@ def _sides(part: Any) -> tuple[int, ...]:
 
 
 class _Spread(torch.autograd.Function):
+    """The tensor; its gradient is the sum of the ranks' times a factor."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, factor: float) -> Tensor:
         ctx.group, ctx.factor = group, factor
@@ -173,9 +287,3 @@ class _Spread(torch.autograd.Function):
         total = gradient * ctx.factor
         dist.all_reduce(total, group=ctx.group)
         return total, None, None
-
-
-def _spread(tensor: Tensor, group: dist.ProcessGroup | None, factor: float) -> Tensor:
-    """The tensor; its gradient is the sum of the ranks' times a factor."""
-    spread: Tensor = _Spread.apply(tensor, group, factor)  # type: ignore[no-untyped-call]
-    return spread

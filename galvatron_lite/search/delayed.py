@@ -91,7 +91,7 @@ def _why_not(task: PlanTask, setting: CyclicSetting) -> str:
     request, counts = task.request, _counts(task, setting)
     if not counts:
         return _devices_of(setting, request.devices)
-    forbidden = {CyclicSetting.DATA: "data", CyclicSetting.ZERO: "zero", CyclicSetting.STAGES: "pipeline"}.get(setting)
+    forbidden = {CyclicSetting.DATA: "data", CyclicSetting.STAGES: "pipeline"}.get(setting)
     if forbidden in request.fixed.forbidden:
         return f"--forbid {forbidden} rules it out"
     if not any(request.global_batch % count == 0 for count in counts):

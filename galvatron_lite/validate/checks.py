@@ -136,7 +136,6 @@ def _does_not_split(run: PublishedRun) -> Skipped | None:
 
 
 def _words(name: str, value: object, remedy: str) -> str:
-    """A detail as every error has it: field, value, remedy."""
     return str(InputError(name, value, remedy))
 
 
@@ -188,8 +187,7 @@ def link_is_specific(text: str, between: bool) -> bool:
     return one == other or _GENERIC[between].search(text.lower()) is not None
 
 
-def not_stated(run: PublishedRun) -> Iterator[str]:
-    """What a run leaves out, and what is taken for it."""
+def _not_stated(run: PublishedRun) -> Iterator[str]:
     device = device_of(run.gpu)
     if device is not None and run.gpu is not None and device.name.lower() != run.gpu.lower():
         yield f"gpu {run.gpu!r} read as {device.name}"
@@ -209,7 +207,6 @@ _TAKEN = {
 
 
 def _needed(run: PublishedRun, name: str) -> bool:
-    """Whether a field that is not stated decides anything."""
     devices = run.n_gpus or 1
     language = run.seq_len is not None
     return {
@@ -227,4 +224,4 @@ def _needed(run: PublishedRun, name: str) -> bool:
 
 def assumptions(run: PublishedRun) -> list[str]:
     """All that is taken for a run without its saying so; what it says in vain comes first."""
-    return [*taken_otherwise(run), *not_stated(run)]
+    return [*taken_otherwise(run), *_not_stated(run)]

@@ -55,7 +55,6 @@ def _milder(run: PublishedRun, plan: Plan, graph: ModelGraph) -> Iterator[Plan]:
 
 
 def _sharded(strategy: Strategy) -> Strategy:
-    """Replicas that share their optimizer's states."""
     if strategy.zero_stage or strategy.data * strategy.context == 1:
         return strategy
     return replace(strategy, data=1, zero=strategy.data, zero_stage=1)
@@ -94,7 +93,6 @@ def _new(
 
 
 def _blocks(plan: Plan, graph: ModelGraph) -> Iterator[int]:
-    """Blocks of each stage."""
     layers = iter(graph.layers)
     for stage in plan.stages:
         inside = islice(layers, sum(run.count for run in stage.runs))

@@ -172,7 +172,6 @@ def shape_of(run: PublishedRun, stack: Stack) -> Shape | Skipped:
 
 
 def _unknown(run: PublishedRun) -> str:
-    """What to give instead of an architecture that is not modelled."""
     return str(InputError("arch", run.arch, "Known: decoder, moe, encoder, encoder-decoder, cnn, vit, unet."))
 
 

@@ -62,7 +62,7 @@ def recompute_of(text: str | None) -> Recompute:
     return Recompute.SELECTIVE if said.startswith("selective") else Recompute.NONE
 
 
-def recompute_choices(text: str | None, layers: int) -> Sequence[Recompute]:
+def _recompute_choices(text: str | None, layers: int) -> Sequence[Recompute]:
     """What each block computes again; ``every 2nd layer`` means all of every second one."""
     said = (text or "none").lower()
     every = re.search(r"every (\d+)(?:st|nd|rd|th)? layer", said)
@@ -144,7 +144,7 @@ def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) 
     if (run.spatial or 1) > 1 or (run.filter or 1) > 1:
         return Skipped("spatial or filter parallelism")  # image networks: ``predict_shared``
     schedule, virtual = _schedule(run, stack)
-    counts = stage_sizes(run, graph, virtual * degrees[2], stack)
+    counts = _stage_sizes(run, graph, virtual * degrees[2], stack)
     if isinstance(counts, Skipped):
         return counts
     return Plan(
@@ -172,8 +172,7 @@ def _schedule(run: PublishedRun, stack: Stack) -> tuple[Schedule, int]:
     return (schedule, virtual) if virtual > 1 else (Schedule.ONE_F_ONE_B, 1)
 
 
-def strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
-    """What every layer does; recomputation is set layer by layer."""
+def _strategy_of(run: PublishedRun, stack: Stack) -> Strategy:
     replicas, context = run.dp or 1, run.cp or 1
     zero_stage = stack.zero_stage if run.zero_stage is None else run.zero_stage
     if run.zero_group == 1 or replicas * context == 1:
@@ -201,7 +200,7 @@ def gathers_once(run: PublishedRun, stack: Stack) -> bool:
     return stack.gathers_once and stage > 1 and (run.pp or 1) > 1
 
 
-def stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack | None = None) -> list[int] | Skipped:
+def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack | None = None) -> list[int] | Skipped:
     """Blocks of each stage, in model order.
 
     Where blocks do not divide, embedding and head count as a layer each, or the head alone (Megatron-LM's
@@ -273,8 +272,8 @@ def _stages(run: PublishedRun, graph: ModelGraph, stack: Stack, counts: Sequence
 
 def _strategies(run: PublishedRun, graph: ModelGraph, stack: Stack) -> list[Strategy]:
     """The strategy of every layer; only blocks compute again."""
-    base = strategy_of(run, stack)
+    base = _strategy_of(run, stack)
     blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
-    choices = iter(recompute_choices(run.act_ckpt, blocks))
+    choices = iter(_recompute_choices(run.act_ckpt, blocks))
     known = {choice: replace(base, recompute=choice) for choice in Recompute}
     return [known[next(choices)] if layer.role is Role.BLOCK else known[Recompute.NONE] for layer in graph.layers]

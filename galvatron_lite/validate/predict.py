@@ -16,8 +16,8 @@ from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
-from galvatron_lite.oracle.closed_form import Method
 from galvatron_lite.oracle.pricing import LayerLayout, lay_out_model, profile_on
+from galvatron_lite.oracle.rows import Method
 from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
@@ -33,7 +33,7 @@ from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.software import stack_of
 
 
-def peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tuple[MemoryBreakdown, int]:
+def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tuple[MemoryBreakdown, int]:
     """The stage that a run speaks of, and the bytes that it would have measured there.
 
     The last rank's stage, all devices together, or the fullest stage. What is counted: what ``nvidia-smi`` shows, what
@@ -57,8 +57,7 @@ def peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tupl
     return fullest, counted(fullest)
 
 
-def shares_samples(run: PublishedRun) -> bool:
-    """Whether several devices work on the pixels or the channels of one sample."""
+def _shares_samples(run: PublishedRun) -> bool:
     return (run.spatial or 1) > 1 or (run.filter or 1) > 1
 
 
@@ -167,7 +166,7 @@ class Predictor:
         if run.problem is not None:
             return Skipped("a field cannot be read", run.problem)
         try:
-            if shares_samples(run):
+            if _shares_samples(run):
                 return not_understood(run) or self._predict_shared(run)
             understood = not_understood(run) or self.understand(run)
             return understood if isinstance(understood, Skipped) else _outcome(run, understood)
@@ -178,7 +177,6 @@ class Predictor:
             return Skipped(f"internal error: {type(error).__name__}", str(error))
 
     def _predict_shared(self, run: PublishedRun) -> Predicted | Skipped:
-        """A run whose devices share samples."""
         cluster = self._cluster(run)
         if isinstance(cluster, Skipped):
             return cluster
@@ -203,7 +201,6 @@ class Predictor:
         return self._planned(run, regathering, precision, cluster)
 
     def _planned(self, run: PublishedRun, stack: Stack, precision: str, cluster: Cluster) -> Understood | Skipped:
-        """``understand`` on a known machine with known software."""
         graph = self._graph(run, stack, precision)
         if isinstance(graph, Skipped):
             return graph
@@ -242,7 +239,6 @@ class Predictor:
         return self.graphs[key]
 
     def _pricer(self, graph: ModelGraph, cluster: Cluster, stack: Stack, precision: str, plan: Plan) -> LayerPricer:
-        """Prices of the points that a plan needs."""
         wanted = wanted_points(graph, plan)
         strategies = [run.strategy for stage in plan.stages for run in stage.runs]
         expert, context = (max(getattr(one, name) for one in strategies) for name in ("expert", "context"))
@@ -290,7 +286,7 @@ def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
 
 def _outcome(run: PublishedRun, understood: Understood) -> Predicted:
     device = understood.cluster.device
-    stage, peak = peak_of(run, understood.stack, understood.plan, device)
+    stage, peak = _peak_of(run, understood.stack, understood.plan, device)
     return Predicted(
         step_seconds=understood.seconds,
         peak_memory=peak,

@@ -1,19 +1,18 @@
 """Scores of published runs as lines and as data, with notes on rows that are not scored and units that look wrong.
 
-To the left every scored step, both axes logarithmic, with the line of equality and bands of 10 and 25 % around it. To
-the right a row a family, which is the legend too: its mark and name, its runs, a tick at predicted / measured of each,
-a bar at their median and a line below the middle half, and the median of absolute errors.
+The figure shows every scored step, both axes logarithmic, with the line of equality and bands of 10 and 25 % around
+it, and a legend of families: mark, name, number of runs, and the median of absolute errors.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from math import log
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from xml.sax.saxutils import escape
 
 from galvatron_lite.svg import KINDS as MARKS
@@ -189,7 +188,7 @@ def worst_lines(one: Judged) -> list[str]:
     """What there is to say of one run: its plan, its error, its breakdown."""
     assert isinstance(one.outcome, Predicted)
     assert one.measured is not None
-    lines = [f"{one.run.run_id}  {plan_words(one)}"]
+    lines = [f"{one.run.run_id}  {_plan_words(one)}"]
     seconds = one.measured.step_seconds
     if seconds is not None:
         held = f"  time {one.outcome.step_seconds:.4g} s, measured {seconds:.4g} s{_off(one.time)}: "
@@ -206,8 +205,7 @@ def _off(ratio: float | None) -> str:
     return "" if ratio is None else f" ({100 * ratio - 100:+.0f} %)"
 
 
-def plan_words(one: Judged) -> str:
-    """The run's model, machine and plan in a line."""
+def _plan_words(one: Judged) -> str:
     run = one.run
     degrees = " ".join(
         f"{name}{value}" for name in ("dp", "tp", "pp", "cp", "ep") if (value := getattr(run, name) or 1) > 1
@@ -223,33 +221,31 @@ def _parts(breakdown: object, unit: float, suffix: str) -> str:
 
 
 BANDS = (0.25, 0.10)  # relative errors that the bands show, widest first
-
 OTHERS = "others"  # families beyond those that marks can tell apart, together
-
-_SIDE, _LEFT, _TOP, _ROW = 560, 62, 86, 17
-_NAMES = _LEFT + _SIDE + 34
-_TICKS, _WIDTH = _NAMES + 208, 250
-_FIGURES = _TICKS + _WIDTH + 52
+_SIDE, _LEFT, _TOP, _ROW, _NAMES = 560, 62, 86, 17, 656
 _CROWDED = 150  # points of a family above which they are drawn lighter
 
 Point = tuple[float, float]  # measured and predicted seconds
+Series = Mapping[str, Sequence[Point]]
 
 
 def scatter(judged: Iterable[Judged], key: Callable[[PublishedRun], str] = lambda run: run.family) -> str:
     """The figure of all scored step times as SVG, by family or another key; it fits light and dark pages."""
     series = _series(judged, key)
-    height = _TOP + max(_SIDE, _ROW * len(series)) + 56
-    return document(
-        _FIGURES + 12,
-        height,
-        "Predicted against measured seconds a training step",
-        [*_heading(series), *_plane(series), *_rows(series)],
-        _words(series),
-    )
+    title = "Predicted against measured seconds a training step"
+    errors = "; ".join(f"{name} ({len(points)} runs): {_error(points)}" for name, points in series.items())
+    parts = [
+        caption(_LEFT, 26, title, more=' font-size="15" font-weight="600"'),
+        caption(_LEFT, 46, _summary(series), kind="soft"),
+        caption(_LEFT, 64, "bands: 10 % and 25 % either way", kind="soft"),
+        *_plane(series),
+        *_legend(series),
+    ]
+    words = f"{_summary(series)}. Median absolute error by group: {errors}."
+    return document(_NAMES + 280, _TOP + max(_SIDE, _ROW * len(series)) + 56, title, parts, words)
 
 
-def _series(judged: Iterable[Judged], key: Callable[[PublishedRun], str]) -> dict[str, list[Point]]:
-    """Points by name, in the order names first appear."""
+def _series(judged: Iterable[Judged], key: Callable[[PublishedRun], str]) -> Series:
     found: dict[str, list[Point]] = defaultdict(list)
     for one in judged:
         if one.time is not None and isinstance(one.outcome, Predicted) and one.measured is not None:
@@ -257,61 +253,34 @@ def _series(judged: Iterable[Judged], key: Callable[[PublishedRun], str]) -> dic
             if measured > 0 and one.outcome.step_seconds > 0:
                 found[key(one.run)].append((measured, one.outcome.step_seconds))
     if len(found) <= MARKS:
-        return dict(found)
+        return found
     largest = sorted(found, key=lambda name: -len(found[name]))[: MARKS - 1]
     kept = {name: points for name, points in found.items() if name in largest}
     return kept | {OTHERS: [point for name, points in found.items() if name not in largest for point in points]}
 
 
-def _ratios(points: Iterable[Point]) -> list[float]:
-    return [predicted / measured for measured, predicted in points]
+def _errors(points: Iterable[Point]) -> list[float]:
+    return [abs(predicted / measured - 1) for measured, predicted in points]
 
 
-def _summary(series: Mapping[str, Sequence[Point]]) -> str:
-    ratios = [ratio for points in series.values() for ratio in _ratios(points)]
-    if not ratios:
+def _error(points: Iterable[Point]) -> str:
+    return f"{100 * median(_errors(points)):.1f} %"
+
+
+def _summary(series: Series) -> str:
+    errors = [error for points in series.values() for error in _errors(points)]
+    if not errors:
         return "no step time is scored"
-    shares = (
-        f"{100 * sum(abs(r - 1) <= b for r in ratios) / len(ratios):.0f} % within {100 * b:.0f} %"
-        for b in reversed(BANDS)
-    )
-    return f"{len(ratios):,} training runs: {', '.join(shares)}"
+    within = [(band, sum(error <= band for error in errors) / len(errors)) for band in reversed(BANDS)]
+    shares = ", ".join(f"{100 * share:.0f} % within {100 * band:.0f} %" for band, share in within)
+    return f"{len(errors):,} training runs: {shares}"
 
 
-def _words(series: Mapping[str, Sequence[Point]]) -> str:
-    """What a screen reader says."""
-    errors = "; ".join(f"{name} ({len(points)} runs): {_error(points)}" for name, points in series.items())
-    return f"{_summary(series)}. Median absolute error by group: {errors}."
-
-
-def _heading(series: Mapping[str, Sequence[Point]]) -> list[str]:
-    bold = ' font-size="15" font-weight="600"'
-    return [
-        caption(_LEFT, 26, "Predicted against measured seconds a training step", more=bold),
-        caption(_LEFT, 46, _summary(series), kind="soft"),
-        caption(_LEFT, 64, "bands: 10 % and 25 % either way; ticks at an edge lie beyond it", kind="soft"),
-    ]
-
-
-def _plane(series: Mapping[str, Sequence[Point]]) -> list[str]:
+def _plane(series: Series) -> Iterator[str]:
     """The scatter; families of many runs first, so that they do not cover the others."""
     low, high = rounded(value for points in series.values() for point in points for value in point)
     across, upwards = Scale(low, high, _LEFT, _LEFT + _SIDE), Scale(low, high, _TOP + _SIDE, _TOP)
-    places = {name: place for place, name in enumerate(series)}
-    marks = [
-        f'<g class="c{colour(places[name])}" fill-opacity="{0.5 if len(points) > _CROWDED else 0.85}">'
-        f"<title>{escape(name)}</title>"
-        + "".join(mark(places[name], across.at(measured), upwards.at(predicted)) for measured, predicted in points)
-        + "</g>"
-        for name, points in sorted(series.items(), key=lambda item: -len(item[1]))
-    ]
-    return [*_bands(across, upwards), *_grid(across, upwards), *marks]
-
-
-def _bands(across: Scale, upwards: Scale) -> list[str]:
-    """Areas of errors up to ``BANDS``, and the line of equality."""
-    low, high = across.low, across.high
-    areas = []
+    right, bottom, middle = _LEFT + _SIDE, _TOP + _SIDE, _TOP + _SIDE / 2
     for error, kind in zip(BANDS, ("far", "near"), strict=True):
         above, below = 1 + error, 1 - error
         corners = [
@@ -319,62 +288,30 @@ def _bands(across: Scale, upwards: Scale) -> list[str]:
             (high, high), (high, high * below), (low / below, low),
         ]  # fmt: skip
         path = "L".join(f"{across.at(x):.1f} {upwards.at(y):.1f}" for x, y in corners)
-        areas.append(f'<path class="{kind}" d="M{path}z"/>')
-    ends = f"M{_LEFT} {_TOP + _SIDE}L{_LEFT + _SIDE} {_TOP}"
-    return [*areas, f'<path class="one" d="{ends}"/>']
-
-
-def _grid(across: Scale, upwards: Scale) -> list[str]:
-    right, bottom = _LEFT + _SIDE, _TOP + _SIDE
-    lines = [f'<path class="grid" d="M{_LEFT} {_TOP}H{right}V{bottom}H{_LEFT}z"/>']
-    for value in decades(across.low, across.high):
+        yield f'<path class="{kind}" d="M{path}z"/>'
+    yield f'<path class="one" d="M{_LEFT} {bottom}L{right} {_TOP}"/>'
+    yield f'<path class="grid" d="M{_LEFT} {_TOP}H{right}V{bottom}H{_LEFT}z"/>'
+    for value in decades(low, high):
         x, y, name = across.at(value), upwards.at(value), f"{value:,g}"
-        lines.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{bottom}M{_LEFT} {y:.1f}H{right}"/>')
-        lines += [caption(x, bottom + 18, name, "middle", "soft"), caption(_LEFT - 7, y + 4, name, "end", "soft")]
-    turned = f' transform="rotate(-90 18 {_TOP + _SIDE / 2})"'
-    return [
-        *lines,
-        caption(_LEFT + _SIDE / 2, bottom + 40, "measured, seconds a step", "middle"),
-        caption(18, _TOP + _SIDE / 2, "predicted, seconds a step", "middle", more=turned),
-    ]
+        yield f'<path class="grid" d="M{x:.1f} {_TOP}V{bottom}M{_LEFT} {y:.1f}H{right}"/>'
+        yield caption(x, bottom + 18, name, "middle", "soft") + caption(_LEFT - 7, y + 4, name, "end", "soft")
+    yield caption(_LEFT + _SIDE / 2, bottom + 40, "measured, seconds a step", "middle")
+    turned = f' transform="rotate(-90 18 {middle})"'
+    yield caption(18, middle, "predicted, seconds a step", "middle", more=turned)
+    places = {name: place for place, name in enumerate(series)}
+    for name, points in sorted(series.items(), key=lambda item: -len(item[1])):
+        yield f'<g class="c{colour(places[name])}" fill-opacity="{0.5 if len(points) > _CROWDED else 0.85}">'
+        yield f"<title>{escape(name)}</title>"
+        yield from (mark(places[name], across.at(measured), upwards.at(predicted)) for measured, predicted in points)
+        yield "</g>"
 
 
-def _rows(series: Mapping[str, Sequence[Point]]) -> list[str]:
-    """The legend, with each family's errors."""
-    scale, bottom = Scale(0.5, 2.0, _TICKS, _TICKS + _WIDTH), _TOP + _ROW * len(series)
-    lines = [
-        caption(_NAMES + 12, _TOP - 10, "family (runs)", kind="soft"),
-        caption(_TICKS + _WIDTH / 2, _TOP - 10, "predicted / measured", "middle", "soft"),
-        caption(_FIGURES, _TOP - 10, "median error", "end", "soft"),
-    ]
-    for error, kind in zip(BANDS, ("far", "near"), strict=True):
-        left, right = scale.at(1 - error), scale.at(1 + error)
-        lines.append(f'<path class="{kind}" d="M{left:.1f} {_TOP}H{right:.1f}V{bottom}H{left:.1f}z"/>')
-    for value, name in ((0.5, "½"), (0.75, "−25 %"), (1.0, "1"), (1.25, "+25 %"), (2.0, "2")):
-        x = scale.at(value)
-        lines.append(f'<path class="{"one" if value == 1 else "grid"}" d="M{x:.1f} {_TOP}V{bottom}"/>')
-        lines.append(caption(x, bottom + 16, name, "middle", "soft"))
+def _legend(series: Series) -> Iterator[str]:
+    yield caption(_NAMES + 12, _TOP - 10, "family (runs)", kind="soft")
+    yield caption(_NAMES + 268, _TOP - 10, "median error", "end", "soft")
     for place, (name, points) in enumerate(series.items()):
-        lines += _row(place, name, points, scale)
-    return lines
-
-
-def _row(place: int, name: str, points: Sequence[Point], scale: Scale) -> list[str]:
-    """One family: mark, name, a tick a run, the bar at their median, the median of absolute errors."""
-    top = _TOP + _ROW * place
-    base, ratios = top + 12.5, _ratios(points)
-    ticks = "".join(f"M{x:.1f} {top + 4}v8" for x in sorted({round(scale.at(ratio), 1) for ratio in ratios}))
-    left, middle, right = (scale.at(cut) for cut in quantiles(ratios * 2, n=4, method="inclusive"))
-    big = f'transform="translate({_NAMES + 2} {top + 8.5}) scale(1.4)"'
-    return [
-        f'<g class="c{colour(place)}" {big}>{mark(place, 0, 0)}</g>',
-        caption(_NAMES + 12, base, f"{name} ({len(points)})"),
-        f'<path class="t{colour(place)}" stroke-opacity="{0.3 if len(points) > _CROWDED else 0.6}" d="{ticks}"/>',
-        f'<path class="one" stroke-width="1.2" d="M{left:.1f} {top + 14}H{right:.1f}"/>',
-        f'<path class="one" stroke-width="2.5" d="M{middle:.1f} {top + 2}v12.5"/>',
-        caption(_FIGURES, base, _error(points), "end"),
-    ]
-
-
-def _error(points: Sequence[Point]) -> str:
-    return f"{100 * median(abs(ratio - 1) for ratio in _ratios(points)):.1f} %"
+        top = _TOP + _ROW * place
+        big = f'transform="translate({_NAMES + 2} {top + 8.5}) scale(1.4)"'
+        yield f'<g class="c{colour(place)}" {big}>{mark(place, 0, 0)}</g>'
+        yield caption(_NAMES + 12, top + 12.5, f"{name} ({len(points)})")
+        yield caption(_NAMES + 268, top + 12.5, _error(points), "end")

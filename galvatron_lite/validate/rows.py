@@ -40,15 +40,13 @@ NOT_USED = ("tflops_per_gpu", "tflops_kind", "mfu", "hfu")
 """Fields that published rows have and nothing here reads: every source counts FLOPs in its own way."""
 
 
-def checked(name: str, value: Any, kind: str, place: str) -> Any:
-    """A field's value as its kind."""
+def _checked(name: str, value: Any, kind: str, place: str) -> Any:
     if not _of_kind(value, kind) or not _within(name, value):
-        raise FileFormatError(f"{place}, {name}", value, f"Give {allowed(name, kind)}, or leave it out.")
+        raise FileFormatError(f"{place}, {name}", value, f"Give {_allowed(name, kind)}, or leave it out.")
     return int(value) if kind == "int" else value
 
 
-def allowed(name: str, kind: str) -> str:
-    """What a field may hold, in words."""
+def _allowed(name: str, kind: str) -> str:
     if name == "quality":
         return f"one of {', '.join(GRADES)}"
     if name in WHOLE:
@@ -209,7 +207,7 @@ def readable(data: dict[str, Any], number: int, place: str) -> PublishedRun:
 
 def _good(name: str, value: Any) -> bool:
     try:
-        return value is not None and checked(name, value, KINDS[name], "") is not None
+        return value is not None and _checked(name, value, KINDS[name], "") is not None
     except FileFormatError:
         return False
 
@@ -227,4 +225,4 @@ def run_from_data(data: dict[str, Any], place: str = "run", line: int | None = N
         if data.get(name) is None:
             raise FileFormatError(f"{place}, {name}", None, "Every run needs it.")
     known = {name: data[name] for name in KINDS if data.get(name) is not None}
-    return PublishedRun(**{name: checked(name, value, KINDS[name], place) for name, value in known.items()}, line=line)
+    return PublishedRun(**{name: _checked(name, value, KINDS[name], place) for name, value in known.items()}, line=line)

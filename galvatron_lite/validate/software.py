@@ -145,5 +145,4 @@ def _kept(run: PublishedRun, stack: Stack) -> StateLayout:
 
 
 def _is_fp32(precision: str) -> bool:
-    """Whether compute is in 32 bits."""
     return ITEM_BYTES.get(precision) == 4

@@ -16,33 +16,16 @@ from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.batch import LossFn, resize_batch
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.shapes import (
-    ConvNextShape,
     DecoderShape,
     EncoderDecoderShape,
     EncoderShape,
     MoeShape,
-    ResNetShape,
     Shape,
     VitShape,
     load_shape,
 )
-from galvatron_lite.model.shapes.fields import TransformerShape
-from galvatron_lite.model.shapes.picture_fields import (
-    AlexNetShape,
-    CosmoFlowShape,
-    PerceptionShape,
-    PictureShape,
-    RegNetShape,
-    UNetShape,
-    VggShape,
-)
-from galvatron_lite.model.zoo import build, size_named
-
-_SMALLEST = {
-    VggShape: "vgg-mini", AlexNetShape: "alexnet-mini", RegNetShape: "regnet-mini", UNetShape: "unet",
-    CosmoFlowShape: "cosmoflow-512", PerceptionShape: "perception",
-}  # fmt: skip
-"""A size of each family of pictures, whose fields are then those of the shape."""
+from galvatron_lite.model.shapes.fields import PictureShape, TransformerShape
+from galvatron_lite.model.zoo import build, build_image, size_named
 
 
 def build_named(name: str, sequence: int | None = None) -> nn.Module:
@@ -75,38 +58,8 @@ def build_shape(shape: Shape, sequence: int | None = None) -> nn.Module:
             return _both(shape)
         case VitShape():
             return _vit(shape)
-        case ResNetShape():
-            return build(
-                "resnet-mini",
-                side=shape.image_size,
-                channels=shape.channels,
-                classes=shape.classes,
-                depths=shape.depths,
-                width=shape.width,
-            )
-        case ConvNextShape():
-            sides = {"height": shape.image_height or shape.image_size, "width": shape.image_width or shape.image_size}
-            fields = {"depths": shape.depths, "widths": shape.widths, "kernel": shape.kernel}
-            return build("convnext-mini", **fields, **sides, channels=shape.channels, classes=shape.classes)
         case PictureShape():
-            return _network(shape)
-
-
-def _network(shape: PictureShape) -> nn.Module:
-    size = _SMALLEST[type(shape)]
-    own = {"image_size": "side", "classes": "targets" if isinstance(shape, CosmoFlowShape) else "classes"}
-    names = set(build_fields(size))
-    fields = {own.get(name, name): getattr(shape, name) for name in shape.__dataclass_fields__}
-    return build(size, **{name: value for name, value in fields.items() if name in names})
-
-
-def build_fields(size: str) -> tuple[str, ...]:
-    """Fields of the configuration of a size of the zoo."""
-    from torch import device
-
-    with device("meta"):
-        config: Any = build(size).config
-    return tuple(config.__dataclass_fields__)
+            return build_image(shape)
 
 
 def _refuse(shape: TransformerShape, why: str) -> InputError:

@@ -46,11 +46,11 @@ def test_the_plan_says_that_the_rule_changes(
     ("pins", "said"),
     [
         (["--fix", "rule=cdp-v2"], "Allow that: --allow-delay."),
-        (["--fix", "setting=zero"], "Allow that: --allow-delay."),
+        (["--fix", "setting=stages"], "Allow that: --allow-delay."),
         (["--fix", "schedule=cyclic"], "Allow that: --allow-delay."),
         (["--allow-delay", "--schedule", "cyclic"], "--allow-delay --fix schedule=cyclic"),
         (["--allow-delay", "--fix", "rule=cdp-v3"], "Give one of cdp-v1, cdp-v2"),
-        (["--allow-delay", "--fix", "setting=ring"], "Give one of single, data, zero, stages"),
+        (["--allow-delay", "--fix", "setting=ring"], "Give one of single, data, stages"),
         (["--allow-delay", "--fix", "setting=single"], "it is of one device, not 3"),
         (["--allow-delay", "--fix", "setting=data", "--mode", "inference"], "in training only"),
     ],

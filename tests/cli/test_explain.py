@@ -43,12 +43,12 @@ def test_a_plan_by_hand_is_explained(folder: Path) -> None:
     lines = [line.rstrip() for line in shown.splitlines()]
     assert lines[0] == "test on 2 devices: no pipeline, batch 4 in 2 micro-batches of 2, fp32"
     for title in (
-        "What binds", "Price of memory", "What was chosen, and what it buys (all else equal)", "How sure",
+        "What limits the step", "Price of memory", "What each choice gains (all else equal)", "Prediction accuracy",
     ):  # fmt: skip
         assert title in lines
     assert any(line.startswith("Where the step goes (devices of group 0, the busiest") for line in lines)
     assert any(line.startswith("l1 … l3 (3): data2") for line in lines)
-    assert any(line.split(":")[0] == "Not said" and "--no-what-if" in line for line in lines)
+    assert any(line.split(":")[0] == "Skipped" and "--no-what-if" in line for line in lines)
 
 
 def test_json_has_units_in_its_names(folder: Path) -> None:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.capture.factory import load_factory
-from galvatron_lite.capture.named import graph_named
+from galvatron_lite.capture.named import graph_named, load_factory
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.zoo import build
 

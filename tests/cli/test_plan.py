@@ -63,7 +63,7 @@ def test_a_model_can_be_given_by_its_shape(monkeypatch: pytest.MonkeyPatch, caps
     said = capsys.readouterr().out
     assert "From the shape given: estimated" in said
     assert "made here" not in said
-    assert "fp16, the best it trains in" in said
+    assert "fp16, precision chosen automatically" in said
     assert run(monkeypatch, "plan", *shape, "--cluster", "v100", "--gpus", "4", "--precision", "bf16") == 1
     assert "Precisions of V100-SXM2-32GB: fp32, fp16." in capsys.readouterr().err
 
@@ -90,10 +90,10 @@ def test_without_a_precision_the_best_of_the_devices_is_taken(
     options = ["plan", "--model", "gpt2", "--cluster", cluster, "--gpus", "8", "--batch", "64"]
     assert run(monkeypatch, *options, "-v") == 0
     said = capsys.readouterr().out
-    assert f"{best}, the best it trains in (--precision for another)" in said
+    assert f"{best}, precision chosen automatically (--precision overrides it)" in said
     assert run(monkeypatch, *options, "--precision", best, "-v") == 0
     asked = capsys.readouterr().out
-    assert "the best it trains in" not in asked
+    assert "precision chosen automatically" not in asked
     assert said.splitlines()[2:] == asked.splitlines()[2:]
 
 

@@ -113,7 +113,7 @@ def test_where_no_number_of_gpus_is_enough_the_table_is_shown_and_the_status_is_
         (["--fix", "ep=2"], "No layer of flags offers it."),
         (["--fix", "tp=8"], "It must divide the 4 devices"),
         (["--schedule", "dapple"], "Give one of gpipe, 1f1b"),
-        (["--backend", "megatron"], "--backend"),
+        (["--backend", "mxnet"], "--backend"),
     ],
 )
 def test_what_cannot_be_asked_is_named_in_one_line(
@@ -270,7 +270,7 @@ def test_an_interrupt_of_the_estimate_says_so_too(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("galvatron_lite.api.find_profile", stop)
+    monkeypatch.setattr("galvatron_lite.api_profile.find_profile", stop)
     assert run(monkeypatch, *SMALL) == 130
     assert capsys.readouterr().err == "galvatron: Interrupted before a first plan was found.\n"
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from galvatron_lite.cli import main
-from galvatron_lite.cli.validate import _chosen, _grouping
+from galvatron_lite.cli.validate import _chosen
 from galvatron_lite.errors import InputError
 from galvatron_lite.validate.rows import read_runs
 
@@ -61,8 +61,6 @@ def test_mistakes_are_named() -> None:
         _chosen(runs, ["nobody"], None)
     with pytest.raises(InputError, match="--quality"):
         _chosen(runs, [], "D")
-    with pytest.raises(InputError, match="--by"):
-        _grouping("colour")
     assert {run.quality for run in _chosen(runs, [], "A")} == {"A", "A-mem"}
 
 

@@ -13,13 +13,13 @@ from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.cluster.catalog import device_named, load_cluster
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cluster.collectives import collective_seconds
-from galvatron_lite.cluster.link_types import LINKS
 from galvatron_lite.cluster.links import (
     GBIT,
     cluster_from_links,
     constants_of,
     link_matching,
     link_named,
+    link_types,
 )
 from galvatron_lite.errors import InputError
 
@@ -76,14 +76,14 @@ def test_networks(text: str | None, gpu: str, name: str) -> None:
     assert link_matching(text, gpu, between=True) == name
 
 
-@pytest.mark.parametrize("name", sorted(LINKS))
+@pytest.mark.parametrize("name", sorted(link_types()))
 def test_a_link_types_own_name_is_understood(name: str) -> None:
-    assert link_matching(name, "A100", between=LINKS[name].network) == name
+    assert link_matching(name, "A100", between=link_types()[name].network) == name
 
 
-@pytest.mark.parametrize("name", sorted(LINKS))
+@pytest.mark.parametrize("name", sorted(link_types()))
 def test_every_link_type_has_a_source_and_sane_figures(name: str) -> None:
-    link = LINKS[name]
+    link = link_types()[name]
     assert link.source
     assert 0 < link.constants.efficiency < 1
     assert 0 < link.constants.latency < 1e-4
@@ -142,7 +142,7 @@ def test_calibrated_constants_replace_the_starting_ones() -> None:
     node, network = cluster_from_links(device_named("A100"), 16, 8, None, "RoCE", None, calibration).levels
     assert (node.efficiency, node.latency, node.half_size) == (0.5, 1e-5, 1e6)
     assert (network.efficiency, network.latency) == (0.6, 2e-5)
-    assert constants_of("nvlink3", None) == LINKS["nvlink3"].constants
+    assert constants_of("nvlink3", None) == link_types()["nvlink3"].constants
 
 
 def bus_bandwidth(device: str, gpus: int, collective: Collective, size: float, ranks: int) -> float:

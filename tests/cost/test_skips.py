@@ -11,7 +11,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.stage import Shape, price_stage
 from galvatron_lite.model.graph import Passed
-from galvatron_lite.model.shapes.assemble import with_skips
+from galvatron_lite.model.shapes.tape import with_skips
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile

@@ -23,11 +23,10 @@ from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runs.read import TRACES
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.live.options import ObserverOptions
-from galvatron_lite.runtime.live.watching import watch_training
+from galvatron_lite.runtime.monitor.attach import ObserverOptions, observe
 from tests.known_time import KnownClock, retimed
-from tests.runtime.adapt import slow_link
-from tests.runtime.adapt.slow_link import Link
+from tests.runtime.monitor import slow_link
+from tests.runtime.monitor.slow_link import Link
 
 WIDTH, BATCH, BLOCKS = 256, 8, 4
 FORWARD, BACKWARD = 0.01, 0.02
@@ -139,7 +138,7 @@ class Trained:
         """Train some steps into a folder of their own, the last two of them traced; seconds of the second."""
         first = self.parallel.step
         traced = range(first + 2, first + 4)
-        recorder = watch_training(self.parallel, ObserverOptions(self.folder / name, False, traced), self.profile)
+        recorder = observe(self.parallel, ObserverOptions(self.folder / name, False, traced), self.profile)
         seconds = []
         for _ in range(4):
             dist.barrier()

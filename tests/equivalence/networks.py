@@ -54,12 +54,12 @@ class Network:
 NETWORKS = {
     one.name: one
     for one in (
-        Network("resnet-50", {"side": 64}),
-        Network("vgg-16", {"side": 64, "dropout": 0.0}, 2),
-        Network("convnext-t", {"height": 64, "width": 64}, deep="downsamples.1"),
-        Network("unet", {"side": 64}, 2),
+        Network("resnet-50", {"image_size": 64}),
+        Network("vgg-16", {"image_size": 64, "dropout": 0.0}, 2),
+        Network("convnext-t", {"image_size": 64}, deep="downsamples.1"),
+        Network("unet", {"image_size": 64}, 2),
         Network(
-            "cosmoflow-256", {"side": 128, "strides": (1,) * 7}, 4, deep="convolutions.4",
+            "cosmoflow-256", {"image_size": 128, "strides": (1,) * 7}, 4, deep="convolutions.4",
             sides={2: Strategy(depth=2), 4: Strategy(data=2, width=2)},
         ),
     )

@@ -19,10 +19,9 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.context.rules import RING_RULES
-from galvatron_lite.parallelism.cuts.functions import gather_cuts
-from galvatron_lite.parallelism.cuts.laying import Mirrored
-from galvatron_lite.parallelism.cuts.line import ProcessLine
-from galvatron_lite.parallelism.cuts.tensor import Cut, cut_tensor
+from galvatron_lite.parallelism.sharded.collectives import full_tensor
+from galvatron_lite.parallelism.sharded.groups import MirroredGroup, ProcessAxisGroup
+from galvatron_lite.parallelism.sharded.tensor import ShardSpec, from_local
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -39,7 +38,9 @@ RING, ULYSSES = Strategy(data=2, context=2), Strategy(data=2, context=2, ulysses
 SHARED = Strategy(zero=2, zero_stage=3, context=2, recompute=Recompute.SELECTIVE)
 MATMULS = Strategy(context=2, tensor=2, sequence_parallel=True)
 ALONE = Strategy(context=4, zero_stage=2, recompute=Recompute.FULL)
-EDGES = (Strategy(data=2, context=2), Strategy(context=2, tensor=2), Strategy(data=4), Strategy(context=4))
+EDGES = (
+    Strategy(data=2, context=2), Strategy(context=2, tensor=2), Strategy(data=4), Strategy(context=4), Strategy(data=4),
+)  # fmt: skip
 
 
 def one_stage(names: list[str], edge: Strategy, blocks: tuple[Strategy, ...]) -> Plan:
@@ -64,7 +65,8 @@ def test_plans_that_share_tokens(pool: WorkerPool, family: str) -> None:
         (RING, MATMULS, Strategy(data=4)),
         (ULYSSES, SHARED),
         (MATMULS, ALONE, RING),
-        (Strategy(data=2, tensor=2), ALONE),
+        (Strategy(data=2, tensor=2, recompute=Recompute.SELECTIVE), ALONE),
+        (replace(MATMULS, recompute=Recompute.SELECTIVE), Strategy(data=4)),
     ]
     plans = [one_stage(names, edge, several) for edge, several in zip(EDGES, blocks, strict=True)]
     plans.append(two_stages(names, (Strategy(context=2), Strategy(data=2), Strategy(context=2, ulysses=True))))
@@ -123,12 +125,12 @@ def test_memory_falls_as_predicted(pool: WorkerPool, tmp_path: Path) -> None:
 
 def attention_peaks() -> tuple[int, int]:
     """Bytes of attention forward and backward: by a ring, and with gathered keys and values."""
-    line, tokens, found = Mirrored(ProcessLine(dist.group.WORLD)), 2048, list[int]()
+    line, tokens, found = MirroredGroup(ProcessAxisGroup(dist.group.WORLD)), 2048, list[int]()
     for ways in (1, 0):
         with track_peak("cpu") as tracked:
             leaves = [torch.ones(1, 2, tokens // line.size, 16).requires_grad_() for _ in range(3)]
-            shares = [cut_tensor(leaf.view_as(leaf), (Cut(2, tokens, line),), RING_RULES) for leaf in leaves]
-            keys = shares[1:] if ways else [gather_cuts(share) for share in shares[1:]]
+            shares = [from_local(leaf.view_as(leaf), (ShardSpec(2, tokens, line),), RING_RULES) for leaf in leaves]
+            keys = shares[1:] if ways else [full_tensor(share) for share in shares[1:]]
             scaled_dot_product_attention(shares[0], *keys).sum().backward()
         found.append(tracked.phases[-1].peak)
     return found[0], found[1]

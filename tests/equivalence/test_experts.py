@@ -64,7 +64,7 @@ def written(case: Case) -> Sequence[Plan]:
         plan(case, Strategy(data=2, zero=2, zero_stage=2, expert=2, recompute=Recompute.FULL)),
         plan(case, Strategy(data=2, expert=2), cut=3, microbatches=2),
         plan(case, Strategy(data=2, tensor=2, expert=2)),
-        plan(case, Strategy(data=2, tensor=2, sequence_parallel=True, expert=2)),
+        plan(case, Strategy(data=2, tensor=2, sequence_parallel=True, expert=2, recompute=Recompute.SELECTIVE)),
         plan(case, Strategy(zero=2, zero_stage=3, tensor=2, sequence_parallel=True, expert=4, expert_tensor=1)),
     ]
 

@@ -32,8 +32,8 @@ SAMPLES, SIDE = 2, 128
 ONCE = TimingRule(warmup=0, least=1, most=1, seconds=0.0)
 NETWORKS: dict[str, dict[str, int]] = {
     "convnext-mini": {"height": SIDE, "width": SIDE},
-    "resnet-mini": {"side": SIDE},
-    "unet-mini": {"side": SIDE},
+    "resnet-mini": {"image_size": SIDE},
+    "unet-mini": {"image_size": SIDE},
 }
 WITHIN = 0.10
 

@@ -16,7 +16,7 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import LayerKind, ModelGraph
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Moment
-from galvatron_lite.parallelism.cuts.line import ProcessLine
+from galvatron_lite.parallelism.sharded.groups import ProcessAxisGroup
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
@@ -26,8 +26,8 @@ from tests.pool import WorkerPool
 SAMPLES, ITEM = 4, 4
 NETWORKS: dict[str, dict[str, int]] = {
     "convnext-mini": {"height": 72, "width": 56},
-    "resnet-mini": {"side": 88},
-    "unet-mini": {"side": 44},
+    "resnet-mini": {"image_size": 88},
+    "unet-mini": {"image_size": 44},
 }
 GRIDS = {
     "columns, data": Strategy(data=2, width=2),
@@ -49,18 +49,18 @@ def make(network: str) -> tuple[torch.nn.Module, Any]:
 @contextmanager
 def noted(messages: list[Message]) -> Iterator[None]:
     """Note what goes through lines of processes."""
-    exchange, gather = ProcessLine.exchange, ProcessLine.all_gather
+    exchange, gather = ProcessAxisGroup.exchange, ProcessAxisGroup.all_gather
 
-    def exchanged(line: ProcessLine, sent: Sequence[Any], wanted: Sequence[Any]) -> Any:
+    def exchanged(line: ProcessAxisGroup, sent: Sequence[Any], wanted: Sequence[Any]) -> Any:
         messages.append(("sent", sum(one.nbytes for _, one in sent)))
         messages.append(("wanted", sum(one.nbytes for _, one in wanted)))
         return exchange(line, sent, wanted)
 
-    def gathered(line: ProcessLine, tensor: torch.Tensor, dim: int) -> Any:
+    def gathered(line: ProcessAxisGroup, tensor: torch.Tensor, dim: int) -> Any:
         messages.append(("gathered", tensor.nbytes * line.size))
         return gather(line, tensor, dim)
 
-    with patch.object(ProcessLine, "exchange", exchanged), patch.object(ProcessLine, "all_gather", gathered):
+    with patch.object(ProcessAxisGroup, "exchange", exchanged), patch.object(ProcessAxisGroup, "all_gather", gathered):
         yield
 
 

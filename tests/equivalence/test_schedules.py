@@ -78,12 +78,12 @@ def observed(case: Case, plan: Plan) -> list[str]:
     def noting(name: str) -> Any:
         run = getattr(PipelineRunner, name)
 
-        def noted(self: PipelineRunner, step: Any, box: Any, action: Action, following: Action | None) -> None:
+        def noted(self: PipelineRunner, action: Action, following: Action | None) -> None:
             nonlocal left
-            run(self, step, box, action, following)
+            run(self, action, following)
             seen.append(action)
-            left += len(step.later.get((action.chunk, action.microbatch), ()))
-            most[:] = max(most[0], len(step.passes)), max(most[1], len(step.later))
+            left += len(self._later.get((action.chunk, action.microbatch), ()))
+            most[:] = max(most[0], len(self._in_flight)), max(most[1], len(self._later))
 
         return patch.object(PipelineRunner, name, noted)
 

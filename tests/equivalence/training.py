@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from galvatron_lite.model.batch import call_model, loss_of
-from galvatron_lite.model.block_calls import sample_arguments
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.pipeline.apply import find_shared
+from galvatron_lite.model.trace_run import sample_arguments
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow
+from galvatron_lite.parallelism.pipeline.tied import find_shared
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime import setup
+from galvatron_lite.runtime import layer_plans, parallelize
 from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.layer_plans import tensor_plans
+from galvatron_lite.runtime.parameters import Owned
 from galvatron_lite.runtime.placement import LayerAssignment
-from galvatron_lite.runtime.sharding import Owned
 from galvatron_lite.runtime.state import full_gradients, full_state_dict
-from galvatron_lite.runtime.tensor_plans import tensor_plans
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
 from tests.equivalence.families import PICTURES, build_family, build_model, make_batches
 from tests.equivalence.plans import describe
@@ -84,7 +84,7 @@ def make_case(family: str) -> Case:
     model, batch, layers = build_family(family, SAMPLES)
     plans = tensor_plans(model, [LayerAssignment(layer, Strategy(tensor=2)) for layer in layers], batch)
     first_names = {name: shared.names[0] for shared in find_shared(model, layers) for name in shared.names}
-    flow = setup.known_flow(model, layers, batch, None)
+    flow = parallelize.known_flow(model, layers, batch, None)
     blocks = [layer.name for layer in layers if layer.role is Role.BLOCK]
     return Case(family, layers, plans, first_names, flow, sample_arguments(model, blocks, batch))
 
@@ -144,7 +144,7 @@ def _examined_once(case: Case) -> Iterator[None]:
     def arguments(_model: nn.Module, names: Sequence[str], _batch: Any) -> dict[str, dict[str, int]]:
         return {name: case.sampled[name] for name in names if name in case.sampled}
 
-    with patch.object(setup, "known_flow", flow), patch.object(setup, "sample_arguments", arguments):
+    with patch.object(parallelize, "known_flow", flow), patch.object(layer_plans, "sample_arguments", arguments):
         yield
 
 

@@ -14,7 +14,8 @@ from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_value, write_value
 from galvatron_lite.model.graph import ModelGraph, Passed, Recompute
-from galvatron_lite.model.shapes import load_model
+from galvatron_lite.model.shapes import build_graph, load_model
+from galvatron_lite.model.shapes.fields import UNetShape
 from galvatron_lite.model.shapes.images.layout import partitioned
 from galvatron_lite.model.shapes.images.names import builder_of
 from galvatron_lite.plans.schema import Schedule
@@ -101,18 +102,18 @@ def test_the_least_exchange_is_told_where_all_layers_are_joined() -> None:
     assert chain.least_exchange == min(chain.crossings()[1:-1])
 
 
+def u_net() -> ModelGraph:
+    return build_graph(UNetShape(base=8, levels=4, image_size=64, channels=3), precision="fp32")
+
+
 def test_pictures_of_the_way_down_are_read_on_the_way_up() -> None:
-    graph, side, base = built("unet_b2_c8", 64), 64, 8
+    graph, side, base = u_net(), 64, 8
     pairs = [pair for pair in graph.edges if place(graph, pair[1]) > place(graph, pair[0]) + 1]
-    assert pairs == [
-        ("before", "blocks.9"), ("blocks.0", "blocks.8"), ("blocks.1", "blocks.7"), ("blocks.2", "blocks.6"),
-        ("blocks.3", "blocks.5"),
-    ]  # fmt: skip
-    # Level l leaves base * 2^l channels of (side / 2^l)^2 pixels, before pooling halves both sides.
+    assert pairs == [("before", "ups.3"), ("downs.0", "ups.2"), ("downs.1", "ups.1"), ("downs.2", "ups.0")]
+    # Level l leaves base * 2^l channels of (side / 2^l)^2 pixels.
     kept = [base * 2**level * (side // 2**level) ** 2 * SINGLE for level in range(5)]
-    bottom = place(graph, "blocks.4")
-    assert graph.crossing(bottom) == sum(kept) + kept[4] // 4
-    assert graph.crossing(1) == kept[0] + kept[0] // 4
+    assert graph.crossing(place(graph, "ups.0")) == sum(kept)
+    assert graph.crossing(1) == kept[0]
     assert graph.crossing(len(graph.layers) - 1) == graph.kind_of(graph.layers[-2]).output_bytes
 
 
@@ -126,9 +127,9 @@ def test_cells_read_the_two_outputs_before_them() -> None:
 
 
 def test_partitions_hand_on_what_crosses_their_boundaries() -> None:
-    graph, balance = built("unet_b2_c8", 64), (3, 4, 5)
+    graph, balance = u_net(), (2, 3, 5)
     whole = partitioned(graph, balance)
-    assert [whole.crossing(place) for place in (2, 3)] == [graph.crossing(place) for place in (3, 7)]
+    assert [whole.crossing(place) for place in (2, 3)] == [graph.crossing(place) for place in (2, 5)]
     assert whole.edges == (
         ("partitions.0", "partitions.1"), ("partitions.0", "partitions.2"), ("partitions.1", "partitions.2"),
         ("partitions.2", "after"),

@@ -12,51 +12,33 @@ import torch
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
-from galvatron_lite.model.shapes import ConvNextShape, ResNetShape, Shape, build_graph, load_model, shape_from_data
-from galvatron_lite.model.shapes.picture_fields import (
-    AlexNetShape,
-    CosmoFlowShape,
-    PerceptionShape,
-    RegNetShape,
-    UNetShape,
-    VggShape,
-)
+from galvatron_lite.model.shapes import Shape, build_graph, load_model, load_shape, shape_from_data
+from galvatron_lite.model.shapes.fields import CosmoFlowShape
 from galvatron_lite.model.shapes.registry import model_names, shape_from_flags
 from galvatron_lite.model.zoo import SIZES, build
 from galvatron_lite.parallelism.channel.parts import divides
 from galvatron_lite.parallelism.pictures import windows_of
 from galvatron_lite.parallelism.spatial.grids import splits_pixels
 
-FAMILIES: dict[str, type[Any]] = {
-    "resnet": ResNetShape, "vgg": VggShape, "alexnet": AlexNetShape, "convnext": ConvNextShape, "regnet": RegNetShape,
-    "unet": UNetShape, "cosmoflow": CosmoFlowShape, "perception": PerceptionShape,
-}  # fmt: skip
-NAMES = {"side": "image_size", "height": "image_height", "width": "image_width", "targets": "classes"}
-"""Fields of shapes by those of the reference models' configs, where they differ."""
 MINI = [name for name in SIZES if name.endswith("-mini")]
 
 
 def shape_of(name: str) -> Shape:
     """The shape of a reference model."""
-    family = name.split("-")[0]
-    renamed = NAMES | ({"width": "width"} if family == "resnet" else {})
-    shape: Shape = FAMILIES[family](**{renamed.get(field, field): value for field, value in SIZES[name].items()})
-    return shape
+    return shape_from_data(SIZES[name]) if name in SIZES else load_shape(name)
 
 
 def batch_of(name: str) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
-        config = build(name).config
+        shape = build(name).config
+        sides = (shape.image_size,) * (3 if name.startswith("cosmoflow") else 2)
+        entering = torch.empty(2, shape.channels, *sides)
         if name.startswith("cosmoflow"):
-            volumes = torch.empty(2, config.channels, *(config.side,) * 3)
-            return {"volumes": volumes, "targets": torch.empty(2, config.targets)}
+            return {"volumes": entering, "targets": torch.empty(2, shape.classes)}
         if name.startswith("perception"):
-            sides = (config.side, config.side)
-            return {"pictures": torch.empty(2, config.channels, *sides), "targets": torch.empty(2, 1, *sides)}
-        sides = (config.height, config.width) if name.startswith("convnext") else (config.side, config.side)
+            return {"pictures": entering, "targets": torch.empty(2, 1, *sides)}
         places = (2, *sides) if name.startswith("unet") else (2,)
-        labels = torch.empty(places, dtype=torch.long)
-        return {"pictures": torch.empty(2, config.channels, *sides), "labels": labels}
+        return {"pictures": entering, "labels": torch.empty(places, dtype=torch.long)}
 
 
 @cache
@@ -165,7 +147,7 @@ def test_shipped_files_have_the_published_parameters(name: str) -> None:
 def test_pooling_to_a_fixed_number_of_pixels(side: int, pooled: int) -> None:
     """From fewer, as many, and more pixels, a whole number of times or not."""
     with torch.device("meta"):
-        model = build("vgg-mini", side=side, pooled=pooled)
+        model = build("vgg-mini", image_size=side, pooled=pooled)
         batch = {"pictures": torch.empty(2, 3, side, side), "labels": torch.empty(2, dtype=torch.long)}
     traced = trace(model, batch).kinds["after"]
     built = build_graph(replace(shape_of("vgg-mini"), image_size=side, pooled=pooled), precision="fp32").kinds["after"]

@@ -58,7 +58,7 @@ def test_counts_are_the_published_ones(name: str) -> None:
 
 def without_gradient(model: nn.Module) -> tuple[int, int]:
     """Items of parameters that the sum of both outputs reaches, and of those that it does not."""
-    outputs = model(torch.rand(1, model.config.channels, model.config.side, model.config.side))
+    outputs = model(torch.rand(1, model.config.channels, model.config.image_size, model.config.image_size))
     sum(output.sum() for output in outputs).backward()
     found = [(parameter.grad is None, parameter.numel()) for parameter in model.segmentation.parameters()]
     assert all(parameter.grad is not None for parameter in model.reconstruction.parameters())
@@ -186,7 +186,7 @@ def test_the_two_networks_are_branches(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [({"side": 30, "levels": 5}, "side"), ({"base": 5}, "base"), ({"resolution": 0.0}, "resolution")],
+    [({"image_size": 30, "levels": 5}, "image_size"), ({"base": 5}, "base"), ({"resolution": 0.0}, "resolution")],
 )
 def test_sizes_that_do_not_fit_are_named(fields: dict[str, float], field: str) -> None:
     with pytest.raises(InputError, match=field):

@@ -63,8 +63,8 @@ def shapes_of(model: nn.Module, paths: list[str]) -> list[tuple[int, ...]]:
             lambda _module, _args, output, path=path: seen.update({path: tuple(output.shape[1:])})
         )
     config = model.config
-    sides = (config.height, config.width) if hasattr(config, "height") else (config.side, config.side)
-    sides = (config.side,) * 3 if hasattr(config, "kernels") else sides
+    sides = (config.image_size,) * 2
+    sides = (config.image_size,) * 3 if hasattr(config, "kernels") else sides
     output = model(torch.empty((1, config.channels, *sides), device="meta"))
     return [*(seen[path] for path in paths), tuple(output.shape[1:])]
 
@@ -128,8 +128,8 @@ def test_a_convnext_on_the_meta_device_can_be_initialised() -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "field"),
     [
-        ("unet", {"side": 100}, "side"),
-        ("cosmoflow-512", {"side": 128}, "side"),
+        ("unet", {"image_size": 100}, "image_size"),
+        ("cosmoflow-512", {"image_size": 128}, "image_size"),
         ("convnext-t", {"depths": (3, 3)}, "depths"),
         ("regnet-y-400mf", {"group": 5}, "group"),
         ("resnet-50", {"heads": 4}, "overrides"),

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from galvatron_lite.cli import app
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.closed_form import Method
 from galvatron_lite.oracle.request import OracleOptions, counts_of, forecast, kinds_of, network_names
+from galvatron_lite.oracle.rows import Method
 
 
 def asked(line: str) -> Any:

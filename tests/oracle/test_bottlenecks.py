@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron_lite.oracle.closed_form import CommunicationSeconds
 from galvatron_lite.oracle.rows import (
     CAUSES,
+    CommunicationSeconds,
     Forecast,
     ForecastRow,
     Limit,
@@ -48,7 +48,7 @@ def test_nothing_bites() -> None:
             {"moved": CommunicationSeconds(gradients=10.0), "congested": 7.7},
             0.07,
         ),
-        ("memory redundancy", Sort.BOTTLENECK, {"whole": 6.0}, 0.6),
+        ("memory redundancy", Sort.BOTTLENECK, {"replicated": 6.0}, 0.6),
         ("weight update", Sort.LIMITATION, {"update": 25.0}, 0.2),
         ("workload balance", Sort.LIMITATION, {"uneven": 1.25}, 0.2),
         ("computation redundancy", Sort.BOTTLENECK, {"twice": 0.3}, 0.3),

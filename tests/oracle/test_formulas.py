@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.oracle.closed_form import Case, Method, Quirk, balanced, estimate, least_runs, quirks_named
+from galvatron_lite.oracle.closed_form import Case, Quirk, balanced, estimate, quirks_named
 from galvatron_lite.oracle.layers import Link, ModelSplit, Network, Op, OracleLayer, Wires, all_reduce
 from galvatron_lite.oracle.request import network_named
+from galvatron_lite.oracle.rows import Method, least_runs
 
 BOTH = (ModelSplit.FILTER, ModelSplit.SPATIAL)
 FIRST = OracleLayer("first", Op.CONV, (2, 8, 8), (4, 8, 8), (3, 3), BOTH)  # 72 weights, 128 in, 256 out

@@ -2,9 +2,10 @@
 
 import pytest
 
-from galvatron_lite.oracle.closed_form import Case, Method, estimate, largest_batch, quirks_named
+from galvatron_lite.oracle.closed_form import Case, estimate, largest_batch, quirks_named
 from galvatron_lite.oracle.layers import ModelSplit, wires_of
 from galvatron_lite.oracle.request import fabric_named, network_named
+from galvatron_lite.oracle.rows import Method
 
 from .printed import Printed, printed
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from galvatron_lite.oracle.closed_form import Method
 from galvatron_lite.oracle.measured import (
     MeasuredRow,
     RowCheck,
@@ -12,6 +11,7 @@ from galvatron_lite.oracle.measured import (
     rankings,
     scores,
 )
+from galvatron_lite.oracle.rows import Method
 
 
 def row(strategy: Method, seconds: float, **changes: object) -> MeasuredRow:

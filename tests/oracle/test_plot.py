@@ -8,10 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from galvatron_lite.oracle.closed_form import CommunicationSeconds
 from galvatron_lite.oracle.plot import _BARS, figure
 from galvatron_lite.oracle.request import network_named
-from galvatron_lite.oracle.rows import Forecast, ForecastRow, Limit, StrategyLine
+from galvatron_lite.oracle.rows import CommunicationSeconds, Forecast, ForecastRow, Limit, StrategyLine
 
 SVG = "{http://www.w3.org/2000/svg}"
 

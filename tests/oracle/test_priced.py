@@ -9,10 +9,9 @@ import pytest
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.oracle.closed_form import Method
-from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of
+from galvatron_lite.oracle.pricing import ClusterCosts, forecast, limit_of, machine_of, row_of
 from galvatron_lite.oracle.request import graph_named
-from galvatron_lite.oracle.rows import ForecastRow
+from galvatron_lite.oracle.rows import ForecastRow, Method
 from galvatron_lite.oracle.strategies import (
     Chosen,
     RowQuestion,
@@ -24,7 +23,6 @@ from galvatron_lite.oracle.strategies import (
     picked,
     ways_of,
 )
-from galvatron_lite.oracle.table import forecast, limit_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.plans.spelled import parse_strategy
@@ -111,7 +109,7 @@ def test_layers_are_split_so_that_all_together_cost_least() -> None:
 
 def test_a_pipeline_is_the_plan_of_its_stages(machine: ClusterCosts) -> None:
     row = row_of(machine, RowQuestion(Method.PIPELINE, 4, BATCH, SAMPLES, segments=8))
-    from galvatron_lite.oracle.closed_form import least_runs
+    from galvatron_lite.oracle.rows import least_runs
 
     graph, profile = machine.graph, machine.pricer(4).profile
     costs = [machine.pricer(4).price(layer.kind, Strategy(), 2, 4) for layer in graph.layers]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.infer import infer_channels
-from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import gather_shares

@@ -9,8 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.cuts.functions import gather_cuts, leave, slice_of, sum_over
-from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Handler, Rules, cut_tensors, whole_shape
+from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor, leave, sum_over
+from galvatron_lite.parallelism.sharded.tensor import Call, Handler, Rules, ShardSpec, global_shape, sharded_tensors
 from tests.parallelism.thread_group import Meeting, ThreadGroup, run_threads
 
 Parameters = dict[str, Tensor]
@@ -33,9 +33,9 @@ def unexpected(call: Call) -> object:
 
 
 SHAPES: Mapping[str, Handler] = {
-    "dim": lambda call: len(whole_shape(call.args[0])),
-    "shape": lambda call: torch.Size(whole_shape(call.args[0])),
-    "size": lambda call: torch.Size(whole_shape(call.args[0]))[call.args[1]],
+    "dim": lambda call: len(global_shape(call.args[0])),
+    "shape": lambda call: torch.Size(global_shape(call.args[0])),
+    "size": lambda call: torch.Size(global_shape(call.args[0]))[call.args[1]],
 }
 
 
@@ -59,12 +59,12 @@ def together(
 
     def work(group: ThreadGroup) -> Outcome:
         lines = lines_of(group, degrees)
-        cuts = tuple(Cut(dim, picture.shape[dim], line) for dim, line in lines.items())
+        cuts = tuple(ShardSpec(dim, picture.shape[dim], line) for dim, line in lines.items())
         leaf, mine = picture.clone().requires_grad_(), _copies(parameters)
-        cut = slice_of(leaf, cuts, how)
+        cut = distribute(leaf, cuts, how)
         result = function(cut, mine)
-        assert list(cut_tensors(result)), "the result is cut"
-        result = leave(gather_cuts(result), [group])
+        assert list(sharded_tensors(result)), "the result is cut"
+        result = leave(full_tensor(result), [group])
         (result * weight).sum().backward()
         assert leaf.grad is not None
         gradients = {name: sum_over(one, [group]) for name, one in _gradients(mine).items()}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of
-from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cuts_of, whole_shape
+from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, global_shape, specs_of
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 
@@ -32,13 +32,13 @@ def in_numbers(tensor: Tensor) -> Tensor:
 
 def weights(results: Sequence[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return [torch.randn(tuple(whole_shape(one)), generator=generator, dtype=torch.float64) for one in results]
+    return [torch.randn(tuple(global_shape(one)), generator=generator, dtype=torch.float64) for one in results]
 
 
 def train(function: Function, leaves: Sequence[Tensor], given: Sequence[Tensor], ranks: int) -> list[Tensor]:
     """Results, and gradients of leaves: of a sum of the results with fixed weights, shared by the ranks."""
     results = results_of(function(*given))
-    full = [gather_cuts(one) for one in results]
+    full = [full_tensor(one) for one in results]
     # torch must agree with what the cut tensor says of its shape before it is gathered
     assert [tuple(one.shape) for one in results] == [tuple(one.shape) for one in full]
     loss = sum((in_numbers(one) * w).sum() for one, w in zip(full, weights(results), strict=True)) / ranks
@@ -79,13 +79,13 @@ def compare(
         lines = grid_groups(group, rows, columns)
         held = leaves()
         given = [
-            slice_of(one.view_as(one), cuts_on(one, dims, lines[: len(degrees)]), PIXELS_RULES)
+            distribute(one.view_as(one), cuts_on(one, dims, lines[: len(degrees)]), PIXELS_RULES)
             for one, dims in zip(held, cut, strict=True)
         ]
 
         def checked(*args: Tensor) -> Any:
             result = function(*args)
-            kinds = {isinstance(one, CutTensor) for one in results_of(result)}
+            kinds = {isinstance(one, ShardedTensor) for one in results_of(result)}
             assert stays_cut is None or kinds == {stays_cut}
             return result
 
@@ -107,8 +107,8 @@ def compare(
         torch.testing.assert_close(total, expected[number], rtol=tolerance, atol=tolerance)
 
 
-def cuts_on(tensor: Tensor, dims: Lines, lines: Sequence[ThreadGroup]) -> tuple[Cut, ...]:
-    cuts = [Cut(dim, tensor.shape[dim], line) for dim, line in zip(dims, lines, strict=False) if dim >= 0]
+def cuts_on(tensor: Tensor, dims: Lines, lines: Sequence[ThreadGroup]) -> tuple[ShardSpec, ...]:
+    cuts = [ShardSpec(dim, tensor.shape[dim], line) for dim, line in zip(dims, lines, strict=False) if dim >= 0]
     return tuple(sorted(cuts, key=lambda one: one.dim))
 
 
@@ -117,4 +117,4 @@ def picture(*shape: int, seed: int = 0) -> Tensor:
 
 
 def is_cut(tensor: Tensor) -> bool:
-    return bool(cuts_of(tensor))
+    return bool(specs_of(tensor))

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of, sum_over
-from galvatron_lite.parallelism.cuts.grid import Grid
-from galvatron_lite.parallelism.cuts.tensor import Call, Rules, cuts_of, local_of, whole_shape
+from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor, sum_over
+from galvatron_lite.parallelism.sharded.tensor import Call, Rules, global_shape, image_specs, specs_of, to_local
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 
@@ -23,12 +22,14 @@ def unexpected(call: Call) -> object:
 STRICT = Rules(PIXELS_RULES.handlers, unexpected)
 """Nothing is gathered because there is no handler for it."""
 
+Groups = tuple[ThreadGroup | None, ...]
+
 GRIDS = [(2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (4, 1), (1, 4)]
 
 
-def grid_of(group: ThreadGroup, rows: int, columns: int) -> Grid:
+def grid_of(group: ThreadGroup, rows: int, columns: int) -> Groups:
     down, along = grid_groups(group, rows, columns)
-    return Grid((None, down if rows > 1 else None, along if columns > 1 else None), group)
+    return (None, down if rows > 1 else None, along if columns > 1 else None)
 
 
 @dataclass
@@ -64,22 +65,24 @@ def shared(
         lines = grid_of(group, *grid)
         leaf = picture.clone().requires_grad_()
         leaves = [one.clone().requires_grad_() for one in parameters]
-        output = layer(slice_of(leaf, lines.cuts(picture.shape), rules), *leaves)
+        output = layer(distribute(leaf, image_specs(picture.shape, lines), rules), *leaves)
         # each rank's objective counts the pixels it holds; of ranks that hold the same the first one's does
-        cut = [one.line for one in cuts_of(output)]
-        counts = all(line.rank == 0 for line in lines.lines if line is not None and line not in cut)
+        cut = [one.group for one in specs_of(output)]
+        counts = all(line.rank == 0 for line in lines if line is not None and line not in cut)
         weight = direction(output, seed) * float(counts)
-        torch.autograd.backward(local_of(output), local_of(slice_of(weight, cuts_of(output), rules)))
+        torch.autograd.backward(to_local(output), to_local(distribute(weight, specs_of(output), rules)))
         assert leaf.grad is not None
         gradients = [sum_over(one.grad, [group]) for one in leaves if one.grad is not None]
-        used = [line for line in lines.lines if isinstance(line, ThreadGroup)]
-        return Found(gather_cuts(output).detach(), sum_over(leaf.grad, [group]), gradients, used)
+        used = [line for line in lines if isinstance(line, ThreadGroup)]
+        return Found(full_tensor(output).detach(), sum_over(leaf.grad, [group]), gradients, used)
 
     return run_threads(grid[0] * grid[1], work)
 
 
 def direction(output: Tensor, seed: int) -> Tensor:
-    return torch.randn(whole_shape(output), generator=torch.Generator().manual_seed(seed), dtype=local_of(output).dtype)
+    return torch.randn(
+        global_shape(output), generator=torch.Generator().manual_seed(seed), dtype=to_local(output).dtype
+    )
 
 
 def same(found: Found, wanted: Found) -> None:

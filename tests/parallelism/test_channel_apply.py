@@ -16,7 +16,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.infer import infer_channels
-from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
+from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.tensor.shards import Placement, gather_full
 from tests.parallelism import channel_blocks as blocks
 from tests.parallelism.channel_runs import alone, assert_equal, close, seeded, shared, weights_of
@@ -229,4 +229,4 @@ def test_a_plan_for_another_number_of_devices_is_refused() -> None:
     layer = blocks.Basic()
     plan = infer_channels(layer, (torch.zeros(2, 8, 6, 6),), {}, "filters", 2)
     with pytest.raises(InputError, match="plan for 4 devices"):
-        shard_channels(layer, plan, ShapeOnlyLine(4))
+        shard_channels(layer, plan, ShapeOnlyAxisGroup(4))

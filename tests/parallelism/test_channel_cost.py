@@ -12,8 +12,7 @@ from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recom
 from galvatron_lite.model.shapes.registry import load_model
 from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
-from galvatron_lite.parallelism.channel.parts import OperatorPart, divides, parts_of
-from galvatron_lite.parallelism.channel.sliced import sliced_kind
+from galvatron_lite.parallelism.channel.parts import OperatorPart, divides, parts_of, sliced_kind
 from galvatron_lite.parallelism.pictures import has_weights, items_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import LayerPoint

@@ -9,8 +9,7 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment, PictureSplit
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
-from galvatron_lite.parallelism.channel.each import each_divides
-from galvatron_lite.parallelism.channel.sliced import sliced_kind
+from galvatron_lite.parallelism.channel.parts import each_divides, sliced_kind
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension
 from galvatron_lite.parallelism.strategy import Strategy
 

@@ -21,10 +21,8 @@ from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.channel.infer import infer_channels
-from galvatron_lite.parallelism.channel.parts import OperatorPart
-from galvatron_lite.parallelism.channel.plan import ChannelPlan
-from galvatron_lite.parallelism.channel.sliced import sliced_kind
-from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
+from galvatron_lite.parallelism.channel.parts import ChannelPlan, OperatorPart, sliced_kind
+from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.parallelism import channel_blocks as blocks
 from tests.parallelism.channel_runs import Outcome, shared
@@ -145,19 +143,19 @@ def test_fewer_channels_than_devices_are_refused() -> None:
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "resnet-50": {"depths": (2, 2), "width": 8, "side": 32, "classes": 8},
+    "resnet-50": {"depths": (2, 2), "width": 8, "image_size": 32, "classes": 8},
     "vgg-16": {
         "depths": (2, 2, 3),
         "widths": (8, 16, 16),
         "hidden": 16,
         "pooled": 2,
-        "side": 32,
+        "image_size": 32,
         "classes": 10,
         "dropout": 0.0,
     },
-    "convnext-t": {"depths": (2, 2), "widths": (8, 16), "height": 32, "width": 32, "classes": 8},
-    "regnet-y-400mf": {"widths": (16, 16, 32, 32), "group": 8, "stem": 8, "side": 32, "classes": 8},
-    "unet-mini": {"side": 32},
+    "convnext-t": {"depths": (2, 2), "widths": (8, 16), "image_size": 32, "classes": 8},
+    "regnet-y-400mf": {"widths": (16, 16, 32, 32), "group": 8, "stem": 8, "image_size": 32, "classes": 8},
+    "unet-mini": {"image_size": 32},
     "cosmoflow-mini": {},
 }
 SIDES = {"cosmoflow-mini": (4, 32, 32, 32), "unet-mini": (1, 32, 32)}
@@ -209,7 +207,7 @@ def test_blocks_of_the_reference_models_keep_what_is_priced(name: str) -> None:
     """From forward to backward, but for what is handed on: within a tenth, and statistics of norms."""
     for kind, module, inputs, by in reference(name).offered():
         own, plan = copy.deepcopy(module).float(), infer_channels(module, inputs, {}, by, 2)
-        shard_channels(own, plan, ShapeOnlyLine(2))
+        shard_channels(own, plan, ShapeOnlyAxisGroup(2))
         halved = [(one[:, : one.shape[1] // 2] if by == "channels" else one).float() for one in inputs]
         expected = len(inputs[0]) * sliced_kind(kind, by, 2).kept[Recompute.NONE].total
         assert kept_bytes(own, halved) == pytest.approx(expected, rel=0.1, abs=1024), (kind.name, by)

@@ -13,12 +13,12 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.context import kernels
 from galvatron_lite.parallelism.context.kernels import AttentionBlock, attend
+from galvatron_lite.parallelism.context.ring import AttentionTask, VisibleKeys, tasks
 from galvatron_lite.parallelism.context.rules import rules_of
-from galvatron_lite.parallelism.context.tasks import AttentionTask, VisibleKeys, tasks
-from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of
-from galvatron_lite.parallelism.cuts.laying import Mirrored
-from galvatron_lite.parallelism.cuts.tensor import Cut, Rules, cuts_of, local_of
 from galvatron_lite.parallelism.recompute.apply import recomputed
+from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
+from galvatron_lite.parallelism.sharded.groups import MirroredGroup
+from galvatron_lite.parallelism.sharded.tensor import Rules, ShardSpec, specs_of, to_local
 from galvatron_lite.parallelism.shares import mirrored
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.parallelism.thread_group import ThreadGroup, run_threads
@@ -61,11 +61,11 @@ def together(one: Given, degree: int, rules: Rules) -> list[list[Tensor]]:
 
     def work(group: ThreadGroup) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in one.tensors]
-        line = Mirrored(group)
-        shares = [slice_of(leaf, (Cut(2, leaf.shape[2], line),), rules) for leaf in leaves]
+        line = MirroredGroup(group)
+        shares = [distribute(leaf, (ShardSpec(2, leaf.shape[2], line),), rules) for leaf in leaves]
         result = one.run(*shares)
-        assert [cut.dim for cut in cuts_of(result)] == [2]
-        everything = gather_cuts(result)
+        assert [cut.dim for cut in specs_of(result)] == [2]
+        everything = full_tensor(result)
         (everything * weights_of(everything)).sum().div(degree).backward()
         gradients = [group.all_reduce(leaf.grad) for leaf in leaves if leaf.grad is not None]
         return [everything.detach(), *gradients]
@@ -126,7 +126,8 @@ def test_a_bias_that_is_learnt_has_its_gradient() -> None:
 
     def work(group: ThreadGroup) -> Tensor:
         leaf = BIAS.clone().requires_grad_()
-        shares = [slice_of(tensor, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for tensor in one.tensors]
+        spec = ShardSpec(2, 16, MirroredGroup(group))
+        shares = [distribute(tensor, (spec,), rules_of(RING)) for tensor in one.tensors]
         scaled_dot_product_attention(*shares, attn_mask=leaf).square().sum().div(2).backward()
         assert leaf.grad is not None
         return group.all_reduce(leaf.grad)
@@ -180,7 +181,7 @@ def test_nothing_but_two_blocks_of_keys_is_sent() -> None:
 
     def work(group: ThreadGroup) -> tuple[int, int]:
         leaves = [tensor.clone().requires_grad_() for tensor in one.tensors]
-        shares = [slice_of(leaf, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for leaf in leaves]
+        shares = [distribute(leaf, (ShardSpec(2, 16, MirroredGroup(group)),), rules_of(RING)) for leaf in leaves]
         result = one.run(*shares)
         forward = group.sent_bytes
         result.sum().backward()
@@ -197,8 +198,10 @@ def test_selective_recomputation_keeps_a_ring() -> None:
         leaves = [tensor.clone().requires_grad_() for tensor in one.tensors]
 
         def run(*given: Tensor) -> Tensor:
-            shares = [slice_of(tensor * 1, (Cut(2, 16, Mirrored(group)),), rules_of(RING)) for tensor in given]
-            return local_of(one.run(*shares))
+            shares = [
+                distribute(tensor * 1, (ShardSpec(2, 16, MirroredGroup(group)),), rules_of(RING)) for tensor in given
+            ]
+            return to_local(one.run(*shares))
 
         recomputed(run, Recompute.SELECTIVE)(*leaves).sum().backward()
         return group.calls["exchange"]
@@ -213,13 +216,13 @@ def test_gathering_by_ids() -> None:
     table, ids, logits = torch.randn(2, 20), torch.randint(0, 20, (2, 16)), torch.randn(2, 16, 20)
 
     def work(group: ThreadGroup) -> None:
-        cut = (Cut(1, 16, Mirrored(group)),)
-        shared, scores = (slice_of(one, cut, rules_of(RING)) for one in (ids, logits))
+        cut = (ShardSpec(1, 16, MirroredGroup(group)),)
+        shared, scores = (distribute(one, cut, rules_of(RING)) for one in (ids, logits))
         for found, expected in (
             (torch.gather(table, 1, shared), table.gather(1, ids)),
             (scores.gather(2, ids[..., None]), logits.gather(2, ids[..., None])),
         ):
-            assert cuts_of(found) == cut
-            assert torch.equal(gather_cuts(found), expected)
+            assert specs_of(found) == cut
+            assert torch.equal(full_tensor(found), expected)
 
     run_threads(2, work)

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES
-from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of
-from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
-from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cuts_of, local_of
+from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
+from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, specs_of, to_local
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.cut_functions import Lines, compare, picture
 from tests.parallelism.thread_group import ThreadGroup, run_threads
@@ -24,9 +24,9 @@ from tests.parallelism.thread_group import ThreadGroup, run_threads
 PIXELS: Lines = (2, 3)
 
 
-def on_one_rank(tensor: Tensor, dim: int = 2, size: int = 2, rank: int = 0) -> CutTensor:
-    cut = slice_of(tensor, (Cut(dim, tensor.shape[dim], ShapeOnlyLine(size, rank)),), PIXELS_RULES)
-    assert isinstance(cut, CutTensor)
+def on_one_rank(tensor: Tensor, dim: int = 2, size: int = 2, rank: int = 0) -> ShardedTensor:
+    cut = distribute(tensor, (ShardSpec(dim, tensor.shape[dim], ShapeOnlyAxisGroup(size, rank)),), PIXELS_RULES)
+    assert isinstance(cut, ShardedTensor)
     return cut
 
 
@@ -108,7 +108,7 @@ def test_gradients_and_hooks_of_cut_tensors_are_cut() -> None:
 
     def work(group: ThreadGroup) -> tuple[Tensor, Tensor, Tensor]:
         leaf = picture(2, 3, 5, 4).requires_grad_()
-        cut = slice_of(leaf, (Cut(2, 5, group),), PIXELS_RULES)
+        cut = distribute(leaf, (ShardSpec(2, 5, group),), PIXELS_RULES)
         cut.retain_grad()
         seen = []
 
@@ -120,7 +120,7 @@ def test_gradients_and_hooks_of_cut_tensors_are_cut() -> None:
         (cut * weight).sum().backward()
         assert cut.grad is not None
         assert leaf.grad is not None
-        return gather_cuts(seen[0]), gather_cuts(cut.grad), leaf.grad
+        return full_tensor(seen[0]), full_tensor(cut.grad), leaf.grad
 
     found = run_threads(2, work)
     for seen, gradient, _ in found:
@@ -145,7 +145,7 @@ def shares(function: Callable[[Tensor], Tensor], size: int, dim: int = 2) -> tup
     found, drawn = [], []
     for rank in range(size):
         torch.manual_seed(5)
-        found.append(local_of(function(on_one_rank(torch.ones(2, 8, 9, 40), dim, size, rank))))
+        found.append(to_local(function(on_one_rank(torch.ones(2, 8, 9, 40), dim, size, rank))))
         drawn.append(torch.rand(2))
     return found, drawn
 
@@ -164,7 +164,7 @@ def test_random_items_differ_between_ranks_and_leave_their_state_equal(name: str
 def test_dropped_items_keep_the_mean_and_take_their_gradients_along() -> None:
     leaf = torch.ones(4, 8, 32, 32, requires_grad=True)
     kept = functional.dropout(on_one_rank(leaf), 0.25)
-    share = local_of(kept)
+    share = to_local(kept)
     assert share.unique().tolist() == pytest.approx([0.0, 4 / 3])
     assert share.mean().item() == pytest.approx(1, abs=0.02)
     share.sum().backward()
@@ -210,7 +210,7 @@ def test_recomputation_drops_the_same_again() -> None:
     def block(x: Tensor) -> Tensor:
         return functional.dropout(functional.relu(x * 1, inplace=True) ** 2, 0.5)
 
-    result = checkpoint(lambda x: local_of(block(on_one_rank(x))), leaf, use_reentrant=False)
+    result = checkpoint(lambda x: to_local(block(on_one_rank(x))), leaf, use_reentrant=False)
     result.sum().backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad[:, :, :4], 2 * result)
@@ -230,8 +230,8 @@ def test_lower_precision_is_chosen_as_for_whole_tensors() -> None:
 
 def test_shares_that_are_not_cut_any_more_are_plain() -> None:
     def work(group: ThreadGroup) -> bool:
-        cut = slice_of(picture(1, 2, 4, 4), (Cut(2, 4, group),), PIXELS_RULES)
-        return type(cut.mean((2, 3))) is Tensor and not cuts_of(cut.flatten(1))
+        cut = distribute(picture(1, 2, 4, 4), (ShardSpec(2, 4, group),), PIXELS_RULES)
+        return type(cut.mean((2, 3))) is Tensor and not specs_of(cut.flatten(1))
 
     assert all(run_threads(2, work))
 
@@ -251,15 +251,15 @@ def test_gradients_that_are_asked_of_autograd() -> None:
     (expected.exp() * start).sum().backward()
 
     def work(group: ThreadGroup) -> list[Tensor]:
-        cut = slice_of(picture(2, 3, 5, 4).requires_grad_(), (Cut(2, 5, group),), PIXELS_RULES)
-        half = slice_of(start.clone(), cuts_of(cut), PIXELS_RULES)
-        found = [torch.autograd.grad(cut.exp(), [cut], one)[0] for one in (start, half, local_of(half))]
+        cut = distribute(picture(2, 3, 5, 4).requires_grad_(), (ShardSpec(2, 5, group),), PIXELS_RULES)
+        half = distribute(start.clone(), specs_of(cut), PIXELS_RULES)
+        found = [torch.autograd.grad(cut.exp(), [cut], one)[0] for one in (start, half, to_local(half))]
         cut.retain_grad()
         cut.exp().backward(start)
         assert cut.grad is not None
         with pytest.raises(InputError, match="create_graph"):
             torch.autograd.grad(cut.exp(), cut, start, create_graph=True)
-        return [gather_cuts(one) for one in (*found, cut.grad)]
+        return [full_tensor(one) for one in (*found, cut.grad)]
 
     for found in run_threads(2, work):
         assert all(torch.allclose(one, expected.grad) for one in found if expected.grad is not None)
@@ -278,6 +278,6 @@ def test_the_remedy_names_what_cut_the_tensor() -> None:
     tokens = on_one_rank(picture(1, 2, 4, 3)).permute(0, 2, 3, 1)
     with pytest.warns(UserWarning, match=r"plan with --fix LAYER.height=1 --fix LAYER.width=1 \("):
         torch.cdist(tokens, tokens)
-    shares = slice_of(picture(1, 4, 2, 2), (Cut(1, 4, ShapeOnlyLine(2)),), CHANNELS_RULES)
+    shares = distribute(picture(1, 4, 2, 2), (ShardSpec(1, 4, ShapeOnlyAxisGroup(2)),), CHANNELS_RULES)
     with pytest.warns(UserWarning, match=r"plan with --fix LAYER.channels=1 \("):
         torch.cdist(shares, shares)

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional
 
-from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of
+from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.cut_functions import cuts_on, picture, results_of, weights
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
@@ -70,7 +70,7 @@ def test_networks_train_as_in_one_process(name: str) -> None:
 
     def train(model: nn.Module, given: Tensor, ranks: int) -> tuple[list[Tensor], dict[str, Tensor]]:
         made = model(pixel_values=given)
-        results = [gather_cuts(one) for one in results_of(tuple(made.values()) if isinstance(made, dict) else made)]
+        results = [full_tensor(one) for one in results_of(tuple(made.values()) if isinstance(made, dict) else made)]
         loss = torch.stack([(one * w).sum() for one, w in zip(results, weights(results), strict=True)]).sum() / ranks
         loss.backward()
         return [one.detach() for one in results], {
@@ -79,7 +79,9 @@ def test_networks_train_as_in_one_process(name: str) -> None:
 
     def work(group: ThreadGroup) -> tuple[list[Tensor], dict[str, Tensor]]:
         lines = grid_groups(group, 2, 2)
-        return train(copy.deepcopy(network), slice_of(pixels.clone(), cuts_on(pixels, (2, 3), lines), PIXELS_RULES), 4)
+        return train(
+            copy.deepcopy(network), distribute(pixels.clone(), cuts_on(pixels, (2, 3), lines), PIXELS_RULES), 4
+        )
 
     expected, gradients = train(copy.deepcopy(network), pixels.clone(), 1)
     everyone = run_threads(4, work)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.custom_functions import intercept_custom_functions
-from galvatron_lite.parallelism.cuts.functions import slice_of
-from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
-from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cuts_of, local_of
+from galvatron_lite.parallelism.sharded.calls import intercept_custom_functions
+from galvatron_lite.parallelism.sharded.collectives import distribute
+from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, specs_of, to_local
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.cut_functions import Lines, compare, picture
 
@@ -112,9 +112,9 @@ def test_weights_of_channels_reach_their_channels() -> None:
     compare(functional.prelu, [picture(2, 5, 4, 4), picture(1)], [(2, 3), ()], (2, 2), stays_cut=True)
 
 
-def on_one_rank(tensor: Tensor, size: int = 2, rank: int = 0) -> CutTensor:
-    cut = slice_of(tensor, (Cut(2, tensor.shape[2], ShapeOnlyLine(size, rank)),), PIXELS_RULES)
-    assert isinstance(cut, CutTensor)
+def on_one_rank(tensor: Tensor, size: int = 2, rank: int = 0) -> ShardedTensor:
+    cut = distribute(tensor, (ShardSpec(2, tensor.shape[2], ShapeOnlyAxisGroup(size, rank)),), PIXELS_RULES)
+    assert isinstance(cut, ShardedTensor)
     return cut
 
 
@@ -124,7 +124,7 @@ def test_a_function_that_returns_its_argument_leaves_plain_tensors_plain() -> No
     assert type(plain) is Tensor
     assert type(found) is Tensor
     cut = on_one_rank(plain)
-    assert cut.contiguous() is cut or cuts_of(cut.contiguous()) == cut.cuts
+    assert cut.contiguous() is cut or specs_of(cut.contiguous()) == cut.specs
     assert cut.to(torch.float32) is cut
 
 
@@ -147,7 +147,7 @@ def test_activations_in_place_save_no_copy() -> None:
     cut = functional.relu(on_one_rank(leaf) * 1, inplace=True)
     names = [cut.grad_fn.name()] if cut.grad_fn else []
     assert names == ["ReluBackward0"]
-    assert local_of(cut).shape == (1, 2, 2, 4)
+    assert to_local(cut).shape == (1, 2, 2, 4)
 
 
 class Swish(torch.autograd.Function):

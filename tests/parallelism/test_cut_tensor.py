@@ -7,14 +7,22 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.functions import enter, gather_cuts, leave, slice_of, sum_over
-from galvatron_lite.parallelism.cuts.grid import Grid
-from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Rules, cut_tensor, cuts_of, local_of, whole_shape
+from galvatron_lite.parallelism.sharded.collectives import distribute, enter, full_tensor, leave, sum_over
+from galvatron_lite.parallelism.sharded.tensor import (
+    Call,
+    Rules,
+    ShardSpec,
+    from_local,
+    global_shape,
+    image_specs,
+    specs_of,
+    to_local,
+)
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 
 
 def gathered(call: Call) -> object:
-    return call.function(*[gather_cuts(arg) if isinstance(arg, Tensor) else arg for arg in call.args], **call.kwargs)
+    return call.function(*[full_tensor(arg) if isinstance(arg, Tensor) else arg for arg in call.args], **call.kwargs)
 
 
 RULES = Rules({}, gathered)
@@ -27,13 +35,13 @@ def test_shares_of_a_picture_gather_to_the_whole_and_gradients_come_back(rows: i
 
     def work(group: ThreadGroup) -> tuple[Tensor, Tensor]:
         down, along = grid_groups(group, rows, columns)
-        grid = Grid((None, down if rows > 1 else None, along if columns > 1 else None), group)
+        groups = (None, down if rows > 1 else None, along if columns > 1 else None)
         leaf = picture.clone().requires_grad_()
-        cut = slice_of(leaf, grid.cuts(picture.shape), RULES)
-        assert whole_shape(cut) == (2, 3, 5, 7)
-        assert local_of(cut).shape != picture.shape
-        assert all(one.length == local_of(cut).shape[one.dim] for one in cuts_of(cut))
-        together = gather_cuts(cut)
+        cut = distribute(leaf, image_specs(picture.shape, groups), RULES)
+        assert global_shape(cut) == (2, 3, 5, 7)
+        assert to_local(cut).shape != picture.shape
+        assert all(one.length == to_local(cut).shape[one.dim] for one in specs_of(cut))
+        together = full_tensor(cut)
         (together * weight).sum().backward()
         assert leaf.grad is not None
         return together.detach(), sum_over(leaf.grad, [group])
@@ -46,8 +54,8 @@ def test_shares_of_a_picture_gather_to_the_whole_and_gradients_come_back(rows: i
 
 def test_functions_without_a_rule_go_to_the_one_for_all_others() -> None:
     def work(group: ThreadGroup) -> Tensor:
-        cuts = Grid((None, None, group), group).cuts((1, 1, 2, 5))
-        cut = slice_of(torch.arange(10.0).view(1, 1, 2, 5), cuts, RULES)
+        cuts = image_specs((1, 1, 2, 5), (None, None, group))
+        cut = distribute(torch.arange(10.0).view(1, 1, 2, 5), cuts, RULES)
         return torch.sort(cut, descending=True)[0]
 
     for found in run_threads(2, work):
@@ -57,9 +65,9 @@ def test_functions_without_a_rule_go_to_the_one_for_all_others() -> None:
 
 def test_a_share_of_another_length_is_refused() -> None:
     def work(group: ThreadGroup) -> None:
-        cuts = Grid((None, group, None), group).cuts((1, 1, 5, 4))
+        cuts = image_specs((1, 1, 5, 4), (None, group, None))
         with pytest.raises(InputError, match="holds"):
-            cut_tensor(torch.zeros(1, 1, 4, 4), cuts, RULES)
+            from_local(torch.zeros(1, 1, 4, 4), cuts, RULES)
 
     run_threads(2, work)
 
@@ -68,8 +76,8 @@ def test_a_share_of_another_length_is_refused() -> None:
 def test_what_collectives_return_may_be_written_to(size: int) -> None:
     def work(group: ThreadGroup) -> None:
         leaf = torch.ones(1, 2, 4, 2, requires_grad=True)
-        cut = slice_of(leaf, (Cut(2, 4, group),), RULES)
-        for made in (gather_cuts(cut), sum_over(leaf * 1, [group]), enter(leaf * 1, [group]), leave(leaf * 1, [group])):
+        cut = distribute(leaf, (ShardSpec(2, 4, group),), RULES)
+        for made in (full_tensor(cut), sum_over(leaf * 1, [group]), enter(leaf * 1, [group]), leave(leaf * 1, [group])):
             torch.relu_(made).sum().backward()
         saved = (leaf * 1).sigmoid()
         enter(saved, [group]).mul_(2)

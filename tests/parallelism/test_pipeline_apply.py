@@ -12,16 +12,12 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import call_model, loss_of, slice_batch
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.pipeline.apply import (
-    Chunk,
-    Pipeline,
-    PipelineRunner,
-    SharedCopies,
-    StageModel,
-    find_shared,
-    pipeline_groups,
-)
+from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
+from galvatron_lite.parallelism.pipeline.stage import StageModel
+from galvatron_lite.parallelism.pipeline.table import Pipeline
+from galvatron_lite.parallelism.pipeline.tied import SharedCopies, find_shared
+from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors

@@ -16,17 +16,14 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.pipeline.apply import (
-    Chunk,
-    Pipeline,
-    PipelineRunner,
-    SharedCopies,
-    StageModel,
-    find_shared,
-    pipeline_groups,
-)
+from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import flow_of
+from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Action, Pass, stage_actions
+from galvatron_lite.parallelism.pipeline.stage import StageModel
+from galvatron_lite.parallelism.pipeline.table import Pipeline
+from galvatron_lite.parallelism.pipeline.tied import SharedCopies, find_shared
+from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.families import FAMILIES, build_family
@@ -186,3 +183,32 @@ def test_modules_of_earlier_stages_return_what_is_taken_apart_as_theirs() -> Non
         stage.attach()
         received = stage.run(lambda model=model: model(batch), received)
     assert received == whole(batch)
+
+
+class InPlace(nn.Module):
+    """Writes to what a linear layer gave, which is a view where there are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        hidden *= self.scale
+        hidden += 1
+        return hidden.square().sum()
+
+
+def test_results_may_be_written_to() -> None:
+    torch.manual_seed(0)
+    model, x = InPlace(), torch.randn(2, 3, 4)
+    alone = copy.deepcopy(model)
+    alone(x).backward()
+    deferral = Deferral()
+    defer_weights(model, deferral)
+    model(x).backward()
+    assert model.linear.weight.grad is None
+    for task in deferral.take():
+        task()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

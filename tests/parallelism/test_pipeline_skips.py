@@ -119,7 +119,7 @@ def flat() -> tuple[nn.Module, Batch, Layers]:
 
 def pictures(name: str) -> tuple[nn.Module, Batch, Layers]:
     torch.manual_seed(0)
-    model = build(name, side=8).double()
+    model = build(name, image_size=8).double()
     batch = {key: one.double() if one.is_floating_point() else one for key, one in model.example_batch(2).items()}
     return model, batch, discover_layers(model, batch)
 
@@ -302,3 +302,13 @@ def test_a_parameter_of_no_layer_that_is_read_late_is_refused() -> None:
     model, batch, layers = glued(lambda hidden, blocks: blocks[3](blocks[2](blocks[1](blocks[0](hidden)))) + hidden)
     with pytest.raises(InputError, match="position, which no layer holds"):
         cut_model(model, layers, [3], batch)
+
+
+def test_hollow_convolutions_take_inputs_of_the_precision_of_compute() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1))
+    layers = (Layer("stem", "stem", Role.BEFORE, ("0",)), Layer("1", "block", Role.BLOCK, ("1",)))
+    stage = StageModel(model, layers, ["1"])
+    stage.attach()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = stage.run(lambda: model(torch.ones(1, 3, 2, 2).bfloat16()), torch.ones(1, 4, 2, 2).bfloat16())
+    assert output.dtype is torch.bfloat16

@@ -19,6 +19,11 @@ from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.gpt import GPTBlock, GPTConfig
 from galvatron_lite.parallelism.recompute.apply import apply_recompute, recomputed
+from galvatron_lite.parallelism.recompute.sums import row_product
+from galvatron_lite.parallelism.tensor.apply import shard_layer
+from galvatron_lite.parallelism.tensor.functions import reduce_from_group
+from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
+from galvatron_lite.parallelism.tensor.infer import infer_block
 
 
 class CountCalls(TorchDispatchMode):
@@ -84,6 +89,71 @@ def test_selective_keeps_what_is_priced(monkeypatch: pytest.MonkeyPatch) -> None
     # private: torch does not show what it keeps
     sizes = {one.data_ptr(): one.nbytes() for one in map(Tensor.untyped_storage, _tensors(first.storage))}
     assert given.nbytes + sum(sizes.values()) == samples * kind.kept[Recompute.SELECTIVE].total
+
+
+class ScatteringGroup(ShapeOnlyGroup):
+    """Two devices that compute the same: sums are twice what one has; counts the sums."""
+
+    sums = 0
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        type(self).sums += 1
+        return 2 * super().reduce_scatter(tensor, dim)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        type(self).sums += 1
+        return 2 * tensor
+
+
+def run_share(recompute: Recompute, *, shared: bool, precision: torch.dtype) -> tuple[Any, Counter[str], int]:
+    torch.manual_seed(3)
+    config = GPTConfig(vocab=16, layers=1, hidden=16, heads=2, sequence=8, dropout=0.2)
+    block, hidden = GPTBlock(config), torch.randn(2, 4 if shared else 8, 16, requires_grad=True)
+    plan = infer_block(block, (torch.randn(2, 8, 16),), {})
+    shard_layer(block, plan, ScatteringGroup(2), shared)
+    apply_recompute(block, recompute)
+    torch.manual_seed(4)
+    ScatteringGroup.sums = 0
+    with CountCalls() as counter, torch.autocast("cpu", precision, enabled=precision is not torch.float32):
+        output = block(hidden)
+        forward_sums = ScatteringGroup.sums
+        output.float().square().mean().backward()
+    gradients = {name: value.grad for name, value in block.named_parameters()}
+    return (output.detach(), gradients, hidden.grad), counter.calls, ScatteringGroup.sums - forward_sums
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [False, True])
+def test_sums_over_the_tensor_group_are_kept(shared: bool, precision: torch.dtype) -> None:
+    plain, calls, backward = run_share(Recompute.NONE, shared=shared, precision=precision)
+    again, more, repeated = run_share(Recompute.SELECTIVE, shared=shared, precision=precision)
+    torch.testing.assert_close(again, plain, rtol=0, atol=0)
+    # neither the row-split matmuls nor their sums run twice; those run under another name
+    assert repeated == backward
+    assert more["addmm"] + more["mm"] == calls["addmm"] + calls["mm"]
+
+
+def test_selective_keeps_shares_of_sums_as_priced() -> None:
+    hidden, tokens = 32, 16
+    model = build("llama-tiny", vocab=64, layers=2, hidden=hidden, heads=4, sequence=tokens)
+    graph = trace(model, model.example_batch(2))
+    kind = graph.kinds[next(layer.kind for layer in graph.layers if layer.role is Role.BLOCK)]
+    split = kind.kept[Recompute.SELECTIVE]
+    # beside both sums and the input, every matmul's output is split by columns, and attention's statistics by heads
+    assert split.whole == 0
+    assert split.sequence == 3 * tokens * hidden * 4
+
+
+def test_a_sum_that_is_changed_in_place_is_refused() -> None:
+    def forward(hidden: Tensor) -> Tensor:
+        with row_product():
+            summed = reduce_from_group(hidden.exp(), ScatteringGroup(2))
+        return summed.add_(1).sin()
+
+    run: Callable[..., Any] = recomputed(forward, Recompute.SELECTIVE)
+    output = run(torch.ones(3, requires_grad=True))
+    with pytest.raises(InputError, match="full recomputation"):
+        output.sum().backward()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

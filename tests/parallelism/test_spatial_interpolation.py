@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of
-from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Rules, local_of, whole_shape
-from galvatron_lite.parallelism.spatial.interpolation import HANDLERS
+from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
+from galvatron_lite.parallelism.sharded.tensor import Call, Rules, ShardSpec, global_shape, to_local
+from galvatron_lite.parallelism.spatial.resizing import HANDLERS
 from tests.parallelism.cut_compare import SHAPES, alone, assert_equal, rules, together
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
@@ -78,8 +78,8 @@ def test_sides_of_single_precision_are_as_torchs_of_single_precision() -> None:
         for mode in ("nearest", "nearest-exact"):
 
             def work(group: ThreadGroup, size: int = size, mode: str = mode) -> Tensor:
-                cut = slice_of(picture.clone(), (Cut(2, 103, group),), RULES)
-                return gather_cuts(functional.interpolate(cut, (size, 3), mode=mode))
+                cut = distribute(picture.clone(), (ShardSpec(2, 103, group),), RULES)
+                return full_tensor(functional.interpolate(cut, (size, 3), mode=mode))
 
             expected = functional.interpolate(picture, (size, 3), mode=mode)
             assert all(torch.equal(found, expected) for found in run_threads(3, work))
@@ -98,10 +98,10 @@ def test_ranks_send_only_the_rows_that_others_need() -> None:
 
     def work(group: ThreadGroup) -> tuple[int, int]:
         leaf = picture.clone().requires_grad_()
-        cut = slice_of(leaf, (Cut(2, 12, group),), RULES)
+        cut = distribute(leaf, (ShardSpec(2, 12, group),), RULES)
         result = functional.interpolate(cut, scale_factor=2, mode="bilinear")
         forward = group.sent_bytes
-        local_of(result).sum().backward()
+        to_local(result).sum().backward()
         assert set(group.calls) == {"exchange"}
         return forward, group.sent_bytes - forward
 
@@ -114,7 +114,7 @@ def test_nothing_is_kept_for_backward_along_cut_sides() -> None:
 
     def work(group: ThreadGroup) -> int:
         kept = []
-        cut = slice_of(picture.clone().requires_grad_(), (Cut(2, 12, group),), RULES)
+        cut = distribute(picture.clone().requires_grad_(), (ShardSpec(2, 12, group),), RULES)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], lambda x: x):
             functional.interpolate(cut, scale_factor=2, mode="bicubic")
         return sum(kept)
@@ -132,8 +132,8 @@ def test_sixteen_bits() -> None:
     expected = functional.interpolate(picture, size=(17, 5), mode="bicubic")
 
     def work(group: ThreadGroup) -> Tensor:
-        cut = slice_of(picture.clone(), (Cut(2, 9, group),), RULES)
-        return gather_cuts(functional.interpolate(cut, size=(17, 5), mode="bicubic"))
+        cut = distribute(picture.clone(), (ShardSpec(2, 9, group),), RULES)
+        return full_tensor(functional.interpolate(cut, size=(17, 5), mode="bicubic"))
 
     for found in run_threads(2, work):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
@@ -145,18 +145,18 @@ def test_smoothed_pictures_are_gathered() -> None:
 
         def other(call: Call) -> Tensor:
             names.append(call.name)
-            return call.function(*map(gather_cuts, call.args), **call.kwargs)
+            return call.function(*map(full_tensor, call.args), **call.kwargs)
 
-        cut = slice_of(torch.randn(1, 1, 8, 8), (Cut(2, 8, group),), Rules({**SHAPES, **HANDLERS}, other))
+        cut = distribute(torch.randn(1, 1, 8, 8), (ShardSpec(2, 8, group),), Rules({**SHAPES, **HANDLERS}, other))
         found = functional.interpolate(cut, size=(3, 3), mode="bilinear", antialias=True)
-        return names[0], whole_shape(found)
+        return names[0], global_shape(found)
 
     assert run_threads(2, work) == [("interpolate", (1, 1, 3, 3))] * 2
 
 
 def test_what_torch_refuses_is_refused() -> None:
     def work(group: ThreadGroup) -> None:
-        cut = slice_of(torch.randn(1, 1, 8, 8), (Cut(2, 8, group),), RULES)
+        cut = distribute(torch.randn(1, 1, 8, 8), (ShardSpec(2, 8, group),), RULES)
         with pytest.raises(ValueError, match="only one of size or scale_factor"):
             functional.interpolate(cut, size=(3, 3), scale_factor=2)
         with pytest.raises(NotImplementedError, match="trilinear"):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from galvatron_lite.parallelism.cuts.functions import gather_cuts, leave, slice_of, sum_over
-from galvatron_lite.parallelism.cuts.tensor import Cut
+from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor, leave, sum_over
+from galvatron_lite.parallelism.sharded.tensor import ShardSpec
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.cut_compare import lines_of
 from tests.parallelism.thread_group import ThreadGroup, run_threads
@@ -254,8 +254,8 @@ def _check(make: Callable[[], nn.Module], shape: tuple[int, ...], degrees: dict[
 
     def work(group: ThreadGroup) -> Run:
         mine, leaf = deepcopy(module), picture.clone().requires_grad_()
-        cuts = tuple(Cut(dim, shape[dim], line) for dim, line in lines_of(group, degrees).items())
-        result = leave(gather_cuts(mine(slice_of(leaf.clone(), cuts, PIXELS_RULES))), [group])
+        cuts = tuple(ShardSpec(dim, shape[dim], line) for dim, line in lines_of(group, degrees).items())
+        result = leave(full_tensor(mine(distribute(leaf.clone(), cuts, PIXELS_RULES))), [group])
         _loss(result).backward()
         ours = Run(mine, leaf, result)
         ours.picture = sum_over(ours.picture, [group])

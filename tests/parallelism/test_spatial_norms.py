@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.functions import gather_cuts, slice_of
-from galvatron_lite.parallelism.cuts.grid import Grid
-from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Rules, local_of, shares_only
+from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
+from galvatron_lite.parallelism.sharded.tensor import Call, Rules, ShardSpec, image_specs, locals_only, to_local
 from galvatron_lite.parallelism.spatial.cost import STATISTIC_BYTES
-from galvatron_lite.parallelism.spatial.norms import HANDLERS, sync_batch_norm
-from galvatron_lite.parallelism.spatial.statistics import as_autocast
+from galvatron_lite.parallelism.spatial.norms import HANDLERS, as_autocast, sync_batch_norm
 from tests.parallelism.cut_compare import Outcome, Parameters, alone, assert_equal, lines_of, rules, together
 from tests.parallelism.running import gather_running
 from tests.parallelism.thread_group import ThreadGroup, run_threads
@@ -164,7 +162,7 @@ def test_modules_keep_running_statistics_over_batches(momentum: float | None) ->
     def work(group: ThreadGroup) -> dict[str, Tensor]:
         mine = nn.BatchNorm2d(CHANNELS, momentum=momentum).double()
         for batch in batches:
-            mine(slice_of(batch.clone(), Grid((None, group, None), group).cuts(batch.shape), RULES))
+            mine(distribute(batch.clone(), image_specs(batch.shape, (None, group, None)), RULES))
         return dict(mine.state_dict())
 
     for found in run_threads(3, work):
@@ -178,7 +176,7 @@ def test_running_statistics_of_cut_channels_are_gathered() -> None:
 
     def work(group: ThreadGroup) -> dict[str, Tensor]:
         mine = nn.BatchNorm2d(CHANNELS).double()
-        mine(slice_of(picture.clone(), (Cut(1, CHANNELS, group),), RULES))
+        mine(distribute(picture.clone(), (ShardSpec(1, CHANNELS, group),), RULES))
         gather_running(mine, group)
         return dict(mine.state_dict())
 
@@ -192,11 +190,11 @@ def test_parameters_may_be_cut_as_the_channels_are() -> None:
     theirs = functional.batch_norm(picture, None, None, parameters["weight"], parameters["bias"], True)
 
     def work(group: ThreadGroup) -> Tensor:
-        cut = Cut(1, CHANNELS, group)
+        cut = ShardSpec(1, CHANNELS, group)
         weight = parameters["weight"].detach().narrow(0, cut.start, cut.length)
-        bias = slice_of(parameters["bias"].detach().clone(), (Cut(0, CHANNELS, group),), RULES)
-        return gather_cuts(
-            functional.batch_norm(slice_of(picture.clone(), (cut,), RULES), None, None, weight, bias, True)
+        bias = distribute(parameters["bias"].detach().clone(), (ShardSpec(0, CHANNELS, group),), RULES)
+        return full_tensor(
+            functional.batch_norm(distribute(picture.clone(), (cut,), RULES), None, None, weight, bias, True)
         )
 
     for found in run_threads(4, work):
@@ -222,9 +220,9 @@ def test_messages_hold_two_fp32_numbers_a_channel_in_either_pass(dtype: torch.dt
     def work(group: ThreadGroup) -> tuple[int, int, dict[str, int]]:
         line = Counted(group.size, group.rank, group.meeting)
         leaf = picture.clone().requires_grad_()
-        result = functional.batch_norm(slice_of(leaf, (Cut(2, 6, line),), RULES), None, None, training=True)
+        result = functional.batch_norm(distribute(leaf, (ShardSpec(2, 6, line),), RULES), None, None, training=True)
         forward = line.sent_bytes
-        local_of(result).sum().backward()
+        to_local(result).sum().backward()
         return forward, line.sent_bytes - forward, dict(line.calls)
 
     expected = 2 * CHANNELS * STATISTIC_BYTES
@@ -257,8 +255,8 @@ def test_large_means_cost_no_digits() -> None:
     exact = functional.batch_norm(picture.double(), None, None, training=True)
 
     def work(group: ThreadGroup) -> Tensor:
-        cut = slice_of(picture.clone(), Grid((None, group, None), group).cuts(picture.shape), RULES)
-        return gather_cuts(functional.batch_norm(cut, None, None, training=True))
+        cut = distribute(picture.clone(), image_specs(picture.shape, (None, group, None)), RULES)
+        return full_tensor(functional.batch_norm(cut, None, None, training=True))
 
     theirs = (functional.batch_norm(picture, None, None, training=True) - exact).abs().max()
     for found in run_threads(4, work):
@@ -271,7 +269,7 @@ def test_what_is_kept_for_backward_is_the_share_and_its_statistics() -> None:
 
     def work(group: ThreadGroup) -> None:
         leaf = picture.clone().requires_grad_()
-        cut = slice_of(leaf, Grid((None, group, None), group).cuts(picture.shape), RULES)
+        cut = distribute(leaf, image_specs(picture.shape, (None, group, None)), RULES)
         mine: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: (mine.append(x.nbytes), x)[1], lambda x: x):
             functional.batch_norm(cut, None, None, training=True)
@@ -294,8 +292,8 @@ def test_results_may_be_written_to(name: str) -> None:
 
     def work(group: ThreadGroup) -> Tensor:
         leaf = picture.clone().requires_grad_()
-        result = calls[name](slice_of(leaf, (Cut(2, 5, group),), RULES))
-        with shares_only():
+        result = calls[name](distribute(leaf, (ShardSpec(2, 5, group),), RULES))
+        with locals_only():
             result.mul_(2.0).clamp_(min=0.5).sum().backward()
         assert leaf.grad is not None
         return group.all_reduce(leaf.grad)
@@ -316,9 +314,9 @@ def test_autocast_gives_the_types_it_gives_one_device(name: str) -> None:
     }
 
     def work(group: ThreadGroup) -> torch.dtype:
-        cut = slice_of(picture.clone(), (Cut(2, 4, group),), RULES)
+        cut = distribute(picture.clone(), (ShardSpec(2, 4, group),), RULES)
         with torch.autocast("cpu", torch.bfloat16):
-            return local_of(calls[name](cut)).dtype
+            return to_local(calls[name](cut)).dtype
 
     with torch.autocast("cpu", torch.bfloat16):
         expected = calls[name](picture).dtype
@@ -336,7 +334,7 @@ def test_accelerators_take_fp32_under_autocast(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _refused(group: ThreadGroup) -> None:
-    cut = slice_of(torch.randn(1, CHANNELS, 1, 1), Grid((None, group, None), group).cuts((1, CHANNELS, 1, 1)), RULES)
+    cut = distribute(torch.randn(1, CHANNELS, 1, 1), image_specs((1, CHANNELS, 1, 1), (None, group, None)), RULES)
     with pytest.raises(InputError, match="more than one value per channel"):
         functional.batch_norm(cut, None, None, training=True)
 
@@ -352,10 +350,10 @@ def test_what_no_rule_fits_goes_on_to_the_rule_for_all_others() -> None:
         def other(call: Call) -> Any:
             others.append(call.name)
             return call.function(
-                *[gather_cuts(one) if isinstance(one, Tensor) else one for one in call.args], **call.kwargs
+                *[full_tensor(one) if isinstance(one, Tensor) else one for one in call.args], **call.kwargs
             )
 
-        cut = slice_of(torch.randn(2, CHANNELS, 3, 4), (Cut(1, CHANNELS, group),), Rules(HANDLERS, other))
+        cut = distribute(torch.randn(2, CHANNELS, 3, 4), (ShardSpec(1, CHANNELS, group),), Rules(HANDLERS, other))
         functional.group_norm(cut, 3)
         functional.local_response_norm(cut, 3)
         return others
@@ -382,15 +380,15 @@ def test_synchronised_batch_norm_takes_its_statistics_over_other_samples_too(pix
         module = made().train(training)
         sync_batch_norm(module, [lines[0]])
         mine = picture.narrow(0, start, length).clone().requires_grad_()
-        cuts = (Cut(2, 5, lines[2]),) if pixels > 1 else ()
-        result = module(slice_of(mine, cuts, RULES))
-        part = slice_of(weight.narrow(0, start, length).clone(), cuts, RULES)
-        (local_of(result) * local_of(part)).sum().backward()
+        cuts = (ShardSpec(2, 5, lines[2]),) if pixels > 1 else ()
+        result = module(distribute(mine, cuts, RULES))
+        part = distribute(weight.narrow(0, start, length).clone(), cuts, RULES)
+        (to_local(result) * to_local(part)).sum().backward()
         assert mine.grad is not None
         gradients = {
             name: group.all_reduce(one.grad) for name, one in module.named_parameters() if one.grad is not None
         }
-        return gather_cuts(result).detach(), lines[2].all_reduce(mine.grad), gradients, dict(module.state_dict())
+        return full_tensor(result).detach(), lines[2].all_reduce(mine.grad), gradients, dict(module.state_dict())
 
     near = {"rtol": 1e-10, "atol": 1e-10}
     for rank, (result, gradient, gradients, state) in enumerate(run_threads(2 * pixels, work)):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.functions import slice_of
-from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, local_of
+from galvatron_lite.parallelism.sharded.collectives import distribute
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, image_specs, to_local
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.spatial.windows import SideWindow, borrowed, output_extent, refusal
 from tests.parallelism.shared_pictures import GRIDS, STRICT, alone, close, double, grid_of, kept, same, shared
@@ -107,8 +107,6 @@ def test_pools_of_one_side_and_of_volumes(
         (nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), 2),
         (nn.AvgPool2d(2, divisor_override=3), 2),
         (nn.AvgPool3d(2), 3),
-        (nn.LPPool1d(2, 2), 1),
-        (nn.LPPool2d(3, 2, stride=2), 2),
         (nn.AdaptiveAvgPool1d(4), 1),
         (nn.AdaptiveAvgPool2d(1), 2),
         (nn.AdaptiveAvgPool2d((None, 4)), 2),
@@ -131,7 +129,6 @@ def test_modules_of_torch(pool: nn.Module, sides: int) -> None:
         lambda picture: functional.max_pool2d(picture, 3, stride=2, padding=1, return_indices=False),
         lambda picture: functional.max_pool2d(input=picture, kernel_size=[2, 2], stride=[]),
         lambda picture: functional.avg_pool2d(picture, kernel_size=2),
-        lambda picture: functional.lp_pool2d(picture.square(), 2, 3, 1),
         lambda picture: functional.adaptive_avg_pool2d(picture, (5, 1)),
         lambda picture: functional.adaptive_avg_pool2d(picture, output_size=[1, 4]),
         lambda picture: functional.adaptive_max_pool2d(picture, (None, 1)),
@@ -210,11 +207,11 @@ def test_a_mean_over_the_picture_is_whole_and_moves_no_picture() -> None:
     picture = double(2, 3, 9, 8)
 
     def work(group: ThreadGroup) -> dict[str, int]:
-        cut = slice_of(picture, grid_of(group, 3, 1).cuts(picture.shape), STRICT)
+        cut = distribute(picture, image_specs(picture.shape, grid_of(group, 3, 1)), STRICT)
         mean = functional.adaptive_avg_pool2d(cut, 1)
-        assert not isinstance(mean, CutTensor)
+        assert not isinstance(mean, ShardedTensor)
         close(mean, picture.mean((2, 3), keepdim=True))
-        line = cut.cuts[0].line  # type: ignore[attr-defined]
+        line = cut.specs[0].group  # type: ignore[attr-defined]
         return dict(line.calls)
 
     assert run_threads(3, work) == [{"all_reduce": 1}] * 3
@@ -230,6 +227,7 @@ def test_a_mean_over_the_picture_is_whole_and_moves_no_picture() -> None:
         lambda picture: functional.pixel_shuffle(picture.repeat(1, 4, 1, 1), 2),
         lambda picture: functional.pixel_unshuffle(picture[:, :, :6], 2),
         lambda picture: functional.avg_pool2d(picture, 7),
+        lambda picture: functional.lp_pool2d(picture.square(), 2, 3, 1),
         lambda picture: functional.avg_pool2d(picture, 9, ceil_mode=True),
         lambda picture: functional.max_pool2d(picture, (7, 2)),
     ],
@@ -262,7 +260,7 @@ def test_pools_keep_neither_shares_nor_borders() -> None:
     picture = double(2, 3, 8, 10)
 
     def work(group: ThreadGroup) -> list[list[tuple[int, ...]]]:
-        cut = slice_of(picture.clone().requires_grad_(), grid_of(group, 2, 1).cuts(picture.shape), STRICT)
+        cut = distribute(picture.clone().requires_grad_(), image_specs(picture.shape, grid_of(group, 2, 1)), STRICT)
         pools = (lambda: functional.max_pool2d(cut, 3, 2, 1), lambda: functional.avg_pool2d(cut, 3, 2, 1))
         return [[tuple(one.shape) for one in kept(pool)] for pool in pools]
 
@@ -285,14 +283,14 @@ def test_a_share_of_less_than_a_window_that_ends_behind_the_picture(pool: Callab
 def test_pictures_without_samples_are_refused() -> None:
     def work(group: ThreadGroup) -> None:
         with pytest.raises(InputError, match="dim of samples"):
-            functional.avg_pool2d(slice_of(torch.zeros(2, 6, 6), [Cut(1, 6, group)], STRICT), 2)
+            functional.avg_pool2d(distribute(torch.zeros(2, 6, 6), [ShardSpec(1, 6, group)], STRICT), 2)
 
     run_threads(2, work)
 
 
 def test_pads_that_torch_refuses_are_refused() -> None:
     def work(group: ThreadGroup) -> None:
-        cut = slice_of(torch.zeros(1, 2, 6, 6), [Cut(2, 6, group)], PIXELS_RULES)
+        cut = distribute(torch.zeros(1, 2, 6, 6), [ShardSpec(2, 6, group)], PIXELS_RULES)
         with pytest.warns(UserWarning, match="gathered"), pytest.raises(RuntimeError, match="pad should be at most"):
             functional.max_pool2d(cut, 2, padding=2)
 
@@ -303,8 +301,8 @@ def test_a_pool_of_lower_precision_stays_so() -> None:
     picture = torch.randn(2, 3, 9, 8, dtype=torch.bfloat16)
 
     def work(group: ThreadGroup) -> Tensor:
-        cut = slice_of(picture, grid_of(group, 2, 1).cuts(picture.shape), STRICT)
-        return local_of(functional.avg_pool2d(cut, 3, 2, 1, count_include_pad=False))
+        cut = distribute(picture, image_specs(picture.shape, grid_of(group, 2, 1)), STRICT)
+        return to_local(functional.avg_pool2d(cut, 3, 2, 1, count_include_pad=False))
 
     wanted = functional.avg_pool2d(picture, 3, 2, 1, count_include_pad=False)
     found = torch.cat(run_threads(2, work), 2)

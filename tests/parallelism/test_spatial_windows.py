@@ -10,23 +10,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.windows import (
-    PAD_MODES,
     Loan,
     SideWindow,
     borrowed,
     borrows,
     crop,
     interior,
-    items,
-    layout,
     lends,
     needed,
     output_extent,
     output_range,
-    own_range,
     refusal,
+    shard_range,
     stays,
 )
 
@@ -65,7 +61,7 @@ def read_by(window: SideWindow, extent: int, output: int) -> set[int]:
 
 
 def places(loans: tuple[Loan, ...]) -> dict[int, set[int]]:
-    return {peer: {place for start, stop in ranges for place in range(start, stop)} for peer, ranges in loans}
+    return {peer: set(range(*lent)) for peer, lent in loans}
 
 
 SMALL = st.integers(1, 4)
@@ -95,7 +91,7 @@ def test_extent_of_a_transposed_convolution_is_torchs(
 @given(windows(), EXTENTS, DEGREES)
 def test_ranks_borrow_just_what_their_outputs_depend_on(window: SideWindow, extent: int, degree: int) -> None:
     assume(min(extent, output_extent(window, extent)) >= degree)
-    shares = [set(range(*own_range(extent, degree, rank))) for rank in range(degree)]
+    shares = [set(range(*shard_range(extent, degree, rank))) for rank in range(degree)]
     for rank in range(degree):
         outputs = range(*output_range(window, extent, degree, rank))
         start, stop = needed(window, extent, (outputs.start, outputs.stop))
@@ -117,9 +113,9 @@ def test_ranks_borrow_just_what_their_outputs_depend_on(window: SideWindow, exte
 @given(windows(), EXTENTS, DEGREES)
 def test_what_one_borrows_another_lends(window: SideWindow, extent: int, degree: int) -> None:
     assume(min(extent, output_extent(window, extent)) >= degree)
-    sent = {(rank, peer, ranges) for rank in range(degree) for peer, ranges in lends(window, extent, degree, rank)}
+    sent = {(rank, peer, lent) for rank in range(degree) for peer, lent in lends(window, extent, degree, rank)}
     assert sent == {
-        (peer, rank, ranges) for rank in range(degree) for peer, ranges in borrows(window, extent, degree, rank)
+        (peer, rank, lent) for rank in range(degree) for peer, lent in borrows(window, extent, degree, rank)
     }
 
 
@@ -138,7 +134,7 @@ def test_refused_where_a_rank_has_nothing_or_needs_more_than_the_next_ones(
             p
             for peer in (rank - 1, rank, rank + 1)
             if 0 <= peer < degree
-            for p in range(*own_range(extent, degree, peer))
+            for p in range(*shard_range(extent, degree, peer))
         }
         wanted = {place for place in range(start, stop) if 0 <= place < extent}
         far, nothing = far or not wanted <= near, nothing or not wanted
@@ -153,7 +149,7 @@ def test_a_window_stays_where_shares_alone_make_the_outputs(window: SideWindow, 
     assume(min(extent, output_extent(window, extent)) >= degree)
     made = []
     for rank in range(degree):
-        start, stop = own_range(extent, degree, rank)
+        start, stop = shard_range(extent, degree, rank)
         # what the window makes of the share alone, as the places that each output reads (or is fed by)
         count = output_extent(window, stop - start)
         made += [(rank, {start + place for place in read_by(window, stop - start, output)}) for output in range(count)]
@@ -162,7 +158,7 @@ def test_a_window_stays_where_shares_alone_make_the_outputs(window: SideWindow, 
         for rank in range(degree)
         for output in range(*output_range(window, extent, degree, rank))
     ]
-    shares = [stop - start for start, stop in (own_range(extent, degree, rank) for rank in range(degree))]
+    shares = [stop - start for start, stop in (shard_range(extent, degree, rank) for rank in range(degree))]
     refused = not window.transposed and min(shares) < min(window.reach, extent)  # torch takes no picture below a window
     assert stays(window, extent, degree) == (made == wanted and not refused)
 
@@ -171,7 +167,7 @@ def test_a_window_stays_where_shares_alone_make_the_outputs(window: SideWindow, 
 def test_interior_needs_the_own_share_only(window: SideWindow, extent: int, degree: int) -> None:
     assume(not window.transposed and min(extent, output_extent(window, extent)) >= degree)
     for rank in range(degree):
-        own = set(range(*own_range(extent, degree, rank)))
+        own = set(range(*shard_range(extent, degree, rank)))
         outputs = range(*output_range(window, extent, degree, rank))
         inner = [output for output in outputs if reads(window, output) <= own]
         assert list(range(*interior(window, extent, degree, rank))) == inner
@@ -189,35 +185,6 @@ def test_a_transposed_window_on_the_part_is_the_part_of_the_whole(window: SideWi
         first = start * window.stride - window.before
         last = (stop - 1) * window.stride - window.before + window.reach
         assert (first + before, last - after) == outputs
-
-
-@given(st.sampled_from(PAD_MODES), st.integers(2, 16), st.integers(-1, 6), st.integers(-1, 6), DEGREES)
-def test_pads_name_the_places_that_torch_pads_with(
-    mode: str, extent: int, before: int, after: int, degree: int
-) -> None:
-    assume(max(before, after) < extent)
-    window = SideWindow(before=before, after=after, mode=mode)
-    assume(min(extent, output_extent(window, extent)) >= degree)
-    if mode != "constant":
-        assume(min(before, after) >= 0)
-    picture = torch.arange(1.0, extent + 1).view(1, 1, extent)
-    padded = functional.pad(picture, (before, after), mode=mode).flatten().tolist()
-    made: list[float] = []
-    for rank in range(degree):
-        start, length = share(extent, degree, rank)
-        known = set(range(start, start + length)).union(*places(borrows(window, extent, degree, rank)).values())
-        for run in layout(window, extent, degree, rank):
-            spots = [None if run.step is None else run.start + j * run.step for j in range(run.length)]
-            assert {spot for spot in spots if spot is not None} <= known
-            made += [0.0 if spot is None else spot + 1.0 for spot in spots]
-    assert made == padded
-
-
-def test_a_picture_of_a_ring_may_be_borrowed_from_its_other_end() -> None:
-    window = SideWindow(before=1, after=1, mode="circular")
-    assert refusal(window, 12, 4) == ""
-    assert [peer for peer, _ in borrows(window, 12, 4, 0)] == [3]
-    assert items(borrows(window, 12, 4, 0)[0][1]) == 1
 
 
 @pytest.mark.parametrize(

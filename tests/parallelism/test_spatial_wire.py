@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, SplitDims
 from galvatron_lite.parallelism.base import Moment
-from galvatron_lite.parallelism.cuts.functions import slice_of
-from galvatron_lite.parallelism.cuts.tensor import local_of
+from galvatron_lite.parallelism.sharded.collectives import distribute
+from galvatron_lite.parallelism.sharded.tensor import image_specs, to_local
 from galvatron_lite.parallelism.spatial.cost import samples_of
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.factories import make_kind
@@ -50,13 +50,13 @@ def test_bytes_on_the_wire_are_those_of_the_formula(
     def work(group: ThreadGroup) -> tuple[list[int], list[int]]:
         """Bytes that a rank sends along each side in forward, and in backward."""
         lines = grid_of(group, *grid)
-        used = [line for line in lines.lines if isinstance(line, ThreadGroup)]
+        used = [line for line in lines if isinstance(line, ThreadGroup)]
         leaf = picture.clone().requires_grad_()
         out = functional.conv2d(
-            slice_of(leaf, lines.cuts(picture.shape), STRICT), weight, None, stride, padding, dilation
+            distribute(leaf, image_specs(picture.shape, lines), STRICT), weight, None, stride, padding, dilation
         )
         forward = [line.sent_bytes for line in used]
-        local_of(out).sum().backward()
+        to_local(out).sum().backward()
         return forward, [line.sent_bytes - there for line, there in zip(used, forward, strict=True)]
 
     ranks = run_threads(grid[0] * grid[1], work)
@@ -73,7 +73,7 @@ def test_the_share_is_that_of_the_rank_with_most_pixels() -> None:
     kind, picture = layer_of((13, 11), 3, 1, 1, 1), double(1, CHANNELS, 13, 11)
 
     def work(group: ThreadGroup) -> int:
-        return local_of(slice_of(picture, grid_of(group, 2, 3).cuts(picture.shape), STRICT)).numel()
+        return to_local(distribute(picture, image_specs(picture.shape, grid_of(group, 2, 3)), STRICT)).numel()
 
     most = max(run_threads(6, work))
     assert samples_of(kind, Strategy(height=2, width=3), 1) == pytest.approx(most / picture.numel())

@@ -88,7 +88,7 @@ def test_a_split_loss_reduces_three_figures_a_token() -> None:
 @pytest.mark.parametrize(
     ("operator", "repeated"),
     [
-        (None, {(GATHER, 100): 2, (SCATTER, 300): 1}),
+        (None, {(GATHER, 100): 2}),
         (Operator("core", OperatorClass.ATTENTION, (1, 1, 1, 1, 1), 1, 1, 1, 1, 1, again=True), {}),
         (
             Operator("up", OperatorClass.MATMUL, (1, 1, 1), 1, 1, 1, 1, 1, weight_bytes=2, again=True),

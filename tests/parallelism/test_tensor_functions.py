@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.shares import share
-from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
+from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
+from tests.pool import WorkerPool
 
 
 @given(st.integers(1, 500), st.integers(1, 16))
@@ -39,3 +42,23 @@ def test_shapes_without_a_group(device: str) -> None:
     assert device == "meta" or torch.equal(scattered, tensor[:, 6:])
     with pytest.raises(InputError, match="divisible by the tensor-parallel degree 4"):
         group.reduce_scatter(tensor, 2)
+
+
+def collectives() -> list[Any]:
+    group = ProcessTensorGroup()
+    mine = torch.arange(8.0).reshape(2, 4) + 10 * group.rank
+    results = [group.all_reduce(mine)]
+    results += [group.all_gather(mine, dim) for dim in (0, 1, -1)]
+    results += [group.reduce_scatter(mine, dim) for dim in (0, 1)]
+    # strided tensors, too
+    return [*results, group.all_reduce(mine.t()), group.all_gather(mine.t(), 1), group.reduce_scatter(mine.t(), 1)]
+
+
+def test_collectives(pool: WorkerPool) -> None:
+    first = torch.arange(8.0).reshape(2, 4)
+    second, total = first + 10, 2 * first + 10
+    for rank, results in enumerate(pool.run(2, collectives)):
+        expected = [total, torch.cat([first, second], 0), *[torch.cat([first, second], 1)] * 2]
+        expected += [total.chunk(2, 0)[rank], total.chunk(2, 1)[rank]]
+        expected += [total.t(), torch.cat([first.t(), second.t()], 1), total.t().chunk(2, 1)[rank]]
+        torch.testing.assert_close(results, expected)

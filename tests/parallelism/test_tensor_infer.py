@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.model.zoo.llama import LlamaBlock, LlamaConfig
-from galvatron_lite.parallelism.tensor.huggingface import proposed_regions
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
-from galvatron_lite.parallelism.tensor.infer_check import prime_factors
+from galvatron_lite.parallelism.tensor.infer_prove import prime_factors
 from galvatron_lite.parallelism.tensor.regions import TensorPlan, TokenGather
 from tests.parallelism.tensor_blocks import CASES, HIDDEN, TOKENS, hidden, make_case
 
@@ -91,16 +90,6 @@ def test_details_of_gpt2_and_bert() -> None:
     case = make_case("hf_bert")
     attention = infer_block(case.block, case.args, case.kwargs).regions[0]
     assert (attention.row, attention.gather) == ("attention.output.dense", TokenGather("attention.self", 0))
-
-
-def test_proposals_of_transformers() -> None:
-    linears = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-    linears += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    assert proposed_regions(make_case("hf_llama").block, linears) == {
-        "self_attn.o_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "mlp.down_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    }
-    assert proposed_regions(make_case("zoo_llama").block, linears) == {}
 
 
 class Wrapped(nn.Module):

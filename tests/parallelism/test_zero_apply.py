@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
+from galvatron_lite.parallelism.zero.cut import cut_dim
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.state import full_gradients
+from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
 
 
@@ -100,3 +106,61 @@ def views() -> tuple[list[str], bool]:
 
 def test_views_that_a_layer_returns_may_be_written_to(pool: WorkerPool) -> None:
     assert pool.run(2, views) == [([], True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "stage", "dim"),
+    [
+        ((4096, 11008), 64, 3, 0),
+        ((50257, 768), 8, 3, 0),  # a row more or less
+        ((8, 14336, 4096), 32, 3, 1),
+        ((8, 14336, 4096), 32, 1, 0),  # would not lie together
+        ((1, 14336, 4096), 4, 1, 1),
+        ((1, 3, 4096), 4, 3, 2),
+        ((1, 3, 5), 4, 3, 0),
+        ((2,), 4, 3, 0),
+        ((), 4, 3, 0),
+    ],
+)
+def test_few_rows_are_cut_along_another_dim(shape: tuple[int, ...], ranks: int, stage: int, dim: int) -> None:
+    assert cut_dim(shape, ranks, stage) == dim
+
+
+LAYERS = (
+    Layer("before", "before", Role.BEFORE, ("first", "second", "places")),
+    Layer("blocks.0", "block", Role.BLOCK, ("blocks.0",)),
+    Layer("after", "after", Role.AFTER, ("end",)),
+)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv1d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1)
+        self.places = nn.Embedding(6, 4)
+        self.places.requires_grad_(False)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+        self.end = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.first(x).square()).transpose(1, 2)
+        hidden = self.blocks[0](hidden + self.places(torch.arange(6)))
+        return self.end(hidden).square().mean()
+
+
+def gradients() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(1)
+    batch, alone = torch.randn(4, 3, 6), Model()
+    alone(batch).backward()
+    strategies = {layer.name: Strategy(zero=2, zero_stage=3) for layer in LAYERS}
+    plan = write_plan([list(strategies)], strategies, devices=2, batch=4, microbatches=1)
+    model = ParallelModel(Model(), plan, LAYERS, batch, loss_fn=lambda output, _: output, device="cpu")
+    model.backward_step(batch)
+    return full_gradients(model), {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+
+
+def test_a_frozen_module_is_gathered_by_itself(pool: WorkerPool) -> None:
+    for found, expected in pool.run(2, gradients):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
-from galvatron_lite.parallelism.cyclic.timeline import moments
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count, moments
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan, read_plan, write_plan

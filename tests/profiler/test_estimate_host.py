@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from galvatron_lite.calibration.schema import StackConstants
 from galvatron_lite.cluster.catalog import device_named, load_cluster
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
-from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.profiler.estimate_efficiency import BACKWARD_HOST, COLLECTIVE_LAUNCHES
-from galvatron_lite.profiler.estimate_layer import behind_host, layer_times
-from galvatron_lite.profiler.roofline_machine import Machine, machine_of
+from galvatron_lite.profiler.estimate import behind_host, estimate_profile, layer_times
+from galvatron_lite.profiler.machine import BACKWARD_HOST, COLLECTIVE_LAUNCHES, Machine, machine_of
 from galvatron_lite.profiler.schema import LayerPoint
 from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.stacks.schema import Stack, StateLayout

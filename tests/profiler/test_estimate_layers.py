@@ -16,10 +16,9 @@ from galvatron_lite.model.graph import OperatorClass, Recompute
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import DecoderShape, build_graph
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.profiler.estimate_layer import layer_times
+from galvatron_lite.profiler.estimate import estimate_profile, layer_times
+from galvatron_lite.profiler.machine import machine_of
 from galvatron_lite.profiler.roofline import operator_seconds
-from galvatron_lite.profiler.roofline_machine import machine_of
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.stacks.schema import StateLayout

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from galvatron_lite.cluster.catalog import device_named
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.profiler.estimate_efficiency import MISALIGNED
+from galvatron_lite.profiler.machine import MISALIGNED, machine_of, stream
 from galvatron_lite.profiler.roofline import matmul, matmul_at
-from galvatron_lite.profiler.roofline_machine import machine_of, stream
 
 A100 = machine_of(device_named("A100-80GB"), "bf16")
 

@@ -8,7 +8,7 @@ from galvatron_lite.calibration.schema import StackConstants
 from galvatron_lite.cluster.catalog import device_named
 from galvatron_lite.errors import InputError
 from galvatron_lite.profiler.estimate import handling_bytes, optimizer_cost
-from galvatron_lite.profiler.roofline_machine import machine_of
+from galvatron_lite.profiler.machine import machine_of
 from galvatron_lite.stacks.schema import StateLayout
 
 A100 = machine_of(device_named("A100-80GB"), "bf16")

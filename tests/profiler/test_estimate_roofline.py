@@ -12,7 +12,7 @@ from galvatron_lite.cluster.catalog import device_named
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.profiler.estimate_efficiency import (
+from galvatron_lite.profiler.machine import (
     ATTENTION_BLOCK,
     KERNEL_TAIL,
     RAMP_INNER,

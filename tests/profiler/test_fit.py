@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import Collective
-from galvatron_lite.profiler.measure_assemble import fit_collectives, fit_line
+from galvatron_lite.profiler.measure import fit_collectives, fit_line
 from galvatron_lite.profiler.schema import CollectivePoint
 
 SIZES = [4096 * 4**power for power in range(8)]

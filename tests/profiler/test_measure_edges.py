@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.profiler.measure_edges import EdgeInput, edge_memory, measure_edges
+from galvatron_lite.profiler.measure_bench import EdgeInput, edge_memory, measure_edges
 from galvatron_lite.profiler.measure_layers import LayerSetting, give_gradients
 from galvatron_lite.profiler.memory import track_peak
 from galvatron_lite.profiler.segments import Skeleton, copy_block, make_skeleton, record_calls

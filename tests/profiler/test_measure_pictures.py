@@ -16,9 +16,8 @@ from galvatron_lite.model.graph import Operator, OperatorClass, Recompute, Role,
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.profiler.measure import measure_profile
-from galvatron_lite.profiler.measure_pictures import cut_pictures, measured_grids, measured_slices, on_share, share_on
-from galvatron_lite.profiler.measure_scope import Scope, layer_settings, stem_settings
+from galvatron_lite.profiler.measure import Scope, layer_settings, measure_profile, stem_settings
+from galvatron_lite.profiler.measure_layers import cut_pictures, measured_grids, measured_slices, on_share, share_on
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.segments import SegmentCall
 from galvatron_lite.profiler.timing import TimingRule

@@ -8,14 +8,18 @@ from typing import Any
 from unittest.mock import patch
 
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.runtime import setup
+from galvatron_lite.runtime import layer_plans, parallelize
 from galvatron_lite.runtime.placement import LayerAssignment
 
 
 @contextmanager
 def examined_once() -> Iterator[None]:
     """All models that are split meanwhile are alike, however they are split."""
-    sample_arguments, known_flow, tensor_plans = setup.sample_arguments, setup.known_flow, setup.tensor_plans
+    sample_arguments, known_flow, tensor_plans = (
+        layer_plans.sample_arguments,
+        parallelize.known_flow,
+        parallelize.tensor_plans,
+    )
     flows: list[Any] = []
     sampled: dict[str, dict[str, int]] = {}
     split: dict[frozenset[str], dict[str, TensorPlan]] = {}
@@ -37,6 +41,7 @@ def examined_once() -> Iterator[None]:
         return split[key]
 
     with ExitStack() as stack:
-        for name, known in (("sample_arguments", arguments), ("known_flow", flow), ("tensor_plans", plans)):
-            stack.enter_context(patch.object(setup, name, known))
+        stack.enter_context(patch.object(layer_plans, "sample_arguments", arguments))
+        stack.enter_context(patch.object(parallelize, "known_flow", flow))
+        stack.enter_context(patch.object(parallelize, "tensor_plans", plans))
         yield

@@ -21,11 +21,11 @@ from galvatron_lite.errors import ExhaustedError, GalvatronError, NonFiniteLossE
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
-from galvatron_lite.runtime.checkpoint import keeper as checkpoint_keeper
+from galvatron_lite.runtime.checkpoint import checkpointer
 from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.monitor.blame import operation_of
+from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.state import full_state_dict
-from galvatron_lite.runtime.watch.blame import operation_of
-from galvatron_lite.runtime.watch.watch import Watch
 from tests.runtime.plans import make_plan
 
 WIDTH, SAMPLES = 6, 8
@@ -135,7 +135,7 @@ def lost_while(doing: str, folder: str, patience: float | None = None) -> None:
         plan = make_plan([names], [[ZERO] * 4], SAMPLES)
         parallel.switch(plan, optimizer, observe=lambda now: end() if now == phase else None)
         return
-    with patch.object(checkpoint_keeper, "read_plain" if what == "load" else "write_own", end):
+    with patch.object(checkpointer, "read_plain" if what == "load" else "write_files", end):
         if what == "load":
             parallel.load(Path(folder, "step-1"), optimizer)
         else:

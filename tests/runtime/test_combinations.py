@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.parallelism.draws.modules import same_randomness
+from galvatron_lite.parallelism.rng.modules import same_randomness
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool

@@ -56,7 +56,7 @@ STRATEGIES = [
     Strategy(zero=2, zero_stage=3, offload=Offload.ACTIVATIONS),
     Strategy(zero=2, zero_stage=1, recompute=Recompute.SELECTIVE),
     Strategy(tensor=2, recompute=Recompute.FULL),
-    Strategy(tensor=2, sequence_parallel=True),
+    Strategy(tensor=2, sequence_parallel=True, recompute=Recompute.SELECTIVE),
 ]
 
 

@@ -15,7 +15,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer, Recompute
 from galvatron_lite.model.zoo import build
-from galvatron_lite.parallelism.draws.modules import same_randomness
+from galvatron_lite.parallelism.rng.modules import same_randomness
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.runtime.optimizer_check import _built_again, _copied, _reach
+from galvatron_lite.runtime.optimizer import _built_again, _copied, _reach
 from tests.pool import WorkerPool
 from tests.runtime.examined import examined_once
 from tests.runtime.training import Case, make_batch, make_model, make_parallel

@@ -89,7 +89,7 @@ def test_nothing_changes_where_delay_is_not_allowed(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rule", CyclicRule)
-@pytest.mark.parametrize("setting", [CyclicSetting.DATA, CyclicSetting.ZERO, CyclicSetting.STAGES])
+@pytest.mark.parametrize("setting", [CyclicSetting.DATA, CyclicSetting.STAGES])
 def test_pins(rule: CyclicRule, setting: CyclicSetting) -> None:
     delay = Delay(rule, setting, only=True)
     plan = find_plan(made(1, 3), devices=3, global_batch=12, budget=ROOM, delay=delay)

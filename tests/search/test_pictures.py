@@ -11,7 +11,6 @@ from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes.fields import ConvNextShape, ResNetShape
-from galvatron_lite.model.shapes.images.mirrored import mirrored_graph
 from galvatron_lite.model.shapes.registry import build_graph, load_model
 from galvatron_lite.parallelism.backends import ANY, GALVATRON
 from galvatron_lite.parallelism.strategy import Offload, Strategy
@@ -30,7 +29,7 @@ NETWORKS = {
     "resnet50": lambda: load_model("resnet50"),
     "convnext-xl": lambda: load_model("convnext-xl"),
     "cosmoflow": lambda: load_model("cosmoflow-512"),
-    "u-net": lambda: mirrored_graph("u-net", 2, 64, 256, "bf16", 2),
+    "u-net": lambda: load_model("unet", overrides={"image_size": 256}),
     "wide": lambda: build_graph(
         ConvNextShape(depths=(3, 3), widths=(96, 192), image_height=720, image_width=1280), precision="bf16"
     ),

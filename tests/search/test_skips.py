@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
 from galvatron_lite.model.graph import Passed
-from galvatron_lite.model.shapes.assemble import with_skips
+from galvatron_lite.model.shapes.tape import with_skips
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.oracle.closed_form import Method
 from galvatron_lite.oracle.pricing import machine_of, row_of
 from galvatron_lite.oracle.request import graph_named
+from galvatron_lite.oracle.rows import Method
 from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.predict import Predictor, question_of

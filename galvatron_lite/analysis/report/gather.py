@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
+from galvatron_lite.errors import GalvatronError, InputError
 
 if TYPE_CHECKING:
     from galvatron_lite.analysis.explanation import Explanation
@@ -26,25 +25,6 @@ NO_PROFILE = (
 
 
 @dataclass(frozen=True, slots=True)
-class PriceSource:
-    """What plans are priced with, as a command line gives it; see ``api.plan``."""
-
-    profile: Path | None = None  # file
-    model: str | None = None  # model, cluster, gpus, sequence, precision, mem, batch: as for ``galvatron evaluate``
-    cluster: str | None = None
-    gpus: int | None = None
-    sequence: int | None = None
-    precision: str | None = None
-    mem: str | None = None
-    batch: int | None = None
-
-    @property
-    def is_set(self) -> bool:
-        """Whether it says what to price with."""
-        return self.profile is not None or self.model is not None
-
-
-@dataclass(frozen=True, slots=True)
 class Shown:
     """A plan and all that is known of it."""
 
@@ -55,7 +35,7 @@ class Shown:
     front: ParetoFront | None = None  # memory against time; None where it was not looked for
     explanation: Explanation | None = None  # why it is as it is; None where it was not asked for
     run: RecordedRun | None = None  # what was measured; None where no run is given
-    missing: tuple[str, ...] = field(default=())  # what is not shown, and why, a sentence each
+    missing: tuple[str, ...] = ()  # what is not shown, and why, a sentence each
 
     def budget_of(self, stage: int) -> int:
         """Bytes that a device of a stage may take; 0: not known."""
@@ -63,60 +43,16 @@ class Shown:
         return 0 if made_from is None else made_from.budget_of(self.plan.stages[stage])
 
 
-def gather(path: Path, source: PriceSource) -> Shown:
-    """A plan from its file, priced, with the timeline of its step.
-
-    Args:
-        path: of a plan.
-        source: what to price with. Where it does not say, what the plan says it was made from is looked for: the last
-            profile made here, those in ``profiles/``, or an estimate of its model on its cluster.
-    """
-    known, plan = _priced(path, source)
-    if known is None:
-        return Shown(path.name, plan, missing=(NO_PROFILE,))
-    return with_timeline(Shown(path.name, plan, known))
-
-
 def with_timeline(shown: Shown) -> Shown:
     """With the timeline of its step, or why it has none."""
     from galvatron_lite.cost.timeline import timeline, untimed
 
     if shown.profile is None:
-        return shown
+        return replace(shown, missing=(*shown.missing, NO_PROFILE))
     why = untimed(shown.plan)
     if why:
         return replace(shown, missing=(*shown.missing, why))
     return replace(shown, timeline=timeline(shown.profile, shown.plan))
-
-
-def _priced(path: Path, source: PriceSource) -> tuple[Profile | None, Plan]:
-    from galvatron_lite.api_profile import find_profile
-    from galvatron_lite.peers.plan_files import priced, read_any_plan
-    from galvatron_lite.plans.io import read_plan
-    from galvatron_lite.profiler.store import profile_hash
-
-    if source.is_set:
-        known = find_profile(
-            source.profile, model=source.model, cluster=source.cluster, gpus=source.gpus, sequence=source.sequence,
-            precision=source.precision,
-        )  # fmt: skip
-        own = _read_own_format(path)
-        same = own is not None and own.provenance is not None and own.provenance.profile_hash == profile_hash(known)
-        if own is not None and same and source.mem is None and source.batch is None:
-            return known, own
-        return known, priced(read_any_plan(path, known, source.batch), known, source.mem, source.batch)
-    plan = read_plan(path)
-    return profile_of(plan), plan
-
-
-def _read_own_format(path: Path) -> Plan | None:
-    """A plan of ours; None for other files that can be priced."""
-    from galvatron_lite.plans.io import read_plan
-
-    try:
-        return read_plan(path)
-    except FileFormatError:
-        return None
 
 
 def profile_of(plan: Plan) -> Profile | None:
@@ -165,19 +101,18 @@ def with_answers(shown: Shown, seconds: float) -> Shown:
 
     if shown.profile is None or shown.plan.provenance is None:
         return shown
-    setting = setting_of(shown.plan, shown.profile)
+    setting = _setting_of(shown.plan, shown.profile)
     begun = monotonic()
     explained = replace(shown, explanation=explain_plan(setting, shown.plan, seconds=seconds / 2))
     if shown.plan.cyclic is not None or shown.plan.branches:
         return explained
     try:
-        return replace(explained, front=front_of(setting, shown.plan, seconds - (monotonic() - begun)))
+        return replace(explained, front=_front_of(setting, shown.plan, seconds - (monotonic() - begun)))
     except (GalvatronError, KeyboardInterrupt):
         return replace(explained, missing=(*shown.missing, NO_FRONT))
 
 
-def setting_of(plan: Plan, profile: Profile) -> PlanSetting:
-    """What a plan was chosen from: its devices, its budget, what trains by it."""
+def _setting_of(plan: Plan, profile: Profile) -> PlanSetting:
     from galvatron_lite.analysis.setting import PlanSetting, first_devices
     from galvatron_lite.cluster.budget import Budget
 
@@ -190,8 +125,7 @@ def setting_of(plan: Plan, profile: Profile) -> PlanSetting:
     return PlanSetting(known, budget, backend=plan.backend.value, mode=plan.mode, margin=margin)
 
 
-def front_of(setting: PlanSetting, plan: Plan, seconds: float) -> ParetoFront:
-    """The front from the plan's budget down, for its devices and batch."""
+def _front_of(setting: PlanSetting, plan: Plan, seconds: float) -> ParetoFront:
     from galvatron_lite.analysis.sweeps import pareto_front
     from galvatron_lite.cluster.budget import Budget
 

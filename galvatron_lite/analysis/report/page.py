@@ -8,14 +8,12 @@ from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
-
 from galvatron_lite import __version__
 from galvatron_lite.analysis.report.gather import Shown, check_priced
-from galvatron_lite.analysis.report.plan_figures import Look, Map, layer_strip, looks_of, maps_of, parts_of
-from galvatron_lite.analysis.report.run_figures import PlanMark, RunMeasurement, front_figure, measured
+from galvatron_lite.analysis.report.plan_figures import DeviceGroups, Look, groups_in, layer_strip, looks_of, parts_of
+from galvatron_lite.analysis.report.run_figures import PlanMark, front_figure, measured
 from galvatron_lite.analysis.report.timeline_data import packed
-from galvatron_lite.analysis.report.timeline_figures import MemoryCurve, course_of, name_of, overview, shown_groups
+from galvatron_lite.analysis.report.timeline_figures import course_of, name_of, shown_groups
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import fullest_of, headline, memory_parts, time_parts
@@ -35,9 +33,7 @@ TIME_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """A figure of the summary."""
-
+class _Card:
     name: str  # of what
     value: str  # in words
     note: str = ""  # below it
@@ -46,9 +42,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class SharePart:
-    """A part of a whole, with its class of the style sheet."""
-
+class _SharePart:
     name: str
     value: str
     share: float
@@ -57,100 +51,62 @@ class SharePart:
 
 
 @dataclass(frozen=True, slots=True)
-class TableRow:
-    """A line of a table; the first cell heads it."""
-
+class _TableRow:
     cells: tuple[str, ...]  # texts
     chosen: bool = False  # whether it is of the plan itself
 
 
-@dataclass(frozen=True, slots=True)
-class ReportView:
-    """What the template shows of a plan; sections without content are left out."""
-
-    number: int
-    name: str
-    title: str
-    origin: str
-    estimated: bool
-    cards: tuple[Card, ...]
-    notes: tuple[str, ...]
-    strip: Markup
-    layers: tuple[TableRow, ...]
-    time: tuple[SharePart, ...]
-    step: str
-    overview: Markup | None
-    packed: dict[str, Any] | None
-    overlapping: bool
-    groups: tuple[TableRow, ...]
-    courses: tuple[MemoryCurve, ...]
-    all_drawn: bool
-    memory: tuple[TableRow, ...]
-    maps: tuple[Map, ...]
-    front: Markup | None
-    front_rows: tuple[TableRow, ...]
-    front_words: str
-    runners_up: tuple[TableRow, ...]
-    explanation: Any
-    measured: RunMeasurement | None
-    missing: tuple[str, ...]
-
-
-def view_of(shown: Shown, number: int, looks: Mapping[Strategy, Look]) -> ReportView:
-    """The view of a priced plan."""
+def _view_of(shown: Shown, number: int, looks: Mapping[Strategy, Look]) -> dict[str, Any]:
     plan, step = shown.plan, shown.timeline
     made_from = plan.provenance
     budgets = [] if step is None else [shown.budget_of(group.stages[0]) for group in step.groups]
     drawn = [] if step is None else shown_groups(step)
-    front = marks_of(shown)
-    return ReportView(
-        number=number,
-        name=shown.name,
-        title=headline(plan),
-        origin="" if made_from is None else made_from.profile_origin.partition(": ")[2],
-        estimated=made_from is None or not made_from.profile_origin.startswith("measured"),
-        cards=tuple(cards_of(shown)),
-        notes=() if made_from is None else made_from.notes,
-        strip=layer_strip(plan, looks),
-        layers=tuple(layer_rows(plan, looks)),
-        time=tuple(time_of(plan)),
-        step=format_seconds(plan.prediction.step_seconds) if plan.prediction else "",
-        overview=None if step is None else overview(step, plan.model),
-        packed=None if step is None else packed(step, budgets, [ranks_of(group, plan) for group in step.groups]),
-        overlapping=step is not None and step.overlapping,
-        groups=() if step is None else tuple(group_rows(step, plan)),
-        courses=() if step is None else tuple(course_of(group, step, budgets[group.group]) for group in drawn),
-        all_drawn=step is not None and len(drawn) == len(step.groups),
-        memory=tuple(memory_rows(shown)),
-        maps=maps_shown(shown),
-        front=front_figure(front, 0 if made_from is None else made_from.budget) if len(front) > 1 else None,
-        front_rows=tuple(front_rows(front)),
-        front_words=front_words(shown),
-        runners_up=tuple(runner_rows(plan)),
-        explanation=shown.explanation,
-        measured=None if shown.run is None else measured(shown.run, plan),
-        missing=(*shown.missing, *plan.left_out),
-    )
+    front = _marks_of(shown)
+    return {
+        "number": number,
+        "name": shown.name,
+        "title": headline(plan),
+        "origin": "" if made_from is None else made_from.profile_origin.partition(": ")[2],
+        "estimated": made_from is None or not made_from.profile_origin.startswith("measured"),
+        "cards": tuple(_cards_of(shown)),
+        "notes": () if made_from is None else made_from.notes,
+        "strip": layer_strip(plan, looks),
+        "layers": tuple(_layer_rows(plan, looks)),
+        "time": tuple(_time_of(plan)),
+        "step": format_seconds(plan.prediction.step_seconds) if plan.prediction else "",
+        "packed": None if step is None else packed(step, budgets, [_ranks_of(group, plan) for group in step.groups]),
+        "overlapping": step is not None and step.overlapping,
+        "groups": () if step is None else tuple(_group_rows(step, plan)),
+        "courses": () if step is None else tuple(course_of(group, step, budgets[group.group]) for group in drawn),
+        "all_drawn": step is not None and len(drawn) == len(step.groups),
+        "memory": tuple(_memory_rows(shown)),
+        "dimensions": _dimensions_shown(shown),
+        "front": front_figure(front, 0 if made_from is None else made_from.budget) if len(front) > 1 else None,
+        "front_rows": tuple(_front_rows(front)),
+        "front_words": _front_words(shown),
+        "runners_up": tuple(_runner_rows(plan)),
+        "explanation": shown.explanation,
+        "measured": None if shown.run is None else measured(shown.run, plan),
+        "missing": (*shown.missing, *plan.left_out),
+    }
 
 
-def cards_of(shown: Shown) -> list[Card]:
-    """The figures of the summary."""
+def _cards_of(shown: Shown) -> list[_Card]:
     plan, said = shown.plan, shown.plan.prediction
     assert said is not None
     unit = "pass" if plan.mode is Mode.INFERENCE else "step"
     batch = f"{plan.microbatches} micro-batches of {plan.microbatch}" if plan.microbatches > 1 else "in one micro-batch"
     return [
-        Card(f"{unit.capitalize()} time", format_seconds(said.step_seconds), _proof(plan)),
-        Card("Samples a second", format_count(said.samples_per_second), _tokens(said)),
-        Card("MFU", f"{100 * said.mfu:.1f} %", "of the devices' peak", share=said.mfu),
+        _Card(f"{unit.capitalize()} time", format_seconds(said.step_seconds), _proof(plan)),
+        _Card("Samples a second", format_count(said.samples_per_second), _tokens(said)),
+        _Card("MFU", f"{100 * said.mfu:.1f} %", "of the devices' peak", share=said.mfu),
         _memory_card(plan),
-        Card("Devices", f"{plan.devices}", f"{device_of(shown)}; {_pipeline(plan)}"),
-        Card("Batch", f"{plan.global_batch}", f"{batch}, {plan.precision}"),
+        _Card("Devices", f"{plan.devices}", f"{_device_of(shown)}; {_pipeline(plan)}"),
+        _Card("Batch", f"{plan.global_batch}", f"{batch}, {plan.precision}"),
     ]  # fmt: skip
 
 
 def _tokens(prediction: Prediction) -> str:
-    """Tokens a second, of models whose samples have several."""
     plain = prediction.tokens_per_second == prediction.samples_per_second
     return "" if plain else f"{format_count(prediction.tokens_per_second)} tokens/s"
 
@@ -166,21 +122,20 @@ def _proof(plan: Plan) -> str:
     ]
 
 
-def _memory_card(plan: Plan) -> Card:
+def _memory_card(plan: Plan) -> _Card:
     made_from = plan.provenance
     assert plan.prediction is not None
     if made_from is None:
-        return Card("Memory", format_bytes(plan.prediction.peak_memory), "budget not known")
+        return _Card("Memory", format_bytes(plan.prediction.peak_memory), "budget not known")
     fullest = fullest_of(plan.stages, made_from)
     share = fullest.memory.total / made_from.budget_of(fullest) if made_from.budget_of(fullest) else 0.0
     words = f"{100 * share:.1f} % of the budget of {format_bytes(made_from.budget_of(fullest))}"
     if not plan.fits:
         words = f"does not fit: {words}"
-    return Card("Memory", format_bytes(fullest.memory.total), words, share, alarm=not plan.fits)
+    return _Card("Memory", format_bytes(fullest.memory.total), words, share, alarm=not plan.fits)
 
 
-def device_of(shown: Shown) -> str:
-    """What the devices are called."""
+def _device_of(shown: Shown) -> str:
     if shown.profile is not None:
         names = dict.fromkeys(group.device.name for group in shown.profile.cluster.types)
         return " and ".join(names)
@@ -195,8 +150,7 @@ def _pipeline(plan: Plan) -> str:
     return f"{len(plan.stages)} stages, {plan.schedule.value}"
 
 
-def layer_rows(plan: Plan, looks: Mapping[Strategy, Look]) -> list[TableRow]:
-    """Every run of layers; stages that do the same in one line."""
+def _layer_rows(plan: Plan, looks: Mapping[Strategy, Look]) -> list[_TableRow]:
     parts = parts_of(plan)
     found = []
     for _, same in groupby(
@@ -209,37 +163,36 @@ def layer_rows(plan: Plan, looks: Mapping[Strategy, Look]) -> list[TableRow]:
             layers = run.first if run.first == last else f"{run.first} … {last}"
             look = looks[run.strategy]
             count = f"{run.count}" if len(own) == 1 else f"{run.count} a stage"
-            found.append(TableRow((label if place == 0 else "", layers, count, look.letter, look.strategy, look.words)))
+            found.append(
+                _TableRow((label if place == 0 else "", layers, count, look.letter, look.strategy, look.words))
+            )
     return found
 
 
-def time_of(plan: Plan) -> list[SharePart]:
-    """Where the step's time goes."""
+def _time_of(plan: Plan) -> list[_SharePart]:
     if plan.prediction is None:
         return []
     total = plan.prediction.time.total or 1.0
     return [
-        SharePart(TIME_WORDS[name], format_seconds(seconds), seconds / total, percent(seconds / total), f"time-{name}")
+        _SharePart(TIME_WORDS[name], format_seconds(seconds), seconds / total, percent(seconds / total), f"time-{name}")
         for name, seconds in time_parts(plan.prediction.time)
     ]
 
 
-def ranks_of(group: GroupTimeline, plan: Plan) -> str:
-    """Ranks of a group, and their type where there are several."""
+def _ranks_of(group: GroupTimeline, plan: Plan) -> str:
     device = plan.stages[group.stages[0]].device
     last = group.ranks.stop - 1
     ranks = f"rank {last}" if len(group.ranks) == 1 else f"ranks {group.ranks.start}–{last}"
     return ", ".join(filter(None, (ranks, device)))
 
 
-def group_rows(step: Timeline, plan: Plan) -> list[TableRow]:
-    """What each group does, and when."""
+def _group_rows(step: Timeline, plan: Plan) -> list[_TableRow]:
     rows = []
     for group in step.groups:
         own = group.end - group.begin + step.host if step.overlapping else step.span
         once = sum(one.end - one.start for one in group.closing)
-        rows.append(TableRow((
-            name_of(group), ranks_of(group, plan), f"{len(group.passes)}", percent(group.busy / own),
+        rows.append(_TableRow((
+            name_of(group), _ranks_of(group, plan), f"{len(group.passes)}", percent(group.busy / own),
             percent(max(1.0 - (group.busy + step.host) / own, 0.0)),
             format_seconds(group.begin) if group.begin else "0 s",
             format_seconds(group.passes[-1].free),
@@ -248,8 +201,7 @@ def group_rows(step: Timeline, plan: Plan) -> list[TableRow]:
     return rows
 
 
-def memory_rows(shown: Shown) -> list[TableRow]:
-    """Memory of each stage, or group, at its worst moment."""
+def _memory_rows(shown: Shown) -> list[_TableRow]:
     plan, step = shown.plan, shown.timeline
     rows = []
     for number, stage in enumerate(plan.stages):
@@ -260,28 +212,25 @@ def memory_rows(shown: Shown) -> list[TableRow]:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory_parts(stage.memory)[:4])
         share = f"{100 * stage.memory.total / budget:.1f} %" if budget else "–"
         name = f"stage {number}" if group is None else name_of(group)
-        moment = "" if group is None else moment_of(group)
-        rows.append(TableRow((name, format_bytes(stage.memory.total), share, moment, parts)))
+        moment = "" if group is None else _moment_of(group)
+        rows.append(_TableRow((name, format_bytes(stage.memory.total), share, moment, parts)))
     return rows
 
 
-def moment_of(group: GroupTimeline) -> str:
-    """When a group holds most."""
+def _moment_of(group: GroupTimeline) -> str:
     if group.peak.place < 0:
         return "optimizer"
     one = group.passes[group.peak.place]
     return f"{one.what.value} of micro-batch {one.microbatch}, layer {group.peak.layer}"
 
 
-def maps_shown(shown: Shown) -> tuple[Map, ...]:
-    """The maps of a plan in stages, where its cluster's nodes are known."""
+def _dimensions_shown(shown: Shown) -> tuple[DeviceGroups, ...]:
     if shown.profile is None or shown.plan.branches or shown.plan.cyclic is not None or shown.plan.devices == 1:
         return ()
-    return tuple(maps_of(shown.plan, shown.profile.cluster.levels[0].size))
+    return tuple(groups_in(shown.plan, shown.profile.cluster.levels[0].size))
 
 
-def marks_of(shown: Shown) -> list[PlanMark]:
-    """The plan, the front's plans and the runners-up."""
+def _marks_of(shown: Shown) -> list[PlanMark]:
     plan, said = shown.plan, shown.plan.prediction
     assert said is not None
     found = [PlanMark(said.peak_memory, said.step_seconds, "plan", "this plan")]
@@ -294,19 +243,17 @@ def marks_of(shown: Shown) -> list[PlanMark]:
     return found
 
 
-def front_rows(marks: Sequence[PlanMark]) -> list[TableRow]:
-    """The plans of the figure, those of least memory first."""
+def _front_rows(marks: Sequence[PlanMark]) -> list[_TableRow]:
     order = sorted((mark for mark in marks if mark.kind in ("plan", "front")), key=lambda mark: mark.memory)
     slower = {mark: change(mark.seconds / marks[0].seconds - 1) for mark in order if mark.kind == "front"}
     return [
-        TableRow((mark.words, format_bytes(mark.memory), format_seconds(mark.seconds), slower.get(mark, "")),
+        _TableRow((mark.words, format_bytes(mark.memory), format_seconds(mark.seconds), slower.get(mark, "")),
             mark.kind == "plan")
         for mark in order
     ]  # fmt: skip
 
 
-def front_words(shown: Shown) -> str:
-    """How far the front goes."""
+def _front_words(shown: Shown) -> str:
     if shown.front is None:
         return "The front itself was not looked for (--search SECONDS): this plan and its runners-up alone are shown."
     if not shown.front.complete:
@@ -314,13 +261,12 @@ def front_words(shown: Shown) -> str:
     return f"Between plans of the front, budgets less than {format_bytes(shown.front.step)} apart were not looked at."
 
 
-def runner_rows(plan: Plan) -> list[TableRow]:
-    """The runners-up beside the plan."""
+def _runner_rows(plan: Plan) -> list[_TableRow]:
     if plan.prediction is None:
         return []
     said = plan.prediction.step_seconds
     return [
-        TableRow((other.summary, format_seconds(other.step_seconds), change(other.step_seconds / said - 1.0),
+        _TableRow((other.summary, format_seconds(other.step_seconds), change(other.step_seconds / said - 1.0),
              format_bytes(other.peak_memory), "yes" if other.fits else "no"))
         for other in plan.alternatives
     ]  # fmt: skip
@@ -330,40 +276,39 @@ def page(shown: Sequence[Shown]) -> str:
     """The HTML of a report."""
     plans = [check_priced(one).plan for one in shown]
     looks = looks_of(plans)
-    views = [view_of(one, number, looks) for number, one in enumerate(shown)]
+    views = [_view_of(one, number, looks) for number, one in enumerate(shown)]
     environment = _environment()
     source = environment.loader.get_source if environment.loader is not None else None
     assert source is not None
     return environment.get_template("report.html").render(
-        title=title_of(views), version=__version__, views=views, looks=list(looks.values()), compared=compared(shown),
+        title=_title_of(views), version=__version__, views=views, looks=list(looks.values()),
+        compared=_comparison_rows(shown),
         style=source(environment, "report.css")[0], script=source(environment, "report.js")[0],
     )  # fmt: skip
 
 
-def title_of(views: Sequence[ReportView]) -> str:
-    """What the page is called."""
-    return views[0].title.partition(":")[0] if len(views) == 1 else f"{len(views)} plans"
+def _title_of(views: Sequence[Mapping[str, Any]]) -> str:
+    return views[0]["title"].partition(":")[0] if len(views) == 1 else f"{len(views)} plans"
 
 
-def compared(shown: Sequence[Shown]) -> list[TableRow]:
-    """The figures of the summary, a column for each plan; none for a single plan."""
+def _comparison_rows(shown: Sequence[Shown]) -> list[_TableRow]:
     if len(shown) == 1:
         return []
-    columns = [cards_of(one) for one in shown]
+    columns = [_cards_of(one) for one in shown]
     rows = [
-        TableRow((cards[0].name, *(f"{card.value}\n{card.note}" for card in cards)))
+        _TableRow((cards[0].name, *(f"{card.value}\n{card.note}" for card in cards)))
         for cards in zip(*columns, strict=True)
     ]
     return [*rows, *_against(shown)]
 
 
-def _against(shown: Sequence[Shown]) -> list[TableRow]:
+def _against(shown: Sequence[Shown]) -> list[_TableRow]:
     """Throughput against the first plan's, where all are of one model."""
     rates = [one.plan.prediction.samples_per_second for one in shown if one.plan.prediction is not None]
     if len({one.plan.model for one in shown}) > 1:
         return []
     shares = [change(rate / rates[0] - 1.0) for rate in rates[1:]]
-    return [TableRow(("Samples a second against the first", "–", *shares))]
+    return [_TableRow(("Samples a second against the first", "–", *shares))]
 
 
 @cache
@@ -383,11 +328,10 @@ def _environment() -> Environment:
         "change": change,
         "signed_bytes": signed(format_bytes),
         "signed_seconds": signed(format_seconds),
-        "capfirst": capitalised,
+        "capfirst": _capitalised,
     }
     return found
 
 
-def capitalised(words: str) -> str:
-    """The same with its first letter in upper case, the others as they are."""
+def _capitalised(words: str) -> str:
     return words[:1].upper() + words[1:]

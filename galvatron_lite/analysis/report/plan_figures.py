@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from markupsafe import Markup
 
@@ -18,7 +17,7 @@ from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.ranks import expert_slices, strides_of
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
-from galvatron_lite.svg import boxes, element, figure, rectangle, text
+from galvatron_lite.svg import element, figure, rectangle, text
 
 SHADES = 4  # of each hue
 _DIMENSIONS = ("tensor", "context", "expert", "spatial", "slices", "batch_degree")
@@ -46,11 +45,11 @@ def looks_of(plans: Sequence[Plan]) -> dict[Strategy, Look]:
     shades: dict[str, int] = {}
     found = {}
     for place, (strategy, count) in enumerate(counts.items()):
-        hue = hue_of(strategy)
+        hue = _hue_of(strategy)
         shade = shades.get(hue, 0) % SHADES
         shades[hue] = shades.get(hue, 0) + 1
         fill = f"hue-{hue.removesuffix('_degree')}-{shade}"
-        found[strategy] = Look(_letter(place), fill, _pattern(strategy), str(strategy), in_words(strategy), count)
+        found[strategy] = Look(_letter(place), fill, _pattern(strategy), str(strategy), _in_words(strategy), count)
     return found
 
 
@@ -59,7 +58,7 @@ def _runs(plan: Plan) -> Iterable[tuple[Strategy, int]]:
     yield from ((run.strategy, run.count) for runs in parts for run in runs)
 
 
-def hue_of(strategy: Strategy) -> str:
+def _hue_of(strategy: Strategy) -> str:
     """The dimension that a strategy splits most; of equal ones the first of ``HUES``."""
     degrees = {name: int(getattr(strategy, name)) for name in _DIMENSIONS}
     most = max(degrees.values())
@@ -72,8 +71,7 @@ def _pattern(strategy: Strategy) -> str:
     return {Recompute.NONE: "", Recompute.SELECTIVE: "sparse", Recompute.FULL: "dense"}[strategy.recompute]
 
 
-def in_words(strategy: Strategy) -> str:
-    """What a strategy does, as a sentence would say it."""
+def _in_words(strategy: Strategy) -> str:
     zero = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states"}
     parts = [
         (strategy.data > 1, f"{strategy.data} replicas"),
@@ -143,7 +141,6 @@ def _part(
 
 
 def _run(name: str, run: LayerRun, look: Look, place: float, width: float) -> list[Markup]:
-    """A run of layers, its pattern over it, its letter in the middle."""
     layers = run.first if run.count == 1 else f"{run.first} … {run.last} ({run.count} layers)"
     title = f"{name}: {layers}: {look.letter}, {look.strategy}: {look.words}"
     drawn = [rectangle(place, 18, width, _HEIGHT, f"cell {look.fill}", title)]
@@ -157,44 +154,38 @@ def _run(name: str, run: LayerRun, look: Look, place: float, width: float) -> li
     return drawn
 
 
-MAP_WIDTH = 1000.0
-MAP_HUES = 6  # colours of groups; the seventh has that of the first
-_MOST = 1024  # devices that are drawn
-_WRITTEN = 256  # of no more devices the number of the group is written into each
 _NAMED = 4  # groups that are named in a sentence
 GroupOf = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Map:
-    """The groups of one dimension."""
+class DeviceGroups:
+    """The groups of devices of one dimension."""
 
     name: str  # of the dimension
     layers: str  # for which it holds
     size: int  # devices of a group
     count: int  # how many groups
     words: str  # the first groups by their ranks, and how far they reach
-    picture: Markup  # every device with the number of its group
 
 
-def maps_of(plan: Plan, node: int) -> list[Map]:
-    """A map of the pipeline's groups, and of every dimension that the plan's most frequent strategies use."""
+def groups_in(plan: Plan, node: int) -> list[DeviceGroups]:
+    """The groups of the pipeline, and of every dimension that the plan's most frequent strategies use."""
     found = []
     if plan.pipeline > 1:
         size = plan.stage_devices
-        found.append(_map("pipeline stages", "all layers", plan.devices, node, lambda rank: rank // size))
-    known: set[str] = set()
+        found.append(_groups("pipeline stages", "all layers", plan.devices, node, lambda rank: rank // size))
+    seen: set[str] = set()
     for strategy, layers in _frequent(plan):
         for name, degree, stride in dimensions_of(strategy):
-            if name not in known:
-                known.add(name)
+            if name not in seen:
+                seen.add(name)
                 group_of = _grouping(degree, stride, strategy.devices)
-                found.append(_map(name, layers, plan.devices, node, group_of))
+                found.append(_groups(name, layers, plan.devices, node, group_of))
     return found
 
 
 def _frequent(plan: Plan) -> list[tuple[Strategy, str]]:
-    """Strategies, those of most layers first, and which layers have them."""
     counts: dict[Strategy, int] = {}
     for run in (run for stage in plan.stages for run in stage.runs):
         counts[run.strategy] = counts.get(run.strategy, 0) + run.count
@@ -225,14 +216,12 @@ def _grouping(degree: int, stride: int, stage: int) -> GroupOf:
     return group_of
 
 
-def _map(name: str, layers: str, devices: int, node: int, group_of: GroupOf) -> Map:
-    numbers: dict[int, int] = {}
-    places = [numbers.setdefault(group_of(rank), len(numbers)) for rank in range(devices)]
-    members: list[list[int]] = [[] for _ in numbers]
-    for rank, number in enumerate(places):
-        members[number].append(rank)
-    words = f"{_first_groups(members)}; {_reach(members, node)}"
-    return Map(name, layers, len(members[0]), len(members), words, _picture(name, places, node))
+def _groups(name: str, layers: str, devices: int, node: int, group_of: GroupOf) -> DeviceGroups:
+    members: dict[int, list[int]] = {}
+    for rank in range(devices):
+        members.setdefault(group_of(rank), []).append(rank)
+    groups = list(members.values())
+    return DeviceGroups(name, layers, len(groups[0]), len(groups), f"{_first_groups(groups)}; {_reach(groups, node)}")
 
 
 def _first_groups(members: Sequence[Sequence[int]]) -> str:
@@ -252,38 +241,3 @@ def _reach(members: Sequence[Sequence[int]], node: int) -> str:
     if nodes == {1}:
         return "each within a node"
     return f"each over {max(nodes)} nodes" if len(nodes) == 1 else f"each over {min(nodes)} to {max(nodes)} nodes"
-
-
-def _picture(name: str, places: Sequence[int], node: int) -> Markup:
-    """Nodes in rows, a square for each device."""
-    shown = places[:_MOST]
-    cell = 22.0 if len(shown) <= 64 else 17.0 if len(shown) <= _WRITTEN else 8.0
-    width = cell * min(node, 16) + 10
-    each, lines = max(int(MAP_WIDTH // width), 1), -(-min(node, len(shown)) // 16)
-    tall = lines * cell + 20
-    squares: dict[int, list[tuple[float, float, float, float]]] = {}
-    words, drawn = [], []
-    for rank, number in enumerate(shown):
-        place, inside = divmod(rank, node)
-        x, y = place % each * width + inside % 16 * cell, place // each * tall + 14 + inside // 16 * cell
-        squares.setdefault(number % MAP_HUES, []).append((x, y, cell - 2, cell - 2))
-        if len(shown) <= _WRITTEN:
-            words.append(
-                text(
-                    x + cell / 2 - 1,
-                    y + cell / 2 + 3,
-                    str(number),
-                    anchor="middle",
-                    class_=f"on-group-{number % MAP_HUES}",
-                )
-            )
-        if inside == 0 and cell > 8:
-            drawn.append(text(x, y - 3, f"node {place}"))
-    paths = [element("path", d=boxes(own), class_=f"group-{hue}") for hue, own in sorted(squares.items())]
-    nodes = ceil(len(shown) / node)
-    rows, columns = ceil(nodes / each), min(nodes, each)
-    label = f"{len(shown)} of {len(places)} devices by their {name} group; the sentence beside it says the same."
-    return element(
-        "svg", *paths, *words, *drawn, viewBox=f"0 0 {columns * width:.0f} {rows * tall:.0f}", role="img",
-        aria_label=label, style=f"max-width:{columns * width:.0f}px", class_="map",
-    )  # fmt: skip

@@ -35,7 +35,7 @@ class PlanMark:
 
 def front_figure(shown: Sequence[PlanMark], budget: int) -> Markup:
     """The figure; marks far beyond the others are left to the table."""
-    near = near_marks(shown, budget)
+    near = _near_marks(shown, budget)
     most = 1.1 * max(budget, *(mark.memory for mark in near))
     quick, slow = _range([mark.seconds for mark in near])
     across, up = (WIDTH - _LEFT - _RIGHT) / most, (HEIGHT - _TOP - _BOTTOM) / (slow - quick)
@@ -56,7 +56,7 @@ def front_figure(shown: Sequence[PlanMark], budget: int) -> Markup:
     return figure(WIDTH, HEIGHT, label, *_axes(most, (quick, slow), across, up), *drawn)
 
 
-def near_marks(shown: Sequence[PlanMark], budget: int) -> list[PlanMark]:
+def _near_marks(shown: Sequence[PlanMark], budget: int) -> list[PlanMark]:
     """Those that do not take so much that the others could not be told apart."""
     plan = next(mark for mark in shown if mark.kind == "plan")
     return [
@@ -123,9 +123,7 @@ _WARM = 3  # steps at the beginning that are not counted where there are more th
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """A figure, measured and predicted."""
-
+class _Beside:
     name: str  # of what
     measured: str  # measured, predicted: in words
     predicted: str
@@ -139,14 +137,14 @@ class RunMeasurement:
     """What a run measured."""
 
     words: str  # of which steps it is
-    rows: tuple[Beside, ...]  # figures
+    rows: tuple[_Beside, ...]  # figures
     picture: Markup  # step times
-    parts: tuple[Beside, ...]  # where the time went, by rank: name and words
+    parts: tuple[_Beside, ...]  # where the time went, by rank: name and words
 
 
 def measured(run: RecordedRun, plan: Plan) -> RunMeasurement | None:
     """What a run measured under its last plan; None where it has no steps."""
-    steps = counted(run.own_steps)
+    steps = _counted_steps(run.own_steps)
     if not steps or plan.prediction is None:
         return None
     words = (
@@ -158,13 +156,12 @@ def measured(run: RecordedRun, plan: Plan) -> RunMeasurement | None:
     )
 
 
-def counted(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Steps that were not profiled, without the first ones where there are enough."""
+def _counted_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
     plain = [step for step in steps if not step.profiled]
     return plain[_WARM:] if len(plain) > 2 * _WARM else plain
 
 
-def _rows(run: RecordedRun, plan: Plan, steps: Sequence[StepRecord]) -> list[Beside]:
+def _rows(run: RecordedRun, plan: Plan, steps: Sequence[StepRecord]) -> list[_Beside]:
     assert plan.prediction is not None
     seconds = median(step.seconds for step in steps)
     rate = median(step.samples / step.seconds for step in steps if step.seconds)
@@ -185,8 +182,8 @@ def _rows(run: RecordedRun, plan: Plan, steps: Sequence[StepRecord]) -> list[Bes
 
 def _beside(
     name: str, measured: float, predicted: float, write: Callable[[float], str], sides: tuple[str, str] = _SIZE
-) -> Beside:
-    return Beside(name, write(measured), write(predicted), _off(predicted, measured, sides))
+) -> _Beside:
+    return _Beside(name, write(measured), write(predicted), _off(predicted, measured, sides))
 
 
 def _off(predicted: float, measured: float, sides: tuple[str, str]) -> str:
@@ -197,7 +194,7 @@ def _off(predicted: float, measured: float, sides: tuple[str, str]) -> str:
     return f"{percent(abs(share))} {sides[share < 0]}"
 
 
-def _parts(run: RecordedRun, plan: Plan) -> tuple[Beside, ...]:
+def _parts(run: RecordedRun, plan: Plan) -> tuple[_Beside, ...]:
     """Where the time went on the rank that waited least, beside the parts of the prediction it can be held against."""
     last = [records[-1] for records in run.ranks if records and records[-1].parts]
     if not last or plan.prediction is None:
@@ -213,14 +210,13 @@ def _parts(run: RecordedRun, plan: Plan) -> tuple[Beside, ...]:
         found = mean(record.parts.get(name, 0.0) for record in last)
         own = said.get(name.value)
         rows.append(
-            Beside(_PARTS.get(name.value, name.value), format_seconds(found),
+            _Beside(_PARTS.get(name.value, name.value), format_seconds(found),
                    "" if own is None else format_seconds(own), _off(own or 0.0, found, _LENGTH))
         )  # fmt: skip
     return tuple(rows)
 
 
 def _picture(steps: Sequence[StepRecord], predicted: float) -> Markup:
-    """Step times, a line, and the prediction."""
     every = -(-len(steps) // _POINTS)
     means = [steps[at : at + every] for at in range(0, len(steps), every)]
     points = [(mean(step.step for step in own), mean(step.seconds for step in own)) for own in means]

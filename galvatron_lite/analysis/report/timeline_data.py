@@ -83,7 +83,6 @@ def _planes(group: GroupTimeline, tick: float, levels: dict[MemoryBreakdown, int
 
 
 def _frees(group: GroupTimeline) -> Iterator[float]:
-    """When the group was free before each pass."""
     yield 0.0
     yield from (one.free for one in group.passes[:-1])
 
@@ -128,7 +127,6 @@ def trace_events(steps: Sequence[tuple[str, Timeline]]) -> Iterator[Event]:
 
 
 def _names(process: int, label: str, group: GroupTimeline) -> Iterator[Event]:
-    """Metadata: what processes and threads are called, and in which order they are shown."""
     stages = f"stage{'s' * (len(group.stages) > 1)} {', '.join(map(str, group.stages))}"
     named = {"process_name": f"{label}{stages}: ranks {group.ranks.start}-{group.ranks.stop - 1}"}
     for what, name in named.items():
@@ -180,7 +178,6 @@ def _counter(process: int, seconds: float, memory: MemoryBreakdown) -> Event:
 def _complete(
     process: int, thread: int, name: str, category: str, start: float, end: float, args: Event
 ) -> Event:  # fmt: skip
-    """An event with a beginning and an end."""
     return {
         "ph": "X", "pid": process, "tid": thread, "name": name, "cat": category,
         "ts": start * _MICRO, "dur": (end - start) * _MICRO, "args": args,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.calls import FP32, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.fields import TransformerShape
+from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, narrow, sharding_of
 
 
@@ -38,12 +38,6 @@ def attention(
     """Attention by the tape's kernels.
 
     Args:
-        tape: where it is written down.
-        name: of the operators.
-        q: queries.
-        k: keys.
-        v: values.
-        heads: sizes.
         causal: whether a query sees no later key.
         dropout: probability on the attention weights; the fused kernel keeps no mask of it.
         biased: whether a bias by distance is added to the scores; where the fused kernel does it that costs nothing.

@@ -15,13 +15,23 @@ from dataclasses import replace
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Passed, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.assemble import assemble, blocks, chained
-from galvatron_lite.model.shapes.calls import Division
-from galvatron_lite.model.shapes.convolution import convolution
-from galvatron_lite.model.shapes.edges import NOT_SPLIT, edge_kind, embed, head, many_ways, norm, ties_of
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderDecoderShape, VitShape
-from galvatron_lite.model.shapes.tape import Tape
-from galvatron_lite.model.shapes.transformer import attend, block_kind, mlp, pre_norm_block
+from galvatron_lite.model.shapes.images.flow import ImageFlow
+from galvatron_lite.model.shapes.records import Division
+from galvatron_lite.model.shapes.tape import Tape, assemble, blocks, chained
+from galvatron_lite.model.shapes.transformer import (
+    NOT_SPLIT,
+    attend,
+    block_kind,
+    edge_kind,
+    embed,
+    head,
+    many_ways,
+    mlp,
+    norm,
+    pre_norm_block,
+    ties_of,
+)
 
 
 def vit_graph(shape: VitShape, precision: str, item_bytes: int, kernels: Kernels = EAGER) -> ModelGraph:
@@ -66,10 +76,8 @@ def _patches(shape: VitShape, tokens: int, item_bytes: int) -> LayerKind:
     tape = Tape(item_bytes)
     side = shape.image_size
     image = tape.enter(shape.channels * side * side, Division.WHOLE, grad=False)
-    x, _ = convolution(
-        tape, "patches", image, (shape.channels, shape.hidden), (side, side), kernel=shape.patch, stride=shape.patch,
-        padding=0, bias=True,
-    )  # fmt: skip
+    flow = ImageFlow(tape, image, shape.channels, (side, side))
+    x = flow.convolve(shape.hidden, shape.patch, shape.patch, bias=True, padding=0).value
     tape.count(shape.hidden)
     x = ops.reshape(tape, "class_token", x, tokens * shape.hidden)
     x = ops.dropout(tape, "dropout", ops.positions(tape, "positions", x, tokens * shape.hidden), shape.dropout)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.model.shapes.calls import FP32, INDEX, Division, ShapeCall, Value
+from galvatron_lite.model.shapes.records import FP32, INDEX, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 _RMS_PASSES = (7, 23)
@@ -45,9 +45,6 @@ def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Val
     """RMSNorm over the last ``width`` items.
 
     Args:
-        tape: where it is written down.
-        name: of the operator.
-        x: input.
         width: items of a row.
         fused: whether one kernel does it (CUDA): it keeps its input and the reciprocal root in fp32. Else it is
             computed step by step in fp32 (CPU, Llama of transformers): the input in fp32 and the normalised input in
@@ -189,8 +186,6 @@ def linear(
     """``x`` (rows, inner) times a weight (inner, columns).
 
     Args:
-        tape: where it is written down.
-        name: of the operator.
         x: input; its rows are its items / inner.
         inner: columns of the input.
         columns: of the output.
@@ -220,7 +215,10 @@ def linear(
     )  # fmt: skip
     rebuilt = (x,) if tape.regathers(x) else ()
     saved = (_share(tape, kept, x),)
-    return tape.record(ShapeCall((x,), out, saved=saved, anchor=(out,), rebuilt=rebuilt), operator)
+    # our own selective recomputation keeps the sum of a row-split matmul's products, of which each device has a share
+    summed = part is Division.SEQUENCE and tape.kernels.selective == "operators"
+    anchor = replace(out, part=Division.SEQUENCE) if summed else out
+    return tape.record(ShapeCall((x,), out, saved=saved, anchor=(anchor,), rebuilt=rebuilt), operator)
 
 
 def _share(tape: Tape, kept: Value, x: Value) -> Value:
@@ -345,8 +343,6 @@ def embedding(
     """Rows of a table: keeps the indices.
 
     Args:
-        tape: where it is written down.
-        name: of the operator.
         indices: which rows.
         width: items of a row.
         table: items of the table that belong to this layer; 0 where another layer owns it.

@@ -15,18 +15,16 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes.fields import (
     SHAPES,
-    ConvNextShape,
     DecoderShape,
     EncoderDecoderShape,
     EncoderShape,
     MoeShape,
-    ResNetShape,
+    PictureShape,
     Shape,
     TransformerShape,
     VitShape,
     complete,
 )
-from galvatron_lite.model.shapes.picture_fields import PictureShape
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -74,8 +72,10 @@ def _with_sequence(shape: Shape, sequence: int) -> Shape:
 
 def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> ModelGraph:
     """One of the families; its module is imported here, so that one model does not wait for all families."""
-    if isinstance(shape, PictureShape | ResNetShape | ConvNextShape):
-        return _picture_graph(shape, precision, item_bytes, kernels)
+    if isinstance(shape, PictureShape) and not isinstance(shape, VitShape):
+        from galvatron_lite.model.shapes.images.convnets import picture_graph
+
+        return picture_graph(shape, precision, item_bytes, kernels)
     from galvatron_lite.model.shapes.encoder_decoder import encoder_decoder_graph, vit_graph
     from galvatron_lite.model.shapes.transformer import decoder_graph, encoder_graph
 
@@ -88,20 +88,6 @@ def _graph(shape: Shape, precision: str, item_bytes: int, kernels: Kernels) -> M
             return encoder_decoder_graph(shape, precision, item_bytes, kernels)
         case VitShape():
             return vit_graph(shape, precision, item_bytes, kernels)
-
-
-def _picture_graph(
-    shape: PictureShape | ResNetShape | ConvNextShape, precision: str, item_bytes: int, kernels: Kernels
-) -> ModelGraph:
-    from galvatron_lite.model.shapes.convnet import convnext_graph, picture_graph, resnet_graph
-
-    match shape:
-        case ResNetShape():
-            return resnet_graph(shape, precision, item_bytes)
-        case ConvNextShape():
-            return convnext_graph(shape, precision, item_bytes, kernels)
-        case PictureShape():
-            return picture_graph(shape, precision, item_bytes)
 
 
 def model_names() -> tuple[str, ...]:

@@ -2,50 +2,106 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.zoo import sizes
+from galvatron_lite.model.shapes.fields import Shape, complete
+from galvatron_lite.model.shapes.registry import load_shape, model_names, shape_from_data
 
 if TYPE_CHECKING:
     from torch import nn
 
-_FAMILIES = (
-    (sizes.GPT, "gpt", "GPT"),
-    (sizes.LLAMA, "llama", "Llama"),
-    (sizes.MOE, "moe", "MoE"),
-    (sizes.RESNET, "convnets", "ResNet"),
-    (sizes.VGG, "convnets", "VGG"),
-    (sizes.ALEXNET, "convnets", "AlexNet"),
-    (sizes.CONVNEXT, "convnext", "ConvNeXt"),
-    (sizes.REGNET, "convnets", "RegNet"),
-    (sizes.UNET, "unet", "UNet"),
-    (sizes.COSMOFLOW, "cosmoflow", "CosmoFlow"),
-    (sizes.PERCEPTION, "perception", "Perception"),
-)
-"""Sizes of each family, its module here, and its class, beside which stands the class's config."""
+_LANGUAGE = {"gpt": ("gpt", "GPT"), "llama": ("llama", "Llama"), "moe": ("moe", "MoE")}
+"""Module and class of each family of language models; beside the class stands its config."""
+_IMAGES = {
+    "resnet": ("convnets", "ResNet"), "vgg": ("convnets", "VGG"), "alexnet": ("convnets", "AlexNet"),
+    "convnext": ("convnext", "ConvNeXt"), "regnet": ("convnets", "RegNet"), "unet": ("unet", "UNet"),
+    "cosmoflow": ("cosmoflow", "CosmoFlow"), "perception": ("perception", "Perception"),
+}  # fmt: skip
+"""Module and class of each family of image networks by ``arch``; they take shapes as ``configs/models`` has them."""
+_SMALL = {"vocab": 256, "layers": 6, "hidden": 256, "heads": 8, "sequence": 256}
+_TINY = {"vocab": 256, "layers": 4, "hidden": 64, "heads": 4, "sequence": 64}
+_PERCEPTION = {"arch": "perception", "base": 4, "levels": 3, "image_size": 36, "channels": 4}
 
-SIZES: dict[str, dict[str, Any]] = {name: fields for family, _, _ in _FAMILIES for name, fields in family.items()}
-"""Config fields of every named size."""
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt-tiny": _TINY,
+    "gpt-small": _SMALL,
+    "llama-tiny": _TINY | {"kv_heads": 2, "ffn_hidden": 176},
+    "llama-small": _SMALL | {"kv_heads": 4, "ffn_hidden": 688},
+    "moe-tiny": _TINY | {"kv_heads": 2, "ffn_hidden": 64, "experts": 8, "choices": 2},
+    "resnet-mini": {"arch": "resnet", "depths": (2, 2), "width": 8, "image_size": 32, "classes": 10},
+    "vgg-mini": {"arch": "vgg", "depths": (1, 2, 2), "widths": (8, 16, 16), "hidden": 32, "pooled": 2}
+    | {"dropout": 0.0, "image_size": 32, "classes": 10},
+    "alexnet-mini": {"arch": "alexnet", "widths": (8, 16, 16, 16, 16), "hidden": 32, "pooled": 1, "dropout": 0.0}
+    | {"image_size": 64, "classes": 10},
+    "convnext-mini": {"arch": "convnext", "depths": (2, 2), "widths": (8, 16), "kernel": 3, "image_size": 32}
+    | {"classes": 10},
+    "regnet-mini": {"arch": "regnet", "widths": (8, 8, 16, 16), "group": 4, "squeeze": True, "stem": 8}
+    | {"image_size": 32, "classes": 10},
+    "unet-mini": {"arch": "unet", "base": 4, "levels": 2, "image_size": 32},
+    "unet-bilinear-mini": {"arch": "unet", "base": 4, "levels": 2, "image_size": 32, "bilinear": True, "norm": True},
+    "cosmoflow-mini": {"arch": "cosmoflow", "widths": (4, 8, 8, 16, 16), "kernels": (3, 3, 3, 2, 2), "padded": True}
+    | {"strides": (1, 1, 1, 1, 1), "hidden": (32, 16), "image_size": 32},
+    "perception-mini": _PERCEPTION,
+    "perception-published-mini": _PERCEPTION | {"chained": False},
+}
+"""Fields of every small size, of a config (language models) or a shape (image networks)."""
 
 
 def size_named(name: str) -> str | None:
-    """The key of ``SIZES`` that a name means, hyphens as you like; None where there is none."""
-    return {size.replace("-", ""): size for size in SIZES}.get(name.replace("-", ""))
+    """The size that a name means, hyphens as you like: of ``SIZES``, or an image network of ``configs/models``."""
+    plain = name.replace("-", "")
+    small = {size.replace("-", ""): size for size in SIZES}.get(plain)
+    if small is not None or plain not in {shipped.replace("-", "") for shipped in model_names()}:
+        return small
+    shape = load_shape(name)
+    return shape.name if shape.arch in _IMAGES else None
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
-    """A reference model by name (``gpt-tiny``, ``resnet-50``), on the current default device."""
-    known = size_named(name)
-    if known is None:
-        raise InputError("model", name, f"Choose one of {', '.join(SIZES)}.")
-    module, label = next((module, label) for family, module, label in _FAMILIES if known in family)
-    home = import_module(f"{__name__}.{module}")
-    config = getattr(home, f"{label}Config")
-    fields = SIZES[known] | overrides
-    unknown = set(fields) - set(config.__dataclass_fields__)
+    """A reference model by name (``gpt-tiny``, ``resnet-50``), on the current default device.
+
+    Args:
+        name: see ``size_named``.
+        overrides: fields of the config or shape, and options of the class.
+    """
+    size = size_named(name)
+    if size is None:
+        remedy = f"Choose one of {', '.join(SIZES)}, or an image network of {', '.join(model_names())}."
+        raise InputError("model", name, remedy)
+    family = size.split("-")[0]
+    if family in _LANGUAGE:
+        module, label = _LANGUAGE[family]
+        home = import_module(f"{__name__}.{module}")
+        config = getattr(home, f"{label}Config")
+        _check_overrides(overrides, config.__dataclass_fields__)
+        model: nn.Module = getattr(home, label)(config(**SIZES[size] | overrides))
+        return model
+    shape = shape_from_data({"name": size} | SIZES[size]) if size in SIZES else load_shape(size)
+    named = {item.name for item in fields(shape)}
+    changed = replace(shape, **{name: value for name, value in overrides.items() if name in named})
+    options = {name: value for name, value in overrides.items() if name not in named}
+    return build_image(changed, **options)
+
+
+def build_image(shape: Shape, **options: Any) -> nn.Module:
+    """The image network of a shape, with options of its class.
+
+    Raises:
+        InputError: sizes that do not fit one another, or an unknown option.
+    """
+    module, label = _IMAGES[shape.arch]
+    kind = getattr(import_module(f"{__name__}.{module}"), label)
+    named = [item.name for item in fields(shape)]
+    _check_overrides(options, [*named, *list(inspect.signature(kind).parameters)[1:]])
+    model: nn.Module = kind(complete(shape), **options)
+    return model
+
+
+def _check_overrides(overrides: dict[str, Any], names: Any) -> None:
+    unknown = sorted(set(overrides) - set(names))
     if unknown:
-        raise InputError("overrides", sorted(unknown), f"The fields are {', '.join(config.__dataclass_fields__)}.")
-    made: nn.Module = getattr(home, label)(config(**fields))
-    return made
+        raise InputError("overrides", unknown, f"The fields are {', '.join(names)}.")

@@ -8,14 +8,19 @@ Krizhevsky 2014 (arXiv:1404.5997; one tower); Simonyan and Zisserman 2014 (arXiv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.model.shapes.fields import (
+    AlexNetShape,
+    PictureShape,
+    RegNetShape,
+    ResNetShape,
+    VggShape,
+)
 
 
 def classification_loss(logits: Tensor, labels: Tensor | None) -> Tensor:
@@ -32,17 +37,25 @@ def random_pictures(samples: int, shape: Sequence[int], classes: int, places: Se
     }
 
 
-@dataclass(frozen=True, slots=True)
-class AlexNetConfig:
-    """Shape of an AlexNet."""
+class ImageClassifier(nn.Module):
+    """A classifier of pictures (samples, channels, height, width); keeps its shape as ``config``."""
 
-    widths: tuple[int, int, int, int, int] = (64, 192, 384, 256, 256)  # channels of the five convolutions
-    hidden: int = 4096  # outputs of the first two fully connected layers
-    pooled: int = 6  # pixels along each side of what enters the first of these
-    dropout: float = 0.5  # probability of dropping an input of them
-    side: int = 224  # pixels along each side of an example picture
-    channels: int = 3  # of the picture
-    classes: int = 1000  # outputs of the head
+    def __init__(self, shape: PictureShape) -> None:
+        super().__init__()
+        self.config = shape
+
+    def logits(self, pictures: Tensor) -> Tensor:
+        """Logits (samples, classes)."""
+        raise NotImplementedError
+
+    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+        return classification_loss(self.logits(pictures), labels)
+
+    def example_batch(self, samples: int) -> dict[str, Tensor]:
+        """Random pictures and labels."""
+        extent = getattr(self.config, "extent", (self.config.image_size,) * 2)
+        return random_pictures(samples, (self.config.channels, *extent), self.config.classes)
 
 
 _WINDOWS = ((11, 4, 2), (5, 1, 2), (3, 1, 1), (3, 1, 1), (3, 1, 1))
@@ -65,12 +78,11 @@ class Unit(nn.Module):
         return nn.functional.max_pool2d(x, 3, 2) if self.pool else x
 
 
-class AlexNet(nn.Module):
-    """Classifier of pictures (samples, channels, height, width)."""
+class AlexNet(ImageClassifier):
+    """See the sources above."""
 
-    def __init__(self, config: AlexNetConfig) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: AlexNetShape) -> None:
+        super().__init__(config)
         inner = (config.channels, *config.widths)
         self.features = nn.Sequential(
             *(Unit(inner[i], inner[i + 1], window, i in _POOLED) for i, window in enumerate(_WINDOWS))
@@ -86,29 +98,11 @@ class AlexNet(nn.Module):
             nn.Linear(config.hidden, config.classes),
         )
 
-    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+    def logits(self, pictures: Tensor) -> Tensor:
+        """Logits (samples, classes)."""
         x = torch.flatten(self.avgpool(self.features(pictures)), 1)
-        return classification_loss(self.classifier(x), labels)
-
-    def example_batch(self, samples: int) -> dict[str, Tensor]:
-        """Random pictures and labels."""
-        config = self.config
-        return random_pictures(samples, (config.channels, config.side, config.side), config.classes)
-
-
-@dataclass(frozen=True, slots=True)
-class VGGConfig:
-    """Shape of a VGG."""
-
-    depths: tuple[int, ...]  # convolutions a group
-    widths: tuple[int, ...] = (64, 128, 256, 512, 512)  # channels a group
-    hidden: int = 4096  # outputs of the first two fully connected layers
-    pooled: int = 7  # pixels along each side of what enters the first of these
-    dropout: float = 0.5  # probability of dropping an output of them
-    side: int = 224  # pixels along each side of an example picture
-    channels: int = 3  # of the picture
-    classes: int = 1000  # outputs of the head
+        logits: Tensor = self.classifier(x)
+        return logits
 
 
 def conv_group(inner: int, outer: int, depth: int) -> nn.Sequential:
@@ -132,12 +126,11 @@ def classifier(inner: int, hidden: int, classes: int, dropout: float) -> nn.Sequ
     )
 
 
-class VGG(nn.Module):
-    """Classifier of pictures (samples, channels, height, width)."""
+class VGG(ImageClassifier):
+    """See the sources above."""
 
-    def __init__(self, config: VGGConfig) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: VggShape) -> None:
+        super().__init__(config)
         inner = (config.channels, *config.widths)
         groups = zip(inner, config.widths, config.depths, strict=False)
         self.features = nn.Sequential(*(conv_group(*group) for group in groups))
@@ -146,27 +139,11 @@ class VGG(nn.Module):
             config.widths[-1] * config.pooled**2, config.hidden, config.classes, config.dropout
         )
 
-    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+    def logits(self, pictures: Tensor) -> Tensor:
+        """Logits (samples, classes)."""
         x = torch.flatten(self.avgpool(self.features(pictures)), 1)
-        return classification_loss(self.classifier(x), labels)
-
-    def example_batch(self, samples: int) -> dict[str, Tensor]:
-        """Random pictures and labels."""
-        config = self.config
-        return random_pictures(samples, (config.channels, config.side, config.side), config.classes)
-
-
-@dataclass(frozen=True, slots=True)
-class ResNetConfig:
-    """Shape of a residual network."""
-
-    depths: tuple[int, ...]  # blocks a stage
-    width: int = 64  # channels of the first stage's bottleneck; doubled from stage to stage
-    expansion: int = 4  # output channels / bottleneck channels
-    side: int = 224  # pixels along each side of an example picture
-    channels: int = 3  # of the picture
-    classes: int = 1000  # outputs of the head
+        logits: Tensor = self.classifier(x)
+        return logits
 
 
 class Bottleneck(nn.Module):
@@ -198,12 +175,11 @@ class Bottleneck(nn.Module):
         return rectified
 
 
-class ResNet(nn.Module):
-    """Classifier of pictures (samples, channels, height, width)."""
+class ResNet(ImageClassifier):
+    """See the sources above."""
 
-    def __init__(self, config: ResNetConfig) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: ResNetShape) -> None:
+        super().__init__(config)
         self.conv1 = nn.Conv2d(config.channels, config.width, 7, 2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(config.width)
         self.relu = nn.ReLU(inplace=True)
@@ -219,35 +195,13 @@ class ResNet(nn.Module):
         self.stages = nn.Sequential(*stages)
         self.fc = nn.Linear(inner, config.classes)
 
-    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+    def logits(self, pictures: Tensor) -> Tensor:
+        """Logits (samples, classes)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(pictures))))
         x = self.stages(x)
         x = torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1)
-        return classification_loss(self.fc(x), labels)
-
-    def example_batch(self, samples: int) -> dict[str, Tensor]:
-        """Random pictures and labels."""
-        config = self.config
-        return random_pictures(samples, (config.channels, config.side, config.side), config.classes)
-
-
-@dataclass(frozen=True, slots=True)
-class RegNetConfig:
-    """Shape of a RegNet."""
-
-    widths: tuple[int, ...]  # channels of every block; the picture is halved where they grow
-    group: int  # channels of a group of the 3 x 3 convolutions; divides all widths above it
-    squeeze: bool  # whether blocks squeeze and excite (Y)
-    stem: int = 32  # channels of the first convolution
-    side: int = 224  # pixels along each side of an example picture
-    channels: int = 3  # of the picture
-    classes: int = 1000  # outputs of the head
-
-    def __post_init__(self) -> None:
-        uneven = [width for width in self.widths if width % min(self.group, width)]
-        if uneven:
-            raise InputError("group", self.group, f"Choose a number that divides the widths {uneven}.")
+        logits: Tensor = self.fc(x)
+        return logits
 
 
 class ConvNorm(nn.Sequential):
@@ -290,12 +244,11 @@ class RegNetBlock(nn.Module):
         return torch.relu(self.shortcut(x) + self.c(self.se(self.b(self.a(x)))))
 
 
-class RegNet(nn.Module):
-    """Classifier of pictures (samples, channels, height, width)."""
+class RegNet(ImageClassifier):
+    """See the sources above."""
 
-    def __init__(self, config: RegNetConfig) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: RegNetShape) -> None:
+        super().__init__(config)
         self.stem = ConvNorm(config.channels, config.stem, 3, 2)
         stages, inner = [], config.stem
         for width, same in groupby(config.widths):
@@ -308,12 +261,8 @@ class RegNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inner, config.classes)
 
-    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+    def logits(self, pictures: Tensor) -> Tensor:
+        """Logits (samples, classes)."""
         x = self.avgpool(self.trunk(self.stem(pictures)))
-        return classification_loss(self.fc(x.flatten(1)), labels)
-
-    def example_batch(self, samples: int) -> dict[str, Tensor]:
-        """Random pictures and labels."""
-        config = self.config
-        return random_pictures(samples, (config.channels, config.side, config.side), config.classes)
+        logits: Tensor = self.fc(x.flatten(1))
+        return logits

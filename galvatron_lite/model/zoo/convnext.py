@@ -5,33 +5,14 @@ Liu et al. 2022 (arXiv:2201.03545, section 3); no stochastic depth.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.errors import InputError
-from galvatron_lite.model.zoo.convnets import classification_loss, random_pictures
-
-
-@dataclass(frozen=True, slots=True)
-class ConvNeXtConfig:
-    """Shape of a ConvNeXt."""
-
-    depths: tuple[int, ...]  # blocks a stage
-    widths: tuple[int, ...]  # channels a stage
-    kernel: int = 7  # of the depthwise convolutions
-    scale: float = 1e-6  # first value of the learned factor on each block's result
-    height: int = 224  # pixels of an example picture
-    width: int = 224  # the same
-    channels: int = 3  # of the picture
-    classes: int = 1000  # outputs of the head
-
-    def __post_init__(self) -> None:
-        if len(self.depths) != len(self.widths):
-            raise InputError("depths", self.depths, f"Give as many as widths ({len(self.widths)}).")
+from galvatron_lite.model.shapes.fields import ConvNextShape
+from galvatron_lite.model.zoo.convnets import ImageClassifier
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -64,12 +45,16 @@ class ConvNeXtBlock(nn.Module):
         return out
 
 
-class ConvNeXt(nn.Module):
-    """Classifier of pictures (samples, channels, height, width)."""
+class ConvNeXt(ImageClassifier):
+    """A ConvNeXt.
 
-    def __init__(self, config: ConvNeXtConfig) -> None:
-        super().__init__()
-        self.config = config
+    Args:
+        config: its shape.
+        scale: first value of the learned factor on each block's result.
+    """
+
+    def __init__(self, config: ConvNextShape, scale: float = 1e-6) -> None:
+        super().__init__(config)
         widths = config.widths
         self.stem = nn.Sequential(nn.Conv2d(config.channels, widths[0], 4, 4), LayerNorm2d(widths[0], eps=1e-6))
         self.downsamples = nn.ModuleList(
@@ -77,20 +62,20 @@ class ConvNeXt(nn.Module):
             for inner, outer in pairwise(widths)
         )
         self.stages = nn.ModuleList(
-            nn.Sequential(*(ConvNeXtBlock(width, config.kernel, config.scale) for _ in range(depth)))
+            nn.Sequential(*(ConvNeXtBlock(width, config.kernel, scale) for _ in range(depth)))
             for depth, width in zip(config.depths, widths, strict=True)
         )
         self.norm = nn.LayerNorm(widths[-1], eps=1e-6)
         self.head = nn.Linear(widths[-1], config.classes)
         self.apply(self._init_weights)
 
-    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (samples, classes), or their mean cross-entropy where labels (samples,) are given."""
+    def logits(self, pictures: Tensor) -> Tensor:
+        """Logits (samples, classes)."""
         x = self.stem(pictures)
         for stage, blocks in enumerate(self.stages):
             x = blocks(x if stage == 0 else self.downsamples[stage - 1](x))
-        logits = self.head(self.norm(x.mean([-2, -1])))
-        return classification_loss(logits, labels)
+        logits: Tensor = self.head(self.norm(x.mean([-2, -1])))
+        return logits
 
     def _init_weights(self, module: nn.Module) -> None:
         # the name by which a model on the meta device gets its initial values, too
@@ -99,8 +84,3 @@ class ConvNeXt(nn.Module):
             nn.init.zeros_(module.bias)
         if isinstance(module, ConvNeXtBlock):
             nn.init.constant_(module.gamma, module.scale)
-
-    def example_batch(self, samples: int) -> dict[str, Tensor]:
-        """Random pictures and labels."""
-        config = self.config
-        return random_pictures(samples, (config.channels, config.height, config.width), config.classes)

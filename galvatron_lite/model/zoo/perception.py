@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.shapes.fields import PerceptionShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,47 +246,22 @@ def _downs(channels: int, widths: tuple[int, ...]) -> nn.ModuleList:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PerceptionConfig:
-    """Shape of a perception network."""
-
-    base: int = 32  # channels of the first level; doubled from level to level
-    levels: int = 6  # halvings of the picture, rounded down
-    side: int = 1000  # pixels along each side of a bird's-eye view
-    channels: int = 16  # scans of a sample, the current one among them
-    depth: int = 50  # voxels above each other, of which a bird's-eye view shows the largest
-    resolution: float = 0.2  # metres along an edge of a voxel
-    # whether each level of the segmentation network's way up takes what the level below gives, so that all of it is
-    # used. As published (False) only the finest level reaches the output; the others are computed and dropped
-    chained: bool = True
-    # whether the reconstruction network's target, the segmentation network's output, takes no gradient
-    detached: bool = True
-
-    def __post_init__(self) -> None:
-        if self.base % 2:
-            raise InputError("base", self.base, "Choose an even number: the last level has half of it.")
-        if self.side < 2**self.levels:
-            remedy = f"Choose at least {2**self.levels}: {self.levels} halvings leave no pixel."
-            raise InputError("side", self.side, remedy)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Channels of each level, the finest first."""
-        return tuple(self.base * 2**level for level in range(self.levels))
-
-    @property
-    def sides(self) -> tuple[int, ...]:
-        """Pixels along a side of what enters each level."""
-        return tuple(self.side // 2**level for level in range(self.levels))
-
-
 class Perception(nn.Module):
-    """Segmentation and reconstruction of bird's-eye views, by two networks that share nothing but their input."""
+    """Segmentation and reconstruction of bird's-eye views, by two networks that share nothing but their input.
 
-    def __init__(self, config: PerceptionConfig) -> None:
+    Args:
+        config: its shape.
+        depth: voxels above each other, of which a bird's-eye view shows the largest.
+        resolution: metres along an edge of a voxel.
+        detached: whether the reconstruction network's target, the segmentation network's output, takes no gradient.
+    """
+
+    def __init__(
+        self, config: PerceptionShape, depth: int = 50, resolution: float = 0.2, detached: bool = True
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.grid = VoxelGrid(config.side, config.depth, config.resolution)
+        self.config, self.detached = config, detached
+        self.grid = VoxelGrid(config.image_size, depth, resolution)
         self.segmentation = Pyramid(config.channels, config.widths, config.sides, config.chained)
         self.reconstruction = AutoEncoder(config.channels, config.widths, config.sides)
 
@@ -304,7 +280,7 @@ class Perception(nn.Module):
         segmented, rebuilt = self.segmentation(views), self.reconstruction(views)
         if targets is None:
             return segmented, rebuilt
-        aim = segmented.detach() if self.config.detached else segmented
+        aim = segmented.detach() if self.detached else segmented
         return edge_loss(segmented, targets) + edge_loss(rebuilt, aim)
 
     def view(self, scans: Sequence[Tensor]) -> Tensor:
@@ -316,6 +292,6 @@ class Perception(nn.Module):
         config, draw = self.config, torch.Generator().manual_seed(0)
         shapes = {"pictures": config.channels, "targets": 1}
         return {
-            name: (torch.rand((samples, channels, config.side, config.side), generator=draw) < 0.1).float()
+            name: (torch.rand((samples, channels, config.image_size, config.image_size), generator=draw) < 0.1).float()
             for name, channels in shapes.items()
         }

@@ -5,34 +5,14 @@ Ronneberger et al. 2015 (arXiv:1505.04597, figure 1) with padded convolutions, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.model.shapes.fields import UNetShape
 from galvatron_lite.model.zoo.convnets import classification_loss, random_pictures
-
-
-@dataclass(frozen=True, slots=True)
-class UNetConfig:
-    """Shape of a U-Net."""
-
-    base: int = 64  # channels of the first level; doubled from level to level
-    levels: int = 4  # halvings of the picture
-    norm: bool = False  # whether batch normalisation follows every convolution (which then has no bias)
-    # whether the way back enlarges pictures by interpolation; else by transposed convolution. The lowest level has
-    # half of its channels then, so that the widths of the way back fit
-    bilinear: bool = False
-    side: int = 512  # pixels along each side of an example picture; divided by 2 at every level
-    channels: int = 1  # of the picture
-    classes: int = 2  # outputs for every pixel
-
-    def __post_init__(self) -> None:
-        if self.side % 2**self.levels:
-            raise InputError("side", self.side, f"Choose a multiple of {2**self.levels}: {self.levels} halvings.")
 
 
 class DoubleConv(nn.Sequential):
@@ -86,7 +66,7 @@ class Up(nn.Module):
 class UNet(nn.Module):
     """Classifier of every pixel of pictures (samples, channels, height, width)."""
 
-    def __init__(self, config: UNetConfig) -> None:
+    def __init__(self, config: UNetShape) -> None:
         super().__init__()
         self.config = config
         widths = [config.base * 2**level for level in range(config.levels + 1)]
@@ -113,5 +93,5 @@ class UNet(nn.Module):
 
     def example_batch(self, samples: int) -> dict[str, Tensor]:
         """Random pictures and labels of every pixel."""
-        config, sides = self.config, (self.config.side, self.config.side)
+        config, sides = self.config, (self.config.image_size,) * 2
         return random_pictures(samples, (config.channels, *sides), config.classes, sides)

@@ -7,7 +7,7 @@ A step has phases (forward, backward, update) between which all groups wait for 
 with t_bp(d) of branch b on d devices. Branches of a group share its memory: what each holds throughout adds up, what
 it needs while it runs does not. Few branches are assigned exactly (``exact``, a dynamic programme over subsets), many
 by longest processing time first (``longest_first``: on m equal groups no more than 4/3 - 1/(3m) of the optimum; Graham
-1969, "Bounds on multiprocessing timing anomalies", theorem 2). No torch here.
+1969, "Bounds on multiprocessing timing anomalies", theorem 2).
 """
 
 from __future__ import annotations
@@ -148,7 +148,6 @@ def _with(group: BranchGroup, tail: tuple[Phases, tuple[BranchGroup, ...]]) -> t
 
 
 def _subsets(bits: int) -> Iterator[int]:
-    """Every subset of a set of bits but the empty one."""
     part = bits
     while part:
         yield part
@@ -202,7 +201,8 @@ def on_groups(jobs: Sequence[Job], groups: Sequence[range], room: int) -> tuple[
     A branch takes its quickest option that leaves the group within its memory; None where it has none in any group.
     """
     taken: list[tuple[tuple[int, Option], ...]] = [()] * len(groups)
-    for number in sorted(range(len(jobs)), key=lambda number: -_least(jobs[number], groups)):
+    least = [min((one.total for place in groups for one in job.get(len(place), ())), default=0.0) for job in jobs]
+    for number in sorted(range(len(jobs)), key=lambda number: -least[number]):
         ends = [
             (sum(BranchGroup(0, len(place), longer).seconds), group, longer)
             for group, place in enumerate(groups)
@@ -218,11 +218,6 @@ def on_groups(jobs: Sequence[Job], groups: Sequence[range], room: int) -> tuple[
         for place, own in zip(groups, taken, strict=True)
         if own
     )
-
-
-def _least(job: Job, groups: Sequence[range]) -> float:
-    """Seconds of a branch on the group that runs it quickest."""
-    return min((option.total for place in groups for option in job.get(len(place), ())), default=0.0)
 
 
 def _summed(every: Sequence[Phases]) -> Phases:

@@ -1,4 +1,4 @@
-"""What moves at the ends of a branch that has devices of its own, and what that takes in memory. No torch here.
+"""What moves at the ends of a branch that has devices of its own, and what that takes in memory.
 
 The trunk (all layers outside branches) works on all D devices: each on its share of the samples where they can be
 shared evenly (spread), else every device on all of them. A branch works on d of them, with b ways to share the samples.
@@ -111,13 +111,7 @@ def _exchange(volume: float, site: BranchSite, moment: Moment) -> Communication:
 
 
 def buffer_bytes(border: BranchTraffic, site: BranchSite, member: bool, training: bool = True) -> int:
-    """Bytes on a device of what goes in and out of a branch, and in training of their gradients.
-
-    Args:
-        border, site: of the branch.
-        member: whether the device is of its group, and holds what enters; others hold only what they get of it.
-        training: whether there are gradients.
-    """
+    """Bytes on a device of what goes in and out of a branch, and in training of their gradients."""
     entering = border.read / site.sharing if member else 0.0
     leaving = border.given * (1 / site.world if site.spread else 1.0) + border.results
     return round((entering + leaving) * site.microbatch * (2 if training else 1))

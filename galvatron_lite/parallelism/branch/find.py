@@ -2,15 +2,15 @@
 
 Between layers of two branches of a region there is no path, and they share no parameters. Branches read the model's
 inputs or what layers before the region made, and may be joined behind it. A U-Net's skips, residual connections and
-everything else that a path connects are never branches. No torch here.
+everything else that a path connects are never branches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.model.graph import Layer, ModelGraph, Passed, Role
 from galvatron_lite.model.order import Order, bits, order_of
 
 
@@ -61,14 +61,11 @@ def find_regions(graph: ModelGraph) -> tuple[BranchRegion, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """A graph, the order of its layers, and pairs of them that share parameters."""
-
     graph: ModelGraph
     order: Order
     ties: tuple[int, ...]
 
     def regions(self, inside: int) -> Iterator[BranchRegion]:
-        """Regions of a set of layers, in order."""
         return (self._region(parts) for parts in self.order.regions(inside, self.ties))
 
     def _region(self, parts: Sequence[int]) -> BranchRegion:
@@ -133,3 +130,27 @@ def _highest(path: str, others: Collection[str]) -> str:
     """The outermost module around a path that holds no other layer's modules."""
     free: Iterable[str] = (above for above in _up(path) if above not in others)
     return min(free, key=len, default=path)
+
+
+def part_of(graph: ModelGraph, layers: Collection[str]) -> ModelGraph:
+    """Some layers of a graph, with what goes between them and what they share.
+
+    Layers that read nothing of each other stay apart: an empty tensor between them says that they are no chain.
+    """
+    own = tuple(layer for layer in graph.layers if layer.name in layers)
+    tensors = tuple(
+        replace(tensor, readers=readers)
+        for tensor in graph.tensors
+        if tensor.producer in layers and (readers := tuple(name for name in tensor.readers if name in layers))
+    )
+    if not tensors and len(own) > 1 and graph.tensors:
+        tensors = (Passed(own[0].name, (own[-1].name,), 0),)
+    ties = tuple(tie for tie in graph.ties if {tie.first, tie.second} <= set(layers))
+    kinds = {layer.kind: graph.kinds[layer.kind] for layer in own}
+    return replace(graph, layers=own, kinds=kinds, tensors=tensors, ties=ties)
+
+
+def trunk_of(graph: ModelGraph, placed: Sequence[Branch]) -> tuple[Layer, ...]:
+    """The layers outside the branches that are placed."""
+    apart = {layer for branch in placed for layer in branch.layers}
+    return tuple(layer for layer in graph.layers if layer.name not in apart)

@@ -3,61 +3,117 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.channel.borders import enter_layer, leave_layer
-from galvatron_lite.parallelism.channel.modules import Weighted
-from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.model.batch import map_tensors
+from galvatron_lite.parallelism.channel.parts import ChannelPlan, OperatorPart
 from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES, filters_rules
-from galvatron_lite.parallelism.channel.split import ChannelSharing, split_module
-from galvatron_lite.parallelism.cuts.line import Line
-from galvatron_lite.parallelism.tensor.apply import Shards
+from galvatron_lite.parallelism.sharded.collectives import distribute, enter, full_replica, full_tensor, scatter_sum
+from galvatron_lite.parallelism.sharded.groups import AxisGroup
+from galvatron_lite.parallelism.sharded.tensor import (
+    Rules,
+    ShardSpec,
+    from_local,
+    sharded_tensors,
+    specs_of,
+    to_local,
+    unwrap,
+)
+from galvatron_lite.parallelism.tensor.apply import Shards, slice_parameter
+from galvatron_lite.parallelism.tensor.functions import reduce_from_group
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+Weighted = nn.Linear | Convolution | Transposed
+"""Modules that can be split."""
 
-def shard_channels(layer: nn.Module, plan: ChannelPlan, line: Line) -> dict[str, ParameterShard]:
+CHANNELS = 1
+"""Dim of the channels of images that enter and leave."""
+
+_FUNCTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Linear: functional.linear,
+    nn.Conv1d: functional.conv1d,
+    nn.Conv2d: functional.conv2d,
+    nn.Conv3d: functional.conv3d,
+    nn.ConvTranspose1d: functional.conv_transpose1d,
+    nn.ConvTranspose2d: functional.conv_transpose2d,
+    nn.ConvTranspose3d: functional.conv_transpose3d,
+}
+
+
+def shard_channels(layer: nn.Module, plan: ChannelPlan, group: AxisGroup) -> dict[str, ParameterShard]:
     """Splits a layer over the devices that share its channels, in place.
 
     Parameters stay the same objects and hold the local slice, as by ``tensor.apply.shard_layer``. Weights of
-    convolutions and linears are sliced; biases, norms and all else stay whole. By ``filters`` tensors enter and leave
-    the layer whole, and gradients of replicas are complete; by ``channels`` every tensor of numbers with two dims or
+    convolutions and linears are sliced; biases, norms and all else stay full. By ``filters`` tensors enter and leave
+    the layer in full, and gradients of replicas are complete; by ``channels`` every tensor of numbers with two dims or
     more enters and leaves as this device's share along dim 1.
 
     Args:
-        layer: a block; or one of the modules before or after the blocks, each of which has such borders.
-        plan: what ``infer_channels`` found for it.
-        line: the devices that share it.
+        layer: a block; or one of the modules before or after the blocks, each of which has such boundaries.
+        plan: from ``infer_channels``.
+        group: the devices that share it.
 
     Returns:
-        How each parameter lies in the whole one, by its name in ``layer``; under each, if it has several.
+        How each parameter lies in the global one, by its name in ``layer``; under each, if it has several.
 
     Raises:
         InputError: the plan is for another number of devices.
     """
-    if line.size != plan.degree:
-        raise InputError(plan.by, line.size, f"Use a plan for {line.size} devices, or {plan.degree} devices.")
-    sharing = ChannelSharing(plan.by, line, filters_rules() if plan.by == "filters" else CHANNELS_RULES)
+    if group.size != plan.degree:
+        raise InputError(plan.by, group.size, f"Use a plan for {group.size} devices, or {plan.degree} devices.")
+    sharing = ChannelSharing(plan.by, group, filters_rules() if plan.by == "filters" else CHANNELS_RULES)
     shards: Shards = {}
-    if line.size > 1:
+    if group.size > 1:
         for path, part in plan.parts.items():
             weighted: Weighted = layer.get_submodule(path)  # type: ignore[assignment]
             shards |= split_module(weighted, part, sharing)
-        # what is outside, checkpointing too, sees plain tensors
+        # code outside, checkpointing too, sees plain tensors
         layer.forward = partial(_forward, layer.forward, sharing, plan.inputs)
     return {
-        name: shards.get(id(parameter)) or _kept(parameter, name, plan, line)
+        name: shards.get(id(parameter)) or _full_parameter(parameter, name, plan, group)
         for name, parameter in layer.named_parameters(remove_duplicate=False)
     }
 
 
-def _kept(parameter: nn.Parameter, name: str, plan: ChannelPlan, line: Line) -> ParameterShard:
-    is_partial = line.size > 1 and (plan.by == "channels" or name in plan.partial)
+def _full_parameter(parameter: nn.Parameter, name: str, plan: ChannelPlan, group: AxisGroup) -> ParameterShard:
+    is_partial = group.size > 1 and (plan.by == "channels" or name in plan.partial)
     placement = Placement.PARTIAL if is_partial else Placement.REPLICATED
-    return ParameterShard(placement, tuple(parameter.shape), line.size, line.rank)
+    return ParameterShard(placement, tuple(parameter.shape), group.size, group.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSharing:
+    """Who shares the channels of a layer, and how."""
+
+    by: str  # ``filters`` or ``channels``
+    group: AxisGroup  # the devices
+    rules: Rules
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """The full tensor; by ``filters`` its gradient is complete on every device, else a part."""
+        return full_replica(tensor) if self.by == "filters" else full_tensor(tensor)
+
+    def shard(self, tensor: Tensor, dim: int) -> Tensor:
+        """This device's shard of a full tensor."""
+        entered = enter(tensor, (self.group,)) if self.by == "filters" else tensor
+        return distribute(entered, (ShardSpec(dim, tensor.shape[dim], self.group),), self.rules)
+
+    def local(self, tensor: Tensor, dim: int) -> Tensor:
+        """This device's shard of a tensor, as a plain tensor, whichever way it comes."""
+        if any(spec.dim != dim for spec in specs_of(tensor)):
+            tensor = self.full(tensor)
+        return to_local(tensor if specs_of(tensor) else self.shard(tensor, dim))
+
+
+# What enters and leaves a layer: plain tensors outside, sharded ones inside
 
 
 def _forward(
@@ -65,3 +121,211 @@ def _forward(
 ) -> Any:
     entered, named = enter_layer((args, kwargs), sharing, extents)
     return leave_layer(forward(*entered, **named), sharing)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a tensor that enters or leaves by ``channels`` is an image: numbers for samples and channels."""
+    return tensor.is_floating_point() and tensor.dim() > CHANNELS
+
+
+def enter_layer(value: Any, sharing: ChannelSharing, extents: Sequence[int]) -> Any:
+    """Arguments as the layer's inside sees them.
+
+    Args:
+        value: a nest of arguments. By ``filters`` they are full; by ``channels`` images are this device's shards.
+        sharing: who shares.
+        extents: channels of the images, in order.
+
+    Raises:
+        InputError: more or fewer images than extents; a shard of another length.
+    """
+    if sharing.by == "filters":
+        return value
+    channels = iter(extents)
+
+    def entered(tensor: Tensor) -> Tensor:
+        if not is_shared(tensor):
+            return tensor
+        spec = ShardSpec(CHANNELS, next(channels, 0), sharing.group)
+        # an alias: code outside keeps a plain tensor
+        return from_local(tensor.view_as(tensor), (spec,), sharing.rules)
+
+    return map_tensors(value, entered)
+
+
+def leave_layer(value: Any, sharing: ChannelSharing) -> Any:
+    """A layer's output as plain tensors: full by ``filters``, shards by ``channels``.
+
+    Raises:
+        InputError: by ``channels`` something that has no channels is returned.
+    """
+    if sharing.by == "filters":
+        shared = next(sharded_tensors(value), None) is not None
+        return map_tensors(value, sharing.full) if shared else value
+
+    def left(tensor: Tensor) -> Tensor:
+        if [spec.dim for spec in specs_of(tensor)] == [CHANNELS]:
+            # itself, no view: ZeRO's hooks on it must outlast what code behind changes in place
+            return unwrap(tensor)
+        if not is_shared(tensor):
+            remedy = "It has no channels that devices could share: keep the layer whole, or share its filters."
+            raise InputError("result of a layer with shared channels", tuple(tensor.shape), remedy)
+        return to_local(sharing.shard(sharing.full(tensor), CHANNELS))
+
+    return map_tensors(value, left)
+
+
+# Convolutions and linears
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleChannels:
+    """Channels of a convolution or linear, and the dims of its weight that hold them."""
+
+    inputs: int
+    outputs: int
+    groups: int  # of the convolution; they follow one another along dim 0 of the weight
+    input_dim: int
+    output_dim: int
+
+
+def is_weighted(module: nn.Module) -> bool:
+    """Whether a module is a convolution or linear as torch has it: forward not overridden, a plain weight."""
+    kind = next((kind for kind in _FUNCTIONS if isinstance(module, kind)), None)
+    if kind is None or type(module).forward is not kind.forward or "forward" in vars(module):
+        return False
+    return any(name == "weight" for name, _ in module.named_parameters(recurse=False))
+
+
+def _channels_of(module: Weighted) -> ModuleChannels:
+    """The channels of a convolution or linear that has not been split."""
+    if isinstance(module, nn.Linear):
+        return ModuleChannels(module.in_features, module.out_features, 1, 1, 0)
+    back = isinstance(module, Transposed)
+    return ModuleChannels(module.in_channels, module.out_channels, module.groups, 1 - back, int(back))
+
+
+def channel_dim(module: Weighted, tensor: Tensor) -> int:
+    """Dim of the channels, counted from the front, in what enters or leaves a module."""
+    return tensor.dim() - 1 if isinstance(module, nn.Linear) else 1
+
+
+def takes_samples(module: Weighted, tensor: Tensor) -> bool:
+    """Whether a module's input has samples along dim 0, so that its channels are where they are looked for."""
+    return tensor.dim() >= 2 if isinstance(module, nn.Linear) else tensor.dim() == module.weight.dim()
+
+
+def split_part(module: Weighted, by: str, is_sharded: bool, degree: int) -> OperatorPart:
+    """What a device does of a convolution or linear whose input is sharded by channels or not."""
+    channels = _channels_of(module)
+    if channels.groups > 1:
+        # shares of the channels must be complete groups: groups divide evenly, or each is one channel
+        single = channels.inputs == channels.outputs == channels.groups
+        fits = channels.groups >= degree and (single or channels.groups % degree == 0)
+        return OperatorPart.SHARED if is_sharded and fits else OperatorPart.WHOLE
+    if by == "channels":
+        return OperatorPart.SCATTERED if min(channels.inputs, channels.outputs) >= degree else OperatorPart.WHOLE
+    if is_sharded:
+        return OperatorPart.CHANNELS
+    return OperatorPart.FILTERS if channels.outputs >= degree else OperatorPart.WHOLE
+
+
+def split_module(module: Weighted, part: OperatorPart, sharing: ChannelSharing) -> Shards:
+    """Slice a module's weight in place and make it work on shards.
+
+    Returns:
+        How its parameters lie in the global ones, by their identity.
+    """
+    channels, group = _channels_of(module), sharing.group
+    dim, extent = _sliced_dim(channels, part)
+    shards: Shards = {}
+    slice_parameter(module.weight, dim, (extent,), group, shards)
+    if module.bias is not None:
+        summed = part is OperatorPart.CHANNELS
+        placement = Placement.REPLICATED if summed else Placement.PARTIAL
+        shards[id(module.bias)] = ParameterShard(placement, tuple(module.bias.shape), group.size, group.rank)
+    module.forward = partial(_FORWARDS[part], module, channels, sharing)  # type: ignore[method-assign]
+    return shards
+
+
+def _sliced_dim(channels: ModuleChannels, part: OperatorPart) -> tuple[int, int]:
+    """Dim of the weight that is sliced, and its extent."""
+    match part:
+        case OperatorPart.FILTERS:
+            return channels.output_dim, channels.outputs
+        case OperatorPart.CHANNELS | OperatorPart.SCATTERED:
+            return channels.input_dim, channels.inputs
+        case OperatorPart.SHARED:
+            return 0, (channels.inputs, channels.outputs)[channels.output_dim == 0]
+    raise InputError("part", part, "Split outputs, inputs, or groups.")
+
+
+def _run_filters(module: Weighted, channels: ModuleChannels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
+    entered = enter(sharing.full(tensor), (sharing.group,))
+    spec = ShardSpec(channel_dim(module, entered), channels.outputs, sharing.group)
+    return from_local(_run(module, entered, _local_bias(module, spec), 1), (spec,), sharing.rules)
+
+
+def _run_channels(module: Weighted, _: ModuleChannels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
+    local = sharing.local(tensor, channel_dim(module, tensor))
+    summed = reduce_from_group(_run(module, local, None, 1), sharing.group)
+    return _with_bias(module, summed, module.bias)
+
+
+def _run_scattered(module: Weighted, channels: ModuleChannels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
+    dim = channel_dim(module, tensor)
+    spec = ShardSpec(dim, channels.outputs, sharing.group)
+    sums = scatter_sum(_run(module, sharing.local(tensor, dim), None, 1), spec)
+    return from_local(_with_bias(module, sums, _local_bias(module, spec)), (spec,), sharing.rules)
+
+
+def _run_groups(module: Weighted, channels: ModuleChannels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
+    dim = channel_dim(module, tensor)
+    local = sharing.local(tensor, dim)
+    spec = ShardSpec(dim, channels.outputs, sharing.group)
+    groups = channels.groups * local.shape[dim] // channels.inputs
+    return from_local(_run(module, local, _local_bias(module, spec), groups), (spec,), sharing.rules)
+
+
+_FORWARDS: dict[OperatorPart, Callable[[Weighted, ModuleChannels, ChannelSharing, Tensor], Tensor]] = {
+    OperatorPart.FILTERS: _run_filters,
+    OperatorPart.CHANNELS: _run_channels,
+    OperatorPart.SCATTERED: _run_scattered,
+    OperatorPart.SHARED: _run_groups,
+}
+
+
+def _local_bias(module: Weighted, spec: ShardSpec) -> Tensor | None:
+    return None if module.bias is None else module.bias.narrow(0, spec.start, spec.length)
+
+
+def _with_bias(module: Weighted, output: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return output
+    sides = 0 if isinstance(module, nn.Linear) else output.dim() - 2
+    return output + bias.view(-1, *[1] * sides).to(output.dtype)
+
+
+def _run(module: Weighted, tensor: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """What a module does with the weight that it holds now, another bias and number of groups."""
+    function = next(one for kind, one in _FUNCTIONS.items() if isinstance(module, kind))
+    if isinstance(module, nn.Linear):
+        return function(tensor, module.weight, bias)
+    if isinstance(module, Transposed):
+        sides = (module.stride, module.padding, module.output_padding)
+        return function(tensor, module.weight, bias, *sides, groups, module.dilation)
+    padding = module.padding
+    if module.padding_mode != "zeros":
+        tensor, padding = functional.pad(tensor, _pads(module), module.padding_mode), "valid"
+    return function(tensor, module.weight, bias, module.stride, padding, module.dilation, groups)
+
+
+def _pads(module: Convolution) -> list[int]:
+    """Padding as ``functional.pad`` takes it: before and after, the last side first."""
+    if isinstance(module.padding, str):
+        sides = zip(module.dilation, module.kernel_size, strict=True)
+        totals = [d * (k - 1) if module.padding == "same" else 0 for d, k in sides]
+        pairs = [(total // 2, total - total // 2) for total in totals]
+    else:
+        pairs = [(side, side) for side in module.padding]
+    return [amount for pair in reversed(pairs) for amount in pair]

@@ -23,19 +23,21 @@ forward, and sums two in backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from galvatron_lite.arrays import Flag, Real, never, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
-from galvatron_lite.parallelism.channel.each import each_sizes
-from galvatron_lite.parallelism.channel.gathers import gathered_items, joined_items, pixel_norms
+from galvatron_lite.parallelism.base import Chosen, Communication, Dimension, DimensionContext, LayerWork, Moment, Room
 from galvatron_lite.parallelism.channel.parts import (
     OUTPUT,
     OperatorPart,
     divides,
+    each_sizes,
+    gathered_items,
+    joined_items,
     parts_of,
+    pixel_norms,
     split_items,
     splits_channels,
     takes_gradient,
@@ -50,7 +52,7 @@ BY = ("filters", "channels")
 
 
 @dataclass(frozen=True, slots=True)
-class ChannelDimension:
+class ChannelDimension(Dimension):
     """Devices that share output channels (``degree`` "filters") or input channels ("channels")."""
 
     name: str = "channel"
@@ -80,10 +82,6 @@ class ChannelDimension:
         alone = 1 in (chosen["filters"], chosen["channels"])
         return alone and chosen["tensor"] * chosen["context"] * chosen["expert"] == 1 and room.near(degree)
 
-    def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
-        """Never worth a line: channels that cannot be shared evenly are those of an image and of classes."""
-        return ""
-
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """A slice of the weights, and the collectives that bring pictures together.
 
@@ -99,18 +97,14 @@ class ChannelDimension:
             items = where(degree > 1, kind.parameters.total - split + split / degree, items)
         items = work.parameters if context.pictures.whole_weights else items
         moved = [one for by in BY for one in _moved(kind, strategy, by, share, context.pictures.gathers_each)]
-        return replace(
-            work,
-            parameters=items,
-            state_items=items,
-            parameter_items=items,
-            gradient_items=items,
-            communications=(*work.communications, *sent(*moved)),
-        )
+        return work.sliced(items).sending(*moved)
 
 
 def _moved(kind: LayerKind, strategy: Either, by: str, share: Real, each: bool) -> Iterator[Communication]:
-    """The collectives of the module's table, or of ``channel.each``'s; ``share``: samples x bytes of an item."""
+    """The module's collectives, or (``each``) those of gathers behind every convolution.
+
+    ``share``: samples x bytes of an item.
+    """
     group, degree = channel_group(strategy), getattr(strategy, by)
     for collective, moment, sizes in each_sizes(kind, by) if each else _sizes(kind, by, degree):
         if sizes:

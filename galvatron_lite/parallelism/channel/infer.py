@@ -1,8 +1,8 @@
-"""Finds out which convolutions and linears of a layer share outputs, inputs or groups: by running a copy of it.
+"""Finds out which convolutions and linears of a layer share outputs, inputs or groups, by running a copy of it.
 
-The copy has no storages and runs as one of the devices would. Whatever has weights is split when it is called first, by
-whether what enters is shared then; so shares go through whatever works channel by channel, and shortcuts, branches and
-the order of operators need no guessing.
+The copy has no storage and runs as one of the devices would. Modules with weights are split when they are called first,
+by whether their input is shared then; so shards go through whatever works channel by channel, and shortcuts, branches
+and the order of operators need no guessing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.parallelism.channel.borders import CHANNELS, enter_layer, is_shared, leave_layer
-from galvatron_lite.parallelism.channel.modules import (
+from galvatron_lite.parallelism.channel.apply import (
+    CHANNELS,
+    ChannelSharing,
     Weighted,
     channel_dim,
-    channels_of_module,
+    enter_layer,
+    is_shared,
     is_weighted,
+    leave_layer,
+    split_module,
+    split_part,
     takes_samples,
 )
-from galvatron_lite.parallelism.channel.nests import map_tensors, tensors_in
-from galvatron_lite.parallelism.channel.parts import OperatorPart
-from galvatron_lite.parallelism.channel.plan import ChannelPlan
+from galvatron_lite.parallelism.channel.parts import ChannelPlan, OperatorPart
 from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES, filters_rules
-from galvatron_lite.parallelism.channel.split import ChannelSharing, split_module, split_part
-from galvatron_lite.parallelism.cuts.line import ShapeOnlyLine
-from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, cuts_of, whole_shape
+from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
+from galvatron_lite.parallelism.sharded.tensor import Call, ShardedTensor, global_shape, specs_of
 from galvatron_lite.parallelism.shares import share
 
 
@@ -43,7 +46,7 @@ def infer_channels(
 
     Args:
         layer: on any device; not changed or run.
-        args: positional inputs that it is called with, whole, on any device; pictures have (samples, channels, ...).
+        args: positional inputs of it, in full, on any device; images have (samples, channels, ...).
         kwargs: keyword inputs.
         by: ``filters`` or ``channels``; see ``channel.parts``.
         degree: devices that share them.
@@ -52,11 +55,11 @@ def infer_channels(
         The plan; without ``parts`` where nothing can be split so.
 
     Raises:
-        InputError: the layer mixes shares and whole pictures in a way that is not known; by ``channels`` what enters or
+        InputError: the layer mixes shards and full images in a way that has no rule; by ``channels`` what enters or
             leaves has no channels to share.
     """
     with torch.device("meta"), torch.inference_mode(False), torch.enable_grad():
-        run = _Run(meta_copy(layer), by, ShapeOnlyLine(degree))
+        run = _Run(meta_copy(layer), by, ShapeOnlyAxisGroup(degree))
         return run.plan(args, kwargs)
 
 
@@ -66,27 +69,25 @@ class _Run:
 
     twin: nn.Module
     by: str
-    line: ShapeOnlyLine
+    group: ShapeOnlyAxisGroup
     parts: dict[str, OperatorPart] = field(default_factory=dict)
     met: dict[int, Tensor] = field(default_factory=dict)
     entered: set[int] = field(default_factory=set)
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChannelPlan:
-        """Run, and say what was split."""
-        sharing = ChannelSharing(
-            self.by, self.line, filters_rules(self.witness) if self.by == "filters" else CHANNELS_RULES
-        )
+        rules = filters_rules(self.witness) if self.by == "filters" else CHANNELS_RULES
+        sharing = ChannelSharing(self.by, self.group, rules)
         for path, module in list(self.twin.named_modules()):
             if is_weighted(module):
                 module.forward = partial(self.first, path, module, sharing)
         leaves = map_tensors((tuple(args), dict(kwargs)), _leaf)
-        self.entered = {id(one) for one in tensors_in(leaves) if one.requires_grad}
-        # the layer may write to what it is given, but not to leaves
-        given = map_tensors(leaves, torch.clone)
-        inputs = _extents(given)
-        own = map_tensors(given, partial(_share_of, line=self.line)) if self.by == "channels" else given
-        entered, named = enter_layer(own, sharing, inputs)
-        uses = _WholeUses(self.twin)
+        self.entered = {id(one) for one in tensors_of(leaves) if one.requires_grad}
+        # the layer may write to its arguments, but not to leaves
+        full = map_tensors(leaves, torch.clone)
+        inputs = _extents(full)
+        held = map_tensors(full, partial(_shard_of, group=self.group)) if self.by == "channels" else full
+        entered, named = enter_layer(held, sharing, inputs)
+        uses = _FullUses(self.twin)
         with uses:
             left = self.twin(*entered, **named)
         outputs = _extents(left)
@@ -97,16 +98,15 @@ class _Run:
             if id(parameters[name]) in uses.parameters:
                 remedy = "It works on shares of channels and on whole pictures: keep the layer whole."
                 raise InputError("parameter", name, remedy)
-        return ChannelPlan(self.by, self.line.size, self.parts, partial_names, inputs, outputs)
+        return ChannelPlan(self.by, self.group.size, self.parts, partial_names, inputs, outputs)
 
     def first(
         self, path: str, module: Weighted, sharing: ChannelSharing, tensor: Tensor, *rest: Any, **named: Any
     ) -> Tensor:
-        """The first call of a convolution or linear: it is split by what enters, and called again."""
+        """The first call of a convolution or linear: it is split by its input, and called again."""
         del module.forward
-        channels = channels_of_module(module)
-        is_shared = [cut.dim for cut in cuts_of(tensor)] == [channel_dim(module, tensor)]
-        part = split_part(channels, self.by, is_shared, self.line.size)
+        is_sharded = [spec.dim for spec in specs_of(tensor)] == [channel_dim(module, tensor)]
+        part = split_part(module, self.by, is_sharded, self.group.size)
         if part is not OperatorPart.WHOLE and not rest and not named and takes_samples(module, tensor):
             self.parts[path] = part
             split_module(module, part, sharing)
@@ -129,16 +129,16 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _extents(value: Any) -> tuple[int, ...]:
-    return tuple(whole_shape(one)[CHANNELS] for one in tensors_in(value) if is_shared(one))
+    return tuple(global_shape(one)[CHANNELS] for one in tensors_of(value) if is_shared(one))
 
 
-def _share_of(tensor: Tensor, line: ShapeOnlyLine) -> Tensor:
-    """This device's share of a picture that enters."""
+def _shard_of(tensor: Tensor, group: ShapeOnlyAxisGroup) -> Tensor:
+    """This device's shard of an image that enters."""
     if not is_shared(tensor):
         return tensor
-    start, length = share(tensor.shape[CHANNELS], line.size, line.rank)
-    if tensor.shape[CHANNELS] < line.size:
-        raise InputError("channels", tensor.shape[CHANNELS], f"{line.size} devices cannot share them; keep it whole.")
+    start, length = share(tensor.shape[CHANNELS], group.size, group.rank)
+    if tensor.shape[CHANNELS] < group.size:
+        raise InputError("channels", tensor.shape[CHANNELS], f"{group.size} devices cannot share them; keep it whole.")
     return tensor.narrow(CHANNELS, start, length)
 
 
@@ -156,8 +156,8 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
         open_nodes += following
 
 
-class _WholeUses(TorchFunctionMode):
-    """Notes parameters that work on whole activations: their gradients are complete on every device.
+class _FullUses(TorchFunctionMode):
+    """Notes parameters that work on full activations: their gradients are complete on every device.
 
     Args:
         twin: the layer; what is computed of its parameters and buffers alone is no activation.
@@ -170,10 +170,10 @@ class _WholeUses(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        tensors = list(tensors_in((args, kwargs or {})))
+        tensors = list(tensors_of((args, kwargs or {})))
         weights = [one for one in tensors if id(one) in self._weights]
         if tensors and len(weights) == len(tensors):
-            self._weights.update((id(one), one) for one in tensors_in(result))
-        elif not any(isinstance(one, CutTensor) for one in tensors):
+            self._weights.update((id(one), one) for one in tensors_of(result))
+        elif not any(isinstance(one, ShardedTensor) for one in tensors):
             self.parameters.update(id(leaf) for one in weights for leaf in _leaves(one))
         return result

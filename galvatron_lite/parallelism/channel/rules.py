@@ -1,4 +1,4 @@
-"""What functions do with pictures whose channels are shared."""
+"""What functions do with images whose channels are shared."""
 
 from __future__ import annotations
 
@@ -7,148 +7,122 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from galvatron_lite.parallelism.channel import local
-from galvatron_lite.parallelism.channel.functions import gather_complete
-from galvatron_lite.parallelism.channel.nests import map_tensors, tensors_in
-from galvatron_lite.parallelism.cuts import asking, fallback
-from galvatron_lite.parallelism.cuts.calls import in_place
-from galvatron_lite.parallelism.cuts.functions import enter, leave
-from galvatron_lite.parallelism.cuts.shared import SHARED
-from galvatron_lite.parallelism.cuts.tensor import (
+from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.parallelism.sharded import metadata, shapes
+from galvatron_lite.parallelism.sharded.calls import in_place, on_full, refuse_write
+from galvatron_lite.parallelism.sharded.collectives import enter, full_replica, leave, local_part
+from galvatron_lite.parallelism.sharded.rules import COMMON
+from galvatron_lite.parallelism.sharded.tensor import (
     Call,
-    CutTensor,
     Handler,
     Rules,
-    cut_tensors,
-    shares_only,
-    whole_shape,
+    ShardedTensor,
+    global_shape,
+    locals_only,
+    sharded_tensors,
 )
-from galvatron_lite.parallelism.spatial import norms, pads
+from galvatron_lite.parallelism.spatial import norms, pooling, resizing
 
-HANDLERS: Mapping[str, Handler] = {**SHARED, **pads.HANDLERS, **norms.HANDLERS, **local.HANDLERS}
-"""In which gradients of what is whole are parts on each rank."""
+HANDLERS: Mapping[str, Handler] = {**COMMON, **resizing.HANDLERS, **pooling.HANDLERS, **norms.HANDLERS}
+"""In which gradients of full tensors are parts on each rank."""
 
-CHANNELS_RULES = Rules(HANDLERS, fallback.on_whole, ("channels",))
-"""By ``channels``: every picture is shared."""
-
-
-def on_whole(call: Call) -> Any:
-    """``fallback.on_whole`` where gradients of what is whole are complete on every rank.
-
-    Raises:
-        InputError: the function would write to shares.
-    """
-    fallback.refuse_writing(call)
-    return _on_gathered(call)
+CHANNELS_RULES = Rules(HANDLERS, on_full, ("channels",))
+"""By ``channels``: every image is shared."""
 
 
-def _on_gathered(call: Call) -> Any:
-    return call.function(*map_tensors(call.args, _gathered), **map_tensors(call.kwargs, _gathered))
+def is_image(tensor: Tensor, dims: int) -> bool:
+    """Whether a full tensor that meets shards of ``dims`` dims counts as made from the layer's input.
 
-
-def _gathered(tensor: Tensor) -> Tensor:
-    return gather_complete(tensor) if isinstance(tensor, CutTensor) else tensor
-
-
-def is_picture(tensor: Tensor, dims: int) -> bool:
-    """Whether a whole tensor that meets shares of ``dims`` dims counts as made from the layer's input.
-
-    Parameters do not, nor does what has fewer dims: of these each rank's gradient is a part. Whether one takes a
-    gradient does not matter, as that may change from the run that told what is partial to the others.
+    Parameters do not, nor do tensors of fewer dims: of these each rank's gradient is a part. Whether one takes a
+    gradient does not matter, as that may change from the run that told which are partial to the others.
     """
     return tensor.dim() == dims and not isinstance(tensor, nn.Parameter)
 
 
 Witness = Callable[[Call, list[Tensor]], None]
-"""Is told of calls that shares and whole tensors meet in, and of the latter that are not pictures."""
+"""Is called with calls that shards and full tensors meet in, and those of the latter that are no images."""
 
 
-def _nobody(_call: Call, _met: list[Tensor]) -> None:
-    pass
+def filters_rules(witness: Witness = lambda _call, _met: None) -> Rules:
+    """By ``filters``: gradients of full tensors are complete on every rank.
 
-
-def filters_rules(witness: Witness = _nobody) -> Rules:
-    """By ``filters``: gradients of what is whole are complete on every rank.
-
-    A whole picture and shares of another (a shortcut) meet as whole pictures, as both must be so in the end. The other
-    handlers take gradients of what is whole for parts; so what they are given is entered and what they make left.
-
-    Args:
-        witness: see ``Witness``.
+    A full image and shards of another (a shortcut) meet as full images, as both must be so in the end. The other
+    handlers take gradients of full tensors for parts; so their full arguments are entered, and their results left.
     """
     table: dict[str, Handler] = {}
-    rules = Rules(table, on_whole, ("filters",))
-    inner = Rules(HANDLERS, _give_up, ("filters",))
+    rules = Rules(table, _on_full, ("filters",))
+    inner = Rules(HANDLERS, lambda _call: _GIVEN_UP, ("filters",))
     table |= {name: _complete(handler, inner, witness) for name, handler in HANDLERS.items()}
-    table |= asking.HANDLERS
-    table |= {name: _gather_joined(table[name]) for name in local.CATS}
+    table |= metadata.METADATA
+    table |= {name: _joined(table[name]) for name in shapes.JOINS.split()}
     return rules
 
 
 _GIVEN_UP = object()
 
 
-def _give_up(_call: Call) -> Any:
-    return _GIVEN_UP
+def _on_full(call: Call) -> Any:
+    """Raises InputError where the function would write to shards."""
+    refuse_write(call)
+    return _call_full(call)
+
+
+def _call_full(call: Call) -> Any:
+    return call.function(*map_tensors(call.args, full_replica), **map_tensors(call.kwargs, full_replica))
+
+
+def _joined(handler: Handler) -> Handler:
+    """``cat`` of shards along the channels: of full images, as each is gathered in the end."""
+    return lambda call: _call_full(call) if shapes.joins_shards(call) else handler(call)
 
 
 def _complete(handler: Handler, inner: Rules, witness: Witness) -> Handler:
     def handle(call: Call) -> Any:
-        met = [one for one in tensors_in((call.args, call.kwargs)) if not isinstance(one, CutTensor)]
-        if met and _needs_whole(call, met):
-            return _written(call, _on_gathered(call))
-        return _on_shares(handler, inner, call, met, witness)
+        full = [one for one in tensors_of((call.args, call.kwargs)) if not isinstance(one, ShardedTensor)]
+        if full and _needs_full(call, full):
+            return _written(call, _call_full(call))
+        return _on_shards(handler, inner, call, full, witness)
 
     return handle
 
 
-def _gather_joined(handler: Handler) -> Handler:
-    """``cat`` of shares along the channels: of whole pictures, as each is gathered in the end."""
-
-    def handle(call: Call) -> Any:
-        return handler(call) if local.cat_dim(call) is None else _on_gathered(call)
-
-    return handle
-
-
-def _needs_whole(call: Call, met: list[Tensor]) -> bool:
-    """Whether a whole picture with all channels is among the arguments, and the result may be whole, too."""
+def _needs_full(call: Call, full: list[Tensor]) -> bool:
+    """Whether a full image with all channels is among the arguments, and the result may be full, too."""
     if call.name == "__setitem__":
         return False
-    first = next(cut_tensors((call.args, call.kwargs)))
-    dims, cut = len(whole_shape(first)), first.cuts[0]
-    return any(is_picture(one, dims) and one.shape[cut.dim] > 1 for one in met)
+    first = next(sharded_tensors((call.args, call.kwargs)))
+    dims, spec = len(global_shape(first)), first.specs[0]
+    return any(is_image(one, dims) and one.shape[spec.dim] > 1 for one in full)
 
 
 def _written(call: Call, result: Tensor) -> Tensor:
-    """A result, which is whole; where a function writes to shares (``+=`` too), which may have other names, they have
-    it as well."""
-    if in_place(call) and isinstance(call.args[0], CutTensor):
-        shares = call.args[0]
-        (cut,) = shares.cuts
-        own = enter(result, (cut.line,)).narrow(cut.dim, cut.start, cut.length)
-        with shares_only():
-            shares.copy_(own)
+    """A full result; shards that a function writes to (``+=`` too) may have other names, and get it as well."""
+    if in_place(call) and isinstance(call.args[0], ShardedTensor):
+        shards = call.args[0]
+        (spec,) = shards.specs
+        part = local_part(enter(result, (spec.group,)), spec)
+        with locals_only():
+            shards.copy_(part)
     return result
 
 
-def _on_shares(handler: Handler, inner: Rules, call: Call, met: list[Tensor], witness: Witness) -> Any:
-    first = next(cut_tensors((call.args, call.kwargs)))
-    dims, lines = len(whole_shape(first)), [first.cuts[0].line]
+def _on_shards(handler: Handler, inner: Rules, call: Call, full: list[Tensor], witness: Witness) -> Any:
+    first = next(sharded_tensors((call.args, call.kwargs)))
+    dims, groups = len(global_shape(first)), [first.specs[0].group]
 
     def entered(tensor: Tensor) -> Tensor:
-        whole = not isinstance(tensor, CutTensor) and is_picture(tensor, dims)
-        return enter(tensor, lines) if whole else tensor
+        enters = not isinstance(tensor, ShardedTensor) and is_image(tensor, dims)
+        return enter(tensor, groups) if enters else tensor
 
     def left(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, CutTensor):
+        if isinstance(tensor, ShardedTensor):
             tensor.rules = call.rules
             return tensor
-        return leave(tensor, lines) if tensor.requires_grad else tensor
+        return leave(tensor, groups) if tensor.requires_grad else tensor
 
-    args, kwargs = (map_tensors(call.args, entered), map_tensors(call.kwargs, entered)) if met else call[2:4]
+    args, kwargs = (map_tensors(call.args, entered), map_tensors(call.kwargs, entered)) if full else call[2:4]
     result = handler(call._replace(args=args, kwargs=kwargs, rules=inner))
     if result is _GIVEN_UP:
         return call.rules.otherwise(call)
-    witness(call, [one for one in met if not is_picture(one, dims)])
+    witness(call, [one for one in full if not is_image(one, dims)])
     return map_tensors(result, left)

@@ -1,39 +1,44 @@
-"""``scaled_dot_product_attention`` of queries, keys and values whose tokens are shared."""
+"""``scaled_dot_product_attention`` of queries, keys and values whose tokens are shared.
+
+By a ring (``ring``), or by swapping tokens for heads around attention (Ulysses; Jacobs et al. 2023, arXiv:2309.14509).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.functional import scaled_dot_product_attention
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.context.ring import Ring, ring_attention
-from galvatron_lite.parallelism.context.ulysses import Swap, heads_by_rank, heads_of_all_tokens, tokens_of_all_heads
-from galvatron_lite.parallelism.cuts.alignment import same_line
-from galvatron_lite.parallelism.cuts.calls import fronted
-from galvatron_lite.parallelism.cuts.fallback import on_whole
-from galvatron_lite.parallelism.cuts.functions import gather_cuts
-from galvatron_lite.parallelism.cuts.laying import Pieces, own_part, pieces_of
-from galvatron_lite.parallelism.cuts.tensor import (
+from galvatron_lite.parallelism.sharded.calls import input_first, on_full, same_group
+from galvatron_lite.parallelism.sharded.collectives import full_tensor, local_part
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, pieces_of, take_pieces
+from galvatron_lite.parallelism.sharded.tensor import (
     Call,
-    Cut,
     Handler,
-    cut_like,
-    cuts_of,
-    local_of,
-    shares_only,
-    whole_shape,
+    ShardSpec,
+    global_shape,
+    locals_only,
+    specs_of,
+    to_local,
+    wrap_locals,
 )
+from galvatron_lite.parallelism.shares import Range
 
 HEADS, TOKENS = 1, 2
+"""Dims of queries, keys and values (samples, heads, tokens, items)."""
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 _SEEDS = 2**31
 
-Way = Callable[[dict[str, Any], Cut, Cut], Tensor]
+Way = Callable[[dict[str, Any], ShardSpec, ShardSpec], Tensor]
 """Attention of shares, from the arguments and the cuts of queries and keys."""
 
 
@@ -45,74 +50,77 @@ def attention(way: Way) -> Handler:
     """
 
     def handler(call: Call) -> Any:
-        given = {**_DEFAULTS, **dict(zip(_NAMES, fronted(call).args, strict=False)), **call.kwargs}
-        query = given["query"]
-        dims, cuts = len(whole_shape(query)), cuts_of(query)
-        if (
-            len(cuts) != 1
-            or cuts[0].dim != dims - 2
-            or not all(_tokens_only(given[name], dims) for name in _NAMES[1:3])
-        ):
-            return on_whole(call)
-        given["attn_mask"] = None if given["attn_mask"] is None else gather_cuts(given["attn_mask"])
-        apart = _key_cut(given)
-        with shares_only():
-            if apart is None or dims != TOKENS + 2 or _takes_gradient(given["attn_mask"]) or not _plain_heads(given):
-                made = _with_all_keys(given, cuts[0])
+        arguments = {**_DEFAULTS, **dict(zip(_NAMES, input_first(call).args, strict=False)), **call.kwargs}
+        dims, cuts = len(global_shape(arguments["query"])), specs_of(arguments["query"])
+        others = [*specs_of(arguments["key"]), *specs_of(arguments["value"])]
+        if len(cuts) != 1 or any(cut.dim != dims - 2 for cut in (*cuts, *others)):
+            return on_full(call)
+        mask = None if arguments["attn_mask"] is None else full_tensor(arguments["attn_mask"])
+        arguments["attn_mask"] = mask
+        keys = _key_cut(arguments)
+        learnt = mask is not None and mask.requires_grad
+        with locals_only():
+            if keys is None or dims != TOKENS + 2 or learnt or not _plain_heads(arguments):
+                output = _with_all_keys(arguments, cuts[0])
             else:
-                made = way({**given, **{name: _cast(local_of(given[name])) for name in _NAMES[:3]}}, cuts[0], apart)
-        return cut_like(made, cuts, call.rules)
+                output = way({**arguments, **{n: _cast(to_local(arguments[n])) for n in _NAMES[:3]}}, cuts[0], keys)
+        return wrap_locals(output, cuts, call.rules)
 
     return handler
 
 
-def by_ring(arguments: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
+def by_ring(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -> Tensor:
     """Keys and values go round."""
-    drop, scale = arguments["dropout_p"], _scale(arguments)
+    query, drop, scale = arguments["query"], arguments["dropout_p"], arguments["scale"]
     ring = Ring(
-        queries.line, _by_rank(queries), _by_rank(keys), scale, arguments["is_causal"], arguments["attn_mask"], drop,
+        queries.group,
+        _by_rank(queries),
+        _by_rank(keys),
+        float(query.shape[-1] ** -0.5 if scale is None else scale),
+        arguments["is_causal"],
+        arguments["attn_mask"],
+        drop,
         _seed() if drop else 0,
-    )  # fmt: skip
-    return ring_attention(arguments["query"], arguments["key"], arguments["value"], ring)
+    )
+    return ring_attention(query, arguments["key"], arguments["value"], ring)
 
 
-def by_ulysses(arguments: dict[str, Any], queries: Cut, keys: Cut) -> Tensor:
+def by_ulysses(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -> Tensor:
     """Tokens are swapped for heads, and back.
 
     Raises:
         InputError: the heads cannot be spread evenly.
     """
-    line, size = queries.line, queries.line.size
+    line = queries.group
     query, key, value = (arguments[name] for name in _NAMES[:3])
-    asking, asked = (heads_by_rank(one.shape[HEADS], size) for one in (query, key))
-    swap, other = Swap(line, _by_rank(queries), asking), Swap(line, _by_rank(keys), asked)
-    first, last = asking[line.rank]
+    query_heads, key_heads = (heads_by_rank(one.shape[HEADS], line.size) for one in (query, key))
+    swap, other = Swap(line, _by_rank(queries), query_heads), Swap(line, _by_rank(keys), key_heads)
     mask = arguments["attn_mask"]
     if mask is not None and mask.dim() > TOKENS and mask.shape[-3] > 1:
-        mask = mask[..., first:last, :, :]
-    heads = heads_of_all_tokens(query, swap), heads_of_all_tokens(key, other), heads_of_all_tokens(value, other)
+        mask = mask[..., slice(*query_heads[line.rank]), :, :]
+    query, key, value = (_swap(one, how, to_heads=True) for one, how in ((query, swap), (key, other), (value, other)))
     options = {name: arguments[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
-    with own_chances(line.rank, query.device, bool(arguments["dropout_p"])):
-        mixed = scaled_dot_product_attention(*heads, attn_mask=mask, **options)
-    return tokens_of_all_heads(mixed, swap)
+    with _own_randomness(line.rank, query.device, bool(arguments["dropout_p"])):
+        mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+    return _swap(mixed, swap, to_heads=False)
 
 
-def _with_all_keys(arguments: dict[str, Any], cut: Cut) -> Tensor:
+def _with_all_keys(arguments: dict[str, Any], cut: ShardSpec) -> Tensor:
     """This rank's queries with the keys and values of all."""
-    query, key, value = local_of(arguments["query"]), gather_cuts(arguments["key"]), gather_cuts(arguments["value"])
+    query, key, value = to_local(arguments["query"]), full_tensor(arguments["key"]), full_tensor(arguments["value"])
     mask = arguments["attn_mask"]
     if mask is not None and mask.shape[-2] > 1:
-        mask = own_part(mask, cut, mask.dim() - 2)
+        mask = local_part(mask, cut, mask.dim() - 2)
     if arguments["is_causal"]:
         places = torch.cat([torch.arange(start, stop, device=query.device) for start, stop in cut.pieces])
         mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
     options = {name: arguments[name] for name in ("dropout_p", "scale", "enable_gqa")}
-    with own_chances(cut.line.rank, query.device, bool(arguments["dropout_p"])):
+    with _own_randomness(cut.group.rank, query.device, bool(arguments["dropout_p"])):
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 @contextmanager
-def own_chances(rank: int, device: torch.device, needed: bool) -> Iterator[None]:
+def _own_randomness(rank: int, device: torch.device, needed: bool) -> Iterator[None]:
     """Inside, random numbers of this rank alone; outside all ranks go on alike. See ``cuts.randomness``."""
     if not needed:
         yield
@@ -135,29 +143,16 @@ def _cast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if tensor.is_floating_point() else tensor
 
 
-def _scale(arguments: dict[str, Any]) -> float:
-    return float(arguments["query"].shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"])
+def _by_rank(cut: ShardSpec) -> tuple[Pieces, ...]:
+    return tuple(pieces_of(cut.extent, cut.group, rank) for rank in range(cut.group.size))
 
 
-def _by_rank(cut: Cut) -> tuple[Pieces, ...]:
-    return tuple(pieces_of(cut.extent, cut.line, rank) for rank in range(cut.line.size))
-
-
-def _tokens_only(tensor: Tensor, dims: int) -> bool:
-    """Whether nothing but the tokens of keys or values is shared."""
-    return all(cut.dim == dims - 2 for cut in cuts_of(tensor))
-
-
-def _key_cut(arguments: dict[str, Any]) -> Cut | None:
+def _key_cut(arguments: dict[str, Any]) -> ShardSpec | None:
     """How keys and values are both cut, along the line of the queries; None where they are not."""
-    query, key, value = (cuts_of(arguments[name]) for name in _NAMES[:3])
-    if len(key) != 1 or key != value or not same_line(query[0].line, key[0].line):
+    query, key, value = (specs_of(arguments[name]) for name in _NAMES[:3])
+    if len(key) != 1 or key != value or not same_group(query[0].group, key[0].group):
         return None
     return key[0]
-
-
-def _takes_gradient(mask: Tensor | None) -> bool:
-    return mask is not None and mask.requires_grad
 
 
 def _plain_heads(arguments: dict[str, Any]) -> bool:
@@ -165,3 +160,82 @@ def _plain_heads(arguments: dict[str, Any]) -> bool:
     query, key, value = (arguments[name].shape for name in _NAMES[:3])
     heads = query[HEADS] == key[HEADS] or (arguments["enable_gqa"] and query[HEADS] % key[HEADS] == 0)
     return bool(heads and key[HEADS] == value[HEADS] and query[0] == key[0] == value[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """How tokens are swapped for heads."""
+
+    line: AxisGroup  # the ranks
+    tokens: tuple[Pieces, ...]  # what each holds of the tokens outside attention
+    heads: tuple[Range, ...]  # what each has of the heads in attention; several may have the same
+
+
+def heads_by_rank(heads: int, ranks: int) -> tuple[Range, ...]:
+    """Heads of each rank; where they are fewer than ranks, the one that its queries ask.
+
+    Raises:
+        InputError: they are not even.
+    """
+    if heads % ranks == 0:
+        each = heads // ranks
+        return tuple((rank * each, (rank + 1) * each) for rank in range(ranks))
+    if ranks % heads:
+        remedy = f"Ulysses spreads whole heads over {ranks} ranks: plan another degree, or the ring (ulysses: false)."
+        raise InputError("heads of attention", heads, remedy)
+    return tuple((rank * heads // ranks, rank * heads // ranks + 1) for rank in range(ranks))
+
+
+def _swap(local: Tensor, swap: Swap, *, to_heads: bool) -> Tensor:
+    """This rank's heads with all tokens, in their order, from its tokens with all heads; or the way back."""
+    swapped: Tensor = _Swap.apply(local, swap, to_heads)  # type: ignore[no-untyped-call]
+    return swapped
+
+
+class _Swap(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, swap: Swap, to_heads: bool) -> Tensor:
+        ctx.swap, ctx.to_heads = swap, to_heads
+        ctx.heads = local.shape[HEADS] if to_heads else swap.heads[-1][1]
+        return _to_heads(local, swap) if to_heads else _to_tokens(local, swap, ctx.heads)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        back = _to_tokens(gradient, ctx.swap, ctx.heads) if ctx.to_heads else _to_heads(gradient, ctx.swap)
+        return back, None, None
+
+
+def _to_heads(local: Tensor, swap: Swap) -> Tensor:
+    first, last = swap.heads[swap.line.rank]
+    sends = [local[:, start:stop] for start, stop in swap.heads]
+    lengths = [length_of(pieces) for pieces in swap.tokens]
+    shapes = [(local.shape[0], last - first, length, *local.shape[TOKENS + 1 :]) for length in lengths]
+    result = local.new_empty((local.shape[0], last - first, sum(lengths), *local.shape[TOKENS + 1 :]))
+    for pieces, part in zip(swap.tokens, _all_to_all(sends, shapes, swap.line), strict=True):
+        before = 0
+        for start, stop in pieces:
+            result[:, :, start:stop] = part[:, :, before : before + stop - start]
+            before += stop - start
+    return result
+
+
+def _to_tokens(local: Tensor, swap: Swap, heads: int) -> Tensor:
+    """Where several ranks have the same head, the sum of theirs."""
+    sends = [take_pieces(local, TOKENS, pieces) for pieces in swap.tokens]
+    tokens = length_of(swap.tokens[swap.line.rank])
+    shapes = [(local.shape[0], stop - start, tokens, *local.shape[TOKENS + 1 :]) for start, stop in swap.heads]
+    result = local.new_zeros((local.shape[0], heads, tokens, *local.shape[TOKENS + 1 :]))
+    for (start, stop), part in zip(swap.heads, _all_to_all(sends, shapes, swap.line), strict=True):
+        result[:, start:stop] += part
+    return result
+
+
+def _all_to_all(sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], line: AxisGroup) -> list[Tensor]:
+    """What every rank sent to this one; its own stays here."""
+    peers = [rank for rank in range(line.size) if rank != line.rank]
+    buffers = [sends[rank] if rank == line.rank else sends[0].new_empty(shape) for rank, shape in enumerate(shapes)]
+    outgoing = [(rank, sends[rank].contiguous()) for rank in peers if sends[rank].numel()]
+    incoming = [(rank, buffers[rank]) for rank in peers if buffers[rank].numel()]
+    with torch.no_grad():
+        line.exchange(outgoing, incoming).wait()
+    return buffers

@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Real, Whole, largest, never, opposite
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, OperatorClass
-from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
+from galvatron_lite.parallelism.base import Chosen, Communication, Dimension, DimensionContext, LayerWork, Moment, Room
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, context_group
 
 
 @dataclass(frozen=True, slots=True)
-class ContextDimension:
+class ContextDimension(Dimension):
     """Devices that share the tokens of each sample, attention included."""
 
     name: str = "context"
@@ -87,8 +87,8 @@ class ContextDimension:
             return work
         share = work.samples / strategy.token_degree * context.activation_item_bytes
         group = context_group(strategy)
-        moved = sent(*hops(kind, strategy, share, group), *exchanges(kind, strategy, share, group))
-        return replace(work, samples=work.samples / strategy.context, communications=(*work.communications, *moved))
+        moved = (*_hops(kind, strategy, share, group), *_exchanges(kind, strategy, share, group))
+        return replace(work.sending(*moved), samples=work.samples / strategy.context)
 
 
 LEAST_TOKENS = 256
@@ -115,14 +115,10 @@ def _whole_heads(attention: Attention, degree: int, tensor: int) -> bool:
     return attention.heads % (degree * tensor) == 0 and even
 
 
-def hops(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> Iterator[Communication]:
+def _hops(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> Iterator[Communication]:
     """The ring's: a block of keys and values goes round once in forward, twice in backward.
 
-    Args:
-        kind: of layer.
-        strategy: its degrees.
-        share: samples whose tokens a device has, times bytes of an item.
-        group: the context ranks.
+    ``share``: samples whose tokens a device has, times bytes of an item.
     """
     block = key_value_items(kind, strategy.tensor) * share
     around = (opposite(strategy.ulysses) & (block > 0)) * (strategy.context - 1)
@@ -130,8 +126,8 @@ def hops(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> It
         yield Communication(Collective.SEND_RECV, block, group, moment, True, times * around, "context")
 
 
-def exchanges(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> Iterator[Communication]:
-    """Ulysses': all-to-alls of queries, keys, values and the output in either pass; arguments as for ``hops``.
+def _exchanges(kind: LayerKind, strategy: Either, share: Real, group: RankGroup) -> Iterator[Communication]:
+    """Ulysses': all-to-alls of queries, keys, values and the output in either pass.
 
     Each device's share of queries and of the output is N h / P items (section 3.2). Where a slice has fewer heads of
     keys and values than there are devices, each device gets a copy of the head that its query heads ask.

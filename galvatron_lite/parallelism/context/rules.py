@@ -6,20 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from galvatron_lite.parallelism.context.attention import Way, attention, by_ring, by_ulysses
-from galvatron_lite.parallelism.cuts.alignment import at, brought, first_cuts
-from galvatron_lite.parallelism.cuts.calls import argument, fronted
-from galvatron_lite.parallelism.cuts.fallback import on_whole
-from galvatron_lite.parallelism.cuts.shared import SHARED
-from galvatron_lite.parallelism.cuts.tensor import (
+from galvatron_lite.parallelism.sharded.calls import align, argument, first_specs, input_first, on_full, spec_at
+from galvatron_lite.parallelism.sharded.rules import COMMON
+from galvatron_lite.parallelism.sharded.tensor import (
     Call,
-    CutTensor,
     Handler,
     Rules,
-    cut_like,
-    cuts_of,
-    local_of,
-    shares_only,
-    whole_shape,
+    ShardedTensor,
+    global_shape,
+    locals_only,
+    specs_of,
+    to_local,
+    wrap_locals,
 )
 from galvatron_lite.parallelism.spatial import norms
 from galvatron_lite.parallelism.strategy import Strategy
@@ -28,42 +26,42 @@ from galvatron_lite.parallelism.strategy import Strategy
 def _embedding(call: Call) -> Any:
     """``embedding``: each id by itself."""
     ids, table = argument(call, 0, "input"), argument(call, 1, "weight")
-    if not isinstance(ids, CutTensor) or cuts_of(table):
-        return on_whole(call)
-    with shares_only():
+    if not isinstance(ids, ShardedTensor) or specs_of(table):
+        return on_full(call)
+    with locals_only():
         given = {name: one for name, one in call.kwargs.items() if name not in ("input", "weight")}
-        return cut_like(call.function(local_of(ids), table, *call.args[2:], **given), ids.cuts, call.rules)
+        return wrap_locals(call.function(to_local(ids), table, *call.args[2:], **given), ids.specs, call.rules)
 
 
 def _addmm(call: Call) -> Any:
     """``addmm(bias, rows, weight)``: each row by itself."""
-    call = fronted(call)
+    call = input_first(call)
     bias, rows, weight = call.args[0], argument(call, 1, "mat1"), argument(call, 2, "mat2")
-    whole = not cuts_of(bias) and not cuts_of(weight) and bias.dim() == 1
-    if not whole or not isinstance(rows, CutTensor) or any(cut.dim for cut in rows.cuts):
-        return on_whole(call)
-    with shares_only():
-        return cut_like(call.function(*call.args, **call.kwargs), rows.cuts, call.rules)
+    whole = not specs_of(bias) and not specs_of(weight) and bias.dim() == 1
+    if not whole or not isinstance(rows, ShardedTensor) or any(cut.dim for cut in rows.specs):
+        return on_full(call)
+    with locals_only():
+        return wrap_locals(call.function(*call.args, **call.kwargs), rows.specs, call.rules)
 
 
 def _gather(call: Call) -> Any:
     """``gather(x, dim, index)``: the result is cut as the index is, or else as the tensor."""
-    call = fronted(call)
+    call = input_first(call)
     tensor, dim, index = call.args[0], argument(call, 1, "dim"), argument(call, 2, "index")
-    dims = len(whole_shape(tensor))
+    dims = len(global_shape(tensor))
     place = dim % dims
-    cuts = first_cuts([cuts_of(index), cuts_of(tensor)])
-    unlike = any(whole_shape(tensor)[one.dim] != whole_shape(index)[one.dim] for one in cuts if one.dim != place)
-    if unlike or at(cuts_of(tensor), place) is not None:
-        return on_whole(call)
-    with shares_only():
-        own = brought(tensor, tuple(one for one in cuts if one.dim != place), dims)
+    cuts = first_specs([specs_of(index), specs_of(tensor)])
+    unlike = any(global_shape(tensor)[one.dim] != global_shape(index)[one.dim] for one in cuts if one.dim != place)
+    if unlike or spec_at(specs_of(tensor), place) is not None:
+        return on_full(call)
+    with locals_only():
+        own = align(tensor, tuple(one for one in cuts if one.dim != place), dims)
         # what is saved for backward must be plain: recomputation compares its shape
-        return cut_like(call.function(own, dim, local_of(brought(index, cuts, dims))), cuts, call.rules)
+        return wrap_locals(call.function(own, dim, to_local(align(index, cuts, dims))), cuts, call.rules)
 
 
 HANDLERS: Mapping[str, Handler] = {
-    **SHARED,
+    **COMMON,
     "layer_norm": norms.HANDLERS["layer_norm"],
     "rms_norm": norms.HANDLERS["rms_norm"],
     "embedding": _embedding,
@@ -74,7 +72,7 @@ HANDLERS: Mapping[str, Handler] = {
 
 def _rules(way: Way) -> Rules:
     handlers = {**HANDLERS, "scaled_dot_product_attention": attention(way)}
-    return Rules(handlers, on_whole, ("context",), "sequence")
+    return Rules(handlers, on_full, ("context",), "sequence")
 
 
 RING_RULES, ULYSSES_RULES = _rules(by_ring), _rules(by_ulysses)

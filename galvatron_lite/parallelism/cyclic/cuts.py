@@ -1,4 +1,4 @@
-"""Stages of equal time: the contiguous split whose slowest stage is quickest. No torch here."""
+"""Stages of equal time: the contiguous split whose slowest stage is quickest."""
 
 from __future__ import annotations
 
@@ -36,13 +36,7 @@ def equal_cuts(seconds: Sequence[float], stages: int, joined: Collection[range] 
 
 
 def _best(spans: FloatArray, stages: int, joining: np.ufunc) -> tuple[FloatArray, list[int]]:
-    """Least join of ``stages`` spans over the first places, for every number of places; and the cuts of all of them.
-
-    Args:
-        spans: (P, P) figure of a stage from place i to place j, infinite where i >= j.
-        stages: how many.
-        joining: maximum or sum.
-    """
+    """Least join of ``stages`` spans over the first places, for every number of places; and the cuts of all of them."""
     best, chosen = spans[0].copy(), []
     for _ in range(stages - 1):
         every = joining(best[:, None], spans)

@@ -4,33 +4,70 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, Returned
-from galvatron_lite.parallelism.cyclic.mailbox import Lane, Mailbox, lane_of
-from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, MessageContent
-from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
-from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
+from galvatron_lite.parallelism.cyclic.mailbox import Lane, ProcessMailbox, lane_of
+from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicProgramme, MessageContent
+from galvatron_lite.parallelism.cyclic.rules import CyclicSetting, forward_time
 from galvatron_lite.parallelism.cyclic.states import StageStates
-from galvatron_lite.parallelism.cyclic.timeline import forward_time
-from galvatron_lite.parallelism.pipeline.transfer import Value
+from galvatron_lite.parallelism.pipeline.transfer import GradientSlot, Value
 
+Place = tuple[int, int]
+"""A stage, and the number of a micro-batch."""
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Of the tensors of a micro-batch: the same at both ends of a message."""
 _LOSS = torch.empty((), dtype=torch.float64, device="meta")
 
 
-def shape_of_batch(microbatch: Any) -> Shape:
-    """Shapes and dtypes of a micro-batch's tensors."""
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(microbatch))
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A micro-batch between the forward and the backward pass of a stage.
+
+    Outputs are edges of the autograd graph, not tensors: nothing is kept but what autograd needs.
+    """
+
+    version: int  # of the parameters
+    parameters: Mapping[str, nn.Parameter]  # those that the graph leads to
+    inputs: list[GradientSlot]  # where gradients of what the stage was given are put
+    outputs: list[GradientEdge]  # of the graph
+    shapes: list[Tensor]  # of the outputs, without values
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What a stage made for the next one, outside the graph."""
+
+    template: Value  # its structure and shapes
+    tensors: list[Tensor]  # its values
+
+
+@dataclass(slots=True)
+class Returned:
+    """Gradients of what a stage made, and the loss of the micro-batch."""
+
+    gradients: list[Tensor]  # in the order of the outputs
+    loss: Tensor | None  # of the micro-batch; a scalar in single precision
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What lies between a process's passes, by stage and number of the micro-batch that is to take it."""
+
+    batches: dict[int, Any] = field(default_factory=dict)  # micro-batches, by number
+    handed: dict[Place, Handed] = field(default_factory=dict)  # what stages are to be given
+    returned: dict[Place, Returned] = field(default_factory=dict)  # gradients of what stages made
+    flights: dict[Place, InFlight] = field(default_factory=dict)  # micro-batches between their passes
+    losses: dict[int, Tensor] = field(default_factory=dict)  # of micro-batches, as they become known, by number
 
 
 def reach(message: CyclicMessage, programme: CyclicProgramme) -> int:
@@ -44,17 +81,11 @@ def reach(message: CyclicMessage, programme: CyclicProgramme) -> int:
 
 
 def due(message: CyclicMessage, time: int, step: int, programme: CyclicProgramme) -> int:
-    """The time step behind which its sender may wait until a message is taken.
+    """The time step after which its sender may wait until a message is taken.
 
     Until then the pass that awaits it need not have begun. Where that pass may belong to a later training step, its
     process need not have been given that step's batch before the sender is: whoever calls ``train_step`` may let the
     processes meet in between.
-
-    Args:
-        message: which.
-        time: time step in which it is sent.
-        step: the training step whose batch the sender was given last.
-        programme: of the processes.
     """
     awaited, taken = time + reach(message, programme), step
     while awaited >= _first_time(programme, message.target, taken + 1):
@@ -74,7 +105,7 @@ def _first_time(programme: CyclicProgramme, process: int, step: int) -> int:
     )
 
 
-def taken_by(message: CyclicMessage, programme: CyclicProgramme, step: int) -> bool:
+def _taken_by(message: CyclicMessage, programme: CyclicProgramme, step: int) -> bool:
     """Whether the pass that awaits a message is run in training step ``step`` or before; else only later ones are."""
     steps = range(message.step, step + 1)
     return any(message in one.receives for past in steps for one in programme.passes(message.target, past))
@@ -88,17 +119,14 @@ class _Done:
     step: int = -1
 
 
-def _see_off(mailbox: Mailbox, done: _Done) -> None:
+def _see_off(mailbox: ProcessMailbox, done: _Done) -> None:
     """Wait for what others still take in training steps that this process has run: a transfer ends with its handle.
 
     Nobody waits for one who waits here in turn: all with as many training steps behind them have taken what they need.
     """
-    if not dist.is_initialized():
-        return
-    try:
-        mailbox.finish(lambda message: taken_by(message, done.programme, done.step))
-    except LaunchError:
-        return  # the receiver is gone, and with it the need
+    if dist.is_initialized():
+        with suppress(LaunchError):  # the receiver is gone, and with it the need
+            mailbox.finish(lambda message: _taken_by(message, done.programme, done.step))
 
 
 class MessageExchange:
@@ -106,16 +134,10 @@ class MessageExchange:
 
     The structure of an activation is told ahead of the first message of a lane that holds one of its kind. When it is
     given up, or the interpreter exits, what others need for the training steps done is delivered first.
-
-    Args:
-        programme: of the processes.
-        desk: of this process.
-        states: of the stages that it runs.
-        mailbox: carries messages.
     """
 
     def __init__(
-        self, programme: CyclicProgramme, desk: Desk, states: Mapping[int, StageStates], mailbox: Mailbox
+        self, programme: CyclicProgramme, desk: Desk, states: Mapping[int, StageStates], mailbox: ProcessMailbox
     ) -> None:
         self._programme, self._desk, self._states, self._mailbox = programme, desk, states, mailbox
         self._templates: dict[tuple[Lane, Shape], Value] = {}
@@ -133,10 +155,9 @@ class MessageExchange:
     def receive(self, messages: Sequence[CyclicMessage]) -> None:
         """Put what messages hold where passes look for it."""
         for message in messages:
-            if message.kind is MessageContent.ACTIVATION:
-                self._learn(message)
-            tensors = self._mailbox.receive(message, self._likes(message) or [])
-            self._put(message, tensors)
+            if message.kind is MessageContent.ACTIVATION and self._key(message) not in self._templates:
+                self._templates[self._key(message)] = self._mailbox.hear(message)
+            self._put(message, self._mailbox.receive(message, self._likes(message) or []))
 
     def send(self, messages: Sequence[CyclicMessage], time: int, step: int) -> None:
         """Send what messages are to hold, in this time step of a training step."""
@@ -159,11 +180,8 @@ class MessageExchange:
         return message.step * self._programme.workers + message.worker
 
     def _key(self, message: CyclicMessage) -> tuple[Lane, Shape]:
-        return lane_of(message), shape_of_batch(self._desk.batches[self._number(message)])
-
-    def _learn(self, message: CyclicMessage) -> None:
-        if self._key(message) not in self._templates:
-            self._templates[self._key(message)] = self._mailbox.hear(message)
+        tensors = tensors_of(self._desk.batches[self._number(message)])
+        return lane_of(message), tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
     def _likes(self, message: CyclicMessage) -> list[Tensor] | None:
         """Tensors shaped like those of a message that is to come; None where they are not known yet."""
@@ -185,15 +203,19 @@ class MessageExchange:
             *gradients, loss = tensors
             self._desk.returned[stage - 1, number] = Returned(gradients, loss)
             self._desk.losses[number] = loss
-        elif message.kind is MessageContent.PARTIAL:
-            self._states[stage].sums[message.step] = StageStates.arrived(tensors)
         else:
-            self._states[stage].updates[message.step] = StageStates.arrived(tensors)
+            states = self._states[stage]
+            held = states.sums if message.kind is MessageContent.PARTIAL else states.updates
+            held[message.step] = StageStates.arrived(tensors)
 
     def _payload(self, message: CyclicMessage) -> list[Tensor]:
         stage, number = message.stage, self._number(message)
         if message.kind is MessageContent.ACTIVATION:
-            return self._activation(message, self._desk.handed.pop((stage + 1, number)))
+            handed = self._desk.handed.pop((stage + 1, number))
+            if self._key(message) not in self._templates:
+                self._templates[self._key(message)] = handed.template
+                self._mailbox.tell(message, handed.template)
+            return handed.tensors
         if message.kind is MessageContent.GRADIENT:
             returned = self._desk.returned.pop((stage - 1, number))
             assert returned.loss is not None
@@ -202,9 +224,3 @@ class MessageExchange:
         if message.kind is MessageContent.PARTIAL:
             return states.sent(states.sums.pop(message.step))
         return states.sent(states.updates[message.step])
-
-    def _activation(self, message: CyclicMessage, handed: Handed) -> list[Tensor]:
-        if self._key(message) not in self._templates:
-            self._templates[self._key(message)] = handed.template
-            self._mailbox.tell(message, handed.template)
-        return handed.tensors

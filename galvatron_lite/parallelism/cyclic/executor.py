@@ -2,47 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from galvatron_lite.model.batch import move_batch
-from galvatron_lite.parallelism.cyclic.draws import Draws, as_they_come
-from galvatron_lite.parallelism.cyclic.exchange import MessageExchange
-from galvatron_lite.parallelism.cyclic.flight import Desk, Handed, InFlight, Returned, handed, in_flight
-from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
-from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass, MessageContent
-from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
+from galvatron_lite.model.batch import move_batch, tensors_of
+from galvatron_lite.parallelism.cyclic.exchange import Desk, Handed, InFlight, MessageExchange, Returned
+from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
+from galvatron_lite.parallelism.cyclic.programme import CyclicPass, CyclicProgramme, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.stages import StagePart
 from galvatron_lite.parallelism.cyclic.states import StageStates
-from galvatron_lite.parallelism.pipeline.transfer import arrived
+from galvatron_lite.parallelism.pipeline.transfer import arrived, differentiable, template_of
 
 Call = Callable[[StagePart, Any], Any]
 """Runs a stage's model on a micro-batch; on the last stage it returns the loss, a scalar."""
 
 
+@dataclass(frozen=True, slots=True)
+class SeededDraws:
+    """Random numbers that depend on a pass's stage and micro-batch alone, not on what ran before it or where.
+
+    The process's generators go on afterwards as if nothing had been drawn. Recomputation draws the same again:
+    ``torch.utils.checkpoint`` keeps the state that it began with.
+    """
+
+    seed: int  # of the run, the same on every process
+    device: torch.device  # where passes run
+
+    @contextmanager
+    def __call__(self, stage: int, number: int) -> Iterator[None]:
+        """Run a pass of a stage and a micro-batch inside."""
+        gpus = [self.device] if self.device.type == "cuda" else []
+        digest = hashlib.sha256(f"{self.seed}:{stage}:{number}".encode()).digest()
+        seed = int.from_bytes(digest[:7], "big")
+        with torch.random.fork_rng(gpus, device_type=self.device.type if gpus else "cuda"):
+            torch.default_generator.manual_seed(seed)
+            if gpus:
+                with torch.cuda.device(self.device):
+                    torch.cuda.manual_seed(seed)
+            yield
+
+
 class Executor:
     """A process's passes.
-
-    Args:
-        programme: which passes, and which messages.
-        process: this one.
-        parts: the stages that it runs, by number.
-        states: of these stages.
-        mailbox: carries messages.
-        call: runs a stage's model.
-        device: where tensors live.
-        draws: the random numbers of a pass.
 
     Attributes:
         programme: set anew only while nothing is in flight.
         states: of the stages that this process runs.
-        draws: as given.
+        draws: the random numbers of a pass.
         desk: what lies between passes.
     """
 
@@ -52,15 +67,15 @@ class Executor:
         process: int,
         parts: Mapping[int, StagePart],
         states: Mapping[int, StageStates],
-        mailbox: Mailbox,
+        mailbox: ProcessMailbox,
         call: Call,
         device: torch.device,
-        draws: Draws = as_they_come,
+        draws: SeededDraws,
     ) -> None:
         self.programme, self.states, self.desk, self.draws = programme, states, Desk(), draws
         self._process, self._parts, self._call, self._device = process, parts, call, device
-        self._exchange = self._make_exchange(mailbox)
-        self._is_open, self._fed = False, -1
+        self._exchange = MessageExchange(programme, self.desk, states, mailbox)
+        self._fed = -1
         self._next: dict[int, int] = {}  # by stage: the micro-batch of its next forward pass here
 
     def feed(self, step: int, microbatches: Sequence[Any]) -> None:
@@ -76,30 +91,21 @@ class Executor:
         Raises:
             LaunchError: another process is gone, or silent for too long.
         """
-        if passes:
-            self.begin()
         for one, following in zip_longest(passes, passes[1:]):
-            time = one.moment.time
-            self._exchange.clear(time)
+            moment = one.moment
+            self._exchange.clear(moment.time)
             self._exchange.receive(one.receives)
-            early, late = _split(one)
-            self._exchange.send(early, time, one.moment.step)
+            # an update is passed on before it is applied: optimizers may change gradients
+            early = [sent for sent in one.sends if sent.kind is MessageContent.UPDATE and not moment.backward]
+            self._exchange.send(early, moment.time, moment.step)
             self._expect(following)
-            if one.moment.backward:
-                self._backward(one)
-            else:
-                self._forward(one)
-            self._exchange.send(late, time, one.moment.step)
-            self._sent(one, self.desk.flights.get((one.moment.stage, self._number(one))))
+            (self._backward if moment.backward else self._forward)(one)
+            self._exchange.send([sent for sent in one.sends if sent not in early], moment.time, moment.step)
             self._expect(following)
-            self._let_go(one)
+            number = self._number(one)
+            if not moment.backward and moment.stage == self._stages_of(number)[-1]:
+                del self.desk.batches[number]
         self._exchange.done(self.programme, self._fed)
-
-    def begin(self) -> None:
-        """Send what passes need before the first of them is run; ``run`` does it if nobody did."""
-        if not self._is_open:
-            self._open()
-        self._is_open = True
 
     def drain(self, step: int) -> None:
         """End what is in flight, before training step ``step``, and go on from there with the delay that there is.
@@ -112,10 +118,14 @@ class Executor:
         if self.programme.begin == step:
             return
         self.run(self.programme.left(self._process, step))
-        self._settle(step)
+        for one in self.programme.settling(self._process, step):
+            self._exchange.receive(one.receives)
+            self._exchange.send(one.sends, one.moment.time, step)
+        for stage, states in self.states.items():
+            while states.updates:
+                self._apply(stage, self._next[stage])
         self._exchange.finish()
         self.programme = replace(self.programme, begin=step, base=step - 1)
-        self._is_open = False
 
     def flush(self, step: int) -> None:
         """End what is in flight, and the delay: all processes go on with the same newest parameters alone."""
@@ -123,7 +133,7 @@ class Executor:
         self.restart(step, step, {})
 
     def restart(self, step: int, base: int, older: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Say anew which training step comes next; nothing may be in flight.
+        """Set the training step that comes next; nothing may be in flight.
 
         Args:
             step: that one; the newest parameters have had as many updates.
@@ -133,30 +143,11 @@ class Executor:
         self.programme = replace(self.programme, begin=step, base=base)
         for stage, states in self.states.items():
             states.restart(step, older.get(stage))
-            self._parts[stage].bind(states.resting())
+            self._rest(stage)
 
-    def _make_exchange(self, mailbox: Mailbox) -> MessageExchange:
-        return MessageExchange(self.programme, self.desk, self.states, mailbox)
-
-    def _open(self) -> None:
-        """Before the first pass."""
-
-    def _finished(self, one: CyclicPass) -> None:
-        """A stage's gradient is complete."""
-        if self.programme.setting is CyclicSetting.SINGLE:
-            self._apply(one.moment.stage, self._next[one.moment.stage])
-
-    def _sent(self, one: CyclicPass, flight: InFlight | None) -> None:
-        """A pass is over, and what it sends is sent; the flight is what it left."""
-
-    def _settle(self, step: int) -> None:
-        """Nothing is in flight: take part in what is left of the rounds of updates, and apply them all."""
-        for one in self.programme.settling(self._process, step):
-            self._exchange.receive(one.receives)
-            self._exchange.send(one.sends, one.moment.time, step)
-        for stage, states in self.states.items():
-            while states.updates:
-                self._apply(stage, self._next[stage])
+    def _rest(self, stage: int) -> None:
+        states = self.states[stage]
+        self._parts[stage].bind(states.at(states.newest))
 
     def _expect(self, following: CyclicPass | None) -> None:
         """Start to receive what the next pass needs while the present one computes."""
@@ -178,30 +169,34 @@ class Executor:
             self.desk.losses[number] = produced.detach()
             produced = produced / self.programme.workers
         else:
-            self.desk.handed[stage + 1, number] = handed(produced)
-        self.desk.flights[stage, number] = in_flight(one.version, parameters, slots, produced)
+            values = [tensor.detach() for tensor in tensors_of(produced)]
+            self.desk.handed[stage + 1, number] = Handed(template_of(produced), values)
+        outputs = differentiable(produced)
+        shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]
+        edges = [get_gradient_edge(tensor) for tensor in outputs]
+        self.desk.flights[stage, number] = InFlight(one.version, parameters, slots, edges, shapes)
         self._next[stage] = number + self.programme.replicas(stage)
         states.forget_before(self.programme.version(stage, self._next[stage]))
 
     def _backward(self, one: CyclicPass) -> None:
-        stage, number = one.moment.stage, self._number(one)
+        stage, number, step = one.moment.stage, self._number(one), one.moment.step
         part, states = self._parts[stage], self.states[stage]
         returned = self.desk.returned.pop((stage, number), Returned([], self.desk.losses.get(number)))
         flight = self.desk.flights.pop((stage, number))
-        states.refill(one.version, flight.parameters)
         part.bind(flight.parameters)
-        with states.adding(one.moment.step, flight.parameters):
+        with states.adding(step, flight.parameters):
             if flight.outputs:
                 torch.autograd.backward(flight.outputs, None if part.cut.last else returned.gradients)
         if stage:
             gradients = [slot.taken(self._device) for slot in flight.inputs]
             self.desk.returned[stage - 1, number] = Returned(gradients, returned.loss)
         del flight  # and with it what only this graph still used
-        part.bind(states.resting())
+        self._rest(stage)
         if one.finishes:
-            states.finish(one.moment.step)
-            self._finished(one)
-            part.bind(states.resting())
+            states.updates[step] = states.sums.pop(step)  # the sum is complete: it is the mean gradient
+            if self.programme.setting is CyclicSetting.SINGLE:
+                self._apply(stage, self._next[stage])
+                self._rest(stage)
 
     def _apply(self, stage: int, number: int) -> None:
         """Apply the next update of a stage, before the forward pass of micro-batch ``number``."""
@@ -217,18 +212,3 @@ class Executor:
 
     def _number(self, one: CyclicPass) -> int:
         return one.moment.step * self.programme.workers + one.moment.worker
-
-    def _let_go(self, one: CyclicPass) -> None:
-        """Of the micro-batch behind its last forward pass here."""
-        number = self._number(one)
-        if not one.moment.backward and one.moment.stage == self._stages_of(number)[-1]:
-            del self.desk.batches[number]
-
-
-def _split(one: CyclicPass) -> tuple[tuple[CyclicMessage, ...], tuple[CyclicMessage, ...]]:
-    """Messages that can leave before a pass is run, and those that hold what it makes.
-
-    An update is passed on before it is applied: optimizers may change gradients.
-    """
-    early = tuple(message for message in one.sends if message.kind is MessageContent.UPDATE and not one.moment.backward)
-    return early, tuple(message for message in one.sends if message not in early)

@@ -1,26 +1,113 @@
-"""What every process does, and what it sends to whom: the table that runtime and cost both read. No torch here.
+"""What every process does, and what it sends to whom: the table of passes that runtime and cost both read.
 
-Who runs a pass is told by ``roster``, what is sent by ``tracks``; here passes are put in order.
+Micro-batch n = N * step + worker. The settings differ in where passes run:
+
+- ``single``: on process 0.
+- ``data``: on the process of the worker.
+- ``stages``: stage s has N - s processes (a micro-batch occupies it for 2(N - s) time steps, and one begins every two);
+  micro-batch n runs on the n-th of them, modulo their number.
+
+Messages (arXiv 2403.08837 has the rule; the routes are ours): at each backward pass the sum of a stage's gradients goes
+to the next worker; the last one has the complete sum, the update. The update then goes to the other processes of the
+stage in the order in which their micro-batches first need it: each gets it from the one before, when that one runs its
+forward pass (the first one, where the pass before is not the last worker's, at once). So a process sends one stage at a
+time, never needs a second version, and all apply the same gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import product
 
-from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass, MessageContent
-from galvatron_lite.parallelism.cyclic.roster import Roster
-from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
-from galvatron_lite.parallelism.cyclic.timeline import StagePass, moments
-from galvatron_lite.parallelism.cyclic.tracks import activations, backward_track, forward_track, gradients
-from galvatron_lite.parallelism.cyclic.zero_tracks import from_home
+from galvatron_lite.parallelism.cyclic.rules import (
+    CyclicRule,
+    CyclicSetting,
+    StagePass,
+    device_count,
+    is_fresh,
+    moments,
+)
+
+
+class MessageContent(StrEnum):
+    """What a message holds.
+
+    ``activation``: what a stage made of a micro-batch, for the next stage. ``gradient``: of what a stage was given, for
+    the stage before. ``partial``: the sum of a stage's gradients of workers 0..worker. ``update``: that of all workers.
+    """
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    PARTIAL = "partial"
+    UPDATE = "update"
 
 
 @dataclass(frozen=True, slots=True)
-class CyclicProgramme(Roster):
+class CyclicMessage:
+    """What one process sends to another."""
+
+    kind: MessageContent
+    stage: int  # of the parameters or gradients; of an activation or its gradient, the stage whose pass made it
+    step: int  # training step of the pass at which it is sent; of an update, the step of its gradients
+    worker: int  # of the pass at which it is sent
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class CyclicPass:
+    """One forward or backward pass of a stage."""
+
+    moment: StagePass
+    version: int  # of the stage's parameters, which forward and backward of a micro-batch use
+    receives: tuple[CyclicMessage, ...] = ()  # messages that must be there before it
+    sends: tuple[CyclicMessage, ...] = ()  # messages sent once it is done
+    # training steps whose updates the process applies to the stage before it (``data``, ``stages``)
+    applies: tuple[int, ...] = ()
+    finishes: bool = False  # whether it completes the stage's gradient of its training step
+
+
+@dataclass(frozen=True, slots=True)
+class CyclicProgramme:
     """Cyclic data parallelism of ``workers`` micro-batches over as many stages."""
 
+    rule: CyclicRule
+    setting: CyclicSetting
+    workers: int  # N
+    # first training step that is run. All processes know the parameters at versions ``base`` and ``begin``
+    begin: int = 0
+    base: int = 0  # oldest version used: ``begin`` where nothing is delayed yet, ``begin`` - 1 where a run is continued
     early_release: bool = False  # backward passes of a time step come before its forward passes (``single`` only)
+
+    @property
+    def processes(self) -> int:
+        """How many processes run it."""
+        return device_count(self.setting, self.workers)
+
+    def replicas(self, stage: int) -> int:
+        """How many processes run a stage."""
+        if self.setting is CyclicSetting.SINGLE:
+            return 1
+        return self.workers - stage if self.setting is CyclicSetting.STAGES else self.workers
+
+    def process_of(self, stage: int, number: int) -> int:
+        """The process that runs a stage of micro-batch ``number``."""
+        if self.setting is not CyclicSetting.STAGES:
+            return number % self.processes
+        # stages before this one have N, N - 1, ... processes
+        return stage * self.workers - stage * (stage - 1) // 2 + number % self.replicas(stage)
+
+    def stages_of(self, process: int) -> tuple[int, ...]:
+        """The stages that a process runs."""
+        numbers = range(self.workers)
+        return tuple(stage for stage in numbers if process in {self.process_of(stage, number) for number in numbers})
+
+    def version(self, stage: int, number: int) -> int:
+        """The version of a stage's parameters that a micro-batch uses."""
+        step, worker = divmod(number, self.workers)
+        return max(self.base, step if is_fresh(self.rule, worker, stage, self.workers) else step - 1)
 
     def passes(self, process: int, step: int) -> tuple[CyclicPass, ...]:
         """What a process does when it is given the batch of a training step, in order.
@@ -28,35 +115,19 @@ class CyclicProgramme(Roster):
         It ends before the first pass that needs the next batch. Under ``single`` passes of the batch before are among
         them, and some of this batch are left for the next call; elsewhere they are those of this batch.
         """
-        own = self._between(process, step, step + 1)
-        return tuple(self._pass(moment) for moment in own)
-
-    def all_passes(self, steps: range) -> tuple[tuple[int, CyclicPass], ...]:
-        """Every pass of some training steps, each with the process that runs it; a process's own are in its order."""
-        every = sorted((moment for step in steps for moment in self._of_step(step)), key=self._key)
-        return tuple((self.process_of(one.stage, self._number(one)), self._pass(one)) for one in every)
+        return self._all(self._between(process, step, step + 1))
 
     def left(self, process: int, step: int) -> tuple[CyclicPass, ...]:
         """What is left to do, in order, after the batches before training step ``step``."""
-        own = self._between(process, step, None)
-        return tuple(self._pass(moment) for moment in own if moment.step < step)
+        return self._all(moment for moment in self._between(process, step, None) if moment.step < step)
 
-    def opening(self, process: int) -> tuple[CyclicMessage, ...]:
-        """What a process sends before its first pass (``zero``: states leave their homes)."""
-        return tuple(message for message in from_home(self) if message.source == process)
-
-    def closing(self, step: int) -> tuple[CyclicMessage, ...]:
-        """Messages under way once all passes before training step ``step`` are done, in the order they were sent.
-
-        They wait for passes that may never come. Who ends a run receives them; under ``zero`` the states then go home.
-        """
-        done = [
-            self._pass(moment) for one in (step - 2, step - 1) if one >= self.begin for moment in self._of_step(one)
-        ]
-        later = [self._pass(moment) for one in (step, step + 1) for moment in self._of_step(one)]
-        awaited = {message for one in later for message in one.receives}
-        done.sort(key=lambda one: self._key(one.moment))
-        return tuple(message for one in done for message in one.sends if message in awaited)
+    def all_passes(self, steps: range) -> tuple[tuple[int, CyclicPass], ...]:
+        """Every pass of some training steps, each with the process that runs it; a process's are in its order."""
+        numbers = range(self.workers)
+        every = [one for place in product(steps, numbers, numbers) for one in moments(*place, self.workers)]
+        return tuple(
+            (self.process_of(one.stage, self._number(one)), self._pass(one)) for one in sorted(every, key=self._key)
+        )
 
     def settling(self, process: int, step: int) -> tuple[CyclicPass, ...]:
         """What is left of the rounds of updates of training steps before ``step``, in order (``data``, ``stages``).
@@ -68,23 +139,21 @@ class CyclicProgramme(Roster):
         kept = (_only_updates(self._pass(moment), step) for moment in later)
         return tuple(one for one in kept if one.receives or one.sends)
 
+    def _all(self, found: Iterable[StagePass]) -> tuple[CyclicPass, ...]:
+        return tuple(self._pass(moment) for moment in found)
+
     def _between(self, process: int, step: int, end: int | None) -> list[StagePass]:
         """Passes of a process from the first of one training step on, up to the first of another."""
-        known = [one for one in (step - 1, step) if one >= self.begin]
-        own = [moment for one in known for moment in self._pairs_of(process, one)]
+        steps = [one for one in (step - 1, step) if one >= self.begin]
         first = self._key(self._pairs_of(process, step)[0])
         last = None if end is None else self._key(self._pairs_of(process, end)[0])
-        chosen = (one for one in own if self._key(one) >= first and (last is None or self._key(one) < last))
-        return sorted(chosen, key=self._key)
+        every = sorted((moment for one in steps for moment in self._pairs_of(process, one)), key=self._key)
+        return [one for one in every if self._key(one) >= first and (last is None or self._key(one) < last)]
 
     def _pairs_of(self, process: int, step: int) -> list[StagePass]:
         first, numbers = step * self.workers, range(self.workers)
         pairs = (one for one in product(numbers, numbers) if self.process_of(one[1], first + one[0]) == process)
         return sorted((moment for pair in pairs for moment in moments(step, *pair, self.workers)), key=self._key)
-
-    def _of_step(self, step: int) -> list[StagePass]:
-        numbers = range(self.workers)
-        return [moment for pair in product(numbers, numbers) for moment in moments(step, *pair, self.workers)]
 
     def _key(self, moment: StagePass) -> tuple[int, bool, int]:
         return moment.time, moment.backward != self.early_release, moment.stage
@@ -94,8 +163,7 @@ class CyclicProgramme(Roster):
 
     def _pass(self, moment: StagePass) -> CyclicPass:
         number, stage = self._number(moment), moment.stage
-        receives = self._messages(moment, arriving=True)
-        sends = self._messages(moment, arriving=False)
+        receives, sends = (self._messages(moment, arriving) for arriving in (True, False))
         applies = () if moment.backward else self._applied(stage, number)
         finishes = moment.backward and moment.worker == self.workers - 1
         return CyclicPass(moment, self.version(stage, number), receives, sends, applies, finishes)
@@ -103,17 +171,89 @@ class CyclicProgramme(Roster):
     def _applied(self, stage: int, number: int) -> tuple[int, ...]:
         """Updates that bring a process from the version of its last forward pass of a stage to that of this one."""
         before = number - self.replicas(stage)
-        if self.setting in (CyclicSetting.SINGLE, CyclicSetting.ZERO) or before < self.begin * self.workers:
+        if self.setting is CyclicSetting.SINGLE or before < self.begin * self.workers:
             return ()
         return tuple(range(self.version(stage, before), self.version(stage, number)))
 
     def _messages(self, moment: StagePass, arriving: bool) -> tuple[CyclicMessage, ...]:
         number, stage = self._number(moment), moment.stage
         if moment.backward:
-            found = gradients(self, stage, number, arriving) + backward_track(self, stage, number, arriving)
+            found = [*self._gradient(stage + arriving, number), *self._partial(stage, number - arriving)]
+            found += [] if arriving else self._first_update(stage, number)
         else:
-            found = activations(self, stage, number, arriving) + forward_track(self, stage, number, arriving)
+            found = self._activation(stage - arriving, number)
+            found += self._arriving_update(stage, number) if arriving else self._passed_update(stage, number)
         return tuple(message for message in found if message.source != message.target)
+
+    def _activation(self, stage: int, number: int) -> list[CyclicMessage]:
+        if not 0 <= stage < self.workers - 1:
+            return []
+        return [self._message(MessageContent.ACTIVATION, stage, number, (stage, number), (stage + 1, number))]
+
+    def _gradient(self, stage: int, number: int) -> list[CyclicMessage]:
+        if not 0 < stage < self.workers:
+            return []
+        return [self._message(MessageContent.GRADIENT, stage, number, (stage, number), (stage - 1, number))]
+
+    def _partial(self, stage: int, number: int) -> list[CyclicMessage]:
+        if number % self.workers == self.workers - 1:
+            return []
+        return [self._message(MessageContent.PARTIAL, stage, number, (stage, number), (stage, number + 1))]
+
+    def _first_update(self, stage: int, number: int) -> list[CyclicMessage]:
+        """From the pass that completes the sum to the process that needs it first."""
+        step = number // self.workers
+        if number != self._last_of(step) or self._waits(stage, step):
+            return []
+        target = stage, self._first_use(stage, step)
+        return [self._message(MessageContent.UPDATE, stage, number, (stage, number), target)]
+
+    def _arriving_update(self, stage: int, number: int) -> list[CyclicMessage]:
+        turn = self._turn(stage, number)
+        if turn is None:
+            return []
+        step, place = turn
+        here, last = self.process_of(stage, number), self._last_of(step)
+        if here == self.process_of(stage, last):
+            return []
+        sender = last if place == 0 and not self._waits(stage, step) else number - 1
+        source = self.process_of(stage, sender)
+        return [CyclicMessage(MessageContent.UPDATE, stage, step, sender % self.workers, source, here)]
+
+    def _passed_update(self, stage: int, number: int) -> list[CyclicMessage]:
+        turn = self._turn(stage, number + 1)
+        if turn is None or (turn[1] == 0 and not self._waits(stage, turn[0])):
+            return []
+        return self._arriving_update(stage, number + 1)
+
+    def _turn(self, stage: int, number: int) -> tuple[int, int] | None:
+        """The update whose round through a stage's processes a forward pass is part of, and its place in that round."""
+        for step in (number // self.workers - 2, number // self.workers - 1):
+            place = number - self._first_use(stage, step)
+            if step >= self.begin and 0 <= place < self.replicas(stage):
+                return step, place
+        return None
+
+    def _waits(self, stage: int, step: int) -> bool:
+        """Whether the process that completed an update also runs the pass just before the first that may use it."""
+        before, last = self._first_use(stage, step) - 1, self._last_of(step)
+        again = before > last and self.replicas(stage) > 1
+        return again and self.process_of(stage, before) == self.process_of(stage, last)
+
+    def _first_use(self, stage: int, step: int) -> int:
+        """The first micro-batch that may use what the update of a training step gave."""
+        if self.rule is CyclicRule.V1:
+            return (step + 2) * self.workers
+        return (step + 1) * self.workers + self.workers - 1 - stage
+
+    def _last_of(self, step: int) -> int:
+        return step * self.workers + self.workers - 1
+
+    def _message(
+        self, kind: MessageContent, stage: int, number: int, source: tuple[int, int], target: tuple[int, int]
+    ) -> CyclicMessage:
+        step, worker = divmod(number, self.workers)
+        return CyclicMessage(kind, stage, step, worker, self.process_of(*source), self.process_of(*target))
 
 
 def _only_updates(one: CyclicPass, step: int) -> CyclicPass:

@@ -1,12 +1,14 @@
-"""Which version of a stage's parameters a micro-batch uses. No torch here.
+"""Which version of a stage's parameters a micro-batch uses, when its passes run, and on how many devices.
 
 After Fournier and Oyallon, "Cyclic Data Parallelism for Efficient Parallelism of Deep Neural Networks", arXiv
 2403.08837. Workers, stages and training steps are counted from 0. Version v of a stage's parameters has had v updates;
-plain data parallelism uses version t in training step t.
+plain data parallelism uses version t in training step t. A training step takes 2N time steps; worker w begins 2w time
+steps after worker 0. From time step 2(N-1) on every stage is used exactly once a time step.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -20,24 +22,24 @@ class CyclicRule(StrEnum):
 class CyclicSetting(StrEnum):
     """Where the passes run.
 
-    ``single``: all on one device. ``data``: each micro-batch on a device of its own. ``zero``: as ``data``, and the
-    states of a stage travel to the device that uses it. ``stages``: one stage of one micro-batch on a device.
+    ``single``: all on one device. ``data``: each micro-batch on a device of its own. ``stages``: one stage of one
+    micro-batch on a device.
     """
 
     SINGLE = "single"
     DATA = "data"
-    ZERO = "zero"
     STAGES = "stages"
 
 
 def device_count(setting: CyclicSetting, workers: int) -> int:
-    """Devices that a setting takes: 1, N, or N(N+1)/2.
+    """Devices of a setting: 1, N, or N(N+1)/2.
 
     Under ``stages`` a worker is in the stages from j (counted from 1) on, and back, for 2(N-j+1) of the 2N time steps
     of a training step, so N-j+1 devices of stage j are enough, each with one micro-batch at a time.
     """
-    own = {CyclicSetting.SINGLE: 1, CyclicSetting.STAGES: workers * (workers + 1) // 2}
-    return own.get(setting, workers)
+    if setting is CyclicSetting.SINGLE:
+        return 1
+    return workers if setting is CyclicSetting.DATA else workers * (workers + 1) // 2
 
 
 def is_fresh(rule: CyclicRule, worker: int, stage: int, workers: int) -> bool:
@@ -45,15 +47,30 @@ def is_fresh(rule: CyclicRule, worker: int, stage: int, workers: int) -> bool:
     return rule is CyclicRule.V2 and worker + stage >= workers - 1
 
 
-def version(rule: CyclicRule, worker: int, stage: int, workers: int, step: int, base: int = 0) -> int:
-    """The version of a stage's parameters that a worker uses in a training step.
+@dataclass(frozen=True, slots=True, order=True)
+class StagePass:
+    """One pass of a stage."""
 
-    Args:
-        rule: of the run.
-        worker: which.
-        stage: which.
-        workers: how many, as many as stages.
-        step: the training step.
-        base: the oldest version there is (0 at the beginning).
-    """
-    return max(base, step if is_fresh(rule, worker, stage, workers) else step - 1)
+    time: int  # time step
+    backward: bool
+    step: int  # training step
+    worker: int  # whose micro-batch
+    stage: int
+
+
+def forward_time(step: int, worker: int, stage: int, workers: int) -> int:
+    """Time step of a forward pass: 2Nt + 2(i-1) + (j-1), counted from 1."""
+    return 2 * workers * step + 2 * worker + stage
+
+
+def backward_time(step: int, worker: int, stage: int, workers: int) -> int:
+    """Time step of a backward pass: 2Nt + 2(i-1) + (2N-j), counted from 1."""
+    return 2 * workers * step + 2 * worker + 2 * workers - 1 - stage
+
+
+def moments(step: int, worker: int, stage: int, workers: int) -> tuple[StagePass, StagePass]:
+    """The forward and the backward pass of a stage by a worker in a training step."""
+    return (
+        StagePass(forward_time(step, worker, stage, workers), False, step, worker, stage),
+        StagePass(backward_time(step, worker, stage, workers), True, step, worker, stage),
+    )

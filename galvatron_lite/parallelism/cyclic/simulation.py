@@ -1,4 +1,4 @@
-"""How long a training step takes in steady state: the programme's own table, walked through as events. No torch here.
+"""How long a training step takes in steady state: the programme's own table, walked through as events.
 
 Every process runs its passes in the order of its programme, each as soon as the one before it is done and the messages
 it waits for have come. A message leaves when its pass is done and the message before it from the same process has
@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass
-from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
+from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicPass, CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.parallelism.cyclic.timeline import StagePass
 
 STEADY = 3
 """The first training step whose passes are those of any later one: updates come to their last users two steps after."""
@@ -37,7 +35,7 @@ class CyclicSlot:
     """A pass, as it comes once in every round of 2N time steps."""
 
     process: int  # that runs it (in the round that was looked at)
-    does: CyclicPass  # the pass
+    does: CyclicPass
     after: Awaited | None  # the pass before it on its process
     receives: tuple[Awaited, ...]  # messages it waits for, by their numbers
     sends: tuple[int, ...]  # its messages: their numbers in the round
@@ -49,7 +47,7 @@ class Loop:
 
     slots: tuple[CyclicSlot, ...]  # in an order in which each comes after all it waits for
     messages: tuple[CyclicMessage, ...]  # that the slots send
-    behind: tuple[Awaited | None, ...]  # of each message, the one before it from the same process; None: there is none
+    behind: tuple[Awaited | None, ...]  # of each message, the one before it from the same process
 
 
 @lru_cache(maxsize=1)
@@ -61,68 +59,42 @@ def steady_passes(programme: CyclicProgramme) -> tuple[tuple[int, CyclicPass], .
 @lru_cache(maxsize=16)
 def loop_of(rule: CyclicRule, setting: CyclicSetting, workers: int) -> Loop:
     """The loop of a programme in steady state."""
-    table = _Table(CyclicProgramme(rule, setting, workers), STEADY + LOOKED)
-    slots = tuple(table.slot(number) for number in table.inside)
-    messages = tuple(message for number in table.inside for message in table.every[number][1].sends)
-    behind = tuple(table.message_before(message) for message in messages)
-    return Loop(slots, messages, behind)
+    every = steady_passes(CyclicProgramme(rule, setting, workers))
+    rounds = [one.moment.time // (2 * workers) for _, one in every]
+    inside = [number for number, round_ in enumerate(rounds) if round_ == STEADY + LOOKED]
+    slots = {_name(every[number][1]): slot for slot, number in enumerate(inside)}
+    first = [0, *accumulate(len(every[number][1].sends) for number in inside)]
+    before: list[int | None] = []
+    last_pass, last_message = dict[int, int](), dict[int, CyclicMessage]()
+    sent, earlier = dict[CyclicMessage, tuple[int, int]](), dict[CyclicMessage, CyclicMessage | None]()
+    for number, (process, one) in enumerate(every):
+        before.append(last_pass.get(process))
+        last_pass[process] = number
+        for index, message in enumerate(one.sends):
+            earlier[message], sent[message] = last_message.get(process), (number, index)
+            last_message[process] = message
+
+    def pass_at(number: int) -> Awaited:
+        return slots[_name(every[number][1])], STEADY + LOOKED - rounds[number]
+
+    def message_at(message: CyclicMessage) -> Awaited:
+        number, index = sent[message]
+        slot, ago = pass_at(number)
+        return first[slot] + index, ago
+
+    made = []
+    for slot, number in enumerate(inside):
+        (process, one), previous = every[number], before[number]
+        after = None if previous is None else pass_at(previous)
+        sends = tuple(range(first[slot], first[slot + 1]))
+        made.append(CyclicSlot(process, one, after, tuple(map(message_at, one.receives)), sends))
+    messages = tuple(message for number in inside for message in every[number][1].sends)
+    behind = (earlier[message] for message in messages)
+    return Loop(tuple(made), messages, tuple(None if one is None else message_at(one) for one in behind))
 
 
-class _Table:
-    """The passes of some training steps, and of what those in the last whole round wait for."""
-
-    def __init__(self, programme: CyclicProgramme, last: int) -> None:
-        self.every = steady_passes(programme)
-        self._turn, self._last = 2 * programme.workers, last
-        self.inside = [number for number in range(len(self.every)) if self._round(number) == last]
-        self._slots = {_name(self.every[number][1].moment): slot for slot, number in enumerate(self.inside)}
-        counts = [len(self.every[number][1].sends) for number in self.inside]
-        self._first = [0, *accumulate(counts)]
-        self._before: list[int | None] = []
-        self._sent: dict[CyclicMessage, tuple[int, int]] = {}
-        self._message_before: dict[CyclicMessage, CyclicMessage | None] = {}
-        self._fill()
-
-    def _fill(self) -> None:
-        ran, sent = dict[int, int](), dict[int, CyclicMessage]()
-        for number, (process, one) in enumerate(self.every):
-            self._before.append(ran.get(process))
-            ran[process] = number
-            for index, message in enumerate(one.sends):
-                self._message_before[message] = sent.get(process)
-                sent[process], self._sent[message] = message, (number, index)
-
-    def _round(self, number: int) -> int:
-        return self.every[number][1].moment.time // self._turn
-
-    def _pass_at(self, number: int) -> Awaited:
-        return self._slots[_name(self.every[number][1].moment)], self._last - self._round(number)
-
-    def _message_at(self, message: CyclicMessage) -> Awaited:
-        number, index = self._sent[message]
-        slot, ago = self._pass_at(number)
-        return self._first[slot] + index, ago
-
-    def slot(self, number: int) -> CyclicSlot:
-        """A pass of the last round."""
-        process, one = self.every[number]
-        before, (slot, _) = self._before[number], self._pass_at(number)
-        return CyclicSlot(
-            process,
-            one,
-            None if before is None else self._pass_at(before),
-            tuple(self._message_at(message) for message in one.receives),
-            tuple(range(self._first[slot], self._first[slot + 1])),
-        )
-
-    def message_before(self, message: CyclicMessage) -> Awaited | None:
-        """The message that the same process sent before."""
-        other = self._message_before[message]
-        return None if other is None else self._message_at(other)
-
-
-def _name(moment: StagePass) -> tuple[int, int, bool]:
-    return moment.worker, moment.stage, moment.backward
+def _name(one: CyclicPass) -> tuple[int, int, bool]:
+    return one.moment.worker, one.moment.stage, one.moment.backward
 
 
 def round_seconds(loop: Loop, passes: Sequence[float], messages: Sequence[float]) -> float:
@@ -164,7 +136,6 @@ def _round(
     ends: list[list[float]],
     arrivals: list[list[float]],
 ) -> None:
-    """One more round."""
     ends.append([0.0] * len(loop.slots))
     arrivals.append([0.0] * len(loop.messages))
     for number, slot in enumerate(loop.slots):
@@ -180,6 +151,5 @@ def _round(
 
 
 def _past_figure(figures: list[list[float]], awaited: Awaited) -> float:
-    """What was found so many rounds ago; 0 before the first."""
     number, ago = awaited
     return figures[-1 - ago][number] if ago < len(figures) else 0.0

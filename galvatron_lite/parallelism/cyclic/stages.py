@@ -27,7 +27,7 @@ Holder = tuple[nn.Module, str]
 class StagePart:
     """One stage."""
 
-    number: int  # of the stage, from 0
+    number: int  # from 0
     cut: StageModel  # runs it
     holders: Mapping[str, tuple[Holder, ...]]  # by each of its parameters' name in the model: all modules that hold it
 
@@ -59,19 +59,11 @@ def cut_stages(
 ) -> tuple[StagePart, ...]:
     """Every stage of a model, which stays as it is.
 
-    Args:
-        model: on any device.
-        layers: of the model, in running order.
-        names: of each stage's layers.
-        flow: which layers read what; None where nothing is known.
-
     Raises:
         InputError: two stages share a parameter, or the model cannot be cut there.
     """
-    check_untied(model, layers, names)
-    return tuple(
-        stage_of(structure_of(model), layers, names, number, flow, model_device(model)) for number in range(len(names))
-    )
+    device = next((one.device for one in model.parameters()), None)
+    return tuple(stage_of(structure_of(model), layers, names, number, flow, device) for number in range(len(names)))
 
 
 def stage_of(
@@ -82,42 +74,25 @@ def stage_of(
     flow: LayerFlow | None,
     device: torch.device | None = None,
 ) -> StagePart:
-    """One stage, in place: the model gives up the others' parameters.
-
-    Args:
-        model: on any device.
-        layers: of the model, in running order.
-        names: of each stage's layers.
-        number: of the stage, from 0.
-        flow: which layers read what; None where nothing is known.
-        device: where the stage will run; that of the parameters if not given.
-
-    Raises:
-        InputError: two stages share a parameter, or the model cannot be cut there.
-    """
+    """One stage, in place: the model gives up the others' parameters; arguments and errors as of ``cut_stages``."""
     check_untied(model, layers, names)
     cut = StageModel(model, layers, names[number], device, flow)
     cut.attach()
-    return StagePart(number, cut, _holders(model))
+    by_parameter: dict[int, list[Holder]] = {}
+    for module in model.modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            by_parameter.setdefault(id(parameter), []).append((module, attribute))
+    holders = {name: tuple(by_parameter[id(parameter)]) for name, parameter in model.named_parameters()}
+    return StagePart(number, cut, holders)
 
 
 def structure_of(model: nn.Module) -> nn.Module:
     """A copy of a model's modules that share its parameters and buffers."""
-    shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, dict(shared))
-
-
-def model_device(model: nn.Module) -> torch.device | None:
-    """Where a model's first parameter is; None where it has none."""
-    return next((one.device for one in model.parameters()), None)
+    return copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})
 
 
 def check_untied(model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequence[str]]) -> None:
-    """Refuse parameters that layers of several stages share.
-
-    Raises:
-        InputError: names them.
-    """
+    """Raise InputError where layers of several stages share a parameter."""
     stage_of_layer = {layer: number for number, stage in enumerate(names) for layer in stage}
     for shared in find_shared(model, layers):
         if len({stage_of_layer[layer] for layer in shared.layers}) > 1:
@@ -126,11 +101,3 @@ def check_untied(model: nn.Module, layers: Sequence[Layer], names: Sequence[Sequ
                 "versions under cyclic data parallelism. Untie it, or put these layers into one stage."
             )
             raise InputError("parameter", shared.names[0], remedy)
-
-
-def _holders(model: nn.Module) -> dict[str, tuple[Holder, ...]]:
-    by_parameter: dict[int, list[Holder]] = {}
-    for module in model.modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            by_parameter.setdefault(id(parameter), []).append((module, attribute))
-    return {name: tuple(by_parameter[id(parameter)]) for name, parameter in model.named_parameters()}

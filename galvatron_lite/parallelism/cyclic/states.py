@@ -24,39 +24,30 @@ class StageStates:
     """One stage's parameters, gradients and optimizer.
 
     Args:
-        parameters: by name; those that are trained change in place.
-        version: theirs.
+        parameters: by name, at version 0; those that are trained change in place.
 
     Attributes:
         masters: the parameters of the newest version, by name.
-        likes: their shapes and dtypes.
-        is_home: whether the stage is held here between training runs.
         newest: that version.
         sums: gradients of a training step, added up over the micro-batches that were worked on so far.
         updates: mean gradients of training steps that the parameters have not had yet.
-        optimizer: None until one is made.
-        scheduler: of its learning rate; None where there is none.
+        optimizer: None until it is built.
+        scheduler: of its learning rate.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], version: int = 0) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.masters = dict(parameters)
-        self.likes = {name: torch.empty_like(one, device="meta") for name, one in parameters.items()}
-        self.newest, self.is_home = version, True
+        self.newest = 0
         self.sums: dict[int, Gradients] = {}
         self.updates: dict[int, Gradients] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-        self._versions = {version: self._shown()}
+        self._versions = {0: self._views()}
 
     @property
     def trained(self) -> list[nn.Parameter]:
         """The newest version of the parameters that are trained, in order."""
         return [one for one in self.masters.values() if one.requires_grad]
-
-    @property
-    def trained_likes(self) -> list[Tensor]:
-        """Shapes and dtypes of the parameters that are trained, in order."""
-        return [self.likes[name] for name, one in self.masters.items() if one.requires_grad]
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -67,36 +58,8 @@ class StageStates:
         """The parameters that a pass uses; nobody changes them while it or its graph lives."""
         return self._versions[version]
 
-    def resting(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that the stage's modules hold between passes."""
-        return self.at(self.newest)
-
-    def refill(self, version: int, lent: Mapping[str, nn.Parameter]) -> None:
-        """Before a backward pass: make sure that the parameters have the values that its forward pass was lent."""
-
-    @property
-    def options(self) -> tuple[list[dict[str, Any]], Any]:
-        """Of the optimizer's groups, and where its scheduler is."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        return plain, None if self.scheduler is None else self.scheduler.state_dict()
-
-    @options.setter
-    def options(self, options: tuple[list[dict[str, Any]], Any]) -> None:
-        groups, place = options
-        for group, known in zip([] if self.optimizer is None else self.optimizer.param_groups, groups, strict=True):
-            group.update(known)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(place)
-
     def make_optimizer(self, factory: OptimizerFactory, scheduler: SchedulerFactory | None, **options: Any) -> None:
-        """Make the optimizer, and a scheduler of it, over the newest parameters.
-
-        Args:
-            factory: ``factory(parameters, **options)``.
-            scheduler: ``scheduler(optimizer)``; it steps after every update.
-            options: for the factory.
-        """
+        """Build the optimizer, and a scheduler of it, over the newest parameters."""
         self.optimizer = factory(self.trained or [{"params": []}], **options)
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
 
@@ -116,13 +79,13 @@ class StageStates:
 
     def gradient_likes(self) -> list[Tensor]:
         """Tensors shaped like the gradients in a message: those of all trained parameters, and which of them count."""
-        return [*self.trained_likes, torch.empty(len(self.trained), dtype=torch.uint8, device="meta")]
+        return [*self.trained, torch.empty(len(self.trained), dtype=torch.uint8, device="meta")]
 
     def sent(self, gradients: Gradients) -> list[Tensor]:
         """Gradients as they are in a message; zeros where a parameter has none."""
         filled = [
-            torch.zeros_like(like, device="cpu") if gradient is None else gradient
-            for like, gradient in zip(self.trained_likes, gradients, strict=True)
+            torch.zeros_like(like) if gradient is None else gradient
+            for like, gradient in zip(self.trained, gradients, strict=True)
         ]
         return [*filled, torch.tensor([one is not None for one in gradients], dtype=torch.uint8)]
 
@@ -131,10 +94,6 @@ class StageStates:
         """Gradients of a message."""
         *gradients, counts = tensors
         return [one if count else None for one, count in zip(gradients, counts.tolist(), strict=True)]
-
-    def finish(self, step: int) -> None:
-        """The sum of a training step is complete: it is the mean gradient, to be applied."""
-        self.updates[step] = self.sums.pop(step)
 
     def apply(self, step: int, keep: bool) -> None:
         """Step the optimizer with the mean gradient of a training step: version ``step`` becomes ``step + 1``.
@@ -145,45 +104,38 @@ class StageStates:
                 pass. The new version then has a storage of its own; else it takes the old one's place.
         """
         assert step == self.newest, f"version {self.newest} cannot take the update of step {step}"
-        if keep:
-            for parameter in self.trained:
+        if self.optimizer is None:
+            raise RuntimeError("the optimizer is made before the first update")
+        for parameter, gradient in zip(self.trained, self.updates.pop(step), strict=True):
+            if keep:
                 parameter.data = parameter.data.clone()
-        self._step(self.updates.pop(step))
+            parameter.grad = gradient
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.newest = step + 1
-        self._versions[self.newest] = self._shown() if keep else self._versions.pop(step)
+        self._versions[self.newest] = self._views() if keep else self._versions.pop(step)
 
     def forget_before(self, version: int) -> None:
         """No pass to come uses versions before this one; graphs may. The newest one stays."""
         self._versions = {one: kept for one, kept in self._versions.items() if one >= min(version, self.newest)}
 
     def restart(self, version: int, older: Mapping[str, Tensor] | None = None) -> None:
-        """Say anew which version the newest parameters are; nothing may be in flight.
+        """Set the version of the newest parameters; nothing may be in flight.
 
         Args:
             version: theirs.
             older: values of the version before it, by name, where passes to come use it.
         """
         self.sums, self.updates, self.newest = {}, {}, version
-        self._versions = {version: self._shown()}
+        self._versions = {version: self._views()}
         if older is not None:
-            self._versions[version - 1] = {
-                name: nn.Parameter(older[name], one.requires_grad) if one.requires_grad else one
-                for name, one in self.masters.items()
-            }
+            self._versions[version - 1] = self._views(older)
 
-    def _step(self, gradients: Gradients) -> None:
-        if self.optimizer is None:
-            raise RuntimeError("the optimizer is made before the first update")
-        for parameter, gradient in zip(self.trained, gradients, strict=True):
-            parameter.grad = gradient
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
-            self.scheduler.step()
-
-    def _shown(self) -> dict[str, nn.Parameter]:
-        """The newest version, as passes are given it: leaves of their own on the same storage."""
+    def _views(self, values: Mapping[str, Tensor] | None = None) -> dict[str, nn.Parameter]:
+        """A version, as passes are given it: leaves of their own on the same storage."""
         return {
-            name: nn.Parameter(one.data, one.requires_grad) if one.requires_grad else one
+            name: nn.Parameter(one.data if values is None else values[name], True) if one.requires_grad else one
             for name, one in self.masters.items()
         }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,7 +83,7 @@ class GradientReducer:
 
     def __init__(self, parameters: Sequence[Reduced], bucket_bytes: int | None = None) -> None:
         self.synchronise = True
-        self._buckets = _buckets(parameters, bucket_bytes or _bucket_bytes(parameters))
+        self._buckets = _buckets(parameters, bucket_bytes)
         self._next = 0
         self._running = False
         self._handles = [
@@ -173,8 +173,10 @@ class GradientReducer:
                     "or compute the other loss inside the model's forward."
                 )
                 raise InputError("backward", "of another loss than the model's", remedy)
-            if parameter.grad is not view:
-                _store(parameter, view)
+            if parameter.grad is not None and parameter.grad is not view:
+                # made by autograd, the first since gradients were zeroed: move it to its place
+                view.copy_(parameter.grad)
+                parameter.grad = view
             bucket.missing.discard(place)
             if not bucket.missing:
                 self._launch_ready()
@@ -185,24 +187,19 @@ class GradientReducer:
         """Start the reductions whose turn it is; always in the same order, as all ranks must."""
         while self._running and self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
+            sent_before = self._next - COPIES
             self._next += 1
-            self._let_go(self._next - 1 - COPIES)
+            if sent_before >= 0 and self._buckets[sent_before].sharing is not None:
+                _complete(self._buckets[sent_before])
             if bucket.group is not None or bucket.sharing is not None:
                 _launch(bucket)
 
-    def _let_go(self, place: int) -> None:
-        """Wait for a bucket that was sent as a copy."""
-        if place >= 0 and self._buckets[place].sharing is not None:
-            _complete(self._buckets[place])
 
-
-def _bucket_bytes(parameters: Iterable[Reduced]) -> int:
-    total = sum(one.parameter.numel() * one.parameter.element_size() for one in parameters)
-    return min(max(total // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
-
-
-def _buckets(parameters: Iterable[Reduced], bucket_bytes: int) -> list[Bucket]:
+def _buckets(parameters: Sequence[Reduced], bucket_bytes: int | None) -> list[Bucket]:
     """Buckets of parameters that are alike, in the order in which backward fills them."""
+    if not bucket_bytes:
+        total = sum(one.parameter.numel() * one.parameter.element_size() for one in parameters)
+        bucket_bytes = min(max(total // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
     backward = [one for one in parameters if one.parameter.requires_grad][::-1]
     place = {id(one.parameter): index for index, one in enumerate(backward)}
     cut = [chosen for kind in dict.fromkeys(map(_kind, backward)) for chosen in _cut(backward, kind, bucket_bytes)]
@@ -237,13 +234,6 @@ def _bucket(chosen: Sequence[Reduced]) -> Bucket:
     views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
     shares = [one.share for one in chosen if one.share is not None]
     return Bucket(chosen[0].group, buffer, parameters, views, sharing=GradientSharing(shares) if shares else None)
-
-
-def _store(parameter: Tensor, view: Tensor) -> None:
-    """Move a gradient that autograd made (the first since gradients were zeroed) to its place."""
-    if parameter.grad is not None:
-        view.copy_(parameter.grad)
-        parameter.grad = view
 
 
 def _unreduce(bucket: Bucket) -> None:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
-from galvatron_lite.arrays import Flag, where
+from galvatron_lite.arrays import where
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
+    Dimension,
     DimensionContext,
     LayerWork,
     Moment,
     Room,
-    sent,
     shared,
     sliced,
 )
@@ -26,7 +26,7 @@ from galvatron_lite.parallelism.ranks import Either, shared_items
 
 
 @dataclass(frozen=True, slots=True)
-class DataDimension:
+class DataDimension(Dimension):
     """Replicas that each take a share of the samples and hold all states of the layer."""
 
     name: str = "data"
@@ -44,41 +44,24 @@ class DataDimension:
         shards = room.devices // (slices * chosen["data"])
         return shards == 1 or room.node in (slices * shards, slices * chosen["data"])
 
-    def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
-        """Never limited."""
-        return ""
-
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:  # noqa: ARG002
         """Fewer samples; one all-reduce a step of the gradients this device holds (shards under ZeRO).
 
         Context ranks see other tokens with the same parameters, so where they share no states they are replicas too.
         """
-        parts = shared_items(work, strategy)
-        several = [
-            (spread.replicas.size > 1) & present for (_, spread), present in zip(parts, _there(work), strict=False)
-        ]
-        sums = sent(
-            *(
-                Communication(
-                    Collective.ALL_REDUCE,
-                    items / spread.shards.size * context.reduce_item_bytes,
-                    spread.replicas,
-                    Moment.STEP,
-                    overlaps=True,
-                    count=mask * 1,
-                    cause=self.name,
-                )
-                for (items, spread), mask in zip(parts, several, strict=True)
+        parts = list(zip(shared_items(work, strategy), (True, work.expert_items > 0), strict=False))
+        several = [(spread.replicas.size > 1) & present for (_, spread), present in parts]
+        sums = [
+            Communication(
+                Collective.ALL_REDUCE,
+                items / spread.shards.size * context.reduce_item_bytes,
+                spread.replicas,
+                Moment.STEP,
+                overlaps=True,
+                count=mask * 1,
+                cause=self.name,
             )
-        )
-        return replace(
-            work,
-            samples=work.samples / strategy.data,
-            communications=(*work.communications, *sums),
-            step_overhead=work.step_overhead + where(reduce(or_, several), context.host.get(self.name, 0.0), 0.0),
-        )
-
-
-def _there(work: LayerWork) -> tuple[Flag, Flag]:
-    """Whether there are parameters of a layer's own, and of experts."""
-    return True, work.expert_items > 0
+            for ((items, spread), _), mask in zip(parts, several, strict=True)
+        ]
+        overhead = work.step_overhead + where(reduce(or_, several), context.host.get(self.name, 0.0), 0.0)
+        return replace(work.sending(*sums), samples=work.samples / strategy.data, step_overhead=overhead)

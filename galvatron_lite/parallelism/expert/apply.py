@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.tensor import CutTensor, cut_like, cuts_of, local_of
-from galvatron_lite.parallelism.expert.dispatch import ExpertSpread, mixed
-from galvatron_lite.parallelism.expert.exchange import RowExchange
+from galvatron_lite.parallelism.expert.dispatch import ExpertSpread, RowExchange, mixed
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, specs_of, to_local, wrap_locals
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
 
 Forward = Callable[..., Tensor]
@@ -66,11 +65,11 @@ def work_on_shares(block: nn.Module, mixtures: Iterable[BlockMixture]) -> None:
 
 
 def _on_shares(forward: Forward, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any) -> Tensor:
-    cuts = cuts_of(hidden)
-    alike = all([cut.dim for cut in cuts_of(one)] == [0] for one in (hidden, index, weights))
-    if not isinstance(hidden, CutTensor) or not alike:
+    cuts = specs_of(hidden)
+    alike = all([cut.dim for cut in specs_of(one)] == [0] for one in (hidden, index, weights))
+    if not isinstance(hidden, ShardedTensor) or not alike:
         return forward(hidden, index, weights, **options)
-    made: Tensor = cut_like(forward(*map(local_of, (hidden, index, weights)), **options), cuts, hidden.rules)
+    made: Tensor = wrap_locals(forward(*map(to_local, (hidden, index, weights)), **options), cuts, hidden.rules)
     return made
 
 

@@ -21,17 +21,16 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Real, Whole, largest, least, never, power, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
+from galvatron_lite.parallelism.base import Chosen, Communication, Dimension, DimensionContext, LayerWork, Moment, Room
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, expert_group, expert_slices
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertDimension:
+class ExpertDimension(Dimension):
     """Ways that the experts of a mixture are spread."""
 
     name: str = "expert"
-    degree: str = ""
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or the divisors of the devices and of the experts, each expert sliced by the tensor group or whole."""
@@ -74,16 +73,8 @@ class ExpertDimension:
             return work
         own = where(spread, kind.expert_parameters / (degree * expert_slices(strategy)), 0.0)
         items = where(spread, work.parameters - kind.expert_parameters / strategy.tensor + own, work.parameters)
-        exchanges = sent(*self._exchanges(kind, strategy, _tokens(work, strategy), context))
-        return replace(
-            work,
-            parameters=items,
-            state_items=items,
-            parameter_items=items,
-            gradient_items=items,
-            expert_items=own,
-            communications=(*work.communications, *exchanges),
-        )
+        exchanges = self._exchanges(kind, strategy, _tokens(work, strategy), context)
+        return replace(work.sliced(items).sending(*exchanges), expert_items=own)
 
     def _exchanges(
         self, kind: LayerKind, strategy: Either, share: Real, context: DimensionContext

@@ -10,17 +10,58 @@ later ones (algorithm 1 there), so what is dropped depends on the tokens that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.parallelism.expert.exchange import RowExchange, exchanged
+from galvatron_lite.parallelism.collectives import Processes
 
 Run = Callable[[Tensor, Tensor], Tensor]
 """The experts of this rank: rows (rows, hidden) and the local number of each row's expert to outputs (rows, hidden)."""
+
+
+class RowExchange(Protocol):
+    """Ranks that exchange rows."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Place of this rank in the group."""
+        ...
+
+    def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows from all ranks, those of the first rank first. No autograd.
+
+        Args:
+            rows: what goes to the first rank, then what goes to the second, and so on.
+            sent: how many rows go to each rank.
+            received: how many come from each.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExchange(Processes):
+    """Processes of ``torch.distributed``."""
+
+    def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """See ``RowExchange``. As bytes: gloo does not know every dtype."""
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        item = rows.element_size() * rows[:1].numel() if rows.shape[0] else result.element_size() * result[:1].numel()
+        dist.all_to_all_single(
+            result.view(-1).view(torch.uint8), rows.contiguous().view(-1).view(torch.uint8),
+            [count * item for count in received], [count * item for count in sent], group=self.process_group,
+        )  # fmt: skip
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +69,7 @@ class ExpertSpread:
     """How the experts of a mixture lie on ranks."""
 
     experts: int  # of the whole mixture
-    line: RowExchange | None = (
-        None  # ranks over which they are spread, in order, evenly; None: this rank has all of them
-    )
+    line: RowExchange | None = None  # ranks over which they are spread evenly, in order; None: this rank has all
     # ranks that have slices of the same experts and other tokens; None: what a rank takes is its own
     slices: RowExchange | None = None
     # times an even share of its copies that each expert takes of a rank; None: all of them
@@ -38,7 +77,7 @@ class ExpertSpread:
 
 
 def mixed(hidden: Tensor, index: Tensor, weights: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
-    """What the experts that the router chose make of tokens, weighted and summed.
+    """The outputs of the experts that the router chose for tokens, weighted and summed.
 
     Args:
         hidden: (tokens, hidden).
@@ -84,8 +123,8 @@ def _visit(rows: Tensor, numbers: Tensor, spread: ExpertSpread, run: Run) -> Ten
     arriving = line.swap(counts, even, even)
     sent, received = torch.stack([counts, arriving]).view(2, line.size, here).sum(-1).tolist()
     local = torch.arange(here, device=numbers.device).repeat(line.size).repeat_interleave(arriving)
-    made = _run_here(exchanged(rows, line, sent, received), local, spread, run)
-    return exchanged(made, line, received, sent)
+    outputs = _run_here(_exchanged(rows, line, sent, received), local, spread, run)
+    return _exchanged(outputs, line, received, sent)
 
 
 def _run_here(rows: Tensor, numbers: Tensor, spread: ExpertSpread, run: Run) -> Tensor:
@@ -94,9 +133,9 @@ def _run_here(rows: Tensor, numbers: Tensor, spread: ExpertSpread, run: Run) -> 
     line, own = spread.slices, len(rows)
     counts = line.swap(torch.full((line.size,), own, device=rows.device), [1] * line.size, [1] * line.size).tolist()
     sent = [own] * line.size
-    every = exchanged(rows.repeat(line.size, 1), line, sent, counts)
+    every = _exchanged(rows.repeat(line.size, 1), line, sent, counts)
     parts = _linked(run(every, line.swap(numbers.repeat(line.size), sent, counts)), every)
-    return exchanged(parts, line, counts, sent).view(line.size, own, parts.shape[-1]).sum(0)
+    return _exchanged(parts, line, counts, sent).view(line.size, own, parts.shape[-1]).sum(0)
 
 
 def _linked(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -105,3 +144,20 @@ def _linked(tensor: Tensor, rows: Tensor) -> Tensor:
     if tensor.requires_grad or not rows.requires_grad:
         return tensor
     return tensor + 0 * rows
+
+
+def _exchanged(rows: Tensor, line: RowExchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    result: Tensor = _Swap.apply(rows, line, sent, received)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, line: RowExchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        ctx.way = (line, sent, received)
+        return line.swap(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        line, sent, received = ctx.way
+        return line.swap(gradient, received, sent), None, None, None

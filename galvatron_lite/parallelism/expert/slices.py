@@ -2,15 +2,14 @@
 
 A slice of every expert is a slice of each of its weights along the inner width, one extent or two fused side by side
 (gate and up). The double has few experts and narrow ones, all extents in their true proportion, random weights and the
-module's own code; a way to slice counts where the outputs of two slices add up to the whole one's.
+module's own code; a way to slice counts where the outputs of two slices add up to those of all.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice, product
 from typing import Any
@@ -39,23 +38,6 @@ TRIALS = 512
 CLOSE = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class _Double:
-    module: nn.Module
-    values: Mapping[str, Tensor]
-    hidden: Tensor
-    index: Tensor
-    weights: Tensor
-
-    def run(self, values: Mapping[str, Tensor]) -> Tensor:
-        """What the module makes with these parameters."""
-        for name, value in values.items():
-            self.module.get_parameter(name).data = value
-        with torch.no_grad():
-            made: Tensor = self.module(self.hidden, self.index, self.weights)
-        return made
-
-
 def find_slices(block: nn.Module, mixture: BlockMixture, hidden: int) -> ExpertSlices | str:
     """How a mixture's experts can be sliced, or why they cannot.
 
@@ -65,40 +47,69 @@ def find_slices(block: nn.Module, mixture: BlockMixture, hidden: int) -> ExpertS
         hidden: width of its tokens.
     """
     module = block.get_submodule(mixture.path)
-    shapes = {name: tuple(module.get_parameter(name).shape) for name in mixture.parameters}
-    unit = math.gcd(hidden, *(extent for shape in shapes.values() for extent in shape[1:]))
-    widest = max(extent for shape in shapes.values() for extent in shape[1:])
-    if widest // unit * UNIT > WIDEST:
+    extents = [extent for name in mixture.parameters for extent in module.get_parameter(name).shape[1:]]
+    unit = math.gcd(hidden, *extents)
+    if max(extents) // unit * UNIT > WIDEST:
         return f"{mixture.path}: a small copy cannot keep the proportions of its widths"
     try:
-        return _try_all(_double(module, mixture, shapes, (hidden, unit)), mixture, shapes, unit)
+        return _try_all(_Double(module, mixture, hidden, unit), module, mixture)
     except Exception as error:  # the module is the user's code: any error means that it cannot run this way
         return f"{mixture.path}: a small copy of it does not run ({type(error).__name__}: {error})"
 
 
-def _try_all(
-    double: _Double, mixture: BlockMixture, shapes: Mapping[str, tuple[int, ...]], unit: int
-) -> ExpertSlices | str:
-    whole = double.run(double.values)
-    ways = product(*(list(_ways(name, shape)) for name, shape in shapes.items()))
+class _Double:
+    """A small copy of a module of experts: ``unit`` items of an extent become ``UNIT``."""
+
+    def __init__(self, module: nn.Module, mixture: BlockMixture, hidden: int, unit: int) -> None:
+        self._unit, draw = unit, torch.Generator().manual_seed(0)
+        shapes = {name: module.get_parameter(name).shape for name in mixture.parameters}
+        self.values = {
+            name: torch.randn((FEW, *map(self.scaled, shape[1:])), generator=draw) / 4 for name, shape in shapes.items()
+        }
+        memo: dict[int, Any] = {
+            id(module.get_parameter(name)): nn.Parameter(value, requires_grad=False)
+            for name, value in self.values.items()
+        }
+        self._module = copy.deepcopy(module, memo).eval()
+        for name, value in vars(module).items():
+            if type(value) is int and "expert" in name and value == mixture.experts:
+                setattr(self._module, name, FEW)
+            elif type(value) is int and any(value in shape[1:] for shape in shapes.values()):
+                setattr(self._module, name, self.scaled(value))
+        self._index = torch.rand(ROWS, FEW, generator=draw).topk(CHOICES).indices
+        self._tokens = torch.randn(ROWS, self.scaled(hidden), generator=draw)
+        self._weights = torch.rand(ROWS, CHOICES, generator=draw)
+
+    def scaled(self, extent: int) -> int:
+        return extent * UNIT // self._unit
+
+    def run(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The module's output with these parameters."""
+        for name, value in values.items():
+            self._module.get_parameter(name).data = value
+        with torch.no_grad():
+            output: Tensor = self._module(self._tokens, self._index, self._weights)
+        return output
+
+    def half(self, parameter: SlicedParameter, rank: int) -> Tensor:
+        value, pieces, start = self.values[parameter.name], [], 0
+        for length in map(self.scaled, parameter.parts):
+            pieces.append(value.narrow(parameter.dim, start + rank * (length // 2), length // 2))
+            start += length
+        return torch.cat(pieces, parameter.dim)
+
+
+def _try_all(double: _Double, module: nn.Module, mixture: BlockMixture) -> ExpertSlices | str:
+    expected = double.run(double.values)
+    ways = product(*(list(_ways(name, module.get_parameter(name).shape)) for name in mixture.parameters))
     for way in islice(ways, TRIALS):
-        parts = [{one.name: _half(double.values, one, unit, rank) for one in way} for rank in range(2)]
-        if any(value.numel() == 0 for part in parts for value in part.values()):
-            continue
-        if _adds_up(double, parts, whole):
+        halves = [{one.name: double.half(one, rank) for one in way} for rank in range(2)]
+        if all(value.numel() for half in halves for value in half.values()) and _add_up(double, halves, expected):
             width = math.gcd(*(length for one in way for length in one.parts))
             degree = width // ALIGNED if width % ALIGNED == 0 else 1
             narrow = f"{mixture.path}: slices of a width of {width} would be no multiples of {ALIGNED}"
             return ExpertSlices(mixture.path, way, degree) if degree > 1 else narrow
     return f"{mixture.path}: no way to slice its experts gives outputs that add up"
-
-
-def _adds_up(double: _Double, parts: Sequence[Mapping[str, Tensor]], tensor: Tensor) -> bool:
-    try:
-        made = sum(double.run(part) for part in parts)
-    except Exception:  # extents that do not fit together
-        return False
-    return isinstance(made, Tensor) and made.shape == tensor.shape and bool((made - tensor).abs().max() <= CLOSE)
 
 
 def _ways(name: str, shape: tuple[int, ...]) -> Iterator[SlicedParameter]:
@@ -109,34 +120,12 @@ def _ways(name: str, shape: tuple[int, ...]) -> Iterator[SlicedParameter]:
             yield SlicedParameter(name, dim, (shape[dim] // 2,) * 2)
 
 
-def _half(values: Mapping[str, Tensor], one: SlicedParameter, unit: int, rank: int) -> Tensor:
-    value, starts = values[one.name], [0, *one.parts]
-    pieces = []
-    for start, length in zip(starts, one.parts, strict=False):
-        half = length * UNIT // unit // 2
-        pieces.append(value.narrow(one.dim, start * UNIT // unit + rank * half, half))
-    return torch.cat(pieces, one.dim)
-
-
-def _double(
-    module: nn.Module, mixture: BlockMixture, shapes: Mapping[str, tuple[int, ...]], extents: tuple[int, int]
-) -> _Double:
-    hidden, unit = extents
-    draw = torch.Generator().manual_seed(0)
-    small = {shape: (FEW, *(extent // unit * UNIT for extent in shape[1:])) for shape in shapes.values()}
-    values = {name: torch.randn(small[shape], generator=draw) / 4 for name, shape in shapes.items()}
-    memo: dict[int, Any] = {
-        id(module.get_parameter(name)): nn.Parameter(value, requires_grad=False) for name, value in values.items()
-    }
-    copied = copy.deepcopy(module, memo).eval()
-    for name, value in vars(module).items():
-        if type(value) is int and "expert" in name and value == mixture.experts:
-            setattr(copied, name, FEW)
-        elif type(value) is int and any(value in shape[1:] for shape in shapes.values()):
-            setattr(copied, name, value // unit * UNIT)
-    index = torch.rand(ROWS, FEW, generator=draw).topk(CHOICES).indices
-    tokens = torch.randn(ROWS, hidden // unit * UNIT, generator=draw)
-    return _Double(copied, values, tokens, index, torch.rand(ROWS, CHOICES, generator=draw))
+def _add_up(double: _Double, halves: list[dict[str, Tensor]], expected: Tensor) -> bool:
+    try:
+        total = double.run(halves[0]) + double.run(halves[1])
+    except Exception:  # extents that do not fit together
+        return False
+    return total.shape == expected.shape and bool((total - expected).abs().max() <= CLOSE)
 
 
 def sum_slices(module: nn.Module, group: TensorGroup, sequence_parallel: bool) -> None:
@@ -154,8 +143,8 @@ def sum_slices(module: nn.Module, group: TensorGroup, sequence_parallel: bool) -
 def _replicated(
     forward: Callable[..., Tensor], group: TensorGroup, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any
 ) -> Tensor:
-    made = forward(copy_to_group(hidden, group), index, copy_to_group(weights, group), **options)
-    return reduce_from_group(made, group)
+    output = forward(copy_to_group(hidden, group), index, copy_to_group(weights, group), **options)
+    return reduce_from_group(output, group)
 
 
 def _shared(

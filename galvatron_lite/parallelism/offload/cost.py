@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 from galvatron_lite.arrays import Real, largest, where
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Chosen, DimensionContext, LayerWork, Room, shared, sliced
+from galvatron_lite.parallelism.base import Chosen, Dimension, DimensionContext, LayerWork, Room, shared, sliced
 from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.strategy import Offload
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadDimension:
+class OffloadDimension(Dimension):
     """What is kept in host memory."""
 
     name: str = "offload"
@@ -54,10 +54,6 @@ class OffloadDimension:
         single = chosen["tensor"] == 1 or chosen["sequence_parallel"]
         states, kept = offload is not Offload.ACTIVATIONS, offload is not Offload.STATES
         return (sharded or not states) and (single or not kept)
-
-    def reason(self, kind: LayerKind) -> str:  # noqa: ARG002
-        """Never limited by a layer."""
-        return ""
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:  # noqa: ARG002
         """Marks what lies in host memory; must run last, when it is known what the device owns."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from galvatron_lite.arrays import Whole
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.parallelism.base import Communication, Moment
-from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Moments, Schedule, moments_of, stage_actions
+from galvatron_lite.parallelism.pipeline.schedule import Moments, Schedule, moments_of, stage_actions
 from galvatron_lite.parallelism.strategy import Strategy
 
 NAME = "pipeline"
@@ -47,14 +47,8 @@ def stride_between(first: int, second: int, stage_devices: int, node_devices: in
 
 
 def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) -> int:
-    """The most micro-batches whose activations a stage holds at once, where every group runs one stage.
-
-    1F1B: the stage may run ahead of its own backward by the stages that follow it (Narayanan et al. 2021). GPipe: all.
-    Zero-bubble: what the schedule limits it to, waiting gradients of weights included: as many as there are stages
-    (``zb-1p``) or twice that (``zb-2p``; Qi et al. 2023, section 3.1).
-    """
-    ahead = {Schedule.GPIPE: microbatches, Schedule.ZERO_BUBBLE_1P: stages, Schedule.ZERO_BUBBLE_2P: 2 * stages}
-    return min(microbatches, ahead.get(schedule, stages - stage))
+    """See ``Schedule.in_flight``."""
+    return schedule.in_flight(stages, stage, microbatches)
 
 
 def fills(schedule: Schedule, held: int, microbatches: int) -> bool:
@@ -62,7 +56,7 @@ def fills(schedule: Schedule, held: int, microbatches: int) -> bool:
     weights: all of a step, of several (GPipe; 1F1B where as many stages follow). Zero-bubble: the pass that comes first
     makes none, but leaves memory for the one that does.
     """
-    return schedule in SIMPLE and held == microbatches > 1
+    return schedule.simple and held == microbatches > 1
 
 
 @lru_cache(maxsize=4096)
@@ -74,10 +68,10 @@ def chunks_in_flight(schedule: Schedule, pipeline: int, group: int, microbatches
     ``2 (p - group - 1) + (v - 1) p + 1`` in all (Narayanan et al. 2021, section 2.2). ``zb-v``: up to 2p half stages in
     all; group g holds 2p - g - 1 of its first and g + 1 of its second.
     """
-    if schedule is Schedule.ZERO_BUBBLE_V:
+    if schedule.turns_back:
         most = min(microbatches, 2 * pipeline - group - 1), min(microbatches, group + 1)
         return (0, most), (1, most)
-    if virtual == 1 and schedule is not Schedule.INTERLEAVED:
+    if virtual == 1 and schedule.virtual_stages == 1:
         return ((0, (in_flight(schedule, pipeline, group, microbatches),)),)
     if microbatches > 3 * pipeline:
         return chunks_in_flight(schedule, pipeline, group, 3 * pipeline, virtual)

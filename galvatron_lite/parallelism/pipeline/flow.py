@@ -1,4 +1,4 @@
-"""Which layers' outputs are read where, through whatever code lies between, as a run of a copy on meta shows."""
+"""Which layers' outputs are read where, through whatever code lies between, found by a run of a copy on meta."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LayerFlow:
     calls: tuple[tuple[str, int], ...]  # of the layers' modules, in order: path, and how many times it had run before
     reads: tuple[Read, ...]  # in order
     # by path, what the layers' modules returned last in a run of a few samples; its tensors without values
-    made: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    outputs: Mapping[str, Any] = field(default_factory=dict, compare=False)
     # parameters of modules that never run, which another layer than theirs is handed; and that layer
     borrowed: tuple[tuple[str, int], ...] = ()
 
@@ -65,11 +65,17 @@ class LayerFlow:
             received: what ``sender`` returned for some samples; if it is a nest of the same form, it is taken for it.
             sender: path of another module of a layer.
         """
-        known, other = self.made.get(path), self.made.get(sender)
-        if known is None or other is None or _form(known) == _form(received):
+        output, other = self.outputs.get(path), self.outputs.get(sender)
+        if output is None or other is None or _form(output) == _form(received):
             return map_tensors(received, shape_of)
-        rows, few = (next(tensors_of(one)).shape[0] for one in (received, other))
-        return map_tensors(known, lambda tensor: _of_samples(tensor, rows, few))
+        rows, few = (next(tensors_of(value)).shape[0] for value in (received, other))
+
+        def resized(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] * rows % few:
+                return torch.empty_like(tensor)
+            return tensor.new_empty((tensor.shape[0] * rows // few, *tensor.shape[1:]))
+
+        return map_tensors(output, resized)
 
     @property
     def is_chain(self) -> bool:
@@ -84,7 +90,8 @@ class LayerFlow:
     def crossing(self, cut: int) -> tuple[Output, ...]:
         """Outputs of layers before ``cut`` that it, or a layer after it, reads; in the order they are made."""
         order = {call: number for number, call in enumerate(self.calls)}
-        return tuple(sorted(self._crossing(cut), key=lambda one: (order[one.path, one.call], one.place)))
+        outputs = {one for one in self._sources(cut) if self.places.get(one.path, 0) < cut}
+        return tuple(sorted(outputs, key=lambda one: (order[one.path, one.call], one.place)))
 
     def last_call(self, places: range) -> tuple[str, int] | None:
         """Behind which call the stage of these layers has done all its work; None: it calls no module."""
@@ -110,9 +117,6 @@ class LayerFlow:
                 remedy = f"It reads the parameter {one.path}, which no layer holds: begin no stage here or before."
                 raise InputError("stages", layers[cut].name, remedy)
 
-    def _crossing(self, cut: int) -> Sources:
-        return frozenset(one for one in self._sources(cut) if self.places.get(one.path, 0) < cut)
-
     def _sources(self, cut: int) -> Iterator[Output]:
         """Of all that is read behind ``cut``, but for the entry where that is what is sent."""
         for read in self.reads:
@@ -133,86 +137,12 @@ def flow_of(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: Loss
     Raises:
         TraceError: the model does not run on the batch.
     """
-    seen = _see(model, layers, batch, loss_fn)
-    idle = {path: place for path, place in seen.places.items() if not seen.counts[path]}
-    borrowed = _borrowed(_see(model, layers, batch, loss_fn, idle), idle) if idle else ()
-    return LayerFlow(seen.places, tuple(seen.calls), tuple(seen.reads), seen.made, borrowed)
-
-
-def _see(
-    model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None, idle: Collection[str] = ()
-) -> _Seen:
-    """A run of a copy; parameters of the idle modules are known by their names, as those are that no layer holds."""
-    twin, example = meta_copy(model), resize_batch(batch, _SAMPLES)
-    seen = _Seen(units(twin, layers), _first_block(layers))
-    _mark_loose(twin, layers, idle)
-    with ExitStack() as stack:
-        for path in seen.places:
-            module = twin.get_submodule(path)
-            module.register_forward_pre_hook(partial(seen.enter, path), with_kwargs=True)
-            module.register_forward_hook(partial(seen.leave, path))
-        stack.enter_context(explaining("", twin))
-        stack.enter_context(shapes_only(Recorder()))
-        stack.enter_context(torch.no_grad())
-        output = call_model(twin, example)
-        seen.reads.append(Read(sources_of(_lossy(output, example, loss_fn)), len(layers) - 1))
-    return seen
-
-
-def _borrowed(seen: _Seen, idle: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Parameters of idle modules, by path the number of their layer, and the first other layer that reads them."""
-    return tuple(
-        (one.path, read.reader)
-        for read in seen.reads
-        for one in sorted(read.sources, key=lambda one: one.path)
-        for path, place in idle.items()
-        if one.call == LOOSE
-        and one.path.startswith(f"{path}.")
-        and place not in (read.reader, read.reader - read.is_entry)
-    )[:1]
-
-
-@dataclass(slots=True)
-class _Seen:
-    places: dict[str, int]
-    first_block: str
-    calls: list[tuple[str, int]] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    outputs: list[Tensor] = field(default_factory=list)
-    made: dict[str, Any] = field(default_factory=dict)
-
-    def enter(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.calls.append((path, self.counts[path]))
-        hidden = next(tensors_of((args, kwargs)), None) if path == self.first_block and not self.counts[path] else None
-        for tensor in tensors_of((args, kwargs)):
-            made = tensor is hidden and all(tensor is not other for other in self.outputs)
-            if sources := sources_of(tensor):
-                self.reads.append(Read(sources, self.places[path], made))
-        return map_tensors((args, kwargs), shape_of)
-
-    def leave(self, path: str, _: nn.Module, __: Any, output: Any) -> Any:
-        call = self.counts[path]
-        self.counts[path] += 1
-        self.made[path] = map_tensors(output, lambda tensor: torch.empty_like(shape_of(tensor), device=_META))
-
-        def announce(place: str, tensor: Tensor) -> Tensor:
-            made = unknown(shape_of(tensor), frozenset([Output(path, call, place)]), _META)
-            self.outputs.append(made)
-            return made
-
-        return map_places(output, announce)
-
-
-def _form(value: Any) -> list[str]:
-    return [place for place, _ in places(value)]
-
-
-def _of_samples(tensor: Tensor, rows: int, few: int) -> Tensor:
-    """A tensor as it is where another one has so many rows instead of few; where they tell nothing, as it is."""
-    if tensor.dim() == 0 or tensor.shape[0] * rows % few:
-        return torch.empty_like(tensor)
-    return tensor.new_empty((tensor.shape[0] * rows // few, *tensor.shape[1:]))
+    run = _observe(model, layers, batch, loss_fn)
+    idle = {path: place for path, place in run.places.items() if not run.counts[path]}
+    borrowed: tuple[tuple[str, int], ...] = ()
+    if idle:
+        borrowed = _borrowed(_observe(model, layers, batch, loss_fn, idle), idle)
+    return LayerFlow(run.places, tuple(run.calls), tuple(run.reads), run.returned, borrowed)
 
 
 def units(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:
@@ -228,15 +158,79 @@ def units(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:
     }
 
 
-def _first_block(layers: Sequence[Layer]) -> str:
-    before = bool(layers) and layers[0].role is Role.BEFORE
-    return layers[1].modules[0] if before and len(layers) > 1 and layers[1].modules else ""
+@dataclass(slots=True)
+class _Run:
+    places: dict[str, int]
+    first_block: str
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    outputs: list[Tensor] = field(default_factory=list)
+    returned: dict[str, Any] = field(default_factory=dict)
+
+    def enter(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.calls.append((path, self.counts[path]))
+        hidden = next(tensors_of((args, kwargs)), None) if path == self.first_block and not self.counts[path] else None
+        for tensor in tensors_of((args, kwargs)):
+            is_entry = tensor is hidden and all(tensor is not other for other in self.outputs)
+            if sources := sources_of(tensor):
+                self.reads.append(Read(sources, self.places[path], is_entry))
+        return map_tensors((args, kwargs), shape_of)
+
+    def leave(self, path: str, _: nn.Module, __: Any, output: Any) -> Any:
+        call = self.counts[path]
+        self.counts[path] += 1
+        self.returned[path] = map_tensors(output, lambda tensor: torch.empty_like(shape_of(tensor), device=_META))
+
+        def announce(place: str, tensor: Tensor) -> Tensor:
+            self.outputs.append(unknown(shape_of(tensor), frozenset([Output(path, call, place)]), _META))
+            return self.outputs[-1]
+
+        return map_places(output, announce)
 
 
-def _mark_loose(model: nn.Module, layers: Sequence[Layer], idle: Collection[str] = ()) -> None:
+def _observe(
+    model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None, idle: Collection[str] = ()
+) -> _Run:
+    """A run of a copy; parameters of the idle modules are known by their names, as those are that no layer holds."""
+    twin, example = meta_copy(model), resize_batch(batch, _SAMPLES)
+    has_entry = len(layers) > 1 and layers[0].role is Role.BEFORE and bool(layers[1].modules)
+    run = _Run(units(twin, layers), layers[1].modules[0] if has_entry else "")
+    _mark_loose(twin, layers, idle)
+    with ExitStack() as stack:
+        for path in run.places:
+            module = twin.get_submodule(path)
+            module.register_forward_pre_hook(partial(run.enter, path), with_kwargs=True)
+            module.register_forward_hook(partial(run.leave, path))
+        stack.enter_context(explaining("", twin))
+        stack.enter_context(shapes_only(Recorder()))
+        stack.enter_context(torch.no_grad())
+        output = call_model(twin, example)
+        run.reads.append(Read(sources_of(_loss_or_output(output, example, loss_fn)), len(layers) - 1))
+    return run
+
+
+def _borrowed(run: _Run, idle: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The first parameter of an idle module that another layer reads, and that layer."""
+    return tuple(
+        (one.path, read.reader)
+        for read in run.reads
+        for one in sorted(read.sources, key=lambda one: one.path)
+        for path, place in idle.items()
+        if one.call == LOOSE
+        and one.path.startswith(f"{path}.")
+        and place not in (read.reader, read.reader - read.is_entry)
+    )[:1]
+
+
+def _form(value: Any) -> list[str]:
+    return [place for place, _ in places(value)]
+
+
+def _mark_loose(model: nn.Module, layers: Sequence[Layer], idle: Collection[str]) -> None:
     """Make parameters that no layer's modules hold known by their name, and those of idle ones."""
-    units = {path for layer in layers for path in layer.modules} - set(idle)
-    held = {id(p) for path in units for p in model.get_submodule(path).parameters()}
+    modules = {path for layer in layers for path in layer.modules} - set(idle)
+    held = {id(p) for path in modules for p in model.get_submodule(path).parameters()}
     for prefix, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in held:
@@ -245,8 +239,7 @@ def _mark_loose(model: nn.Module, layers: Sequence[Layer], idle: Collection[str]
                 setattr(module, name, unknown(shape_of(parameter), frozenset([source]), _META))
 
 
-def _lossy(output: Any, batch: Any, loss_fn: LossFn | None) -> Any:
-    """The loss, or the whole output where none can be made of it."""
+def _loss_or_output(output: Any, batch: Any, loss_fn: LossFn | None) -> Any:
     try:
         return loss_of(output, batch, loss_fn)
     except Exception:  # the user's function, on tensors without values

@@ -1,9 +1,16 @@
-"""The execution of the stages of one rank, in the order of the table."""
+"""Runs the stages of one rank in the order of the table.
+
+Why not the schedules of ``torch.distributed.pipelining`` (read in torch 2.13): they keep a receive buffer for every
+micro-batch of the step instead of those in flight, so 1F1B loses its memory bound; they learn shapes by running the
+first micro-batch forward and backward once more, through the hooks that count micro-batches and reduce gradients; they
+refuse 1F1B with fewer micro-batches than stages; and they split a batch only where it is made of tensors of equal rows.
+The order of work is theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,37 +18,30 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from galvatron_lite.model.batch import tensors_of
-from galvatron_lite.parallelism.pipeline.carry import check_known
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, Later
-from galvatron_lite.parallelism.pipeline.post import P2PChannel, StepMail
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
-from galvatron_lite.parallelism.pipeline.stage import StageModel
-from galvatron_lite.parallelism.pipeline.table import Pipeline, RankSchedule, programme_of
-from galvatron_lite.parallelism.pipeline.transfer import GradientSlot, PipelineGroups, Value, arrived, differentiable
+from galvatron_lite.parallelism.pipeline.stage import StageModel, check_known
+from galvatron_lite.parallelism.pipeline.table import Pipeline, programme_of
+from galvatron_lite.parallelism.pipeline.transfer import (
+    GradientSlot,
+    P2PChannel,
+    PipelineGroups,
+    Value,
+    arrived,
+    differentiable,
+)
 
 Call = Callable[[int, Any], Any]
 """``call(chunk, microbatch)`` runs a stage's model."""
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
-    """What a micro-batch leaves between its passes.
-
-    Outputs are edges of the autograd graph, not tensors: once sent, their data is kept only if autograd needs it.
-    """
-
-    inputs: list[GradientSlot]
-    outputs: list[GradientEdge]
-    shapes: list[Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class Luggage:
-    """What the stages make of values that travel: by default nothing."""
+    """How values travel between stages; by default as they are."""
 
     # plain tensors to be sent, and what the next stage must know of them beside their shapes
     pack: Callable[[Value], tuple[Value, Any]] = lambda value: (value, None)
-    # what the stage is given of tensors that arrived, and of that
+    # the stage's input from tensors that arrived, and from that
     unpack: Callable[[Value, Any], Value] = lambda value, _: value
 
 
@@ -54,17 +54,16 @@ class Chunk:
     deferral: Deferral | None = None  # keeps what makes the gradients of weights; None: they are made in backward
 
 
-@dataclass(slots=True)
-class _Step:
-    """The state of one step."""
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """What a micro-batch leaves between its passes.
 
-    microbatches: Sequence[Sequence[Any]]
-    call: Call
-    loss: Tensor
-    begun: Callable[[], None] = lambda: None
-    passes: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
-    later: dict[tuple[int, int], list[Later]] = field(default_factory=dict)
-    outputs: list[Any] = field(default_factory=list)
+    Outputs are edges of the autograd graph, not tensors: once sent, their data is kept only if autograd needs it.
+    """
+
+    inputs: list[GradientSlot]
+    outputs: list[GradientEdge]
+    shapes: list[Tensor]
 
 
 class PipelineRunner:
@@ -93,7 +92,7 @@ class PipelineRunner:
         for chunk in chunks:
             chunk.stage.attach()
         self.pipeline, self._chunks, self._index, self._device = pipeline, tuple(chunks), index, device
-        self._post = P2PChannel(groups, index, device)
+        self._channel = P2PChannel(groups, index, device)
 
     def step(
         self,
@@ -116,17 +115,15 @@ class PipelineRunner:
         Returns:
             The sum of the scaled losses where the last stage is, zero elsewhere.
         """
-        programme = programme_of(self.pipeline, len(microbatches[0]), self._index)
-        step, box = self._begin(programme, microbatches, call)
-        step.begun = begun or step.begun
-        last = {(action.what, action.chunk): action for action in programme.actions}
+        actions = self._begin(microbatches, call, begun)
+        last = {(action.what, action.chunk): action for action in actions}
         run = {Pass.FORWARD: self._forward, Pass.BACKWARD: self._backward, Pass.WEIGHT: self._weight}
-        for action, following in _pairs(programme.actions):
+        for action, following in zip(actions, (*actions[1:], None), strict=True):
             if before_pass is not None:
                 before_pass(action, last[action.what, action.chunk] == action)
-            run[action.what](step, box, action, following)
-        self._post.finish()
-        return step.loss
+            run[action.what](action, following)
+        self._end()
+        return self._loss
 
     def outputs(self, microbatches: Sequence[Sequence[Any]], call: Call) -> list[Any]:
         """Forward passes alone, without gradients.
@@ -136,88 +133,88 @@ class PipelineRunner:
             call: runs the model of a stage on a micro-batch; what it returns on the last stage is the output.
 
         Returns:
-            By micro-batch what the last stage made; nothing elsewhere.
+            By micro-batch the output of the last stage; nothing elsewhere.
 
         Raises:
             InputError: an output is made of what an earlier stage has.
         """
-        programme = programme_of(self.pipeline, len(microbatches[0]), self._index, forward_only=True)
         with torch.no_grad():
-            step, box = self._begin(programme, microbatches, call)
-            for action, following in _pairs(programme.actions):
-                self._forward(step, box, action, following)
-            self._post.finish()
-        return step.outputs
+            actions = self._begin(microbatches, call, forward_only=True)
+            for action, following in zip(actions, (*actions[1:], None), strict=True):
+                self._forward(action, following)
+            outputs = self._outputs
+            self._end()
+        return outputs
 
     def _begin(
-        self, programme: RankSchedule, microbatches: Sequence[Sequence[Any]], call: Call
-    ) -> tuple[_Step, StepMail]:
-        step = _Step(microbatches, call, torch.zeros((), device=self._device))
+        self,
+        microbatches: Sequence[Sequence[Any]],
+        call: Call,
+        begun: Callable[[], None] | None = None,
+        *,
+        forward_only: bool = False,
+    ) -> tuple[Action, ...]:
+        schedule = programme_of(self.pipeline, len(microbatches[0]), self._index, forward_only=forward_only)
+        self._microbatches, self._call, self._begun = microbatches, call, begun or (lambda: None)
+        self._loss, self._outputs = torch.zeros((), device=self._device), list[Any]()
+        self._later: dict[tuple[int, int], list[Later]] = {}
+        self._in_flight = in_flight = dict[tuple[int, int], _InFlight]()
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for part in microbatches for tensor in tensors_of(part[0]))
 
         def gradients(action: Action) -> list[Tensor] | None:
-            done = step.passes.get((action.chunk, action.microbatch))
+            done = in_flight.get((action.chunk, action.microbatch))
             return None if done is None else done.shapes
 
-        return step, StepMail(programme, _kind(microbatches), gradients)
+        self._channel.begin(schedule, (torch.is_grad_enabled(), shapes), gradients)
+        return schedule.actions
 
-    def _forward(self, step: _Step, box: StepMail, action: Action, following: Action | None) -> None:
-        chunk, number = self._chunks[action.chunk], action.microbatch
-        received, given, slots = self._post.arrived(box, action), None, list[GradientSlot]()
-        step.begun()
-        if not chunk.stage.first:
-            template, known = self._post.template(box, action)
-            value, slots = arrived(template, received)
-            given = chunk.luggage.unpack(value, known)
-        self._post.foresee(box, following)
-        part = step.microbatches[action.chunk][number]
-        produced = chunk.stage.run(lambda: step.call(action.chunk, part), given)
-        if not torch.is_grad_enabled():
-            self._hand_on(step, box, action, produced)
-            return
-        produced, knowledge = (produced, None) if chunk.stage.last else chunk.luggage.pack(produced)
-        outputs = differentiable(produced)
-        edges = [get_gradient_edge(tensor) for tensor in outputs]
-        shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]
-        step.passes[action.chunk, number] = _InFlight(slots, edges, shapes)
-        if chunk.stage.last:
-            step.loss += produced.detach()
-        else:
-            self._post.send(box, action, produced, knowledge)
+    def _end(self) -> None:
+        self._channel.finish()
+        self._microbatches, self._outputs = (), []
+        del self._call, self._begun
 
-    def _hand_on(self, step: _Step, box: StepMail, action: Action, produced: Any) -> None:
+    def _forward(self, action: Action, following: Action | None) -> None:
         chunk = self._chunks[action.chunk]
-        if chunk.stage.last:
-            check_known("the model's outputs", produced)
-            step.outputs.append(produced)
+        tensors, received, slots = self._channel.arrived(action), None, list[GradientSlot]()
+        self._begun()
+        if not chunk.stage.first:
+            template, knowledge = self._channel.template(action)
+            value, slots = arrived(template, tensors)
+            received = chunk.luggage.unpack(value, knowledge)
+        self._channel.foresee(following)
+        part = self._microbatches[action.chunk][action.microbatch]
+        produced = chunk.stage.run(lambda: self._call(action.chunk, part), received)
+        knowledge = None
+        if not chunk.stage.last:
+            produced, knowledge = chunk.luggage.pack(produced)
+        if torch.is_grad_enabled():
+            outputs = differentiable(produced)
+            edges = [get_gradient_edge(tensor) for tensor in outputs]
+            shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]
+            self._in_flight[action.chunk, action.microbatch] = _InFlight(slots, edges, shapes)
+        if not chunk.stage.last:
+            self._channel.send(action, produced, knowledge)
+        elif torch.is_grad_enabled():
+            self._loss += produced.detach()
         else:
-            self._post.send(box, action, *chunk.luggage.pack(produced))
+            check_known("the model's outputs", produced)
+            self._outputs.append(produced)
 
-    def _backward(self, step: _Step, box: StepMail, action: Action, following: Action | None) -> None:
+    def _backward(self, action: Action, following: Action | None) -> None:
         chunk, key = self._chunks[action.chunk], (action.chunk, action.microbatch)
-        gradients = self._post.arrived(box, action)
-        step.begun()
-        self._post.foresee(box, following)
-        done = step.passes.pop(key)
+        gradients = self._channel.arrived(action)
+        self._begun()
+        self._channel.foresee(following)
+        done = self._in_flight.pop(key)
         if done.outputs:
             torch.autograd.backward(done.outputs, None if chunk.stage.last else gradients)
         if chunk.deferral is not None:
-            step.later[key] = chunk.deferral.take()
+            self._later[key] = chunk.deferral.take()
         if not chunk.stage.first:
-            self._post.send(box, action, [slot.taken(self._device) for slot in done.inputs])
+            self._channel.send(action, [slot.taken(self._device) for slot in done.inputs])
 
-    def _weight(self, step: _Step, box: StepMail, action: Action, following: Action | None) -> None:
-        self._post.foresee(box, following)
-        tasks = step.later.pop((action.chunk, action.microbatch))
+    def _weight(self, action: Action, following: Action | None) -> None:
+        self._channel.foresee(following)
+        tasks = self._later.pop((action.chunk, action.microbatch))
         while tasks:
             tasks.pop(0)()
-
-
-def _pairs(actions: Sequence[Action]) -> zip[tuple[Action, Action | None]]:
-    """Every action with the one after it."""
-    return zip(actions, (*actions[1:], None), strict=True)
-
-
-def _kind(microbatches: Sequence[Sequence[Any]]) -> Hashable:
-    """What the shapes of values that travel depend on, and whether they ask for gradients."""
-    shapes = tuple((tuple(tensor.shape), tensor.dtype) for own in microbatches for tensor in tensors_of(own[0]))
-    return torch.is_grad_enabled(), shapes

@@ -1,4 +1,8 @@
-"""The order in which one group of devices works through its micro-batches. Pure: no torch, no communication."""
+"""Pipeline schedules: all that is known of each, and the order in which groups of devices work through micro-batches.
+
+Pure: no torch, no communication. Zero-bubble orders depend on the seconds of each pass: see ``zero_bubble``;
+``table.actions_of`` has the order of every schedule.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,65 @@ class Schedule(StrEnum):
     ZERO_BUBBLE_V = "zb-v"
     CYCLIC = "cyclic"
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward is split into the gradient of the input and that of the weights (zero-bubble)."""
+        return self in (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P, Schedule.ZERO_BUBBLE_V)
 
-ZERO_BUBBLE = (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P, Schedule.ZERO_BUBBLE_V)
-"""Schedules that split backward into the gradient of the input and that of the weights."""
-SIMPLE = (Schedule.GPIPE, Schedule.ONE_F_ONE_B)
-"""Schedules in which a group of devices runs one stage, and backward in one pass."""
-EXECUTABLE = tuple(schedule for schedule in Schedule if schedule is not Schedule.CYCLIC)
-"""Schedules that the runtime's pipelines run; cyclic data parallelism is run in a way of its own."""
+    @property
+    def executable(self) -> bool:
+        """Whether pipelines run it; cyclic data parallelism is run in a way of its own."""
+        return self is not Schedule.CYCLIC
+
+    @property
+    def virtual_stages(self) -> int | None:
+        """Stages of each group of devices; None: as many as a plan says, more than one."""
+        return {Schedule.INTERLEAVED: None, Schedule.ZERO_BUBBLE_V: 2}.get(self, 1)
+
+    @property
+    def simple(self) -> bool:
+        """Whether a group of devices runs one stage, and backward in one pass."""
+        return self.executable and self.virtual_stages == 1 and not self.splits_backward
+
+    @property
+    def turns_back(self) -> bool:
+        """Whether stages go forth and back over the groups of devices, instead of round and round."""
+        return self is Schedule.ZERO_BUBBLE_V
+
+    @property
+    def whole_rounds(self) -> bool:
+        """Whether it works best where groups of devices divide the micro-batches, which they take in rounds."""
+        return self is Schedule.INTERLEAVED
+
+    @property
+    def settles(self) -> bool:
+        """Whether a group holds as many micro-batches at once in a long step as in one of a few rounds."""
+        return self in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether nothing changes from one micro-batch to the next between warm-up and draining."""
+        return self is Schedule.ONE_F_ONE_B
+
+    def in_flight(self, stages: int, stage: int, microbatches: int) -> int:
+        """The most micro-batches whose activations a stage holds at once, where every group runs one stage.
+
+        1F1B: the stage may run ahead of its own backward by the stages that follow it (Narayanan et al. 2021). GPipe:
+        all. Zero-bubble: its limit, waiting gradients of weights included: as many as there are stages (``zb-1p``) or
+        twice that (``zb-2p``; Qi et al. 2023, section 3.1).
+        """
+        if self is Schedule.GPIPE:
+            return microbatches
+        return min(microbatches, self.limit(stages) if self.splits_backward else stages - stage)
+
+    def limit(self, groups: int) -> int:
+        """Micro-batches of each chunk that a group of devices may hold under a zero-bubble schedule."""
+        return groups if self is Schedule.ZERO_BUBBLE_1P else 2 * groups
+
+
+ZERO_BUBBLE = tuple(schedule for schedule in Schedule if schedule.splits_backward)
+SIMPLE = tuple(schedule for schedule in Schedule if schedule.simple)
+EXECUTABLE = tuple(schedule for schedule in Schedule if schedule.executable)
 
 
 class Pass(StrEnum):
@@ -62,27 +118,25 @@ class Course:
 
 
 def group_of(schedule: Schedule, pipeline: int, stage: int) -> int:
-    """The group of devices that runs a (virtual) stage: round and round, with ``zb-v`` forth and back."""
+    """The group of devices that runs a (virtual) stage."""
     turn, place = divmod(stage, pipeline)
-    return pipeline - 1 - place if schedule is Schedule.ZERO_BUBBLE_V and turn % 2 else place
+    return pipeline - 1 - place if schedule.turns_back and turn % 2 else place
 
 
 def stage_at(schedule: Schedule, pipeline: int, group: int, chunk: int) -> int:
     """The (virtual) stage that is a group's ``chunk``-th: the inverse of ``group_of``."""
-    back = schedule is Schedule.ZERO_BUBBLE_V and chunk % 2
-    return chunk * pipeline + (pipeline - 1 - group if back else group)
+    return chunk * pipeline + (pipeline - 1 - group if schedule.turns_back and chunk % 2 else group)
 
 
 def stage_actions(
     schedule: Schedule, stages: int, stage: int, microbatches: int, virtual: int = 1
 ) -> tuple[Action, ...]:
-    """What group ``stage`` of ``stages`` does, in order.
+    """What group ``stage`` of ``stages`` does, in order, under schedules whose order does not depend on seconds.
 
     GPipe runs every forward pass, then every backward pass. 1F1B (Narayanan et al. 2021, "Efficient Large-Scale
     Language Model Training on GPU Clusters", section 2.2) starts with ``stages - stage - 1`` forward passes and then
     alternates, so that a stage never holds the activations of more than ``stages - stage`` micro-batches. Interleaved
-    1F1B (same, figure 4): ``_interleaved``. Zero-bubble schedules depend on the seconds of each pass and are not made
-    here, but in ``zero_bubble``; ``table.actions_of`` has all.
+    1F1B: the same, figure 4.
     """
     if schedule is Schedule.INTERLEAVED:
         return _interleaved(stages, stage, microbatches, virtual)
@@ -100,7 +154,7 @@ def _alternating(forward: Sequence[Action], backward: Sequence[Action], ahead: i
 
 @lru_cache(maxsize=4096)
 def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> tuple[Action, ...]:
-    """Interleaved 1F1B as in Megatron-LM: micro-batches go through the chunks ``groups`` at a time.
+    """Micro-batches go through the chunks ``groups`` at a time.
 
     Warm-up: ``2 (groups - group - 1) + (virtual - 1) groups`` forward passes (Megatron-LM,
     ``forward_backward_pipelining_with_interleaving``). Where ``groups`` does not divide the micro-batches, the order
@@ -126,14 +180,14 @@ def moments_of(actions: Sequence[Action], virtual: int) -> Moments:
     chunk is held than at another one of it, and those halfway between two others: bytes are linear in counts, so no
     such moment is worse than both.
     """
-    held, found = [0] * virtual, [dict[tuple[int, ...], None]() for _ in range(virtual)]
+    held, moments = [0] * virtual, [dict[tuple[int, ...], None]() for _ in range(virtual)]
     for action in actions:
         if action.what is Pass.FORWARD:
             held[action.chunk] += 1
         elif action.what is Pass.BACKWARD:
-            found[action.chunk][tuple(held)] = None
+            moments[action.chunk][tuple(held)] = None
             held[action.chunk] -= 1
-    return tuple((chunk, counts) for chunk, every in enumerate(found) for counts in _worst(tuple(every)))
+    return tuple((chunk, counts) for chunk, every in enumerate(moments) for counts in _worst(tuple(every)))
 
 
 def most_of(moments: Moments) -> tuple[int, ...]:
@@ -143,14 +197,13 @@ def most_of(moments: Moments) -> tuple[int, ...]:
 
 def _worst(every: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Counts that no other ones exceed, without the midpoints of two that hold some of the same chunks."""
-    most = [own for own in every if not any(own != other and all(map(le, own, other)) for other in every)]
-    known = set(most)
-    return [own for own in most if not any(_between(own, other, known) for other in most if other != own)]
+    most = [counts for counts in every if not any(counts != more and all(map(le, counts, more)) for more in every)]
+    points = set(most)
+    return [counts for counts in most if not any(_between(counts, end, points) for end in most if end != counts)]
 
 
-def _between(middle: tuple[int, ...], other: tuple[int, ...], points: Container[tuple[int, ...]]) -> bool:
-    """Whether ``middle`` is the midpoint of ``other`` and a third one, each with some of the same chunks."""
-    third = tuple(2 * here - there for here, there in zip(middle, other, strict=True))
-    return third in points and [count > 0 for count in other] == [count > 0 for count in middle] == [
-        count > 0 for count in third
-    ]
+def _between(middle: tuple[int, ...], end: tuple[int, ...], points: Container[tuple[int, ...]]) -> bool:
+    """Whether ``middle`` is the midpoint of ``end`` and a third one, each with some of the same chunks."""
+    third = tuple(2 * here - there for here, there in zip(middle, end, strict=True))
+    chunks = [[count > 0 for count in counts] for counts in (end, middle, third)]
+    return third in points and chunks[0] == chunks[1] == chunks[2]

@@ -1,37 +1,37 @@
 """One pipeline stage made from the user's own model object, in place and without tracing its code.
 
-Layers of other stages become hollow (see ``hollow.py``). On every stage the model's ``forward`` runs as the user wrote
-it. Modules before the stage return what they returned on the stage that has them, as far as the stage or a later one
-reads it (see ``flow.py``, ``carry.py``). The run ends behind the stage's last module. So glue code between blocks, and
-around them, needs no changes. Modules without parameters outside the layers (rotary embeddings, dropout) run on every
-stage.
+On every stage the model's ``forward`` runs as the user wrote it. Layers of other stages become hollow: they hold no
+parameters, and their ``forward`` is replaced. Modules before the stage return what they returned on the stage that has
+them, as far as the stage or a later one reads it (see ``flow.py``). The run ends behind the stage's last module. So
+glue code between blocks, and around them, needs no changes. Weights of hollow modules stay readable as meta tensors,
+because glue code may ask for their shape or dtype (Vision Transformers of transformers do). Modules without parameters
+outside the layers (rotary embeddings, dropout) run on every stage.
 
 In a chain, where each layer reads what the layer before it made and nothing else, what travels is exactly what the last
-layer of a stage returned, a tensor or a tuple.
+layer of a stage returned, a tensor or a tuple; else it is a dict of tensors by name (``CrossingOutputs``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.pipeline.carry import Carrier, check_known
+from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow, units
-from galvatron_lite.parallelism.pipeline.hollow import (
-    drop_loose_parameters,
-    drop_parameters,
-    hollow_with_shape,
-    replace_forward,
-)
-from galvatron_lite.parallelism.pipeline.unknown import Output, shape_of, unknown
+from galvatron_lite.parallelism.pipeline.unknown import Output, UnknownTensor, shape_of, sources_of, unknown
+from galvatron_lite.parallelism.sharded.tensor import locals_only
+
+_ENTRY = "entry"
+"""Name of the first block's input, among those of outputs."""
 
 
 class StageEnd(BaseException):
@@ -44,7 +44,7 @@ class StageModel:
     Args:
         model: the whole model, on any device (meta too); changed in place. Parameters of other stages are dropped.
         layers: every layer of the model, in running order.
-        own: names of this stage's layers: consecutive and at least one.
+        names: of this stage's layers: consecutive and at least one.
         device: where the stage will run; needed for a model on the meta device.
         flow: which layers read what. Without it the model must be a chain; a layer that reads more is refused when it
             runs.
@@ -74,10 +74,11 @@ class StageModel:
         self.first, self.last = start == 0, stop == len(layers)
         self._units = tuple(units(model, self.layers))
         self._flow, self._sender = flow, layers[start - 1].modules[-1] if start and layers[start - 1].modules else ""
-        self._carrier = _carrier(flow, start, stop)
+        self._crossing: CrossingOutputs | None = None
         self._enters_at_block = start > 0 and layers[start - 1].role is Role.BEFORE
         self._leaves_at_block = not self.last and self.layers[-1].role is Role.BEFORE
-        if flow is not None and self._carrier is not None:
+        if flow is not None and not flow.is_chain:
+            self._crossing = CrossingOutputs(flow.crossing(start), flow.crossing(stop), flow.enters(stop))
             self._enters_at_block, self._leaves_at_block = flow.enters(start), flow.enters(stop)
         self._end = None if flow is None or self._leaves_at_block else flow.last_call(range(start, stop))
         self._counts: Counter[str] = Counter()
@@ -85,8 +86,11 @@ class StageModel:
         self._produced: Any = None
         self._entered = False
         self._hollow_earlier(layers[:start], device)
-        self._hollow_later(layers[stop:])
-        replace_forward(model, partial(self._run_to_end, model.forward))
+        for path in units(model, layers[stop:]):
+            module = model.get_submodule(path)
+            drop_parameters(module)
+            module.forward = self._stop
+        model.forward = partial(self._run_to_end, model.forward)
 
     def attach(self) -> None:
         """Install the hooks that feed and read the stage. Call it after every other hook of its layers is in place:
@@ -125,7 +129,7 @@ class StageModel:
             output = None
         try:
             if not self.last:
-                return self._sent()
+                return self._produced if self._crossing is None else self._crossing.produced
             if isinstance(output, Tensor):
                 check_known(self.layers[-1].name, output)
             return output
@@ -135,33 +139,24 @@ class StageModel:
     def _begin(self, received: Any) -> None:
         self._received, self._produced, self._entered = received, None, False
         self._counts.clear()
-        if self._carrier is not None:
-            self._carrier.begin(received)
-
-    def _sent(self) -> Any:
-        return self._produced if self._carrier is None else self._carrier.produced
+        if self._crossing is not None:
+            self._crossing.begin(received)
 
     def _hollow_earlier(self, earlier: Sequence[Layer], device: torch.device | None) -> None:
         for layer in earlier:
             for path in units(self.model, [layer]):
                 module = self.model.get_submodule(path)
-                if self._carrier is not None:
-                    hollow_with_shape(module, partial(self._carrier.give, path))
+                if self._crossing is not None:
+                    _hollow_with_shape(module, partial(self._crossing.give, path))
                 elif layer.role is Role.BEFORE:
-                    hollow_with_shape(module)
+                    _hollow_with_shape(module, lambda output, device: map_tensors(output, partial(_nan, device)))
                 else:
                     drop_parameters(module)
                     is_last = path == earlier[-1].modules[-1]
-                    replace_forward(module, self._pass_on if is_last else partial(self._pass_shape, path))
+                    module.forward = self._pass_on if is_last else partial(self._pass_shape, path)
         if earlier:
             for module in _ancestors(self.model, [*earlier, *self.layers]):
-                drop_loose_parameters(module, device)
-
-    def _hollow_later(self, later: Sequence[Layer]) -> None:
-        for path in units(self.model, later):
-            module = self.model.get_submodule(path)
-            drop_parameters(module)
-            replace_forward(module, self._stop)
+                _drop_loose_parameters(module, device)
 
     def _run_to_end(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # caught inside the model's forward, so that hooks on the whole model (FSDP's among them) see a normal return
@@ -189,8 +184,8 @@ class StageModel:
         if self._leaves_at_block:
             # this stage ends before the first block and has no single last module: it sends what that block would get
             self._produced = next(tensors_of((args, kwargs)))
-            if self._carrier is not None:
-                self._carrier.keep_entry(self._produced)
+            if self._crossing is not None:
+                self._crossing.hold(_ENTRY, self._produced)
         elif self._produced is None and self._units:
             remedy = "A module of a later stage runs earlier. Give an example batch, so that the order is known."
             raise InputError("layers", self.layers[-1].name, remedy)
@@ -203,7 +198,7 @@ class StageModel:
         if self._entered:  # the block runs again: it is called with what the stage has computed
             return args, kwargs
         self._entered = True
-        received = self._received if self._carrier is None else self._carrier.entry
+        received = self._received if self._crossing is None else self._crossing.held[_ENTRY]
         if args:
             return (received, *args[1:]), kwargs
         name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
@@ -214,11 +209,108 @@ class StageModel:
         self._counts[path] += 1
         if path == self._units[-1]:
             self._produced = output
-        if self._carrier is not None:
-            self._carrier.keep(path, call, output)
+        if self._crossing is not None:
+            self._crossing.keep(path, call, output)
         if (path, call) == self._end:
             # at once: code behind it, which the next stage runs, may change the output in place
             raise StageEnd
+
+
+class CrossingOutputs:
+    """The outputs of layers that cross a stage's ends, by name, where the model is no chain.
+
+    Args:
+        incoming: outputs of earlier layers that this stage or a later one reads.
+        outgoing: outputs, of earlier layers or its own, that later stages read.
+        leaves: whether the first block's input goes out, too.
+    """
+
+    def __init__(self, incoming: Sequence[Output], outgoing: Sequence[Output], leaves: bool) -> None:
+        self._incoming = set(map(_name_of, incoming))
+        self._outgoing = [*map(_name_of, outgoing), *[_ENTRY] * leaves]
+        self.held: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
+
+    def begin(self, received: dict[str, Tensor] | None) -> None:
+        """Let go of the last micro-batch, and hold what arrived for the next."""
+        self.held, self._versions = {}, {}
+        self._counts.clear()
+        for name, tensor in (received or {}).items():
+            self.hold(name, tensor)
+
+    def hold(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor by name, until the micro-batch ends."""
+        self.held[name], self._versions[name] = tensor, _version(tensor)
+
+    def give(self, path: str, output: Any, device: torch.device) -> Any:
+        """The output of an earlier layer's module, unknown where nobody reads it.
+
+        Args:
+            path: of the module.
+            output: like it, on the meta device.
+            device: where it would be.
+        """
+        call = self._counts[path]
+        self._counts[path] += 1
+
+        def hand_over(place: str, tensor: Tensor) -> Tensor:
+            source = Output(path, call, place)
+            name = _name_of(source)
+            return self.held[name] if name in self._incoming else unknown(shape_of(tensor), frozenset([source]), device)
+
+        return map_places(output, hand_over)
+
+    def keep(self, path: str, call: int, output: Any) -> None:
+        """Hold what later stages read of an output of the stage's own modules."""
+        for place, tensor in places(output):
+            name = _name_of(Output(path, call, place))
+            if name in self._outgoing:
+                self.hold(name, tensor)
+
+    @property
+    def produced(self) -> dict[str, Tensor]:
+        """What the next stage is sent.
+
+        Raises:
+            InputError: something was not made, or code between layers changed it in place since.
+        """
+        for name in self._outgoing:
+            if name not in self.held:
+                remedy = "It was not made on this batch, but on the example: give an example batch like all others."
+                raise InputError("output of a layer", name, remedy)
+            if _version(self.held[name]) != self._versions[name]:
+                remedy = (
+                    "Code behind the layer changes it in place, and a later pipeline stage reads it: do it on a copy."
+                )
+                raise InputError("output of a layer", name, remedy)
+        return {name: self.held[name] for name in self._outgoing}
+
+
+def _name_of(output: Output) -> str:
+    """``downs.0`` of its first call, ``downs.0 2.1`` of a tensor in what the third call gave."""
+    return f"{output.path} {output.call}{output.place}" if output.call or output.place else output.path
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place ("In-place correctness checks" in torch's notes on autograd)."""
+    with locals_only():
+        return tensor._version
+
+
+def check_known(layer: str, value: Any) -> None:
+    """Refuse what a layer of this stage is given, or the loss, where it is made of what the stage has not.
+
+    Raises:
+        InputError: names the layer, and what it is made of.
+    """
+    missing = [source.path for source in sorted(sources_of(value))]
+    if missing or any(isinstance(tensor, UnknownTensor) for tensor in tensors_of(value)):
+        remedy = (
+            f"It reads what {', '.join(missing) or 'another layer'} made in an earlier pipeline stage, and does not do "
+            "so in the example. Give an example batch like all others, or put the layers into one stage."
+        )
+        raise InputError("layer", layer, remedy)
 
 
 def check_stages(layers: Sequence[Layer], stages: Sequence[Sequence[str]], flow: LayerFlow | None) -> None:
@@ -230,8 +322,8 @@ def check_stages(layers: Sequence[Layer], stages: Sequence[Sequence[str]], flow:
         flow: which layers read what; None where it is not known.
 
     Raises:
-        InputError: see ``Flow.check``; or a stage begins at a layer without modules, as a loss that the model computes
-            by itself, behind one that is not a block.
+        InputError: see ``LayerFlow.check``; or a stage begins at a layer without modules, as a loss that the model
+            computes by itself, behind one that is not a block.
     """
     for names in stages[1:]:
         start = _position(layers, names)
@@ -244,27 +336,83 @@ def check_stages(layers: Sequence[Layer], stages: Sequence[Sequence[str]], flow:
             raise InputError("plan, stages", layers[start].name, remedy)
 
 
-def _carrier(flow: LayerFlow | None, start: int, stop: int) -> Carrier | None:
-    """What carries outputs of layers between the stages; None in a chain, and where nothing is known."""
-    if flow is None:
-        return None
-    if flow.is_chain:
-        return None
-    return Carrier(flow.crossing(start), flow.crossing(stop), flow.enters(stop))
-
-
-def _position(layers: Sequence[Layer], stage_names: Sequence[str]) -> int:
-    names = [layer.name for layer in layers]
-    start = names.index(stage_names[0]) if stage_names and stage_names[0] in names else -1
-    if start < 0 or names[start : start + len(stage_names)] != list(stage_names):
-        raise InputError(
-            "stages", list(stage_names), f"A stage holds consecutive layers of the model: {', '.join(names)}."
-        )
+def _position(layers: Sequence[Layer], names: Sequence[str]) -> int:
+    known = [layer.name for layer in layers]
+    start = known.index(names[0]) if names and names[0] in known else -1
+    if start < 0 or known[start : start + len(names)] != list(names):
+        raise InputError("stages", list(names), f"A stage holds consecutive layers of the model: {', '.join(known)}.")
     return start
 
 
 def _ancestors(model: nn.Module, layers: Sequence[Layer]) -> list[nn.Module]:
     """Modules that hold a layer's module but belong to none: the model itself, its decoder, its ModuleList."""
-    units = {path for layer in layers for path in layer.modules}
-    names = {path.rsplit(".", depth)[0] for path in units for depth in range(1, path.count(".") + 1)}
-    return [model.get_submodule(name) for name in sorted({"", *names} - units)]
+    paths = {path for layer in layers for path in layer.modules}
+    names = {path.rsplit(".", depth)[0] for path in paths for depth in range(1, path.count(".") + 1)}
+    return [model.get_submodule(name) for name in sorted({"", *names} - paths)]
+
+
+def drop_parameters(module: nn.Module) -> None:
+    """Turn every parameter of the module and its submodules into a plain attribute on the meta device."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            shape_only = torch.empty_like(parameter, device="meta", requires_grad=False)
+            delattr(owner, name)
+            setattr(owner, name, shape_only.detach())
+
+
+def _drop_loose_parameters(module: nn.Module, device: torch.device | None) -> None:
+    """Take the parameters a module holds directly; glue code that still reads them gets NaN without memory.
+
+    What glue code computes from them before the first block is thrown away on later stages. Were such a value used
+    after the last block all the same, the loss would be NaN, not silently wrong.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        stand_in = torch.full((), float("nan"), dtype=parameter.dtype, device=device or parameter.device)
+        delattr(module, name)
+        setattr(module, name, stand_in.expand(parameter.shape))
+
+
+def _hollow_with_shape(module: nn.Module, give: Callable[[Any, torch.device], Any]) -> None:
+    """Drop the module's parameters; it returns what ``give`` makes of its output on the meta device.
+
+    The shape comes from running a copy on the meta device, once for the shapes of its arguments, so it is right for
+    every input.
+    """
+    floating = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    to_meta = partial(_to_meta, floating[0] if floating else None)
+    drop_parameters(module)
+    twin = meta_copy(module).train(module.training)
+    outputs: dict[object, Any] = {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        first = next(tensors_of((args, kwargs)), None)
+        device, key = torch.get_default_device() if first is None else first.device, _shape_key((args, kwargs))
+        if key not in outputs:
+            with torch.no_grad():
+                outputs[key] = twin(*map_tensors(args, to_meta), **map_tensors(kwargs, to_meta))
+        return give(outputs[key], device)
+
+    module.forward = forward
+
+
+def _shape_key(value: Any) -> object:
+    """What the shape of an output depends on."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Mapping):
+        return tuple((key, _shape_key(item)) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_shape_key, value))
+    return value if isinstance(value, (bool, int, float, str, NoneType)) else type(value)
+
+
+def _to_meta(dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
+    # by its shape: a picture of which this rank holds a share says the whole one; in the precision of the parameters,
+    # whatever that of compute
+    floating = dtype is not None and tensor.is_floating_point()
+    return torch.empty(tuple(tensor.shape), dtype=dtype if floating else tensor.dtype, device="meta")
+
+
+def _nan(device: torch.device, tensor: Tensor) -> Tensor:
+    value = float("nan") if tensor.is_floating_point() else 0
+    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)

@@ -12,7 +12,6 @@ from functools import lru_cache
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.schedule import (
-    ZERO_BUBBLE,
     Action,
     Course,
     Pass,
@@ -39,7 +38,7 @@ def actions_of(course: Course, order: PassOrder | None = None) -> Table:
         course: of the pipeline.
         order: what a zero-bubble order is made from; passes that all take as long if not given.
     """
-    if course.schedule in ZERO_BUBBLE:
+    if course.schedule.splits_backward:
         return zero_bubble_actions(order or even_order(course.groups * course.virtual), course)
     return tuple(
         stage_actions(course.schedule, course.groups, group, course.microbatches, course.virtual)
@@ -83,7 +82,7 @@ class Pipeline:
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are made in passes of their own."""
-        return self.schedule in ZERO_BUBBLE
+        return self.schedule.splits_backward
 
     def course(self, microbatches: int) -> Course:
         """Of a step of so many micro-batches."""

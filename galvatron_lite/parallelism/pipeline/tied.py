@@ -33,6 +33,10 @@ class SharedParameter:
     names: tuple[str, ...]  # its paths in the model, in the order of the layers that hold them
     layers: tuple[str, ...]  # the layer of each name
 
+    def names_in(self, stage: Sequence[str]) -> list[str]:
+        """Its names in a stage, given by the names of its layers."""
+        return [name for name, layer in zip(self.names, self.layers, strict=True) if layer in stage]
+
 
 def find_shared(model: nn.Module, layers: Sequence[Layer]) -> tuple[SharedParameter, ...]:
     """Parameters that more than one layer holds. Call it on the whole model, before a stage is cut out of it."""
@@ -53,12 +57,9 @@ def layer_of(name: str, layers: Sequence[Layer]) -> str:
 
     What no layer's module holds counts to the layer before the blocks.
     """
-    found = max(
-        ((len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")),
-        default=None,
-    )
-    if found is not None:
-        return found[1]
+    holders = [(len(path), layer.name) for layer in layers for path in layer.modules if name.startswith(f"{path}.")]
+    if holders:
+        return max(holders)[1]
     return next((layer.name for layer in layers if layer.role is Role.BEFORE), layers[0].name)
 
 
@@ -113,11 +114,11 @@ class SharedCopies:
                 continue
             places = holding_groups(holders, pipeline)
             group = groups.create(place_groups(places, pipeline.groups), COPIES) if len(places) > 1 else None
-            own = {stage: _name_in(parameter, stages[stage]) for stage in holders if stage in models}
-            counted_elsewhere += [name for stage, name in own.items() if stage != holders[0]]
-            if own:
-                found = dict.fromkeys(models[stage].get_parameter(name) for stage, name in own.items())
-                self._copies.append(_Copies(tuple(found), group, places.index(pipeline.group_of(holders[0]))))
+            here = {stage: parameter.names_in(stages[stage])[0] for stage in holders if stage in models}
+            counted_elsewhere += [name for stage, name in here.items() if stage != holders[0]]
+            if here:
+                copies = dict.fromkeys(models[stage].get_parameter(name) for stage, name in here.items())
+                self._copies.append(_Copies(tuple(copies), group, places.index(pipeline.group_of(holders[0]))))
         self.counted_elsewhere = frozenset(counted_elsewhere)
 
     @property
@@ -134,7 +135,7 @@ class SharedCopies:
             for carrier in carriers:
                 if carrier.grad is None:
                     carrier.grad = torch.zeros_like(carrier)
-            first, *others = [_local(one.grad) for one in carriers if one.grad is not None]
+            first, *others = [_local(carrier.grad) for carrier in carriers if carrier.grad is not None]
             for other in others:
                 first += other
             if copies.group is not None:
@@ -146,23 +147,15 @@ class SharedCopies:
         """Make the copies equal to the first stage's; every rank of the world calls it."""
         with torch.no_grad():
             for copies in self._copies:
-                first, *others = [_local(one) for one in copies.parameters]
+                first, *others = map(_local, copies.parameters)
                 if copies.group is not None:
                     dist.broadcast(first, src=dist.get_global_rank(copies.group, copies.source), group=copies.group)
                 for other in others:
                     other.copy_(first)
 
 
-def _name_in(shared: SharedParameter, stage: Sequence[str]) -> str:
-    """The first name of a shared parameter in a stage that holds it."""
-    return next(name for name, layer in zip(shared.names, shared.layers, strict=True) if layer in stage)
-
-
 def shared_before(
-    models: Mapping[int, nn.Module],
-    stage: int,
-    shared: Sequence[SharedParameter],
-    stages: Sequence[Sequence[str]],
+    models: Mapping[int, nn.Module], stage: int, shared: Sequence[SharedParameter], stages: Sequence[Sequence[str]]
 ) -> dict[str, nn.Parameter]:
     """What a stage shares with earlier stages of the same rank, by its names there; what ZeRO shares out has copies.
 
@@ -172,14 +165,14 @@ def shared_before(
         shared: from ``find_shared``.
         stages: names of each stage's layers.
     """
-    found: dict[str, nn.Parameter] = {}
-    for one in shared:
-        holders = [number for number in holding_stages(one, stages) if number in models]
-        if holders and set(one.layers) & set(stages[stage]):
-            parameter = models[holders[0]].get_parameter(_name_in(one, stages[holders[0]]))
-            names = [name for name, layer in zip(one.names, one.layers, strict=True) if layer in stages[stage]]
-            found |= {} if isinstance(parameter, DTensor) else dict.fromkeys(names, parameter)
-    return found
+    parameters: dict[str, nn.Parameter] = {}
+    for item in shared:
+        holders = [number for number in holding_stages(item, stages) if number in models]
+        if holders:
+            parameter = models[holders[0]].get_parameter(item.names_in(stages[holders[0]])[0])
+            if not isinstance(parameter, DTensor):
+                parameters |= dict.fromkeys(item.names_in(stages[stage]), parameter)
+    return parameters
 
 
 def untie(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -1,10 +1,10 @@
-"""Sending what a stage produces to the next stage, and its gradient back."""
+"""Activations and their gradients on their way between stages."""
 
 from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.model.batch import map_tensors, tensors_of
-from galvatron_lite.parallelism.pipeline.schedule import Pass
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
+from galvatron_lite.parallelism.pipeline.table import Link, RankSchedule, receiver, sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 
 Value = Any
 """What a layer returns: a tensor, or a tuple, list or mapping of tensors and plain values."""
+Template = tuple[Value, Any]
+"""What the receiver must know of a value: itself with tensors on the meta device, and what its sender adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,11 @@ class PipelineGroups:
     def between(self, what: Pass, source: int, target: int) -> dist.ProcessGroup:
         """The group for what a pass sends from one group of devices to another."""
         if what is Pass.FORWARD:
-            found = self.forward if source < target else self.forth
+            group = self.forward if source < target else self.forth
         else:
-            found = self.backward if source > target else self.back
-        assert found is not None, "groups of several stages are made with turns=True"
-        return found
+            group = self.backward if source > target else self.back
+        assert group is not None, "groups of several stages are made with turns=True"
+        return group
 
 
 def pipeline_groups(stages: int, groups: ProcessGroups | None = None, *, turns: bool = False) -> PipelineGroups:
@@ -60,10 +63,10 @@ def pipeline_groups(stages: int, groups: ProcessGroups | None = None, *, turns: 
     chains = place_groups(range(stages), stages)
     groups = ProcessGroups() if groups is None else groups
     purposes = ("pipeline forward", "pipeline backward", "pipeline forth", "pipeline back")
-    made = [groups.create(chains, purpose) for purpose in purposes[: 4 if turns else 2]]
-    if made[0] is None or made[1] is None:
+    forward, backward, *others = (groups.create(chains, purpose) for purpose in purposes[: 4 if turns else 2])
+    if forward is None or backward is None:
         raise LaunchError(f"{dist.get_world_size()} processes cannot be split into {stages} equal stages.")
-    return PipelineGroups(made[0], made[1], *made[2:])
+    return PipelineGroups(forward, backward, *others)
 
 
 def place_groups(chosen: Sequence[int], stages: int) -> list[list[int]]:
@@ -92,13 +95,17 @@ class Sender:
         Args:
             tensors: of the message.
             room: messages that may be under way, with this one; waits for earlier ones where there are more.
-            announcement: what the receiver must know before; None: it knows.
+            announcement: sent ahead of it; None: nothing. Pickled as torch's object collectives do: it comes from this
+                program's own ranks.
         """
         while len(self._sending) >= room:
             self._finish_oldest()
-        data = [] if announcement is None else _written(announcement, self._device)
-        data += [tensor.detach().contiguous() for tensor in tensors]
-        self._sending.append([(dist.isend(one, self._peer, group=self._group), one) for one in data])
+        data = [tensor.detach().contiguous() for tensor in tensors]
+        if announcement is not None:
+            text = torch.frombuffer(bytearray(pickle.dumps(announcement)), dtype=torch.uint8)
+            size = torch.tensor([text.numel()], dtype=torch.int64, device=self._device)
+            data = [size, text.to(self._device), *data]
+        self._sending.append([(dist.isend(tensor, self._peer, group=self._group), tensor) for tensor in data])
 
     def finish(self) -> None:
         """Wait for every send under way."""
@@ -129,14 +136,7 @@ class Receiver:
     def receive(self, templates: Sequence[Tensor]) -> Incoming:
         """Start receiving tensors shaped like the templates."""
         buffers = [torch.empty(like.shape, dtype=like.dtype, device=self._device) for like in templates]
-        works = [dist.irecv(buffer, self._peer, group=self._group) for buffer in buffers]
-        return Incoming(buffers, works)
-
-
-def _written(value: object, device: torch.device) -> list[Tensor]:
-    """A small value of this program's own ranks, as tensors; pickled as torch's object collectives do."""
-    text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    return [torch.tensor([text.numel()], dtype=torch.int64, device=device), text.to(device)]
+        return Incoming(buffers, [dist.irecv(buffer, self._peer, group=self._group) for buffer in buffers])
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,107 @@ class Incoming:
         return self.buffers
 
 
+class P2PChannel:
+    """Sends what passes make to where it is needed, and receives what they need, in the order of the table.
+
+    Messages of a link are received in the order they are sent, whichever is needed first. Shapes are announced with the
+    first message of a kind.
+
+    Args:
+        groups: process groups.
+        index: number of this rank's group of devices.
+        device: where tensors live.
+    """
+
+    def __init__(self, groups: PipelineGroups, index: int, device: torch.device) -> None:
+        self._groups, self._index, self._device = groups, index, device
+        self._senders: dict[Link, Sender] = {}
+        self._receivers: dict[Link, Receiver] = {}
+        self._templates: dict[Hashable, Template] = {}
+        self._announced: set[Hashable] = set()
+
+    def begin(
+        self, schedule: RankSchedule, kind: Hashable, gradients: Callable[[Action], Sequence[Tensor] | None]
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            schedule: of this rank's group of devices.
+            kind: what shapes of values depend on: those of a micro-batch, and whether gradients will flow.
+            gradients: shapes of the gradients that will come for an action whose forward pass is done, else None.
+        """
+        self._schedule, self._kind, self._gradients = schedule, kind, gradients
+        self._due = {link: deque(actions) for link, actions in schedule.arriving.items()}
+        self._arriving: dict[Action, Incoming] = {}
+
+    def template(self, action: Action) -> Template:
+        """The template of the value that arrived for a forward pass."""
+        return self._templates[action.chunk, self._kind]
+
+    def arrived(self, action: Action) -> list[Tensor]:
+        """What was sent for a pass, once it is here; empty where nothing comes in."""
+        self._expect(action, waits=True)
+        incoming = self._arriving.pop(action, None)
+        return incoming.wait() if incoming is not None else []
+
+    def foresee(self, action: Action | None) -> None:
+        """Start receiving what a later pass needs, as far as shapes are known; it takes one more buffer."""
+        if action is not None:
+            self._expect(action, waits=False)
+
+    def send(self, action: Action, value: Value, knowledge: Any = None) -> None:
+        """Send the result of a pass: a value whose template the receiver needs, or gradients it has the shapes of."""
+        target = receiver(self._schedule.course, self._index, action)
+        assert target is not None
+        group, wanted = target
+        tensors = list(tensors_of(value))
+        if group == self._index:
+            if wanted.what is Pass.FORWARD:
+                self._templates[wanted.chunk, self._kind] = template_of(value), knowledge
+            # a copy, as code of this rank's other stage may change it in place
+            self._arriving[wanted] = Incoming([tensor.detach().clone() for tensor in tensors], [])
+            return
+        link = action.what, self._index, group
+        if link not in self._senders:
+            self._senders[link] = Sender(self._groups.between(*link), group, self._device)
+        key = wanted.chunk, group, self._kind
+        silent = action.what is not Pass.FORWARD or key in self._announced
+        self._announced.add(key)
+        self._senders[link].send(tensors, self._schedule.room, None if silent else (template_of(value), knowledge))
+
+    def finish(self) -> None:
+        """Wait for every send under way."""
+        for item in self._senders.values():
+            item.finish()
+
+    def _expect(self, action: Action, *, waits: bool) -> None:
+        source = sender(self._schedule.course, self._index, action)
+        if source is None or source == self._index:
+            return
+        link = action.what, source, self._index
+        while action not in self._arriving:
+            shapes = self._shapes_of_next(link, waits)
+            if shapes is None:
+                return
+            self._arriving[self._due[link].popleft()] = self._receivers[link].receive(shapes)
+
+    def _shapes_of_next(self, link: Link, waits: bool) -> Sequence[Tensor] | None:
+        """Shapes of a link's next message; None where they are not known yet and nobody waits for them."""
+        if link not in self._receivers:
+            self._receivers[link] = Receiver(self._groups.between(*link), link[1], self._device)
+        following = self._due[link][0]
+        if following.what is Pass.BACKWARD:
+            shapes = self._gradients(following)
+            assert shapes is not None or not waits, f"{following} comes before its forward pass"
+            return shapes
+        key = following.chunk, self._kind
+        if key not in self._templates and waits:
+            self._templates[key] = self._receivers[link].announced()
+        return list(tensors_of(self._templates[key][0])) if key in self._templates else None
+
+
 def template_of(value: Value) -> Value:
-    """The value with its tensors on the meta device: what a receiver must know of it."""
+    """The value with its tensors on the meta device."""
     return map_tensors(
         value, lambda tensor: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
     )
@@ -192,16 +291,15 @@ def arrived(template: Value, tensors: list[Tensor]) -> tuple[Value, list[Gradien
         if not like.requires_grad:
             return tensor
         slots.append(GradientSlot(like))
+        # without data, but makes the result ask for a gradient
         anchor = torch.empty(0, device=tensor.device, requires_grad=True)
-        made: Tensor = _Arrival.apply(anchor, tensor, slots[-1])  # type: ignore[no-untyped-call]
-        return made
+        filled: Tensor = _Arrival.apply(anchor, tensor, slots[-1])  # type: ignore[no-untyped-call]
+        return filled
 
     return map_tensors(template, fill), slots
 
 
 class _Arrival(torch.autograd.Function):
-    """Puts the gradient into the slot; the anchor has no data, but makes the result ask for a gradient."""
-
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, tensor: Tensor, slot: GradientSlot) -> Tensor:
         ctx.slot = slot

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
-from galvatron_lite.parallelism.cuts.tensor import CutTensor, name_of, shares_only
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, locals_only, name_of
 
 
 class Output(NamedTuple):
@@ -27,37 +27,46 @@ class Output(NamedTuple):
 
 
 Sources = frozenset[Output]
+_VALUES = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__"))
+"""Functions that give values of a tensor to Python."""
+_FACTORIES = frozenset((
+    "new_tensor", "new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like",
+    "zeros_like", "rand_like", "randn_like", "randint_like",
+))  # fmt: skip
+"""Functions that ask a tensor for its shape, dtype and device alone."""
 
 
-class UnknownTensor(CutTensor):
+class UnknownTensor(ShardedTensor):
     """See the module; made by ``unknown``. A subclass of cut tensors, so that among them it is asked first."""
 
     sources: Sources  # what it is made of
-    home: torch.device  # the device that it tells
+    home: torch.device  # its ``device``
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Do with the shapes what the function does with values."""
-        name, given = name_of(func), {} if kwargs is None else kwargs
+        name, kwargs = name_of(func), {} if kwargs is None else kwargs
         first = args[0] if args else None
-        one = next(tensor for tensor in tensors_of((args, given)) if isinstance(tensor, UnknownTensor))
+        one = next(tensor for tensor in tensors_of((args, kwargs)) if isinstance(tensor, UnknownTensor))
         if name == "device":
             return one.home
         if name in _VALUES:
-            made_of = ", ".join(sorted(one.path for one in one.sources))
+            made_of = ", ".join(sorted(source.path for source in one.sources))
             remedy = "Code between layers reads values of it to decide what runs: put all layers into one stage."
             raise InputError("stages, output of", made_of, remedy)
-        if name in _MAKERS:
-            return func(_stand_in(one), *args[1:], **given)
+        if name in _FACTORIES:
+            shape = shape_of(one)
+            return func(torch.empty((), dtype=shape.dtype, device=one.home).expand(shape.shape), *args[1:], **kwargs)
         if name in ("to", "cpu", "cuda"):
-            args, given = _without_device((first, *args[1:]), given)
-        sources, home = sources_of((args, given)), one.home
+            args = tuple(value for value in args if not isinstance(value, (str, torch.device)))
+            kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+        sources, home = sources_of((args, kwargs)), one.home
         if writes(name) and isinstance(first, Tensor):
-            return _written(func, first, args[1:], given, sources)
-        with shares_only():
-            result = func(*map_tensors(args, shape_of), **map_tensors(given, shape_of))
+            return _write(func, first, args[1:], kwargs, sources)
+        with locals_only():
+            result = func(*map_tensors(args, shape_of), **map_tensors(kwargs, shape_of))
         return map_tensors(result, lambda tensor: unknown(tensor, sources, home))
 
 
@@ -67,44 +76,25 @@ def unknown(shape: Tensor, sources: Sources, home: torch.device) -> Tensor:
     Args:
         shape: it becomes the unknown tensor.
         sources: what it is made of.
-        home: the device that it is to tell.
+        home: its ``device``.
     """
-    made: UnknownTensor = shape  # type: ignore[assignment]
-    made.__class__ = UnknownTensor
-    made.sources, made.home, made.cuts = sources, home, ()
-    return made
+    tensor: UnknownTensor = shape  # type: ignore[assignment]
+    tensor.__class__ = UnknownTensor
+    tensor.sources, tensor.home, tensor.specs = sources, home, ()
+    return tensor
 
 
 def sources_of(value: Any) -> Sources:
     """What the unknown tensors in a nest are made of."""
-    found = (tensor.sources for tensor in tensors_of(value) if isinstance(tensor, UnknownTensor))
-    return frozenset().union(*found)
+    return frozenset().union(*(one.sources for one in tensors_of(value) if isinstance(one, UnknownTensor)))
 
 
 def shape_of(tensor: Tensor) -> Tensor:
     """A plain tensor on the meta device like it; of a share as large as the whole."""
     if not isinstance(tensor, UnknownTensor):
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-    with shares_only():
+    with locals_only():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-_VALUES = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__"))
-"""Functions that give values of a tensor to Python."""
-_NEW = ("new_tensor", "new_empty", "new_full", "new_ones", "new_zeros")
-_LIKE = ("empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "randint_like")
-_MAKERS = frozenset((*_NEW, *_LIKE))
-"""Functions that ask a tensor for its shape, dtype and device alone."""
-
-
-def _stand_in(tensor: UnknownTensor) -> Tensor:
-    shape = shape_of(tensor)
-    return torch.empty((), dtype=shape.dtype, device=tensor.home).expand(shape.shape)
-
-
-def _without_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    kept = tuple(one for one in args if not isinstance(one, (str, torch.device)))
-    return kept, {key: one for key, one in kwargs.items() if key != "device"}
 
 
 def writes(name: str) -> bool:
@@ -113,12 +103,12 @@ def writes(name: str) -> bool:
     return name == "__setitem__" or augmented or (name.endswith("_") and not name.endswith("__"))
 
 
-def _written(func: Callable[..., Any], target: Tensor, args: Any, kwargs: Any, sources: Sources) -> Any:
-    """What was written to is unknown from now on."""
+def _write(func: Callable[..., Any], target: Tensor, args: Any, kwargs: Any, sources: Sources) -> Any:
+    """The target is unknown from now on."""
     if not isinstance(target, UnknownTensor):
         unknown(target, sources, target.device)
     target.sources = sources  # type: ignore[attr-defined]
-    with shares_only():
+    with locals_only():
         if target.is_meta:
             func(target, *map_tensors(args, shape_of), **map_tensors(kwargs, shape_of))
     return target

@@ -15,7 +15,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from math import inf
 
-from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, Schedule, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 
 _ROUNDS = 4
@@ -134,14 +134,9 @@ def _longest(groups: tuple[Worked, ...]) -> float:
     return max(group.span for group in groups)
 
 
-def _limit(course: Course) -> float:
-    """Micro-batches of a chunk that a group may hold."""
-    return course.groups * (1 if course.schedule is Schedule.ZERO_BUBBLE_1P else 2)
-
-
 def _simulated(order: PassOrder, course: Course, patience: float) -> tuple[Worked, ...]:
     groups = [_Group(course.virtual) for _ in range(course.groups)]
-    room = _limit(course) + 1e-9
+    room = course.schedule.limit(course.groups) + 1e-9
     wakes: list[tuple[float, int]] = [(0.0, 0)]
     groups[0].forwards[0].extend((0.0, index) for index in range(course.microbatches))
     while wakes:

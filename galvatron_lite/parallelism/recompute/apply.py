@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.own_checkpoints import left_to_the_plan
+from galvatron_lite.model.trace_meta import left_to_the_plan
 from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
 from galvatron_lite.parallelism.recompute.state import LayerState, as_before
+from galvatron_lite.parallelism.recompute.sums import MUTATED, KeptSums
 
 Forward = Callable[..., Any]
 
@@ -42,9 +43,10 @@ KEPT_OPERATORS: frozenset[Any] = frozenset(
 
 
 def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None = None) -> Forward:
-    """A forward function that recomputes as told; ``forward`` itself where nothing is recomputed.
+    """A forward function that recomputes; ``forward`` itself where nothing is recomputed.
 
-    ``FULL`` keeps only the inputs. ``SELECTIVE`` keeps what ``KEPT_OPERATORS`` return and recomputes the rest.
+    ``FULL`` keeps only the inputs. ``SELECTIVE`` keeps what ``KEPT_OPERATORS`` return, of row-split matmuls the sum
+    over the tensor group (``recompute.sums``), and recomputes the rest.
     Non-reentrant ``torch.utils.checkpoint``; random numbers (dropout) and the module's state (buffers, counters, caches
     that it is given) are the same both times, and what it changes is changed once.
 
@@ -57,9 +59,8 @@ def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None 
     """
     if recompute is Recompute.NONE:
         return forward
-    forward = _keeping(forward) if recompute is Recompute.SELECTIVE else _casting(forward)
-    module = nn.Module() if module is None else module
-    state = LayerState(module)
+    forward = _wrapped(forward, recompute)
+    state = LayerState(nn.Module() if module is None else module)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -82,38 +83,27 @@ def apply_recompute(module: nn.Module, recompute: Recompute) -> None:
         module.forward = recomputed(module.forward, recompute, module)
 
 
-def _casting(forward: Forward) -> Forward:
-    """A forward whose weights autocast casts in every pass: their copies are kept no more than what is made of them."""
+def _wrapped(forward: Forward, recompute: Recompute) -> Forward:
+    """Autocast casts weights in every pass: their copies are kept no more than what is made of them, and a pass that
+    finds them cast by an earlier call of the layer would run fewer operators than the second time.
 
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with casting_anew():
-            return forward(*args, **kwargs)
-
-    return run
-
-
-def _keeping(forward: Forward) -> Forward:
-    """A forward in which activations (ReLU) that were asked to work in place make new tensors: what is kept may not
-    change. Autocast casts weights in every pass: one that finds them cast by an earlier call of the layer would run
-    fewer operators than the second time.
+    Under selective recomputation activations (ReLU) that were asked to work in place make new tensors: what is kept
+    may not change.
     """
+    selective = recompute is Recompute.SELECTIVE
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _OutOfPlace(), casting_anew():
+        with _OutOfPlace() if selective else nullcontext(), casting_anew():
             try:
                 return forward(*args, **kwargs)
             except RuntimeError as error:
-                if _MUTATED not in str(error):
+                if not selective or MUTATED not in str(error):
                     raise
                 remedy = "A layer changes in place what a matmul or convolution gave: plan it with full recomputation."
                 raise InputError("recompute", Recompute.SELECTIVE.value, remedy) from error
 
     return run
-
-
-_MUTATED = "cached during selective activation checkpoint has been mutated"
 
 
 def casting_anew() -> AbstractContextManager[Any]:
@@ -133,17 +123,19 @@ class _OutOfPlace(TorchFunctionMode):
 def _contexts(
     recompute: Recompute, before: list[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What forward runs in the first time, and what the second time: with the layer's state from before the first."""
-    first: AbstractContextManager[Any] = nullcontext()
-    again: AbstractContextManager[Any] = nullcontext()
-    if recompute is Recompute.SELECTIVE:
-        first, again = create_selective_checkpoint_contexts(_keep_expensive)  # type: ignore[no-untyped-call]
-    return first, _with_state(again, before)
+    """Of the first run, and of the second, which has the layer's state from before the first."""
+    if recompute is not Recompute.SELECTIVE:
+        return nullcontext(), as_before(before)
+    first, again = create_selective_checkpoint_contexts(_keep_expensive)  # type: ignore[no-untyped-call]
+    sums = KeptSums()
+    return _nested(sums.active(again=False), first), _nested(as_before(before), sums.active(again=True), again)
 
 
 @contextmanager
-def _with_state(context: AbstractContextManager[Any], before: list[Any]) -> Iterator[None]:
-    with as_before(before), context:
+def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 

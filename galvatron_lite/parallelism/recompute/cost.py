@@ -7,8 +7,9 @@ Communication inside what runs again runs again too:
   which is inside the core; no collective of tensor parallelism is.
 - selective that runs matmuls with weights again (torchtitan's per-operator policy, whose list of what is kept holds
   reduce-scatters): gathers of their inputs, and the ring (or Ulysses' all-to-alls) where the core is not kept.
-- selective that runs all but matmuls and attention again (PyTorch's per-operator policy, no collective on its list):
-  all of forward's but the ring, whose kernel is kept.
+- selective that runs all but matmuls and attention again (PyTorch's per-operator policy): all of forward's but the
+  ring, whose kernel is kept, and the sums that end regions of tensor parallelism (``recompute.sums``). Sums of sliced
+  experts run again.
 """
 
 from __future__ import annotations
@@ -16,29 +17,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.arrays import is_option, never, where
+from galvatron_lite.arrays import Whole, is_option, largest, never, where
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
-from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
+from galvatron_lite.parallelism.base import Communication, Dimension, DimensionContext, LayerWork, Moment, sent
 from galvatron_lite.parallelism.context.cost import ULYSSES
 from galvatron_lite.parallelism.ranks import Either
-from galvatron_lite.parallelism.tensor.cost import copying
+from galvatron_lite.parallelism.tensor.cost import copying, regions
 
 
 @dataclass(frozen=True, slots=True)
-class RecomputeDimension:
+class RecomputeDimension(Dimension):
     """What is thrown away in forward and computed again in backward."""
 
     name: str = "recompute"
-    degree: str = ""
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """What capture found runnable."""
         return [{"recompute": choice} for choice in Recompute if choice in kind.kept]
-
-    def allows(self, kind: LayerKind, chosen: Chosen, room: Room) -> bool:  # noqa: ARG002
-        """Always."""
-        return True
 
     def reason(self, kind: LayerKind) -> str:
         """Names the choices that cannot be run."""
@@ -56,35 +52,34 @@ class RecomputeDimension:
         some = is_option(strategy.recompute, Recompute.SELECTIVE)
         if never(full | some):
             return work
-        repeats = _selective(kind)
+        repeated = _selective(kind)
         again = sent(
             *(
-                replace(one, moment=Moment.BACKWARD, count=where((full | some) if repeats(one) else full, one.count, 0))
+                replace(one, moment=Moment.BACKWARD, count=where(full, one.count, where(some, repeated(one), 0)))
                 for one in work.communications
                 if one.moment is Moment.FORWARD
             )
         )
-        return replace(
-            work,
-            recompute=strategy.recompute,
-            communications=(*work.communications, *again),
-            microbatch_overhead=work.microbatch_overhead + copying(again, context),
-        )
+        overhead = work.microbatch_overhead + copying(again, context)
+        return replace(work.sending(*again), recompute=strategy.recompute, microbatch_overhead=overhead)
 
 
-Repeats = Callable[[Communication], bool]
-
-
-def _selective(kind: LayerKind) -> Repeats:
-    """Which communication of forward selective recomputation repeats; see the module."""
+def _selective(kind: LayerKind) -> Callable[[Communication], Whole]:
+    """How often selective recomputation repeats a communication of forward; see the module."""
     again = [operator for operator in kind.operators if operator.again]
     core = any(_is_core(operator) for operator in again)
     if any(operator.kind is OperatorClass.MATMUL and operator.weight_bytes for operator in again):
         around = ("context", ULYSSES)
-        return lambda one: core if one.cause in around else one.collective is Collective.ALL_GATHER
+        return lambda one: one.count * (core if one.cause in around else one.collective is Collective.ALL_GATHER)
     if core:
-        return _is_ring
-    return lambda one: not _is_ring(one)
+        return lambda one: one.count * _is_ring(one)
+    rows = regions(kind)[1] - int(kind.expert_parameters > 0)
+    return lambda one: largest(one.count - rows, 0) if _is_sum(one) else one.count * (not _is_ring(one))
+
+
+def _is_sum(communication: Communication) -> bool:
+    sums = communication.collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+    return sums and communication.cause == "tensor"
 
 
 def _is_core(operator: Operator) -> bool:

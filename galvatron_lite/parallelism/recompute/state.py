@@ -26,11 +26,11 @@ _MACHINERY = ("torch", "deepspeed", "galvatron_lite")
 
 @dataclass(slots=True)
 class _Container:
-    """A container, what it held, and copies of its tensors (only those that are overwritten, once these are known)."""
+    """A container, its content before a call, and copies, with versions, of its tensors that may be overwritten."""
 
     path: str
     value: Any
-    names: tuple[str, ...] | None
+    names: tuple[str, ...] | None = None  # of a module's attributes that count; None: all
     content: Any = None
     copies: dict[Any, tuple[int, Tensor]] = field(default_factory=dict)
 
@@ -41,24 +41,41 @@ class _Container:
         return self.value.copy()
 
     def write(self, content: Any) -> None:
+        if self.names is None:
+            self.value.clear()
         if isinstance(self.value, (dict, set)):
-            if self.names is None:
-                self.value.clear()
             self.value.update(content)
         else:
-            self.value.clear()
             self.value.extend(content)
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
+    def tensors(self) -> Iterator[tuple[Any, Tensor]]:
+        """Tensors of its content that are no parameters, by key."""
         if not isinstance(self.content, set):
-            yield from self.content.items() if isinstance(self.content, dict) else enumerate(self.content)
+            for key, value in self.content.items() if isinstance(self.content, dict) else enumerate(self.content):
+                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                    yield key, value
 
     def write_first(self) -> None:
-        """What it held the first time, copies in place of tensors that were overwritten since."""
+        """Its content before the call, with copies in place of tensors that were overwritten since."""
         content = self.content.copy()
         for key, (_, copied) in self.copies.items():
             content[key] = copied
         self.write(content)
+
+    @property
+    def changed(self) -> bool:
+        """Whether it holds other objects than before the call, or unequal plain values."""
+        now = self.read()
+        if isinstance(now, set):
+            return bool(now != self.content)
+        if isinstance(now, dict):
+            return now.keys() != self.content.keys() or any(_differ(now[key], self.content[key]) for key in now)
+        return len(now) != len(self.content) or any(map(_differ, now, self.content))
+
+
+def _differ(first: Any, second: Any) -> bool:
+    plain = isinstance(first, (int, float, str)) and type(first) is type(second)
+    return first is not second and not (plain and first == second)
 
 
 class LayerState:
@@ -71,9 +88,10 @@ class LayerState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._name, self._known, self._overwritten = type(module).__name__, False, frozenset[tuple[str, Any]]()
+        self._name = type(module).__name__
         self._repeatable = type(module) in (nn.ReLU, nn.ReLU6)  # of its own result gives the same
         self._changes = True
+        self._overwritten: set[tuple[str, Any]] | None = None  # None until the first call
         self._modules = [
             (path, one, tuple(name for name in vars(one) if not name.startswith("_") and name != "training"))
             for path, one in module.named_modules()
@@ -90,39 +108,36 @@ class LayerState:
         before = list(self._containers(arguments))
         for one in before:
             one.content = one.read()
-            one.copies = {key: (value._version, value.detach().clone()) for key, value in self._to_copy(one)}
+            one.copies = {
+                key: (value._version, value.detach().clone())
+                for key, value in one.tensors()
+                if self._overwritten is None or (one.path, key) in self._overwritten
+            }
         versions = [(tensor, tensor._version) for tensor in tensors_of(arguments)]
         output = run(before)
         if not self._repeatable and any(tensor._version != version for tensor, version in versions):
             remedy = "It overwrites a tensor that it is given, and cannot run again on it: plan it without recompute."
             raise InputError("recompute", self._name, remedy)
-        if not self._known:
+        if self._overwritten is None:
             self._learn(before)
         return output
-
-    def _to_copy(self, one: _Container) -> Iterator[tuple[Any, Tensor]]:
-        for key, value in one.items():
-            plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-            if plain and (not self._known or (one.path, key) in self._overwritten):
-                yield key, value
 
     def _learn(self, before: list[_Container]) -> None:
         for one in before:
             one.copies = {key: copy for key, copy in one.copies.items() if _is_overwritten(one.content[key], *copy)}
-        self._overwritten = frozenset((one.path, key) for one in before for key in one.copies)
-        self._changes = bool(self._overwritten) or any(not _equal(one.content, one.read()) for one in before)
-        self._known = True
+        self._overwritten = {(one.path, key) for one in before for key in one.copies}
+        self._changes = bool(self._overwritten) or any(one.changed for one in before)
         if not self._changes:
             before.clear()
 
-    def _containers(self, value: Any) -> Iterator[_Container]:
+    def _containers(self, arguments: Any) -> Iterator[_Container]:
         seen: set[int] = set()
         for path, module, names in self._modules:
             yield _Container(f"{path}.", vars(module), names)
-            yield _Container(f"{path}._buffers", module._buffers, None)
+            yield _Container(f"{path}._buffers", module._buffers)
             for name in names:
                 yield from _inside(f"{path}.{name}", vars(module).get(name), seen)
-        yield from _inside("arguments", value, seen)
+        yield from _inside("arguments", arguments, seen)
 
 
 @contextmanager
@@ -143,15 +158,13 @@ def _inside(path: str, value: Any, seen: set[int]) -> Iterator[_Container]:
     if isinstance(value, _STATELESS) or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, tuple):
-        for place, item in enumerate(value):
-            yield from _inside(f"{path}.{place}", item, seen)
-        return
-    is_object = hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _MACHINERY
-    held = value if isinstance(value, (dict, list, deque, set)) else vars(value) if is_object else None
-    if held is None:
-        return
-    yield _Container(path, held, None)
+    held = value
+    if not isinstance(value, (tuple, dict, list, deque, set)):
+        if not hasattr(value, "__dict__") or type(value).__module__.partition(".")[0] in _MACHINERY:
+            return
+        held = vars(value)
+    if not isinstance(held, tuple):
+        yield _Container(path, held)
     if not isinstance(held, set):
         for key, item in list(held.items() if isinstance(held, dict) else enumerate(held)):
             yield from _inside(f"{path}.{key}", item, seen)
@@ -159,16 +172,3 @@ def _inside(path: str, value: Any, seen: set[int]) -> Iterator[_Container]:
 
 def _is_overwritten(tensor: Tensor, version: int, copied: Tensor) -> bool:
     return tensor._version != version or not (tensor.is_meta or torch.equal(tensor, copied))
-
-
-def _equal(first: Any, second: Any) -> bool:
-    """Whether two contents are the same objects, or equal plain values."""
-    if isinstance(first, set):
-        return bool(first == second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_alike(value, second[key]) for key, value in first.items())
-    return len(first) == len(second) and all(map(_alike, first, second))
-
-
-def _alike(first: Any, second: Any) -> bool:
-    return first is second or (isinstance(first, (int, float, str)) and type(first) is type(second) and first == second)

@@ -1,4 +1,4 @@
-"""Makes a module work on its share of pictures: its forward runs on cut tensors, its hooks see plain ones."""
+"""Makes a module work on its shard of images: its forward runs on sharded tensors, its hooks see plain ones."""
 
 from __future__ import annotations
 
@@ -9,105 +9,107 @@ from typing import Any
 from torch import Tensor, nn
 
 from galvatron_lite.model.batch import map_places, places
-from galvatron_lite.parallelism.cuts.functions import enter, gathered_along, leave
-from galvatron_lite.parallelism.cuts.line import Line
-from galvatron_lite.parallelism.cuts.tensor import (
-    Cuts,
+from galvatron_lite.parallelism.sharded.collectives import enter, gather_dims, leave
+from galvatron_lite.parallelism.sharded.groups import AxisGroup
+from galvatron_lite.parallelism.sharded.tensor import (
     Rules,
-    cut_like,
-    cut_tensor,
-    cuts_of,
-    local_of,
-    shares_only,
-    uncut,
+    ShardSpecs,
+    from_local,
+    locals_only,
+    specs_of,
+    to_local,
+    unwrap,
+    wrap_locals,
 )
 
-CUTS = "galvatron_cuts"
-"""Name of the argument that tells a split module how its other arguments are cut."""
+SPECS = "galvatron_specs"
+"""Name of the argument that tells a split module how its other arguments are sharded."""
 
 
-class CutsAt:
-    """How tensors of a nest are cut, by place (see ``map_places``); those that are whole are left out.
+class SpecsAt:
+    """How tensors of a nest are sharded, by place (see ``map_places``); full ones are left out.
 
-    No dataclass or mapping: ZeRO's hooks rebuild those with tensors in another precision; lines are known by identity.
+    No dataclass or mapping: ZeRO's hooks rebuild those with tensors in another precision; groups are compared by
+    identity.
     """
 
-    def __init__(self, places: Mapping[str, Cuts]) -> None:
+    def __init__(self, places: Mapping[str, ShardSpecs]) -> None:
         self.places = places
 
 
-def split_pixels(module: nn.Module, lines: Sequence[Line], rules: Rules) -> None:
-    """Make a module work on shares of pictures, in place.
+def split_pixels(module: nn.Module, groups: Sequence[AxisGroup], rules: Rules) -> None:
+    """Make a module work on shards of images, in place.
 
-    Its forward then takes plain tensors, this rank's shares, and by the name ``CUTS`` how they are cut; it returns what
-    it returned before as plain tensors, and how those are cut: (output, ``CutsAt``). So hooks, ZeRO and recomputation
-    see plain tensors, and what recomputation runs again is told the same.
+    Its forward then takes plain tensors, this rank's shards, and under the name ``SPECS`` how they are sharded; it
+    returns its output as plain tensors, and how those are sharded: (output, ``SpecsAt``). So hooks, ZeRO and
+    recomputation see plain tensors, and what recomputation runs again has the same arguments.
 
-    What is whole has a complete gradient outside, on every rank, and a part of it inside (see ``cuts.tensor``).
+    Full tensors have a complete gradient outside, on every rank, and a part of it inside (see ``sharded.tensor``).
 
     Args:
-        module: any; its parameters stay whole.
-        lines: ranks that share pictures in it.
+        module: any; its parameters stay full.
+        groups: ranks that share images in it.
         rules: what functions do inside.
     """
-    module.forward = _on_shares(module.forward, tuple(lines), rules)
+    module.forward = _on_shards(module.forward, tuple(groups), rules)
 
 
-def _on_shares(forward: Callable[..., Any], lines: Sequence[Line], rules: Rules) -> Callable[..., Any]:
+def _on_shards(forward: Callable[..., Any], groups: Sequence[AxisGroup], rules: Rules) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, CutsAt]:
-        given: Mapping[str, Cuts] = kwargs.pop(CUTS).places if CUTS in kwargs else {}
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, SpecsAt]:
+        specs: Mapping[str, ShardSpecs] = kwargs.pop(SPECS).places if SPECS in kwargs else {}
 
         def inside(place: str, tensor: Tensor) -> Tensor:
-            return entering(tensor, given.get(place, ()), lines, rules)
+            return entering(tensor, specs.get(place, ()), groups, rules)
 
         args, kwargs = map_places((args, kwargs), inside)
-        return _plain(forward(*args, **kwargs), lines)
+        return _plain(forward(*args, **kwargs), groups)
 
     return run
 
 
-def _plain(output: Any, lines: Sequence[Line]) -> tuple[Any, CutsAt]:
-    """What a module returned, as plain tensors, and how they are cut.
+def _plain(output: Any, groups: Sequence[AxisGroup]) -> tuple[Any, SpecsAt]:
+    """A module's output as plain tensors, and how they are sharded.
 
-    The tensors themselves are made plain again, with no view between: code behind the module may change what it is
-    given in place, and autograd would then forget hooks on a view, those of ZeRO among them.
+    The tensors themselves are made plain again, with no view between: code behind the module may change its input in
+    place, and autograd would then forget hooks on a view, those of ZeRO among them.
     """
-    output = map_places(output, lambda _, tensor: settled(tensor, lines))
-    cuts = {place: known for place, tensor in places(output) if (known := cuts_of(tensor))}
+    output = map_places(output, lambda _, tensor: settled(tensor, groups))
+    specs = {place: specs_of(tensor) for place, tensor in places(output) if specs_of(tensor)}
 
     def outside(place: str, tensor: Tensor) -> Tensor:
-        plain = uncut(tensor) if place in cuts else tensor
-        return leave(plain, _across(cuts.get(place, ()), lines)) if plain.requires_grad else plain
+        plain = unwrap(tensor) if place in specs else tensor
+        return leave(plain, _others(specs.get(place, ()), groups)) if plain.requires_grad else plain
 
-    return map_places(output, outside), CutsAt(cuts)
+    return map_places(output, outside), SpecsAt(specs)
 
 
-def entering(tensor: Tensor, cuts: Cuts, lines: Iterable[Line], rules: Rules) -> Tensor:
-    """A plain tensor as code sees it whose gradients are parts on the ranks of lines along which it is not cut."""
+def entering(tensor: Tensor, specs: ShardSpecs, groups: Iterable[AxisGroup], rules: Rules) -> Tensor:
+    """A plain tensor for code in which gradients are parts on the ranks of groups that do not shard it."""
     if tensor.requires_grad:
-        tensor = enter(tensor, _across(cuts, lines))
+        tensor = enter(tensor, _others(specs, groups))
     # an alias: whoever holds the tensor keeps a plain one
-    return cut_tensor(tensor.view_as(tensor), cuts, rules) if cuts else tensor
+    return from_local(tensor.view_as(tensor), specs, rules) if specs else tensor
 
 
-def settled(tensor: Tensor, lines: Sequence[Line]) -> Tensor:
-    """A tensor of such code, whole along dims that are cut in a way of their own (see ``cuts.laying``)."""
-    strange = [cut for cut in cuts_of(tensor) if not any(cut.line is line for line in lines)]
+def settled(tensor: Tensor, groups: Sequence[AxisGroup]) -> Tensor:
+    """A tensor of such code, gathered along dims that groups of another order shard (see ``sharded.groups``)."""
+    strange = [spec for spec in specs_of(tensor) if not any(spec.group is group for group in groups)]
     if not strange:
         return tensor
-    kept = tuple(cut for cut in cuts_of(tensor) if cut not in strange)
-    with shares_only():
-        return cut_like(gathered_along(tensor, strange), kept, tensor.rules)  # type: ignore[attr-defined, no-any-return]
+    kept = tuple(spec for spec in specs_of(tensor) if spec not in strange)
+    with locals_only():
+        return wrap_locals(gather_dims(tensor, strange), kept, tensor.rules)  # type: ignore[attr-defined, no-any-return]
 
 
-def leaving(tensor: Tensor, lines: Sequence[Line]) -> Tensor:
+def leaving(tensor: Tensor, groups: Sequence[AxisGroup]) -> Tensor:
     """A tensor of such code as a plain one whose gradient is complete on every rank that holds the same."""
-    tensor = settled(tensor, lines)
-    plain = local_of(tensor)
-    return leave(plain, _across(cuts_of(tensor), lines)) if plain.requires_grad else plain
+    tensor = settled(tensor, groups)
+    plain = to_local(tensor)
+    return leave(plain, _others(specs_of(tensor), groups)) if plain.requires_grad else plain
 
 
-def _across(cuts: Cuts, lines: Iterable[Line]) -> list[Line]:
-    along = {id(cut.line) for cut in cuts}
-    return [line for line in lines if id(line) not in along]
+def _others(specs: ShardSpecs, groups: Iterable[AxisGroup]) -> list[AxisGroup]:
+    """The groups that do not shard a tensor."""
+    sharding = {id(spec.group) for spec in specs}
+    return [group for group in groups if id(group) not in sharding]

@@ -1,7 +1,7 @@
-"""Convolutions of pictures whose pixels ranks share, transposed ones too: as on one device, bit for bit of rounding.
+"""Convolutions of images whose pixels ranks share, transposed ones too.
 
-One autograd function borrows the borders, and returns their gradients. It keeps the share and the borders, not the
-picture made of both; that is put together again for the gradient of the weights, while the borders of the input's
+One autograd function borrows the borders and returns their gradients. It keeps the shard and the borders, not the
+image made of both; that is put together again for the gradient of the weights, while the borders of the input's
 gradient travel. Gradients of weights and biases are this rank's parts.
 """
 
@@ -19,29 +19,42 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional, grad
 
-from galvatron_lite.parallelism.cuts.grid import PIXELS
-from galvatron_lite.parallelism.cuts.tensor import Call, CutTensor, Handler, cut_tensor, cuts_of, local_of, whole_shape
+from galvatron_lite.parallelism.sharded.tensor import (
+    PIXELS,
+    Call,
+    Handler,
+    ShardedTensor,
+    from_local,
+    global_shape,
+    specs_of,
+    to_local,
+)
 from galvatron_lite.parallelism.spatial.halo import (
+    Amount,
     Box,
     Halo,
     ImagePart,
     assemble,
     borrow,
+    check_batched,
     give_back,
+    halo_of,
+    on_shards,
     padded,
+    per_side,
     shape_of,
     sides_after,
+    specs_after,
 )
-from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, on_own_share, pixels
 from galvatron_lite.parallelism.spatial.windows import SideWindow, crop, needed
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionSpec:
-    """A convolution of a picture."""
+    """A convolution of an image."""
 
     name: str  # of torch's function
-    windows: tuple[SideWindow, ...]  # one a side of the picture
+    windows: tuple[SideWindow, ...]  # one a side of the image
     groups: int  # of channels
 
     @property
@@ -52,51 +65,51 @@ class ConvolutionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionPlan:
-    """How this rank does its part of a convolution.
+    """How this rank does its part of a convolution."""
 
-    Attributes:
-        halo: sides that are cut, or padded unevenly.
-        layer: what to do.
-        padding: what torch's function pads by: nothing on the sides of the halo.
-        split: see ``splits``.
-    """
-
-    halo: Halo
+    halo: Halo  # sides that are shared, or padded unevenly
     layer: ConvolutionSpec
-    padding: tuple[int, ...]
-    split: bool = False
+    overlaps: bool = False  # see ``overlaps``
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """Torch's function."""
+        function: Callable[..., Tensor] = getattr(functional, self.layer.name)
+        return function
 
     @property
     def steps(self) -> dict[str, Any]:
-        """What torch's functions for this convolution are told."""
-        windows = self.layer.windows
-        stride, dilation = tuple(one.stride for one in windows), tuple(one.dilation for one in windows)
-        return {"stride": stride, "padding": self.padding, "dilation": dilation, "groups": self.layer.groups}
+        """Arguments of torch's functions for this convolution; sides of the halo are padded already."""
+        windows, padded_sides = self.layer.windows, {side.dim for side in self.halo.sides}
+        return {
+            "stride": tuple(one.stride for one in windows),
+            "padding": tuple(0 if dim in padded_sides else one.before for dim, one in enumerate(windows, PIXELS)),
+            "dilation": tuple(one.dilation for one in windows),
+            "groups": self.layer.groups,
+        }
 
 
 def convolve(call: Call) -> Any:
-    """conv1d, conv2d, conv3d and conv_transpose1d, 2d, 3d of a cut picture with whole weights: a cut picture.
+    """conv1d, conv2d, conv3d and conv_transpose1d, 2d, 3d of a sharded image with full weights: a sharded image.
 
     Raises:
-        InputError: the picture has no dim of samples, or its ranks need more than the ranks beside them hold.
+        InputError: the image has no dim of samples, or its ranks need more than the ranks beside them hold.
     """
     sides = int(call.name[-2])
     reader = _transposed if "transpose" in call.name else _plain
-    picture, weight, bias, layer = reader(call.name, sides, *call.args, **call.kwargs)
-    check_batched(picture, sides, call.name)
-    cuts = cuts_of(picture)
-    if not cuts or cuts[0].dim < PIXELS or isinstance(weight, CutTensor) or isinstance(bias, CutTensor):
+    image, weight, bias, layer = reader(call.name, sides, *call.args, **call.kwargs)
+    check_batched(image, sides, call.name)
+    specs = specs_of(image)
+    if not specs or specs[0].dim < PIXELS or isinstance(weight, ShardedTensor) or isinstance(bias, ShardedTensor):
         return call.rules.otherwise(call)
-    simple = on_own_share(call, cuts, layer.windows)
+    simple = on_shards(call, specs, layer.windows)
     if simple is not None:
         return simple
-    halo = pixels(whole_shape(picture)[PIXELS:], layer.windows, cuts, call.name)
-    ours = {side.dim for side in halo.sides}
-    padding = tuple(0 if dim in ours else one.before for dim, one in enumerate(layer.windows, PIXELS))
-    share, weight, bias = _as_autocast(local_of(picture), weight, bias)
-    plan = ConvolutionPlan(halo, layer, padding, not layer.transposed and splits(halo, share, weight))
-    made: Tensor = _Convolve.apply(share, weight, bias, plan)  # type: ignore[no-untyped-call]
-    return cut_tensor(made, cuts_after(cuts, layer.windows), call.rules)
+    halo = halo_of(global_shape(image)[PIXELS:], layer.windows, specs, call.name)
+    shard, weight, bias = _as_autocast(to_local(image), weight, bias)
+    plan = ConvolutionPlan(halo, layer, not layer.transposed and overlaps(halo, shard, weight))
+    result: Tensor = _Convolve.apply(shard, weight, bias, plan)  # type: ignore[no-untyped-call]
+    return from_local(result, specs_after(specs, layer.windows), call.rules)
 
 
 def _plain(
@@ -110,12 +123,12 @@ def _plain(
     dilation: Amount = 1,
     groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None, ConvolutionSpec]:
-    kernel, strides, dilations = weight.shape[PIXELS:], numbers(stride, sides), numbers(dilation, sides)
+    kernel, strides, dilations = weight.shape[PIXELS:], per_side(stride, sides), per_side(dilation, sides)
     if isinstance(padding, str):
         spare = [d * (k - 1) if padding == "same" else 0 for k, d in zip(kernel, dilations, strict=True)]
         pads = [(one // 2, one - one // 2) for one in spare]
     else:
-        pads = [(one, one) for one in numbers(padding, sides)]
+        pads = [(one, one) for one in per_side(padding, sides)]
     windows = (SideWindow(k, s, *q, d) for k, s, q, d in zip(kernel, strides, pads, dilations, strict=True))
     return input, weight, bias, ConvolutionSpec(name, tuple(windows), groups)
 
@@ -132,7 +145,7 @@ def _transposed(
     groups: int = 1,
     dilation: Amount = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None, ConvolutionSpec]:
-    amounts = (numbers(amount, sides) for amount in (stride, padding, output_padding, dilation))
+    amounts = (per_side(amount, sides) for amount in (stride, padding, output_padding, dilation))
     windows = (
         SideWindow(k, s, q, q - more, d, transposed=True)
         for k, s, q, more, d in zip(weight.shape[PIXELS:], *amounts, strict=True)
@@ -140,105 +153,105 @@ def _transposed(
     return input, weight, bias, ConvolutionSpec(name, tuple(windows), groups)
 
 
-def _as_autocast(share: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _as_autocast(shard: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """In the dtype that autocast runs convolutions in, where it is on; it leaves float64 alone."""
-    kind = share.device.type
+    kind = shard.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return share, weight, bias
+        return shard, weight, bias
     cast = partial(_lowered, dtype=torch.get_autocast_dtype(kind))
-    return cast(share), cast(weight), None if bias is None else cast(bias)
+    return cast(shard), cast(weight), None if bias is None else cast(bias)
 
 
 def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-SPLIT_WORK = 2**30
+OVERLAP_WORK = 2**30
 """Multiplications and additions that take an accelerator as long (20 us at 50e12 a second) as a message takes."""
-SPLIT_DEPTH = 256
+OVERLAP_DEPTH = 256
 """Multiplications for an output from which on these take longer than to copy it (8 bytes at 2e12 bytes a second)."""
-SPLIT_EDGE = 4
+OVERLAP_EDGE = 4
 """Outputs for one at the border, from which on few of them are done as thin strips, which fill an accelerator badly."""
 
 
-def splits(halo: Halo, share: Tensor, weight: Tensor) -> bool:
+def overlaps(halo: Halo, shard: Tensor, weight: Tensor) -> bool:
     """Whether outputs that need no borders are computed on their own while the borders travel.
 
     That hides the messages, but costs a copy of the outputs and a kernel for each strip at the border. So it is done
     where something travels, outputs at the border are few, one output takes more work than its copy, and the work lasts
     as long as a message. A rule of sizes only: no clock, so runs repeat.
     """
-    if not halo.places.travelling or weight[0].numel() < SPLIT_DEPTH:
+    if not halo.places.travelling or weight[0].numel() < OVERLAP_DEPTH:
         return False
     inner = prod(stop - start for start, stop in halo.places.interior)
     every = prod(stop - start for start, stop in halo.places.outputs)
     sides = {side.dim for side in halo.sides}
-    rest = prod(extent for dim, extent in enumerate(share.shape) if dim != 1 and dim not in sides)
-    return inner * SPLIT_EDGE >= every * (SPLIT_EDGE - 1) and inner * rest * weight.numel() >= SPLIT_WORK
+    rest = prod(extent for dim, extent in enumerate(shard.shape) if dim != 1 and dim not in sides)
+    return inner * OVERLAP_EDGE >= every * (OVERLAP_EDGE - 1) and inner * rest * weight.numel() >= OVERLAP_WORK
 
 
 class _Convolve(Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Tensor:
-        run = _run_transposed if plan.layer.transposed else _run_split if plan.split else _run
-        made, borders = run(share, weight, bias, plan)
-        ctx.plan, ctx.shape = plan, share.shape
-        kept = (share, *borders) if ctx.needs_input_grad[1] else ()
+    def forward(ctx: Any, shard: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Tensor:
+        halo = plan.halo
+        borrowing = borrow(shard, halo)
+        if plan.overlaps:
+            result, parts = _overlapped(plan, borrowing.here, borrowing.wait, weight, bias)
+        else:
+            parts = borrowing.wait()
+            image = assemble(parts, halo.sides, halo.places.needed)
+            run = _run_transposed if plan.layer.transposed else _run
+            result = run(plan, image, weight, bias)
+        ctx.plan, ctx.shape = plan, shard.shape
+        kept = (part.tensor for part in parts) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(weight, *kept)
-        return made
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         weight, *kept = ctx.saved_tensors
         plan: ConvolutionPlan = ctx.plan
-        of_input, of_weight = _transposed_gradients(plan) if plan.layer.transposed else _gradients(plan)
-        for_share, for_weight, for_bias, _ = ctx.needs_input_grad
-        whole = _uncropped(gradient, plan) if plan.layer.transposed else gradient
-        size = shape_of(ctx.shape, plan.halo.sides, plan.halo.places.needed)
-        returning = give_back(of_input(size, weight, whole), plan.halo) if for_share else None
-        weights = of_weight(_together(kept, plan.halo), weight.shape, whole) if for_weight else None
+        sides, places = plan.halo.sides, plan.halo.places
+        for_shard, for_weight, for_bias, _ = ctx.needs_input_grad
+        arriving = gradient
+        if plan.layer.transposed:
+            # of what the transposed convolution made before it was cropped
+            arriving = padded(gradient, sides, _crops(plan.halo))
+        returning = weights = None
+        if for_shard:
+            size = shape_of(ctx.shape, sides, places.needed)
+            returning = give_back(_input_gradient(plan, size, weight, arriving), plan.halo)
+        if for_weight:
+            boxes = (places.held, *places.borders())
+            image = assemble(list(map(ImagePart, kept, boxes)), sides, places.needed)
+            weights = _weight_gradient(plan, image, weight.shape, arriving)
         biases = gradient.sum((0, *range(PIXELS, gradient.dim()))) if for_bias else None
         return returning.wait() if returning is not None else None, weights, biases, None
 
 
-def _together(kept: Sequence[Tensor], halo: Halo) -> Tensor:
-    """The share and its borders as one picture."""
-    boxes = (halo.places.own, *halo.places.borders())
-    return assemble(list(map(ImagePart, kept, boxes)), halo.sides, halo.places.needed)
+def _run(plan: ConvolutionPlan, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return plan.function(image, weight, bias, **plan.steps)
 
 
-Result = tuple[Tensor, tuple[Tensor, ...]]
-"""Outputs, and the borders that were borrowed for them."""
-
-
-def _run(share: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Result:
-    parts = borrow(share, plan.halo).wait()
-    made = _function(plan)(assemble(parts, plan.halo.sides, plan.halo.places.needed), weight, bias, **plan.steps)
-    return made, tuple(part.tensor for part in parts[1:])
-
-
-def _run_split(share: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Result:
+def _overlapped(
+    plan: ConvolutionPlan,
+    here: Sequence[ImagePart],
+    wait: Callable[[], tuple[ImagePart, ...]],
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, tuple[ImagePart, ...]]:
     """The outputs that need no borders while these travel, and then the others."""
-    halo = plan.halo
-    coming = borrow(share, halo)
-    every, inner = halo.places.outputs, halo.places.interior
-    run = partial(_outputs, halo=halo, weight=weight, bias=bias, plan=plan)
-    first = run(coming.here, box=inner)
-    parts = coming.wait()
-    strips = [ImagePart(run(parts, box=box), box) for box in _frame(every, inner)]
-    return assemble([ImagePart(first, inner), *strips], sides_after(halo.sides), every), tuple(
-        part.tensor for part in parts[1:]
-    )
+    sides, every, inner = plan.halo.sides, plan.halo.places.outputs, plan.halo.places.interior
 
+    def outputs(parts: Sequence[ImagePart], box: Box) -> ImagePart:
+        places = tuple(needed(side.window, side.extent, one) for side, one in zip(sides, box, strict=True))
+        return ImagePart(_run(plan, assemble(parts, sides, places), weight, bias), box)
 
-def _outputs(
-    parts: Sequence[ImagePart], box: Box, halo: Halo, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan
-) -> Tensor:
-    """The outputs of a box."""
-    places = tuple(needed(side.window, side.extent, one) for side, one in zip(halo.sides, box, strict=True))
-    made: Tensor = _function(plan)(assemble(parts, halo.sides, places), weight, bias, **plan.steps)
-    return made
+    first = outputs(here, inner)
+    parts = wait()
+    strips = [outputs(parts, box) for box in _frame(every, inner)]
+    return assemble([first, *strips], sides_after(sides), every), parts
 
 
 def _frame(outer: Box, inner: Box) -> Iterator[Box]:
@@ -249,23 +262,15 @@ def _frame(outer: Box, inner: Box) -> Iterator[Box]:
                 yield (*inner[:index], places, *outer[index + 1 :])
 
 
-def _run_transposed(share: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Result:
+def _run_transposed(plan: ConvolutionPlan, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The transposed convolution of what the outputs depend on, cropped to them."""
-    parts = borrow(share, plan.halo).wait()
     crops = _crops(plan.halo)
     gaps = any(min(one) < 0 for one in crops)
-    steps = plan.steps
-    made = _function(plan)(
-        assemble(parts, plan.halo.sides, plan.halo.places.needed),
-        weight,
-        None if gaps else bias,
-        output_padding=0,
-        **steps,
-    )
-    made = padded(made, plan.halo.sides, [(-before, -after) for before, after in crops])
+    result = plan.function(image, weight, None if gaps else bias, output_padding=0, **plan.steps)
+    result = padded(result, plan.halo.sides, [(-before, -after) for before, after in crops])
     if gaps and bias is not None:
-        made += bias.view(-1, *[1] * len(plan.layer.windows))
-    return made, tuple(part.tensor for part in parts[1:])
+        result += bias.view(-1, *[1] * len(plan.layer.windows))
+    return result
 
 
 def _crops(halo: Halo) -> list[tuple[int, int]]:
@@ -273,39 +278,23 @@ def _crops(halo: Halo) -> list[tuple[int, int]]:
     return [crop(side.window, outputs, inputs) for side, outputs, inputs in every]
 
 
-def _uncropped(gradient: Tensor, plan: ConvolutionPlan) -> Tensor:
-    """The gradient of what a transposed convolution made before it was cropped."""
-    return padded(gradient, plan.halo.sides, _crops(plan.halo))
-
-
-def _function(plan: ConvolutionPlan) -> Callable[..., Tensor]:
-    function: Callable[..., Tensor] = getattr(functional, plan.layer.name)
-    return function
-
-
-OfInput = Callable[[Sequence[int], Tensor, Tensor], Tensor]
-OfWeight = Callable[[Tensor, Sequence[int], Tensor], Tensor]
-
-
-def _gradients(plan: ConvolutionPlan) -> tuple[OfInput, OfWeight]:
-    """Of a convolution: (its input's shape, weight, gradient) -> that of its input, and (input, weight's shape,
-    gradient) -> that of its weight."""
+def _input_gradient(plan: ConvolutionPlan, size: Sequence[int], weight: Tensor, gradient: Tensor) -> Tensor:
+    """A transposed convolution is the adjoint of the convolution with its weight: its gradient is that convolution."""
     name = plan.layer.name
-    return partial(getattr(grad, f"{name}_input"), **plan.steps), partial(getattr(grad, f"{name}_weight"), **plan.steps)
+    if plan.layer.transposed:
+        function: Callable[..., Tensor] = getattr(functional, name.replace("_transpose", ""))
+        return function(gradient, weight, **plan.steps)
+    backward: Callable[..., Tensor] = getattr(grad, f"{name}_input")
+    return backward(size, weight, gradient, **plan.steps)
 
 
-def _transposed_gradients(plan: ConvolutionPlan) -> tuple[OfInput, OfWeight]:
-    """As ``_gradients``: a transposed convolution is the adjoint of the convolution with its weight, so the gradient of
-    its input is that convolution, and that of its weight the convolution's with input and gradient changed about."""
-    name = plan.layer.name.replace("_transpose", "")
-    forward, of_weight = getattr(functional, name), getattr(grad, f"{name}_weight")
-    return (
-        lambda size, weight, gradient: forward(gradient, weight, **plan.steps),  # noqa: ARG005
-        lambda picture, shape, gradient: of_weight(gradient, shape, picture, **plan.steps),
-    )
+def _weight_gradient(plan: ConvolutionPlan, image: Tensor, shape: Sequence[int], gradient: Tensor) -> Tensor:
+    """Of a transposed convolution, that of the convolution with input and gradient exchanged."""
+    backward: Callable[..., Tensor] = getattr(grad, f"{plan.layer.name.replace('_transpose', '')}_weight")
+    first, second = (gradient, image) if plan.layer.transposed else (image, gradient)
+    return backward(first, shape, second, **plan.steps)
 
 
 HANDLERS: Mapping[str, Handler] = {
     f"conv{kind}{sides}d": convolve for kind in ("", "_transpose") for sides in (1, 2, 3)
 }
-"""Convolutions."""

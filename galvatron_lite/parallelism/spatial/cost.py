@@ -31,6 +31,7 @@ from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
+    Dimension,
     DimensionContext,
     LayerWork,
     Moment,
@@ -56,7 +57,7 @@ _BORDER = attrgetter(*(item.name for item in fields(SideTraffic)))
 
 
 @dataclass(frozen=True, slots=True)
-class SpatialDimension:
+class SpatialDimension(Dimension):
     """Devices that share the planes (``degree`` "depth"), rows ("height") or columns ("width") of each sample."""
 
     name: str = "spatial"

@@ -1,4 +1,4 @@
-"""How pictures lie on grids of devices: whose pixels are whose, what is borrowed, which grids will do. No torch here.
+"""How pictures lie on grids of devices: whose pixels are whose, what is borrowed, which grids will do.
 
 Every extent is shared by the rule of ``parallelism.shares``, whether it divides or not: the first device of a side
 holds the most pixels of every picture, and so is the slowest. What outputs need beyond their device's own pixels is
@@ -44,21 +44,17 @@ class GridLayout:
 
 
 def splits_pixels(kind: LayerKind) -> bool:
-    """Whether devices may share the pixels of a layer's pictures."""
-    return not whole_because(kind)
-
-
-def whole_because(kind: LayerKind) -> str:
-    """Why devices may not share the pixels of a layer's pictures; empty where they may.
-
-    A layer without convolutions may take their mean; a picture that enters a matmul as one row (a flattened one) is
-    whole on every device.
-    """
-    return _whole_because(Same(kind))
+    """Whether devices may share the pixels of a layer's images."""
+    return not _kept_full(Same(kind))
 
 
 @lru_cache(maxsize=4096)
-def _whole_because(same: Same) -> str:
+def _kept_full(same: Same) -> str:
+    """Why devices may not share the pixels of a layer's images; empty where they may.
+
+    A layer without convolutions may take their mean; an image that enters a matmul as one row (a flattened one) is full
+    on every device.
+    """
     kind = same.kind
     if not is_picture(kind):
         return "it does not work on pictures pixel by pixel and window by window"
@@ -160,8 +156,8 @@ def _refusal(same: Same, place: int, degree: int) -> str:
     if degree == 1:
         return ""
     extent = extents_of(same.kind)[place]
-    if _whole_because(same):
-        return _whole_because(same)
+    if _kept_full(same):
+        return _kept_full(same)
     if extent < degree:
         return f"an extent of {extent} leaves a rank of {degree} without a share"
     sides = (window.sides[place] for window in windows_of(same.kind.operators))

@@ -1,148 +1,143 @@
-"""Normalisation of cut pictures, with the statistics of the whole ones.
+"""Normalisation of sharded images, with the statistics of the global ones.
 
-Statistics over dims that ranks share are taken over all of them (``statistics``); where none is shared, torch's own
-function runs on the share. Weights and running statistics may be whole, of which a rank uses the channels it holds, or
-cut as the picture is.
+Statistics over dims that ranks share are taken over all of them; where none is shared, torch's own function runs on the
+shard. Weights and running statistics may be full, of which a rank uses the channels it holds, or sharded as the image.
+
+Each rank takes mean and variance of its own items; those of all are combined pairwise (Chan, Golub and LeVeque 1979,
+"Updating formulae and a pairwise algorithm for computing sample variances"), which loses no digits where the mean is
+large. In forward a rank gives two numbers a statistic to each group of ranks, in backward two (sum of dy, sum of dy
+times the normalised input). Statistics are fp32 of inputs of 16 bits, and kept with the rank's shard of the input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.cuts.calls import arguments
-from galvatron_lite.parallelism.cuts.line import Line
-from galvatron_lite.parallelism.cuts.tensor import Call, Cut, Cuts, Handler, cut_tensor, cuts_of, local_of, whole_shape
-from galvatron_lite.parallelism.spatial.statistics import (
-    Moments,
-    Normal,
-    NormRows,
-    as_autocast,
-    moments,
-    normalise,
-    normalise_rows,
-    over_cut,
-    over_line,
-    wide,
+from galvatron_lite.parallelism.sharded.calls import arguments, wrap_like
+from galvatron_lite.parallelism.sharded.groups import AxisGroup
+from galvatron_lite.parallelism.sharded.tensor import (
+    Call,
+    Handler,
+    ShardSpec,
+    ShardSpecs,
+    from_local,
+    global_shape,
+    specs_of,
+    to_local,
 )
 
 CHANNELS = 1
-"""Dim of a picture's channels."""
+"""Dim of an image's channels."""
 _STATE = ("running_mean", "running_var", "weight", "bias")
 _BUILT_IN = ("input", "weight", "bias", "running_mean", "running_var")
 """The first arguments of torch's built-in functions; those of ``torch.nn.functional`` have running statistics first."""
+Affine = tuple[Tensor | None, Tensor | None]
+"""Weight and bias."""
 
 
 def batch_norm(call: Call) -> Any:
     """``torch.nn.functional.batch_norm``: statistics over samples and pixels."""
-    given = arguments(call, functional.batch_norm, (*_BUILT_IN, "training", "momentum", "eps"))
-    if not cuts_of(given["input"]):
-        return call.rules.otherwise(call)
-    return _batch_norm(given, ())
+    options = arguments(call, functional.batch_norm, (*_BUILT_IN, "training", "momentum", "eps"))
+    return _batch_norm(options, ()) if specs_of(options["input"]) else call.rules.otherwise(call)
 
 
 def instance_norm(call: Call) -> Any:
     """``torch.nn.functional.instance_norm``: statistics over the pixels of each sample."""
-    given = arguments(call, functional.instance_norm, (*_BUILT_IN, "use_input_stats", "momentum", "eps"))
-    tensor = given["input"]
-    channel, pixels = _split(cuts_of(tensor))
-    if not cuts_of(tensor):
+    options = arguments(call, functional.instance_norm, (*_BUILT_IN, "use_input_stats", "momentum", "eps"))
+    tensor = options["input"]
+    channel, pixels = _split_specs(specs_of(tensor))
+    if not specs_of(tensor):
         return call.rules.otherwise(call)
-    own = {name: _share_of(given[name], channel) for name in _STATE}
-    local = local_of(tensor)
-    if not pixels or not given["use_input_stats"]:
+    state = {name: _local_channels(options[name], channel) for name in _STATE}
+    local = to_local(tensor)
+    if not pixels or not options["use_input_stats"]:
         kernel: Callable[..., Tensor] = functional.instance_norm
-        rest = {name: given[name] for name in ("use_input_stats", "momentum", "eps")}
-        return _like(kernel(local, **own, **rest), tensor)
+        rest = {name: options[name] for name in ("use_input_stats", "momentum", "eps")}
+        return wrap_like(call, kernel(local, **state, **rest), tensor)
     samples, channels = local.shape[:2]
-    found = _over(moments(local, range(2, local.dim())), pixels, prod(whole_shape(tensor)[2:]))
+    found = _over_specs(moments(local, range(2, local.dim())), pixels, prod(global_shape(tensor)[2:]))
     _refuse_single(found.count, tensor)
-    _update(own, found, given["momentum"], samples)
-    how = Normal((1, samples * channels, prod(local.shape[2:])), 1, found.count, _lines(pixels), given["eps"])
+    _update(state, found, options["momentum"], samples)
+    form = NormForm((1, samples * channels, prod(local.shape[2:])), 1, _groups(pixels), options["eps"])
     found = Moments(found.mean.flatten(), found.variance.flatten(), found.count)
-    return _like(normalise(local, _for_each(own, samples), found, how), tensor)
+    affine = _repeated((state["weight"], state["bias"]), samples)
+    return wrap_like(call, normalise(local, affine, found, form), tensor)
 
 
 def group_norm(call: Call) -> Any:
     """``torch.nn.functional.group_norm``: statistics over the pixels of groups of channels of each sample.
 
-    Channels that are cut must be cut between groups; other pictures are gathered.
+    Sharded channels must be split between groups; other images are gathered.
     """
-    given = arguments(call, functional.group_norm, ("input", "num_groups", "weight", "bias", "eps"))
-    tensor, groups = given["input"], given["num_groups"]
-    channel, pixels = _split(cuts_of(tensor))
-    if not cuts_of(tensor) or (channel and groups % channel.line.size):
+    options = arguments(call, functional.group_norm, ("input", "num_groups", "weight", "bias", "eps"))
+    tensor, groups, eps = options["input"], options["num_groups"], options["eps"]
+    channel, pixels = _split_specs(specs_of(tensor))
+    if not specs_of(tensor) or (channel and groups % channel.group.size):
         return call.rules.otherwise(call)
-    own = {name: _share_of(given[name], channel) for name in ("weight", "bias")}
-    groups //= channel.line.size if channel else 1
-    local = as_autocast(local_of(tensor))
+    weight, bias = (_local_channels(options[name], channel) for name in ("weight", "bias"))
+    groups //= channel.group.size if channel else 1
+    local = as_autocast(to_local(tensor))
     if not pixels:
-        return _like(functional.group_norm(local, groups, **own, eps=given["eps"]), tensor)
-    samples, channels = local.shape[:2]
-    count = channels // groups * prod(whole_shape(tensor)[2:])
-    shown = local.reshape(samples * groups, channels // groups * prod(local.shape[2:]))
-    found = _over(moments(shown, (1,)), pixels, count)
-    how = Normal(
-        (1, samples * channels, prod(local.shape[2:])), channels // groups, count, _lines(pixels), given["eps"]
-    )
-    return _like(normalise(local, _for_each(own, samples), found, how), tensor)
+        return wrap_like(call, functional.group_norm(local, groups, weight, bias, eps), tensor)
+    samples, channels, extent = *local.shape[:2], prod(local.shape[2:])
+    each = channels // groups
+    rows = local.reshape(samples * groups, each * extent)
+    found = _over_specs(moments(rows, (1,)), pixels, each * prod(global_shape(tensor)[2:]))
+    form = NormForm((1, samples * channels, extent), each, _groups(pixels), eps)
+    return wrap_like(call, normalise(local, _repeated((weight, bias), samples), found, form), tensor)
 
 
 def layer_norm(call: Call) -> Any:
     """``torch.nn.functional.layer_norm``: statistics over the last dims."""
-    given = arguments(call, functional.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps"))
-    return _normalised_rows(call, given, centred=True)
+    return _normalise_rows(call, functional.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps"))
 
 
 def rms_norm(call: Call) -> Any:
     """``torch.nn.functional.rms_norm``: root mean squares over the last dims."""
-    given = arguments(call, functional.rms_norm, ("input", "normalized_shape", "weight", "eps"))
-    return _normalised_rows(call, given, centred=False)
+    return _normalise_rows(call, functional.rms_norm, ("input", "normalized_shape", "weight", "eps"))
 
 
 def local_response_norm(call: Call) -> Any:
-    """``torch.nn.functional.local_response_norm``: over neighbouring channels, which must be whole."""
-    given = arguments(call, functional.local_response_norm)
-    tensor = given.pop("input")
-    if not cuts_of(tensor) or _split(cuts_of(tensor))[0]:
+    """``torch.nn.functional.local_response_norm``: over neighbouring channels, which must be full."""
+    options = arguments(call, functional.local_response_norm)
+    tensor = options.pop("input")
+    if not specs_of(tensor) or _split_specs(specs_of(tensor))[0]:
         return call.rules.otherwise(call)
-    return _like(functional.local_response_norm(local_of(tensor), **given), tensor)
+    return wrap_like(call, functional.local_response_norm(to_local(tensor), **options), tensor)
 
 
 HANDLERS: Mapping[str, Handler] = {
-    "batch_norm": batch_norm,
-    "group_norm": group_norm,
-    "instance_norm": instance_norm,
-    "layer_norm": layer_norm,
-    "local_response_norm": local_response_norm,
-    "rms_norm": rms_norm,
+    one.__name__: one for one in (batch_norm, group_norm, instance_norm, layer_norm, local_response_norm, rms_norm)
 }
 
 
-def sync_batch_norm(module: nn.SyncBatchNorm, lines: Sequence[Line] = ()) -> None:
+def sync_batch_norm(module: nn.SyncBatchNorm, groups: Sequence[AxisGroup] = ()) -> None:
     """Make a synchronised batch normalisation take its statistics over these ranks, on any device and back end.
 
     Args:
         module: its forward is replaced; parameters, buffers and state stay as they are.
-        lines: the ranks that work on other samples. Those that share the pixels of these are known from the cut
-            tensor that arrives; plain tensors are whole.
+        groups: the ranks that work on other samples. Those that share the pixels of these are read from the sharded
+            tensor that arrives; plain tensors are full.
     """
-    module.forward = partial(_synchronised, module, tuple(lines))  # type: ignore[method-assign]
+    module.forward = partial(_synchronised, module, tuple(groups))  # type: ignore[method-assign]
 
 
-def _synchronised(module: nn.SyncBatchNorm, lines: tuple[Line, ...], tensor: Tensor) -> Tensor:
+def _synchronised(module: nn.SyncBatchNorm, groups: tuple[AxisGroup, ...], tensor: Tensor) -> Tensor:
     """What the module does with a batch; which statistics count, and how much, is as its documentation says."""
     if tensor.dim() < 2:
         raise InputError("input of SyncBatchNorm", tuple(tensor.shape), "Give (samples, channels, ...).")
     running = module.running_mean is not None and (not module.training or module.track_running_stats)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "input": tensor,
         "running_mean": module.running_mean if running else None,
         "running_var": module.running_var if running else None,
@@ -152,7 +147,7 @@ def _synchronised(module: nn.SyncBatchNorm, lines: tuple[Line, ...], tensor: Ten
         "momentum": _momentum(module),
         "eps": module.eps,
     }
-    return _batch_norm(given, lines)
+    return _batch_norm(options, groups)
 
 
 def _momentum(module: nn.SyncBatchNorm) -> float:
@@ -163,124 +158,321 @@ def _momentum(module: nn.SyncBatchNorm) -> float:
     return 1.0 / module.num_batches_tracked.item() if module.momentum is None else module.momentum
 
 
-def _batch_norm(arguments: Mapping[str, Any], others: tuple[Line, ...]) -> Tensor:
+def _batch_norm(options: Mapping[str, Any], others: tuple[AxisGroup, ...]) -> Tensor:
     """Batch normalisation over the ranks that share pixels, and over ``others``, which work on other samples."""
-    tensor: Tensor = arguments["input"]
-    channel, pixels = _split(cuts_of(tensor))
-    own = {name: _share_of(arguments[name], channel) for name in _STATE}
-    local = local_of(tensor)
-    if not arguments["training"] or not (pixels or others):
+    tensor: Tensor = options["input"]
+    specs = specs_of(tensor)
+    channel, pixels = _split_specs(specs)
+    state = {name: _local_channels(options[name], channel) for name in _STATE}
+    local, eps = to_local(tensor), options["eps"]
+    if not options["training"] or not (pixels or others):
         kernel: Callable[..., Tensor] = functional.batch_norm
-        rest = {name: arguments[name] for name in ("training", "momentum", "eps")}
-        return _like(kernel(local, **own, **rest), tensor)
-    shape = whole_shape(tensor)
-    found = _over(moments(local, [0, *range(2, local.dim())]), pixels, shape[0] * prod(shape[2:]))
-    for line in others:
-        found = over_line(found, line)
-    _refuse_single(found.count, tensor)
-    _update(own, found, arguments["momentum"], 1)
-    how = Normal(tuple(local.shape), 1, found.count, (*_lines(pixels), *others), arguments["eps"])
-    return _like(normalise(local, (own["weight"], own["bias"]), found, how), tensor)
+        result = kernel(local, **state, training=options["training"], momentum=options["momentum"], eps=eps)
+    else:
+        shape = global_shape(tensor)
+        found = moments(local, [0, *range(2, local.dim())])
+        found = _over_specs(found, pixels, shape[0] * prod(shape[2:]))
+        for group in others:
+            found = _over_group(found, group)
+        _refuse_single(found.count, tensor)
+        _update(state, found, options["momentum"], 1)
+        form = NormForm(tuple(local.shape), 1, (*_groups(pixels), *others), eps)
+        result = normalise(local, (state["weight"], state["bias"]), found, form)
+    return from_local(result, specs, tensor.rules) if specs else result  # type: ignore[attr-defined]
 
 
-def _normalised_rows(call: Call, arguments: Mapping[str, Any], *, centred: bool) -> Any:
-    tensor, normalised = arguments["input"], tuple(arguments["normalized_shape"])
-    shape = whole_shape(tensor) if isinstance(tensor, Tensor) else ()
-    first = len(shape) - len(normalised)
-    if not cuts_of(tensor) or shape[first:] != normalised:
-        return call.rules.otherwise(call)
-    local, cuts = as_autocast(local_of(tensor)), [cut for cut in cuts_of(tensor) if cut.dim >= first]
-    weight, bias = (_own_items(arguments.get(name), cuts, first) for name in ("weight", "bias"))
-    affine = {"weight": weight, "bias": bias} if centred else {"weight": weight}
-    if not cuts:
-        return _like(call.function(local, normalised, **affine, eps=arguments["eps"]), tensor)
-    rows = NormRows(len(normalised), prod(normalised), _lines(cuts))
-    with torch.no_grad():
-        mean, inverse = (
-            _centre(local, rows, cuts, arguments["eps"]) if centred else _root(local, rows, arguments["eps"])
-        )
-    return _like(normalise_rows(local, (weight, bias), mean, inverse, rows), tensor)
+# What of the arguments this rank holds
 
 
-def _centre(local: Tensor, rows: NormRows, cuts: Sequence[Cut], eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and inverse standard deviation of whole rows."""
-    kept = local.shape[: -rows.dims] + (1,) * rows.dims
-    dims = range(local.dim() - rows.dims, local.dim())
-    found = _over(moments(local, dims), cuts, rows.count)
-    return found.mean.view(kept), (found.variance + eps).rsqrt().view(kept)
+def _split_specs(specs: ShardSpecs) -> tuple[ShardSpec | None, ShardSpecs]:
+    """The spec of the channels, and those of pixels."""
+    channel = next((spec for spec in specs if spec.dim == CHANNELS), None)
+    return channel, tuple(spec for spec in specs if spec.dim > CHANNELS)
 
 
-def _root(local: Tensor, rows: NormRows, eps: float | None) -> tuple[None, Tensor]:
-    """Inverse root mean square of whole rows; without ``eps`` the smallest step of the share's type, as in torch."""
-    squares = wide(local).square().sum(rows.last, keepdim=True)
-    for line in rows.lines:
-        squares = line.all_reduce(squares)
-    return None, (squares / rows.count + (torch.finfo(local.dtype).eps if eps is None else eps)).rsqrt()
+def _groups(specs: Sequence[ShardSpec]) -> tuple[AxisGroup, ...]:
+    return tuple(spec.group for spec in specs)
 
 
-def _over(moments: Moments, cuts: Sequence[Cut], count: int) -> Moments:
-    """Statistics of all ranks of these lines; ``count``: items of each, of them all."""
-    for cut in cuts:
-        moments = over_cut(moments, cut, count)
-    return moments
+def _local_channels(parameter: Tensor | None, channel: ShardSpec | None) -> Tensor | None:
+    """Numbers of the channels that this rank holds."""
+    if parameter is None or channel is None:
+        return parameter
+    if specs_of(parameter) or parameter.shape[0] != channel.extent:
+        return to_local(parameter)
+    return parameter.narrow(0, channel.start, channel.length)
 
 
-def _update(buffers: Mapping[str, Tensor | None], moments: Moments, momentum: float, samples: int) -> None:
-    """Running statistics, of unbiased variances, the mean over samples that have their own."""
-    mean, variance = buffers["running_mean"], buffers["running_var"]
-    with torch.no_grad():
-        if mean is not None:
-            _keep(mean, moments.mean, momentum, samples)
-        if variance is not None:
-            _keep(variance, moments.variance * (moments.count / (moments.count - 1)), momentum, samples)
+def _local_items(parameter: Tensor | None, specs: Sequence[ShardSpec], first: int) -> Tensor | None:
+    """Numbers of the normalised items that this rank holds; ``first``: the dim of the image they begin at."""
+    if parameter is None or specs_of(parameter):
+        return parameter if parameter is None else to_local(parameter)
+    for spec in specs:
+        parameter = parameter.narrow(spec.dim - first, spec.start, spec.length)
+    return parameter
 
 
-def _keep(running: Tensor, batch: Tensor, momentum: float, samples: int) -> None:
-    mean = batch if samples == 1 else batch.view(samples, -1).mean(0)
-    running.lerp_(mean.view(running.shape).to(running.dtype), momentum)
+def _repeated(affine: Affine, samples: int) -> Affine:
+    """Weight and bias of every sample's channels."""
+    weight, bias = (None if one is None else one.repeat(samples) for one in affine)
+    return weight, bias
 
 
 def _refuse_single(count: float | Tensor, tensor: Tensor) -> None:
     """Variances of one number are no use to train with; torch refuses them too."""
     if not isinstance(count, Tensor) and count <= 1:
-        raise InputError("pixels a statistic", whole_shape(tensor), "Train with more than one value per channel.")
+        raise InputError("pixels a statistic", global_shape(tensor), "Train with more than one value per channel.")
 
 
-def _split(cuts: Cuts) -> tuple[Cut | None, Cuts]:
-    """The cut of the channels, and those of pixels."""
-    channel = next((cut for cut in cuts if cut.dim == CHANNELS), None)
-    return channel, tuple(cut for cut in cuts if cut.dim > CHANNELS)
+# Statistics
 
 
-def _lines(cuts: Sequence[Cut]) -> tuple[Line, ...]:
-    return tuple(cut.line for cut in cuts)
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Statistics of a tensor."""
+
+    mean: Tensor  # one number a statistic
+    variance: Tensor  # the mean squared deviation
+    count: float | Tensor  # items of each statistic
 
 
-def _share_of(parameter: Tensor | None, channel: Cut | None) -> Tensor | None:
-    """Numbers of the channels that this rank holds."""
-    if parameter is None or channel is None:
-        return parameter
-    if cuts_of(parameter) or parameter.shape[0] != channel.extent:
-        return local_of(parameter)
-    return parameter.narrow(0, channel.start, channel.length)
+def _wide(tensor: Tensor) -> Tensor:
+    """In the type statistics are taken in: fp32, or fp64 of fp64."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _own_items(parameter: Tensor | None, cuts: Sequence[Cut], first: int) -> Tensor | None:
-    """Numbers of the normalised items that this rank holds; ``first``: the dim of the picture they begin at."""
-    if parameter is None or cuts_of(parameter):
-        return parameter if parameter is None else local_of(parameter)
-    for cut in cuts:
-        parameter = parameter.narrow(cut.dim - first, cut.start, cut.length)
-    return parameter
+def as_autocast(tensor: Tensor) -> Tensor:
+    """In fp32 where autocast is on, on devices where it runs norms and interpolation in that: all but CPUs."""
+    kind = tensor.device.type
+    if kind == "cpu" or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensor
+    return _wide(tensor)
 
 
-def _for_each(buffers: Mapping[str, Tensor | None], samples: int) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of every sample's channels."""
-    weight, bias = (None if one is None else one.repeat(samples) for one in (buffers["weight"], buffers["bias"]))
-    return weight, bias
+def moments(tensor: Tensor, dims: Sequence[int]) -> Moments:
+    """Of this rank's own items: over ``dims``, one statistic an item of the other dims, in their order."""
+    count = prod(tensor.shape[dim] for dim in dims)
+    kept = [extent for dim, extent in enumerate(tensor.shape) if dim not in dims]
+    tensor = tensor.detach()
+    if count == 0:
+        nothing = _wide(tensor.new_zeros(kept))
+        return Moments(nothing, nothing, 0)
+    by_channel = tensor if dims[0] == 0 else tensor.reshape(1, prod(kept), count)
+    if tensor.device.type in ("cpu", "cuda"):
+        # The first half of torch's own batch normalisation makes no wide copy of 16 bits. Running statistics in the
+        # wide type, which nobody needs, have it answer in that.
+        means = variances = None
+        if tensor.dtype.itemsize < torch.float32.itemsize:
+            means, variances = torch.zeros(2, by_channel.shape[1], device=tensor.device)
+        mean, variance = torch.batch_norm_update_stats(by_channel, means, variances, 0.0)
+    else:
+        variance, mean = torch.var_mean(_wide(by_channel), [0, *range(2, by_channel.dim())], correction=0)
+    return Moments(mean.view(kept), variance.view(kept), count)
 
 
-def _like(local: Tensor, tensor: Tensor) -> Tensor:
-    """A result that is cut as an argument is."""
-    cuts = cuts_of(tensor)
-    return cut_tensor(local, cuts, tensor.rules) if cuts else local  # type: ignore[attr-defined]
+def _over_specs(found: Moments, specs: Sequence[ShardSpec], count: int) -> Moments:
+    """Of the items of all ranks that share dims, from each one's own; ``count``: items of them all."""
+    for spec in specs:
+        size = spec.group.size
+        gathered = spec.group.all_gather(torch.stack((found.mean, found.variance))[None], 0)
+        means, variances = gathered.unbind(1)
+        if spec.extent % size == 0:
+            between, mean = torch.var_mean(means, 0, correction=0)
+            found = Moments(mean, variances.mean(0) + between, count)
+            continue
+        # filled in on the device, for which nobody needs to wait
+        base, extra = divmod(spec.extent, size)
+        weights = means.new_full((size,), base / spec.extent)
+        weights[:extra] = (base + 1) / spec.extent
+        found = Moments(*_merged(means, variances, weights), count)
+    return found
+
+
+def _over_group(found: Moments, group: AxisGroup) -> Moments:
+    """Of the items of all ranks of a group, each of which has any number of them, unknown to the others."""
+    statistics = torch.stack((found.mean, found.variance)).flatten()
+    count = torch.as_tensor(found.count, dtype=statistics.dtype, device=statistics.device).reshape(1)
+    gathered = group.all_gather(torch.cat((statistics, count))[None], 0)
+    counts = gathered[:, -1:]
+    means, variances = gathered[:, :-1].reshape(group.size, 2, -1).unbind(1)
+    return Moments(*_merged(means, variances, counts / counts.sum()), counts.sum())
+
+
+def _merged(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Chan et al.: squared deviations from the ranks' own means, and of these from the mean of all."""
+    weights = weights.view(-1, *[1] * (means.dim() - 1))
+    mean = (weights * means).sum(0)
+    return mean, (weights * (variances + (means - mean).square())).sum(0)
+
+
+def _update(buffers: Mapping[str, Tensor | None], found: Moments, momentum: float, samples: int) -> None:
+    """Running statistics, of unbiased variances, the mean over samples that have their own."""
+    mean, variance = buffers["running_mean"], buffers["running_var"]
+    with torch.no_grad():
+        for running, batch in ((mean, found.mean), (variance, found.variance)):
+            if running is not None:
+                unbiased = batch if running is mean else batch * (found.count / (found.count - 1))
+                kept = unbiased if samples == 1 else unbiased.view(samples, -1).mean(0)
+                running.lerp_(kept.view(running.shape).to(running.dtype), momentum)
+
+
+# Normalisation by statistics of features
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """How an image is normalised, feature by feature."""
+
+    shape: tuple[int, ...]  # in which features are dim 1
+    each: int  # features that follow one another and share a statistic
+    groups: tuple[AxisGroup, ...]  # over which statistics were taken
+    eps: float  # added to the variance
+
+    def by_feature(self, statistics: Tensor) -> Tensor:
+        """One number a feature."""
+        return statistics if self.each == 1 else statistics.repeat_interleave(self.each)
+
+
+def normalise(tensor: Tensor, affine: Affine, found: Moments, form: NormForm) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias of this rank's shard, by torch's kernels, in its type.
+
+    Args:
+        tensor: the shard.
+        affine: one number a feature; their gradients are this rank's part.
+        found: statistics of all ranks.
+        form: which feature has which statistic.
+    """
+    weight, bias = (None if one is None else one.to(found.mean.dtype) for one in affine)
+    result: Tensor = _Normalise.apply(tensor, weight, bias, found, form)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Normalise(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, weight: Tensor | None, bias: Tensor | None, found: Moments, form: NormForm
+    ) -> Tensor:
+        ctx.save_for_backward(tensor, weight, found.mean, found.variance)
+        ctx.form, ctx.count = form, found.count
+        mean, variance = form.by_feature(found.mean), form.by_feature(found.variance)
+        view = tensor.reshape(form.shape)
+        result = functional.batch_norm(view, mean, variance, weight, bias, False, 0.0, form.eps)
+        # not a view, so that the function behind (ReLU) may work in place
+        return result if form.shape == tensor.shape else result.resize_(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensor, weight, mean, variance = ctx.saved_tensors
+        form: NormForm = ctx.form
+        means, variances = form.by_feature(mean), form.by_feature(variance)
+        view, arriving = tensor.reshape(form.shape), gradient.reshape(form.shape)
+        slope = torch.ones_like(means) if weight is None else weight
+        # with fixed statistics the kernel's gradients are exact sums of this rank's own items
+        passed, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
+            arriving, view, slope, means, variances, None, None, False, form.eps, [True, True, True]
+        )
+        for_tensor, for_weight, for_bias, *_ = ctx.needs_input_grad
+        if for_tensor:
+            sums = torch.stack((slope * by_weight, slope * by_bias))
+            sums = sums if form.each == 1 else sums.view(2, -1, form.each).sum(2)
+            for group in form.groups:
+                sums = group.all_reduce(sums)
+            scale = -(variance + form.eps).rsqrt() / ctx.count
+            factor, offset = (form.by_feature(one) for one in (scale * sums).unbind())
+            passed += functional.batch_norm(view, means, variances, factor, offset, False, 0.0, form.eps)
+        by_weight, by_bias = by_weight if for_weight else None, by_bias if for_bias else None
+        return passed.view(tensor.shape), by_weight, by_bias, None, None
+
+
+# Normalisation of rows
+
+
+@dataclass(frozen=True, slots=True)
+class NormRows:
+    """How items of normalised dims, which are the last, are shared."""
+
+    dims: int  # how many they are
+    count: int  # items of a row, of all ranks
+    groups: tuple[AxisGroup, ...]
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The normalised dims, counted from the back."""
+        return tuple(range(-self.dims, 0))
+
+
+def _normalise_rows(call: Call, public: Callable[..., Any], built_in: Sequence[str]) -> Any:
+    options = arguments(call, public, built_in)
+    tensor, normalised, eps = options["input"], tuple(options["normalized_shape"]), options["eps"]
+    centred = "bias" in options
+    shape = global_shape(tensor) if isinstance(tensor, Tensor) else ()
+    first = len(shape) - len(normalised)
+    if not specs_of(tensor) or shape[first:] != normalised:
+        return call.rules.otherwise(call)
+    local, specs = as_autocast(to_local(tensor)), [spec for spec in specs_of(tensor) if spec.dim >= first]
+    affine = {name: _local_items(options[name], specs, first) for name in ("weight", "bias") if name in options}
+    if not specs:
+        return wrap_like(call, call.function(local, normalised, **affine, eps=eps), tensor)
+    rows = NormRows(len(normalised), prod(normalised), _groups(specs))
+    mean = None
+    with torch.no_grad():
+        if centred:
+            found = _over_specs(moments(local, range(first, local.dim())), specs, rows.count)
+            kept = local.shape[:first] + (1,) * rows.dims
+            mean, squares = found.mean.view(kept), found.variance.view(kept)
+        else:
+            squares = _wide(local).square().sum(rows.last, keepdim=True)
+            for group in rows.groups:
+                squares = group.all_reduce(squares)
+            squares = squares / rows.count
+        # without ``eps`` the smallest step of the shard's type, as in torch
+        inverse = (squares + (torch.finfo(local.dtype).eps if eps is None else eps)).rsqrt()
+    weight, bias = affine["weight"], affine.get("bias")
+    result: Tensor = _NormaliseRows.apply(local, weight, bias, mean, inverse, rows)  # type: ignore[no-untyped-call]
+    return wrap_like(call, result, tensor)
+
+
+def _centred(tensor: Tensor, mean: Tensor | None, inverse: Tensor) -> Tensor:
+    return (tensor * inverse) if mean is None else (tensor - mean) * inverse
+
+
+class _NormaliseRows(Function):
+    """(x - mean) * inverse * weight + bias of this rank's shard of rows (..., *normalised), in its type.
+
+    ``mean`` (None where only the root mean square is divided by) and ``inverse``, of the standard deviation or root
+    mean square, are those of global rows (..., 1, ...). Gradients of weight and bias are this rank's part.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        inverse: Tensor,
+        rows: NormRows,
+    ) -> Tensor:
+        ctx.save_for_backward(tensor, weight, bias, mean, inverse)
+        ctx.rows = rows
+        result = _centred(tensor, mean, inverse)
+        result = result if weight is None else result * weight
+        return (result if bias is None else result + bias).to(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensor, weight, bias, mean, inverse = ctx.saved_tensors
+        rows: NormRows = ctx.rows
+        normal, arriving = _centred(tensor, mean, inverse), _wide(gradient)
+        others = tuple(range(tensor.dim() - rows.dims))
+        by_weight = None if weight is None else (arriving * normal).sum(others).to(weight.dtype)
+        by_bias = None if bias is None else arriving.sum(others).to(bias.dtype)
+        arriving = arriving if weight is None else arriving * weight
+        sums = [(arriving * normal).sum(rows.last, True)]
+        sums += [] if mean is None else [arriving.sum(rows.last, True)]
+        total = torch.stack(sums)
+        for group in rows.groups:
+            total = group.all_reduce(total)
+        passed = arriving - normal * total[0] / rows.count
+        passed = passed if mean is None else passed - total[1] / rows.count
+        return (passed * inverse).to(tensor.dtype), by_weight, by_bias, None, None, None

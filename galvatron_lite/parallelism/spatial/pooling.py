@@ -1,12 +1,16 @@
-"""Pools of pictures whose pixels ranks share: the largest, the mean, or a norm of each window.
+"""Pools of images whose pixels ranks share: the largest or the mean of each window, or pools to an output size.
 
 As convolutions do, they borrow borders and return their gradients. A max pool keeps which place of each window was the
-largest, and neither the share nor the borders; a mean keeps nothing.
+largest, and neither the shard nor the borders; a mean keeps nothing.
+
+Along a sharded side a pool to an output size is one of three things. To 1: every rank pools its shard, and the results
+are summed, or gathered and pooled again; every rank has them. To an extent that divides the image's: a pool of equal
+windows. Where windows differ, or there are fewer of them than ranks, the image is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,25 +21,47 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from galvatron_lite.parallelism.cuts.grid import PIXELS
-from galvatron_lite.parallelism.cuts.tensor import Call, Handler, cut_tensor, cuts_of, local_of, whole_shape
-from galvatron_lite.parallelism.spatial.halo import Halo, assemble, borrow, give_back, layout_of, shape_of
-from galvatron_lite.parallelism.spatial.layers import Amount, check_batched, cuts_after, numbers, on_own_share, pixels
-from galvatron_lite.parallelism.spatial.windows import SideWindow, needed, output_extent
+from galvatron_lite.parallelism.sharded.calls import on_locals, wrap_like
+from galvatron_lite.parallelism.sharded.collectives import gather_dims, sum_over
+from galvatron_lite.parallelism.sharded.tensor import (
+    PIXELS,
+    Call,
+    Handler,
+    ShardSpec,
+    ShardSpecs,
+    from_local,
+    global_shape,
+    specs_of,
+    to_local,
+)
+from galvatron_lite.parallelism.spatial.halo import (
+    Amount,
+    Halo,
+    borrowed_image,
+    check_batched,
+    give_back,
+    halo_of,
+    layout_of,
+    on_shards,
+    per_side,
+    shape_of,
+    specs_after,
+)
+from galvatron_lite.parallelism.spatial.windows import SideWindow, needed, output_extent, refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool of a picture."""
+    """A pool of an image."""
 
     name: str  # of torch's function
-    windows: tuple[SideWindow, ...]  # one a side of the picture
-    halo: Halo  # sides that are cut
-    whole: tuple[int, ...]  # extents of the whole picture
+    windows: tuple[SideWindow, ...]  # one a side of the image
+    halo: Halo  # sides that are shared
+    extents: tuple[int, ...]  # of the global image
 
     @property
     def steps(self) -> dict[str, Any]:
-        """What torch's function is told; the sides of the halo are padded already."""
+        """Arguments of torch's function; the sides of the halo are padded already."""
         padded = {side.dim for side in self.halo.sides}
         return {
             "kernel_size": tuple(one.kernel for one in self.windows),
@@ -45,113 +71,161 @@ class Pool:
         }
 
 
-def max_pool(call: Call) -> Any:
-    """max_pool1d, 2d and 3d of a cut picture: a cut picture; where places are asked for too, the picture is gathered.
+def _pool_of(image: Tensor, name: str, windows: Sequence[SideWindow]) -> Pool:
+    """Raises InputError where ranks cannot share the image under these windows."""
+    extents = global_shape(image)[PIXELS:]
+    return Pool(name, tuple(windows), halo_of(extents, windows, specs_of(image), name), extents)
+
+
+def _sides(call: Call) -> int:
+    """Sides of the images that a function is for, by its name: 2 of ``max_pool2d``."""
+    return int(call.name.removesuffix("_with_indices")[-2])
+
+
+def _has_full_pixels(image: Tensor, call: Call) -> bool:
+    """Whether an image is sharded along samples or channels only: every rank pools its shard."""
+    specs = specs_of(image)
+    return bool(specs) and specs[-1].dim < len(global_shape(image)) - _sides(call)
+
+
+def _can_pool(image: Tensor, windows: Sequence[SideWindow], call: Call) -> bool:
+    """Whether ranks can share what a pool makes of an image; else it is gathered, as the last pool of a network is.
+
+    They can where it is sharded along sides only and holds floating-point numbers, torch allows the pads, and there is
+    an output for every rank.
 
     Raises:
-        InputError: the picture has no dim of samples, or its ranks need more than the ranks beside them hold.
+        InputError: the image has no dim of samples.
     """
-    picture, windows, places = _max_arguments(sides_of(call), *call.args, **call.kwargs)
-    if places or not can_pool(picture, windows, call):
-        return call.rules.otherwise(call)
-    simple = on_own_share(call, cuts_of(picture), windows)
-    if simple is not None:
-        return simple
-    made = max_of_windows(picture, call.name, windows)
-    return cut_tensor(made, cuts_after(cuts_of(picture), windows), call.rules)
-
-
-def avg_pool(call: Call) -> Any:
-    """avg_pool1d, 2d and 3d of a cut picture: a cut picture.
-
-    Raises:
-        InputError: as ``max_pool``.
-    """
-    picture, windows, counted, divisor = _avg_arguments(sides_of(call), *call.args, **call.kwargs)
-    if not can_pool(picture, windows, call):
-        return call.rules.otherwise(call)
-    simple = on_own_share(call, cuts_of(picture), windows)
-    if simple is not None:
-        return simple
-    made = mean_of_windows(local_of(picture), pool_of(picture, call.name, windows), counted, divisor)
-    return cut_tensor(made, cuts_after(cuts_of(picture), windows), call.rules)
-
-
-def lp_pool(call: Call) -> Any:
-    """lp_pool1d, 2d and 3d of a cut picture: a cut picture; the power of a mean of powers, as torch does it.
-
-    Raises:
-        InputError: as ``max_pool``.
-    """
-    picture, power, windows = _lp_arguments(sides_of(call), *call.args, **call.kwargs)
-    if not can_pool(picture, windows, call):
-        return call.rules.otherwise(call)
-    simple = on_own_share(call, cuts_of(picture), windows)
-    if simple is not None:
-        return simple
-    pool = pool_of(picture, call.name.replace("lp", "avg"), windows)
-    mean = mean_of_windows(local_of(picture).pow(power), pool)
-    made = (mean.sign() * mean.abs().relu() * prod(one.kernel for one in windows)).pow(1.0 / power)
-    return cut_tensor(made, cuts_after(cuts_of(picture), windows), call.rules)
-
-
-def sides_of(call: Call) -> int:
-    """Sides of the pictures that a function is for, by its name: 2 of ``max_pool2d``."""
-    return int(call.name[-2])
-
-
-def can_pool(picture: Tensor, windows: Sequence[SideWindow], call: Call) -> bool:
-    """Whether ranks can share what a pool makes of a picture; else it is gathered, as the last pool of a network is.
-
-    They can where it is cut along sides only and holds floating-point numbers, torch allows the pads, and there is an
-    output for every rank.
-
-    Raises:
-        InputError: the picture has no dim of samples.
-    """
-    check_batched(picture, sides_of(call), call.name)
-    cuts = cuts_of(picture)
-    if not cuts or cuts[0].dim < PIXELS or not local_of(picture).is_floating_point():
+    check_batched(image, _sides(call), call.name)
+    specs = specs_of(image)
+    if not specs or specs[0].dim < PIXELS or not to_local(image).is_floating_point():
         return False
-    enough = all(cut.extent >= cut.line.size for cut in cuts_after(cuts, windows))
+    enough = all(spec.extent >= spec.group.size for spec in specs_after(specs, windows))
     return enough and all(2 * window.before <= window.reach for window in windows)
 
 
-def max_of_windows(picture: Tensor, name: str, windows: Sequence[SideWindow]) -> Tensor:
-    """This rank's share of the largest of each window; ``name``: of torch's function."""
-    made: Tensor = _MaxPool.apply(local_of(picture), pool_of(picture, name, windows))  # type: ignore[no-untyped-call]
-    return made
-
-
-def mean_of_windows(share: Tensor, pool: Pool, counted: bool = True, divisor: int | None = None) -> Tensor:
-    """This rank's share of the mean of each window.
-
-    Args:
-        share: of the picture.
-        pool: how it is pooled.
-        counted: places outside the picture, by which it is padded, count.
-        divisor: of the sum of a window; else its places.
-    """
-    made: Tensor = _MeanPool.apply(share, pool, counted, divisor)  # type: ignore[no-untyped-call]
-    return made
-
-
-def pool_of(picture: Tensor, name: str, windows: Sequence[SideWindow]) -> Pool:
-    """How a cut picture is pooled; ``name``: of torch's function.
+def max_pool(call: Call) -> Any:
+    """max_pool1d, 2d and 3d of a sharded image: a sharded image; with places of the largest the image is gathered.
 
     Raises:
-        InputError: ranks cannot share the picture under these windows.
+        InputError: the image has no dim of samples, or its ranks need more than the ranks beside them hold.
     """
-    extents = whole_shape(picture)[PIXELS:]
-    return Pool(name, tuple(windows), pixels(extents, windows, cuts_of(picture), name), extents)
+    image, windows, places = _max_arguments(_sides(call), *call.args, **call.kwargs)
+    return _pooled(call, image, windows, not places, lambda pool: _apply(_MaxPool, image, pool))
+
+
+def avg_pool(call: Call) -> Any:
+    """avg_pool1d, 2d and 3d of a sharded image: a sharded image.
+
+    Raises:
+        InputError: as ``max_pool``.
+    """
+    image, windows, counted, divisor = _avg_arguments(_sides(call), *call.args, **call.kwargs)
+    return _pooled(call, image, windows, True, lambda pool: _apply(_MeanPool, image, pool, counted, divisor))
+
+
+def _apply(function: type[Function], image: Tensor, *args: Any) -> Tensor:
+    result: Tensor = function.apply(to_local(image), *args)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _pooled(
+    call: Call, image: Tensor, windows: Sequence[SideWindow], possible: bool, run: Callable[[Pool], Tensor]
+) -> Any:
+    if _has_full_pixels(image, call):
+        return wrap_like(call, on_locals(call), image)
+    if not possible or not _can_pool(image, windows, call):
+        return call.rules.otherwise(call)
+    specs = specs_of(image)
+    simple = on_shards(call, specs, windows)
+    if simple is not None:
+        return simple
+    return from_local(run(_pool_of(image, call.name, windows)), specs_after(specs, windows), call.rules)
+
+
+def _with_places(call: Call) -> Any:
+    """``max_pool2d_with_indices`` and its kind: places are those of the global image where pixels are full."""
+    image = call.args[0] if call.args else call.kwargs["input"]
+    return wrap_like(call, on_locals(call), image) if _has_full_pixels(image, call) else call.rules.otherwise(call)
+
+
+Extents = int | None | Sequence[int | None]
+"""An output size: one number for all sides or one a side; None: the image's own."""
+
+UNEQUAL = "gathers pictures of this size by design, as its windows are unlike or fewer than ranks"
+
+
+def adaptive_pool(call: Call) -> Any:
+    """Pools of sharded images to an output size: full along sides that come to 1, sharded along the others.
+
+    With places of the largest the image is gathered.
+
+    Raises:
+        InputError: the image has no dim of samples.
+    """
+    image, targets, places = _adaptive_arguments(_sides(call), *call.args, **call.kwargs)
+    if _has_full_pixels(image, call):
+        return wrap_like(call, on_locals(call), image)
+    largest = "max" in call.name
+    # torch's own function below the one of ``torch.nn.functional`` returns places too
+    places = places or (largest and call.function.__module__ != functional.__name__)
+    if places or not _can_pool(image, [SideWindow()] * len(targets), call):
+        return call.rules.otherwise(call)
+    specs = specs_of(image)
+    reduced = tuple(spec for spec in specs if targets[spec.dim - PIXELS] == 1)
+    left = tuple(spec for spec in specs if spec not in reduced)
+    windows = _equal_windows(left, targets)
+    if windows is None:
+        return call.rules.otherwise(call._replace(because=UNEQUAL))
+    local = to_local(image)
+    if any(window.kernel > 1 for window in windows):
+        pool = _pool_of(image, call.name.removeprefix("adaptive_"), windows)
+        local = _apply(_MaxPool, image, pool) if largest else _apply(_MeanPool, image, pool, True, None)
+    left = specs_after(left, windows)
+    lengths = {spec.dim: spec.length for spec in left}
+    sizes = tuple(lengths.get(dim, target) for dim, target in enumerate(targets, PIXELS))
+    function: Callable[..., Tensor] = getattr(functional, call.name)
+    local = function(local, sizes)
+    if largest:
+        for spec in reduced:
+            local = function(gather_dims(local, [ShardSpec(spec.dim, spec.group.size, spec.group)]), sizes)
+    elif reduced:
+        weight = prod(spec.length / spec.extent for spec in reduced)
+        local = sum_over(local * weight, [spec.group for spec in reduced])
+    return from_local(local, left, call.rules)
+
+
+def _adaptive_arguments(
+    sides: int,
+    input: Tensor,  # noqa: A002 - as torch names it
+    output_size: Extents,
+    return_indices: bool = False,
+) -> tuple[Tensor, tuple[int, ...], bool]:
+    sizes = (output_size,) * sides if isinstance(output_size, int) or output_size is None else tuple(output_size)
+    sizes = sizes * sides if len(sizes) == 1 else sizes
+    extents = global_shape(input)[-sides:]
+    return input, tuple(have if n is None else n for n, have in zip(sizes, extents, strict=True)), return_indices
+
+
+def _equal_windows(specs: ShardSpecs, targets: Sequence[int]) -> tuple[SideWindow, ...] | None:
+    """Equal windows along the sharded sides, one a side of the image; None where there are none."""
+    windows = [SideWindow()] * len(targets)
+    for spec in specs:
+        target = targets[spec.dim - PIXELS]
+        size = spec.extent // max(target, 1)
+        windows[spec.dim - PIXELS] = SideWindow(size, max(size, 1))
+        if size * target != spec.extent or refusal(windows[spec.dim - PIXELS], spec.extent, spec.group.size):
+            return None
+    return tuple(windows)
 
 
 def _windows(
     sides: int, kernel: Amount, stride: Amount | None, padding: Amount, ceil: bool, dilation: Amount = 1
 ) -> tuple[SideWindow, ...]:
-    kernels = numbers(kernel, sides)
-    strides = numbers(stride, sides) if isinstance(stride, int) or stride else kernels
-    pads, dilations = numbers(padding, sides), numbers(dilation, sides)
+    kernels = per_side(kernel, sides)
+    strides = per_side(stride, sides) if isinstance(stride, int) or stride else kernels
+    pads, dilations = per_side(padding, sides), per_side(dilation, sides)
     steps = zip(kernels, strides, pads, dilations, strict=True)
     return tuple(SideWindow(k, s, q, q, d, ceil) for k, s, q, d in steps)
 
@@ -182,26 +256,14 @@ def _avg_arguments(
     return input, _windows(sides, kernel_size, stride, padding, ceil_mode), count_include_pad, divisor_override
 
 
-def _lp_arguments(
-    sides: int,
-    input: Tensor,  # noqa: A002 - as torch names it
-    norm_type: float,
-    kernel_size: Amount,
-    stride: Amount | None = None,
-    ceil_mode: bool = False,
-) -> tuple[Tensor, float, tuple[SideWindow, ...]]:
-    return input, float(norm_type), _windows(sides, kernel_size, stride, 0, ceil_mode)
-
-
 class _MaxPool(Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, pool: Pool) -> Tensor:
-        halo = pool.halo
-        picture = assemble(borrow(share, halo).wait(), halo.sides, halo.places.needed, fill=-torch.inf)
+    def forward(ctx: Any, shard: Tensor, pool: Pool) -> Tensor:
+        image = borrowed_image(shard, pool.halo, fill=-torch.inf)
         dilation = tuple(one.dilation for one in pool.windows)
         function = getattr(functional, pool.name)
-        made, places = function(picture, **pool.steps, dilation=dilation, return_indices=True)
-        ctx.pool, ctx.shape, ctx.layout = pool, picture.shape, layout_of(share)
+        made, places = function(image, **pool.steps, dilation=dilation, return_indices=True)
+        ctx.pool, ctx.shape, ctx.layout = pool, image.shape, layout_of(shard)
         ctx.save_for_backward(places)
         return _no_view(made)
 
@@ -212,18 +274,17 @@ class _MaxPool(Function):
         samples, channels, *extents = ctx.shape
         flat = gradient.new_zeros(samples, channels, prod(extents))
         flat.scatter_add_(2, places.flatten(2), gradient.flatten(2))
-        picture = flat.view(ctx.shape).contiguous(memory_format=ctx.layout)
-        return give_back(picture, ctx.pool.halo).wait(), None
+        image = flat.view(ctx.shape).contiguous(memory_format=ctx.layout)
+        return give_back(image, ctx.pool.halo).wait(), None
 
 
 class _MeanPool(Function):
     """Nothing is kept on any rank: where recomputation may end early, it ends on all of them at the same place."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
-        ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, share.shape, counted, divisor
-        picture = assemble(borrow(share, pool.halo).wait(), pool.halo.sides, pool.halo.places.needed)
-        made = _means(picture, pool, divisor)
+    def forward(ctx: Any, shard: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
+        ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, shard.shape, counted, divisor
+        made = _means(borrowed_image(shard, pool.halo), pool, divisor)
         for factor in _factors(made, pool, counted, divisor):
             made *= factor
         return _no_view(made)
@@ -234,12 +295,10 @@ class _MeanPool(Function):
         halo = ctx.pool.halo
         for factor in _factors(gradient, ctx.pool, ctx.counted, ctx.divisor):
             gradient = gradient * factor
-        with torch.enable_grad():  # means are linear: their gradient is the same for every picture
-            picture = (
-                gradient.new_zeros(()).expand(shape_of(ctx.shape, halo.sides, halo.places.needed)).requires_grad_()
-            )
-            made = _means(picture, ctx.pool, ctx.divisor)
-        (back,) = torch.autograd.grad(made, picture, gradient)
+        with torch.enable_grad():  # means are linear: their gradient is the same for every image
+            image = gradient.new_zeros(()).expand(shape_of(ctx.shape, halo.sides, halo.places.needed)).requires_grad_()
+            made = _means(image, ctx.pool, ctx.divisor)
+        (back,) = torch.autograd.grad(made, image, gradient)
         return give_back(back, halo).wait(), None, None, None
 
 
@@ -255,7 +314,7 @@ def _factors(output: Tensor, pool: Pool, counted: bool, divisor: int | None) -> 
 def _places(pool: Pool, dim: int, window: SideWindow, counted: bool, device: torch.device) -> Tensor | None:
     """The places of each window along a side that count, for this rank's outputs; None where they are the kernel."""
     made = {side.dim: outputs for side, outputs in zip(pool.halo.sides, pool.halo.places.outputs, strict=True)}
-    extent = pool.whole[dim - PIXELS]
+    extent = pool.extents[dim - PIXELS]
     first, last = made.get(dim) or (0, output_extent(window, extent))
     low, high = (-window.before, extent + window.after) if counted else (0, extent)
     start, stop = needed(window, extent, (first, last))
@@ -265,12 +324,12 @@ def _places(pool: Pool, dim: int, window: SideWindow, counted: bool, device: tor
     return (starts + window.kernel).clamp(max=high) - starts.clamp(min=low)
 
 
-def _means(picture: Tensor, pool: Pool, divisor: int | None) -> Tensor:
-    """Sums of windows over their places, also those outside the picture, or over ``divisor``."""
+def _means(image: Tensor, pool: Pool, divisor: int | None) -> Tensor:
+    """Sums of windows over their places, also those outside the image, or over ``divisor``."""
     function = getattr(functional, pool.name)
     # one side has no divisor to give: it is cut, so its windows are complete
     places = {} if len(pool.windows) == 1 else {"divisor_override": divisor or prod(one.kernel for one in pool.windows)}
-    made: Tensor = function(picture, **pool.steps, **places)
+    made: Tensor = function(image, **pool.steps, **places)
     return made
 
 
@@ -279,9 +338,15 @@ def _no_view(output: Tensor) -> Tensor:
     return output.new_empty(0).set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())
 
 
-_POOLS: Mapping[str, Handler] = {"max_pool": max_pool, "avg_pool": avg_pool, "lp_pool": lp_pool}
-
 HANDLERS: Mapping[str, Handler] = {
-    f"{name}{sides}d": handler for name, handler in _POOLS.items() for sides in (1, 2, 3)
+    f"{name}{sides}d{suffix}": handler
+    for name, suffix, handler in (
+        ("max_pool", "", max_pool),
+        ("avg_pool", "", avg_pool),
+        ("adaptive_max_pool", "", adaptive_pool),
+        ("adaptive_avg_pool", "", adaptive_pool),
+        ("max_pool", "_with_indices", _with_places),
+        ("adaptive_max_pool", "_with_indices", _with_places),
+    )
+    for sides in (1, 2, 3)
 }
-"""Pools of windows."""

@@ -1,23 +1,13 @@
-"""What functions do with pictures whose pixels are cut."""
+"""What functions do with images whose pixels are sharded."""
 
 from __future__ import annotations
 
-from galvatron_lite.parallelism.cuts.fallback import on_whole
-from galvatron_lite.parallelism.cuts.shared import SHARED
-from galvatron_lite.parallelism.cuts.tensor import Rules
-from galvatron_lite.parallelism.spatial import adaptive, convolution, interpolation, norms, pads, pooling, shuffle
+from galvatron_lite.parallelism.sharded.calls import on_full
+from galvatron_lite.parallelism.sharded.rules import COMMON
+from galvatron_lite.parallelism.sharded.tensor import Rules
+from galvatron_lite.parallelism.spatial import convolution, norms, pooling, resizing
 
 PIXELS_RULES = Rules(
-    {
-        **SHARED,
-        **convolution.HANDLERS,
-        **pads.HANDLERS,
-        **pooling.HANDLERS,
-        **adaptive.HANDLERS,
-        **shuffle.HANDLERS,
-        **norms.HANDLERS,
-        **interpolation.HANDLERS,
-    },
-    otherwise=on_whole,
+    {**COMMON, **convolution.HANDLERS, **resizing.HANDLERS, **pooling.HANDLERS, **norms.HANDLERS}, otherwise=on_full
 )
-"""Of every picture that is split along its planes, rows or columns."""
+"""Of every image that is sharded along its depth, height or width."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,16 +13,18 @@ from torch.nn import functional
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.expert.slices import sum_slices
 from galvatron_lite.parallelism.precision import autocast_dtype
+from galvatron_lite.parallelism.recompute.sums import row_product
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import (
+    GatheredInput,
     copy_to_group,
+    enter_region,
     gather_last,
     gather_tokens,
     reduce_from_group,
     reduce_scatter_tokens,
 )
 from galvatron_lite.parallelism.tensor.group import TensorGroup
-from galvatron_lite.parallelism.tensor.regather import GatheredInput, enter_region
 from galvatron_lite.parallelism.tensor.regions import (
     ExpertSlices,
     Region,
@@ -74,20 +77,29 @@ def shard_layer(
         InputError: the plan does not allow the degree or sequence parallelism.
     """
     modules = {"": layer} if isinstance(layer, nn.Module) else dict(layer)
-    _check_allowed(plan, group.size, sequence_parallel)
-    shards: Shards = {}
+    if plan.max_degree % group.size:
+        raise InputError("tensor", group.size, f"Use a divisor of {plan.max_degree}. {plan.reason}".rstrip())
+    if sequence_parallel and group.size > 1 and not plan.sequence_parallel:
+        raise InputError("sequence_parallel", True, f"Switch it off for this layer. {plan.reason}".rstrip())
+    sharding = _Sharding(modules, group, sequence_parallel)
     if group.size > 1:
         for region in plan.regions:
-            _shard_region(modules, region, group, sequence_parallel, shards, regather)
+            sharding.shard_region(region, regather)
         for path in plan.embeddings:
-            _shard_embedding(find_module(modules, path), group, shards)
+            sharding.shard_embedding(path)
         for path in plan.heads:
-            _shard_head(find_module(modules, path), group, shards, shares_logits)
+            sharding.shard_head(path, shares_logits)
         for experts in plan.experts:
-            _shard_experts(find_module(modules, experts.path), experts, group, sequence_parallel, shards)
+            sharding.shard_experts(experts)
     inner = {name for region in plan.regions for name in region.inner_parameters}
+
+    def unsplit(name: str, parameter: nn.Parameter) -> ParameterShard:
+        partial_gradient = group.size > 1 and (sequence_parallel or name in inner)
+        placement = Placement.PARTIAL if partial_gradient else Placement.REPLICATED
+        return ParameterShard(placement, tuple(parameter.shape), group.size, group.rank)
+
     return {
-        name: shards.get(id(parameter)) or _unsplit(parameter, group, sequence_parallel or name in inner)
+        name: sharding.shards.get(id(parameter)) or unsplit(name, parameter)
         for name, parameter in named_parameters(modules)
     }
 
@@ -122,40 +134,89 @@ def divide_attributes(layer: nn.Module, region: Region, degree: int) -> None:
         setattr(layer.get_submodule(patch.path), patch.name, patch.value // degree)
 
 
-def _check_allowed(plan: TensorPlan, degree: int, sequence_parallel: bool) -> None:
-    if plan.max_degree % degree:
-        raise InputError("tensor", degree, f"Use a divisor of {plan.max_degree}. {plan.reason}".rstrip())
-    if sequence_parallel and degree > 1 and not plan.sequence_parallel:
-        raise InputError("sequence_parallel", True, f"Switch it off for this layer. {plan.reason}".rstrip())
-
-
-def _unsplit(parameter: nn.Parameter, group: TensorGroup, is_partial: bool) -> ParameterShard:
-    placement = Placement.PARTIAL if is_partial and group.size > 1 else Placement.REPLICATED
-    return ParameterShard(placement, tuple(parameter.shape), group.size, group.rank)
-
-
-def _shard_region(
-    modules: Mapping[str, nn.Module],
-    region: Region,
-    group: TensorGroup,
-    sequence_parallel: bool,
-    shards: Shards,
-    regather: bool,
+def slice_parameter(
+    parameter: Tensor | None, dim: int, parts: tuple[int, ...], group: TensorGroup, shards: Shards
 ) -> None:
-    entrance = _Entrance(group, sequence_parallel, len(region.columns), regather)
-    for column in region.columns:
-        linear = find_module(modules, column.path)
-        _slice_columns(linear, column.parts, group, shards)
-        if sequence_parallel and regather:
-            linear.forward = partial(entrance.call, linear.forward)
-        if not (sequence_parallel and region.gather):
-            linear.register_forward_pre_hook(entrance)
-    if sequence_parallel and region.gather:
-        hook = partial(_gather_argument, region.gather, entrance)
-        find_module(modules, region.gather.path).register_forward_pre_hook(hook, with_kwargs=True)
-    _make_row(find_module(modules, region.row), entrance, group, sequence_parallel, shards)
-    if region.attributes:
-        divide_attributes(modules[""], region, group.size)
+    """Replaces a parameter's data by the local slice, unless a tied layer has done so already."""
+    if parameter is None:
+        return
+    full = list(parameter.shape)
+    full[dim] = sum(parts)
+    shard = ParameterShard(Placement.SHARDED, tuple(full), group.size, group.rank, dim, parts)
+    shards[id(parameter)] = shard
+    if tuple(parameter.shape) == shard.shape:
+        parameter.data = slice_full(parameter.data, shard).contiguous()
+        parameter.grad = None
+    elif tuple(parameter.shape) != shard.local_shape:
+        remedy = f"Split layers that share it alike, by {group.size} ways."
+        raise InputError("shared parameter of shape", tuple(parameter.shape), remedy)
+
+
+@dataclass
+class _Sharding:
+    """A layer that is being split, and how its parameters lie by now."""
+
+    modules: Mapping[str, nn.Module]
+    group: TensorGroup
+    sequence_parallel: bool
+    shards: Shards = field(default_factory=dict)
+
+    def shard_region(self, region: Region, regather: bool) -> None:
+        entrance = _Entrance(self.group, self.sequence_parallel, len(region.columns), regather)
+        for column in region.columns:
+            linear = find_module(self.modules, column.path)
+            self._slice(weight_of(linear), output_dim(linear), column.parts)
+            self._slice(bias_of(linear), 0, column.parts)
+            local = sum(share(extent, self.group.size, self.group.rank)[1] for extent in column.parts)
+            setattr(linear, "out_features" if isinstance(linear, nn.Linear) else "nf", local)
+            if self.sequence_parallel and regather:
+                linear.forward = partial(entrance.call, linear.forward)
+            if not (self.sequence_parallel and region.gather):
+                linear.register_forward_pre_hook(entrance)
+        if self.sequence_parallel and region.gather:
+            hook = partial(_gather_argument, region.gather, entrance)
+            find_module(self.modules, region.gather.path).register_forward_pre_hook(hook, with_kwargs=True)
+        self._make_row(find_module(self.modules, region.row), entrance)
+        if region.attributes:
+            divide_attributes(self.modules[""], region, self.group.size)
+
+    def _make_row(self, linear: nn.Module, entrance: _Entrance) -> None:
+        weight, dim = weight_of(linear), 1 - output_dim(linear)
+        self._slice(weight, dim, (weight.shape[dim],))
+        setattr(linear, "in_features" if isinstance(linear, nn.Linear) else "nx", weight.shape[dim])
+        leave = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
+        # An instance attribute, because a hook cannot keep the bias out of the sum over the group.
+        linear.forward = partial(_row_forward, linear, entrance, partial(leave, group=self.group))
+
+    def shard_embedding(self, path: str) -> None:
+        """Each device looks up its own rows of the vocabulary; the sum over the group has them all."""
+        embedding = find_module(self.modules, path)
+        if not isinstance(embedding, nn.Embedding):
+            raise InputError("embedding", type(embedding).__name__, "Use a plan that was inferred for these modules.")
+        start, length = share(embedding.num_embeddings, self.group.size, self.group.rank)
+        self._slice(embedding.weight, 0, (embedding.num_embeddings,))
+        run = partial(_embedding_forward, embedding, self.group, start, length)
+        embedding.forward = run  # type: ignore[method-assign]
+
+    def shard_head(self, path: str, shares_logits: bool) -> None:
+        """Each device computes its own columns; they stay so, or are gathered. ``out_features`` stays that of all."""
+        head = find_module(self.modules, path)
+        extent: int = head.out_features if isinstance(head, nn.Linear) else head.nf  # type: ignore[assignment]
+        self._slice(weight_of(head), output_dim(head), (extent,))
+        self._slice(bias_of(head), 0, (extent,))
+        give = shared_logits if shares_logits else gather_last
+        # no hooks: the head may be a layer, whose forward is replaced where it shares tokens
+        head.forward = partial(_head_forward, head.forward, give, self.group, extent)
+
+    def shard_experts(self, experts: ExpertSlices) -> None:
+        module = find_module(self.modules, experts.path)
+        for one in experts.parameters:
+            self._slice(module.get_parameter(one.name), one.dim, one.parts)
+        if experts.summed:
+            sum_slices(module, self.group, self.sequence_parallel)
+
+    def _slice(self, parameter: Tensor | None, dim: int, parts: tuple[int, ...]) -> None:
+        slice_parameter(parameter, dim, parts, self.group, self.shards)
 
 
 class _Entrance:
@@ -209,57 +270,13 @@ def _gather_argument(
     return (*args[:index], entrance.enter(args[index]), *args[index + 1 :]), kwargs
 
 
-def slice_parameter(
-    parameter: Tensor | None, dim: int, parts: tuple[int, ...], group: TensorGroup, shards: Shards
-) -> None:
-    """Replaces a parameter's data by the local slice, unless a tied layer has done so already."""
-    if parameter is None:
-        return
-    full = list(parameter.shape)
-    full[dim] = sum(parts)
-    shard = ParameterShard(Placement.SHARDED, tuple(full), group.size, group.rank, dim, parts)
-    shards[id(parameter)] = shard
-    if tuple(parameter.shape) == shard.shape:
-        parameter.data = slice_full(parameter.data, shard).contiguous()
-        parameter.grad = None
-    elif tuple(parameter.shape) != shard.local_shape:
-        remedy = f"Split layers that share it alike, by {group.size} ways."
-        raise InputError("shared parameter of shape", tuple(parameter.shape), remedy)
-
-
-def _slice_columns(linear: nn.Module, parts: tuple[int, ...], group: TensorGroup, shards: Shards) -> None:
-    slice_parameter(weight_of(linear), output_dim(linear), parts, group, shards)
-    slice_parameter(bias_of(linear), 0, parts, group, shards)
-    local = sum(share(extent, group.size, group.rank)[1] for extent in parts)
-    setattr(linear, "out_features" if isinstance(linear, nn.Linear) else "nf", local)
-
-
-def _make_row(
-    linear: nn.Module, entrance: _Entrance, group: TensorGroup, sequence_parallel: bool, shards: Shards
-) -> None:
-    weight, dim = weight_of(linear), 1 - output_dim(linear)
-    slice_parameter(weight, dim, (weight.shape[dim],), group, shards)
-    setattr(linear, "in_features" if isinstance(linear, nn.Linear) else "nx", weight.shape[dim])
-    leave = reduce_scatter_tokens if sequence_parallel else reduce_from_group
-    # An instance attribute, because a hook cannot keep the bias out of the sum over the group.
-    linear.forward = partial(_row_forward, linear, entrance, partial(leave, group=group))
-
-
 def _row_forward(linear: nn.Module, entrance: _Entrance, leave: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Row linear: the local product, summed over the group; then the bias, once."""
     entrance.forget()
     weight, bias = weight_of(linear), bias_of(linear)
-    result = leave(functional.linear(tensor, weight if output_dim(linear) == 0 else weight.t()))
+    with row_product():
+        result = leave(functional.linear(tensor, weight if output_dim(linear) == 0 else weight.t()))
     return result if bias is None else result + bias.to(result.dtype)
-
-
-def _shard_embedding(embedding: nn.Module, group: TensorGroup, shards: Shards) -> None:
-    """Each device looks up its own rows of the vocabulary; the sum over the group has them all."""
-    if not isinstance(embedding, nn.Embedding):
-        raise InputError("embedding", type(embedding).__name__, "Use a plan that was inferred for these modules.")
-    start, length = share(embedding.num_embeddings, group.size, group.rank)
-    slice_parameter(embedding.weight, 0, (embedding.num_embeddings,), group, shards)
-    embedding.forward = partial(_embedding_forward, embedding, group, start, length)  # type: ignore[method-assign]
 
 
 def _embedding_forward(embedding: nn.Embedding, group: TensorGroup, start: int, length: int, ids: Tensor) -> Tensor:
@@ -268,25 +285,11 @@ def _embedding_forward(embedding: nn.Embedding, group: TensorGroup, start: int, 
     padding = None if embedding.padding_idx is None else embedding.padding_idx - start
     if padding is not None and not 0 <= padding < length:
         padding = None
-    found = functional.embedding(local.masked_fill(elsewhere, 0), embedding.weight, padding)
-    own = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-    return reduce_from_group(_in_compute_precision(own), group)
-
-
-def _in_compute_precision(tensor: Tensor) -> Tensor:
-    """As narrow as layers take what autocast leaves in fp32: a sum of one value and zeros loses nothing by it."""
-    dtype = autocast_dtype(tensor)
-    return tensor if dtype is None else tensor.to(dtype)
-
-
-def _shard_head(head: nn.Module, group: TensorGroup, shards: Shards, shares_logits: bool) -> None:
-    """Each device computes its own columns; they stay so, or are gathered. ``out_features`` keeps saying the whole."""
-    extent: int = head.out_features if isinstance(head, nn.Linear) else head.nf  # type: ignore[assignment]
-    slice_parameter(weight_of(head), output_dim(head), (extent,), group, shards)
-    slice_parameter(bias_of(head), 0, (extent,), group, shards)
-    give = shared_logits if shares_logits else gather_last
-    # no hooks: the head may be a layer, whose forward is replaced where it shares tokens
-    head.forward = partial(_head_forward, head.forward, give, group, extent)
+    rows = functional.embedding(local.masked_fill(elsewhere, 0), embedding.weight, padding)
+    rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+    # as narrow as layers take what autocast leaves in fp32: a sum of one value and zeros loses nothing by it
+    dtype = autocast_dtype(rows)
+    return reduce_from_group(rows if dtype is None else rows.to(dtype), group)
 
 
 def _head_forward(
@@ -297,12 +300,3 @@ def _head_forward(
     tensor: Tensor,
 ) -> Tensor:
     return give(forward(copy_to_group(whole_logits(tensor), group)), group, extent)
-
-
-def _shard_experts(
-    module: nn.Module, experts: ExpertSlices, group: TensorGroup, sequence_parallel: bool, shards: Shards
-) -> None:
-    for one in experts.parameters:
-        slice_parameter(module.get_parameter(one.name), one.dim, one.parts, group, shards)
-    if experts.summed:
-        sum_slices(module, group, sequence_parallel)

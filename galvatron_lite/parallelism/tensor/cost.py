@@ -15,19 +15,28 @@ Where only a share of the gathered input is kept (section 4.2.2), it is gathered
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.arrays import Flag, Real, Whole, is_option, largest, never, opposite, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
-from galvatron_lite.parallelism.base import Chosen, Communication, DimensionContext, LayerWork, Moment, Room, sent
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Communication,
+    Dimension,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    sent,
+)
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, tensor_group
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDimension:
+class TensorDimension(Dimension):
     """Devices that share the matmuls of each sample."""
 
     name: str = "tensor"
@@ -38,7 +47,9 @@ class TensorDimension:
         legal = [degree for degree in divisors(devices)[1:] if kind.tensor_degrees % degree == 0]
         plain: list[dict[str, object]] = [{"tensor": t, "sequence_parallel": False} for t in (1, *legal)]
         shared: list[dict[str, object]] = [
-            {"tensor": t, "sequence_parallel": True} for t in legal if _shares_tokens(kind, t)
+            {"tensor": t, "sequence_parallel": True}
+            for t in legal
+            if kind.sequence_parallel and kind.dims.sequence % t == 0
         ]
         return [*plain, *shared]
 
@@ -60,135 +71,98 @@ class TensorDimension:
             return work
         shared = strategy.sequence_parallel & split
         group = tensor_group(strategy)
-        items = where(split, kind.parameters.at(degree, shared), work.parameters)
         samples = work.samples / strategy.token_degree
         once = shared & is_option(strategy.recompute, Recompute.NONE)
         # a region's input, gathered for its columns alone, is beyond what kinds count: they keep and work with shards
-        gathered = where(once, int(kind.regathers > 0) * kind.input_bytes * samples * (1 - 1 / degree), 0.0)
-        activations = sent(
-            *self._activations(kind, strategy, samples, group),
-            *self._gathered_output(kind, samples, group, split & opposite(_stays_split(kind, strategy))),
-            *self._loss_figures(kind, samples, group, split & _stays_split(kind, strategy)),
-            *self._parallel_loss(kind, samples, group, split),
-        )
-        partial = sent(*self._partial_gradients(kind, shared, group, context))
+        gathered = up(where(once, int(kind.regathers > 0) * kind.input_bytes * samples * (1 - 1 / degree), 0.0))
+        activations = sent(*_at_regions(kind, strategy, samples, group), *_at_loss(kind, strategy, samples, group))
+        # parameters used on token shards (norms) have partial gradients
+        partial = kind.parameters.whole * context.reduce_item_bytes
+        count = shared * int(partial > 0)
+        summed = Communication(Collective.ALL_REDUCE, partial, group, Moment.STEP, False, count, self.name)
+        working, forward = kind.working, kind.forward_working
         return replace(
-            work,
+            work.sliced(where(split, kind.parameters.at(degree, shared), work.parameters)).sending(
+                *activations, summed
+            ),
             tensor=degree,
             sequence_parallel=shared,
-            parameters=items,
-            state_items=items,
-            parameter_items=items,
-            gradient_items=items,
-            communications=(*work.communications, *activations, *partial),
             microbatch_overhead=work.microbatch_overhead + self._waiting(activations, context),
-            edge_bytes=work.edge_bytes + self._gathered_again(kind.kept[Recompute.NONE], kind, strategy, samples),
+            edge_bytes=work.edge_bytes + _whole_logits(kind.kept[Recompute.NONE], kind, strategy, samples),
             edge_working=(
-                self._gathered_again(kind.working, kind, strategy, samples, kind.spared_bytes) + up(gathered),
-                self._gathered_again(kind.forward_working, kind, strategy, samples) + up(gathered),
+                _whole_logits(working, kind, strategy, samples, kind.spared_bytes) + gathered,
+                _whole_logits(forward, kind, strategy, samples) + gathered,
             ),
         )
 
     def _waiting(self, communications: Sequence[Communication], context: DimensionContext) -> Real:
-        """Seconds that blocking collectives cost beside their transfers."""
+        """Host seconds that blocking collectives cost beside their transfers."""
         fixed, per_byte = (context.host.get(name, 0.0) for name in (self.name, f"{self.name}_per_byte"))
         if not fixed and not per_byte:
             return copying(communications, context)
         waiting = sum(one.count * (fixed + per_byte * one.size) for one in communications if not one.overlaps)
         return waiting + copying(communications, context)
 
-    def _activations(
-        self, kind: LayerKind, strategy: Either, samples: Real, group: RankGroup
-    ) -> tuple[Communication, ...]:
-        """The collectives at the ends of regions, see the module, and what is gathered again.
 
-        Shares of tokens go to experts as they are; ``expert`` prices how they come together there.
-        """
-        entering, leaving = (size * samples for size in boundaries(kind))
-        gathered = gathered_share(kind)
-        arriving, returning = entering * gathered, leaving * gathered
-        split = strategy.tensor > 1
-        shared = strategy.sequence_parallel & split
-        plain = opposite(strategy.sequence_parallel) & split
-        apart = (shared & (strategy.expert > 1)) * int(kind.expert_parameters > 0)
-        begins, ends = (largest(count - apart, 0) for count in regions(kind))
-        again = opposite(is_option(strategy.recompute, Recompute.NONE))
-        calls: tuple[tuple[Moment, Collective, Real, Whole, Flag, str], ...] = (
-            (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends, plain, self.name),
-            (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins, plain, ASYNC),
-            (Moment.FORWARD, Collective.ALL_GATHER, arriving, begins, shared, self.name),
-            (Moment.FORWARD, Collective.REDUCE_SCATTER, leaving, ends, shared, self.name),
-            (Moment.BACKWARD, Collective.ALL_GATHER, returning, ends, shared, self.name),
-            (Moment.BACKWARD, Collective.REDUCE_SCATTER, entering, begins, shared, ASYNC),
-            (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers, shared & opposite(again), ASYNC),
-            (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers_recomputed, shared & again, ASYNC),
-        )
-        return tuple(
-            Communication(sort, size, group, moment, False, there * count, cause)
-            for moment, sort, size, count, there, cause in calls
-        )
+def _at_regions(kind: LayerKind, strategy: Either, samples: Real, group: RankGroup) -> Iterator[Communication]:
+    """The collectives at the ends of regions, see the module, and what is gathered again.
 
-    def _gathered_output(
-        self, kind: LayerKind, samples: Real, group: RankGroup, split: Flag
-    ) -> tuple[Communication, ...]:
-        """The output of a column-split last matmul; its gradient is only sliced, which costs nothing."""
-        if kind.gathered_output_bytes == 0:
-            return ()
-        size = kind.gathered_output_bytes * samples
-        count = split * 1
-        return (Communication(Collective.ALL_GATHER, size, group, Moment.FORWARD, False, count, self.name),)
-
-    def _loss_figures(self, kind: LayerKind, samples: Real, group: RankGroup, there: Flag) -> tuple[Communication, ...]:
-        """What a loss on shares of the vocabulary gathers, see ``parallelism.vocabulary``; nothing in backward."""
-        if kind.loss_bytes == 0:
-            return ()
-        size = kind.loss_bytes * samples * group.size
-        return (Communication(Collective.ALL_GATHER, size, group, Moment.FORWARD, False, there * 1, self.name),)
-
-    def _gathered_again(
-        self, bytes_: TensorSplit, kind: LayerKind, strategy: Either, samples: Real, spared: int = 0
-    ) -> Whole:
-        """Bytes of whole logits beyond those of shares, where tokens are shared and logits are gathered.
-
-        Args:
-            bytes_: of a sample, split or not.
-            kind: of the layer.
-            strategy: of it, or of many.
-            samples: on the device.
-            spared: by how much less of them a loss on shares takes, all shares together.
-        """
-        if kind.loss_bytes == 0:
-            return 0
-        own = bytes_.tensor * samples
-        gathered = (strategy.tensor > 1) & opposite(_stays_split(kind, strategy))
-        return up(where(gathered, own - (own - spared * samples) / strategy.tensor, 0.0))
-
-    def _parallel_loss(
-        self, kind: LayerKind, samples: Real, group: RankGroup, split: Flag
-    ) -> tuple[Communication, ...]:
-        """A loss on logits that stay split: the greatest logit, the target's and the sum of exponentials of each token.
-
-        Three all-reduces of an fp32 figure a token in forward, none in backward (Megatron-Core's
-        ``vocab_parallel_cross_entropy``).
-        """
-        begins, ends = regions(kind)
-        if not kind.dims.vocab or kind.gathered_output_bytes or not begins or ends:
-            return ()
-        size = 4 * kind.dims.sequence * samples
-        count = split * 3
-        return (Communication(Collective.ALL_REDUCE, size, group, Moment.FORWARD, False, count, self.name),)
-
-    def _partial_gradients(
-        self, kind: LayerKind, shared: Flag, group: RankGroup, context: DimensionContext
-    ) -> tuple[Communication, ...]:
-        """Parameters used on token shards (norms) have partial gradients, summed over the group once a step."""
-        if kind.parameters.whole == 0:
-            return ()
-        size = kind.parameters.whole * context.reduce_item_bytes
-        count = shared * 1
-        return (Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, False, count, self.name),)
+    Shares of tokens go to experts as they are; ``expert`` prices how they come together there.
+    """
+    entering, leaving = (size * samples for size in boundaries(kind))
+    gathered = gathered_share(kind)
+    arriving, returning = entering * gathered, leaving * gathered
+    split = strategy.tensor > 1
+    shared, plain = strategy.sequence_parallel & split, opposite(strategy.sequence_parallel) & split
+    apart = (shared & (strategy.expert > 1)) * int(kind.expert_parameters > 0)
+    begins, ends = (largest(count - apart, 0) for count in regions(kind))
+    again = opposite(is_option(strategy.recompute, Recompute.NONE))
+    calls: tuple[tuple[Moment, Collective, Real, Whole, Flag, str], ...] = (
+        (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends, plain, NAME),
+        (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins, plain, ASYNC),
+        (Moment.FORWARD, Collective.ALL_GATHER, arriving, begins, shared, NAME),
+        (Moment.FORWARD, Collective.REDUCE_SCATTER, leaving, ends, shared, NAME),
+        (Moment.BACKWARD, Collective.ALL_GATHER, returning, ends, shared, NAME),
+        (Moment.BACKWARD, Collective.REDUCE_SCATTER, entering, begins, shared, ASYNC),
+        (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers, shared & opposite(again), ASYNC),
+        (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers_recomputed, shared & again, ASYNC),
+    )
+    for moment, collective, size, count, there, cause in calls:
+        yield Communication(collective, size, group, moment, False, there * count, cause)
 
 
+def _at_loss(kind: LayerKind, strategy: Either, samples: Real, group: RankGroup) -> Iterator[Communication]:
+    """Logits that are gathered, or the figures that a loss on shares of them gathers (``parallelism.vocabulary``); all
+    in forward: a gradient of gathered logits is only sliced.
+
+    Of a loss that is part of the layer: the greatest logit, the target's and the sum of exponentials of each token,
+    three all-reduces of an fp32 figure (Megatron-Core's ``vocab_parallel_cross_entropy``).
+    """
+    split, stays = strategy.tensor > 1, _stays_split(kind, strategy)
+    begins, ends = regions(kind)
+    inside = kind.dims.vocab > 0 and not kind.gathered_output_bytes and begins > 0 and not ends
+    logits, figures = kind.gathered_output_bytes, kind.loss_bytes
+    for collective, size, count in (
+        (Collective.ALL_GATHER, logits * samples, (split & opposite(stays)) * int(logits > 0)),
+        (Collective.ALL_GATHER, figures * samples * group.size, (split & stays) * int(figures > 0)),
+        (Collective.ALL_REDUCE, 4 * kind.dims.sequence * samples, split * 3 * inside),
+    ):
+        yield Communication(collective, size, group, Moment.FORWARD, False, count, NAME)
+
+
+def _whole_logits(bytes_: TensorSplit, kind: LayerKind, strategy: Either, samples: Real, spared: int = 0) -> Whole:
+    """Bytes of whole logits beyond those of shares, where tokens are shared and logits are gathered.
+
+    ``bytes_``: of a sample; ``spared``: by how much less of them a loss on shares takes, all shares together.
+    """
+    if kind.loss_bytes == 0:
+        return 0
+    own = bytes_.tensor * samples
+    gathered = (strategy.tensor > 1) & opposite(_stays_split(kind, strategy))
+    return up(where(gathered, own - (own - spared * samples) / strategy.tensor, 0.0))
+
+
+NAME = "tensor"
 ASYNC = "tensor-async"
 """Cause of what may run beside the matmul of weight gradients: all that the input's gradient needs. Software that does
 so says which share it hides (``StackConstants.hidden``); our own runtime waits."""
@@ -229,7 +203,3 @@ def boundaries(kind: LayerKind) -> tuple[int, int]:
 def _stays_split(kind: LayerKind, strategy: Either) -> Flag:
     """Whether logits stay shares of the vocabulary: not where tokens are shared too."""
     return (strategy.context == 1) & (kind.loss_bytes > 0)
-
-
-def _shares_tokens(kind: LayerKind, degree: int) -> bool:
-    return kind.sequence_parallel and kind.dims.sequence % degree == 0

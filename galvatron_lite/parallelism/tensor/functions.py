@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
-from galvatron_lite.parallelism.cuts.tensor import Cut, CutTensor, cut_tensor, local_of
+from galvatron_lite.parallelism.recompute.sums import kept_sum
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, from_local, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 
@@ -33,12 +35,12 @@ def reduce_from_group(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 def gather_rows(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Every device's rows (tokens, ...), as many of each: all-gather in forward, reduce-scatter in backward."""
-    return _apply(_GatherRows, tensor, group)
+    return _apply(_Gather, tensor, group, 0, None)
 
 
 def reduce_scatter_rows(tensor: Tensor, group: TensorGroup) -> Tensor:
     """This device's rows of the sum over the group: reduce-scatter in forward, all-gather in backward."""
-    return _apply(_ReduceScatterRows, tensor, group)
+    return _apply(_ReduceScatter, tensor, group, 0)
 
 
 Keeper = Callable[[Any, Tensor], None]
@@ -46,24 +48,16 @@ Keeper = Callable[[Any, Tensor], None]
 
 
 def gather_tokens(tensor: Tensor, group: TensorGroup, keeper: Keeper | None = None) -> Tensor:
-    """Token shards [batch, tokens / size, hidden] enter a sharded region whole.
+    """Token shards [batch, tokens / size, hidden] become all tokens: all-gather in forward, reduce-scatter in backward.
 
-    All-gather along the tokens in forward, reduce-scatter in backward.
-
-    Args:
-        tensor: this device's shard.
-        group: the devices that share the tokens.
-        keeper: given where autograd is to save the shard with the gather's node (``parallelism.tensor.regather``).
+    ``keeper`` is given where autograd is to save the shard with the gather's node (``GatheredInput``).
     """
-    return _apply(_GatherTokens, tensor, group, keeper)
+    return _apply(_Gather, tensor, group, TOKENS, keeper)
 
 
 def reduce_scatter_tokens(tensor: Tensor, group: TensorGroup) -> Tensor:
-    """Partial sums [batch, tokens, hidden] leave a sharded region as token shards.
-
-    Reduce-scatter along the tokens in forward, all-gather in backward.
-    """
-    return _apply(_ReduceScatterTokens, tensor, group)
+    """Partial sums [batch, tokens, hidden] become token shards: reduce-scatter in forward, all-gather in backward."""
+    return _apply(_ReduceScatter, tensor, group, TOKENS)
 
 
 def gather_last(tensor: Tensor, group: TensorGroup, extent: int) -> Tensor:
@@ -91,14 +85,15 @@ def _apply(function: type[Function], tensor: Tensor, *more: Any) -> Tensor:
     What joins or splits tokens does so within the share; code that uses the result then sees as many tokens as all
     shares have.
     """
-    local = local_of(tensor)
+    local = to_local(tensor)
     result: Tensor = function.apply(local, *more)  # type: ignore[no-untyped-call]
-    if not isinstance(tensor, CutTensor):
+    if not isinstance(tensor, ShardedTensor):
         return result
     cuts = tuple(
-        Cut(cut.dim, cut.extent * result.shape[cut.dim] // local.shape[cut.dim], cut.line) for cut in tensor.cuts
+        ShardSpec(cut.dim, cut.extent * result.shape[cut.dim] // local.shape[cut.dim], cut.group)
+        for cut in tensor.specs
     )
-    return cut_tensor(result, cuts, tensor.rules)
+    return from_local(result, cuts, tensor.rules)
 
 
 class _Copy(Function):
@@ -115,60 +110,37 @@ class _Copy(Function):
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:  # noqa: ARG004
-        # Not in place: selective recomputation may have saved this matmul's result and will reduce it again.
-        return group.all_reduce(tensor)
+        return kept_sum(lambda: group.all_reduce(tensor))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return gradient, None
 
 
-class _GatherTokens(Function):
+class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, keeper: Keeper | None) -> Tensor:
-        ctx.group = group
-        gathered = group.all_gather(tensor, TOKENS)
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int, keeper: Keeper | None) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        gathered = group.all_gather(tensor, dim)
         if keeper is not None:
             ctx.save_for_backward(tensor)
             keeper(ctx, gathered)
         return gathered
 
     @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.group.reduce_scatter(gradient, ctx.dim), None, None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return kept_sum(lambda: group.reduce_scatter(tensor, dim))
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.reduce_scatter(gradient, TOKENS), None, None
-
-
-class _ReduceScatterTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.reduce_scatter(tensor, TOKENS)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_gather(gradient, TOKENS), None
-
-
-class _GatherRows(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.all_gather(tensor, 0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.reduce_scatter(gradient, 0), None
-
-
-class _ReduceScatterRows(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.reduce_scatter(tensor, 0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_gather(gradient, 0), None
+        return ctx.group.all_gather(gradient, ctx.dim), None, None
 
 
 class _GatherLast(Function):
@@ -180,3 +152,69 @@ class _GatherLast(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient.narrow(-1, ctx.start, ctx.length), None, None
+
+
+View = tuple[torch.Size, tuple[int, ...], int]
+"""Shape, strides and offset of a view of the gathered input."""
+
+
+class GatheredInput:
+    """The gathered input of a region, of which autograd keeps the shard alone: gathered once more in backward.
+
+    Under sequence parallelism the columns of a region read all tokens, and their backward needs that input for the
+    gradient of the weights. To keep it takes as much memory on every device as without tensor parallelism; so each
+    device keeps its own tokens, and one more all-gather in backward brings the others (Korthikanti et al. 2022,
+    arXiv:2205.05198, 4.2.2). The shard lies with the node of the gather, so that hooks of saved tensors (offloading)
+    see it.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._node: Any = None
+        self._storage = self._uses = 0
+        self._again: Tensor | None = None
+
+    def note(self, node: Any, gathered: Tensor) -> None:
+        """See ``Keeper``."""
+        self._node, self._storage = node, _storage_of(gathered)
+
+    def call(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Call a column, for which the gathered input is not kept."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return forward(*args, **kwargs)
+
+    def _pack(self, saved: Tensor) -> Tensor | View:
+        if _storage_of(saved) != self._storage:
+            return saved
+        self._uses += 1
+        return saved.shape, saved.stride(), int(saved.storage_offset())
+
+    def _unpack(self, packed: Tensor | View) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self._again is None:
+            (shard,) = self._node.saved_tensors
+            self._again = self._group.all_gather(shard, TOKENS)
+        view = self._again.as_strided(*packed)
+        self._uses -= 1
+        if self._uses <= 0:  # the first column in backward gathers for the others
+            self._again = None
+        return view
+
+
+def enter_region(shard: Tensor, group: TensorGroup) -> tuple[Tensor, GatheredInput | None]:
+    """Gather the tokens of a region's input.
+
+    Returns:
+        All tokens, and what calls the columns; None where they keep what autograd keeps by itself: a compiler decides
+        that for itself, and without a gradient of the input there is no node to keep the shard.
+    """
+    if not shard.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return gather_tokens(shard, group), None
+    kept = GatheredInput(group)
+    return gather_tokens(shard, group, kept.note), kept
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Identity of a tensor's memory, also of tensors without data (``data_ptr`` is 0 on the meta device)."""
+    return int(tensor.untyped_storage()._cdata)

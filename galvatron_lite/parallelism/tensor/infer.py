@@ -1,21 +1,41 @@
-"""Finds out how a layer that was never seen before can be split over a tensor-parallel group."""
+"""How a layer that was never seen before can be split over a tensor-parallel group."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from galvatron_lite.parallelism.tensor.experts import find_expert_slices, with_experts
-from galvatron_lite.parallelism.tensor.huggingface import proposed_regions
-from galvatron_lite.parallelism.tensor.infer_check import check_ranks, prime_factors, prove_region
-from galvatron_lite.parallelism.tensor.infer_flow import Candidate, ReferenceRun, find_candidates, run_reference
-from galvatron_lite.parallelism.tensor.infer_probe import Probe, ProbeError, describe, find_hidden, make_probe
-from galvatron_lite.parallelism.tensor.infer_sequence import place_gathers
-from galvatron_lite.parallelism.tensor.regions import Region, TensorPlan, holds_weight, is_linear, weight_of
+from galvatron_lite.parallelism.expert.slices import find_slices
+from galvatron_lite.parallelism.tensor.infer_probe import (
+    Probe,
+    ProbeError,
+    describe,
+    find_hidden,
+    make_probe,
+    routed_experts,
+)
+from galvatron_lite.parallelism.tensor.infer_prove import (
+    ReferenceRun,
+    check_ranks,
+    find_candidates,
+    place_gathers,
+    prime_factors,
+    prove_region,
+    run_reference,
+)
+from galvatron_lite.parallelism.tensor.regions import (
+    ExpertSlices,
+    Region,
+    TensorPlan,
+    holds_weight,
+    is_linear,
+    weight_of,
+)
 
 __all__ = ["TensorPlan", "infer_block", "infer_edge"]
 
@@ -27,7 +47,7 @@ MANY_WAYS = 5040
 
 
 def infer_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorPlan:
-    """How a block may be split: column/row regions found by data flow (or by transformers' plan) and proven by running.
+    """How a block may be split: column/row regions found by data flow and proven by running.
 
     A small double of the block is run on the CPU (see ``infer_probe``); the block is not changed or run. No plan is
     returned that was not checked; where nothing can be split the plan says why.
@@ -37,7 +57,7 @@ def infer_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         args: positional inputs it was called with, on any device.
         kwargs: keyword inputs it was called with.
     """
-    experts = find_expert_slices(block, args, kwargs)
+    experts = _expert_slices(block, args, kwargs)
     if isinstance(experts, str):
         return TensorPlan(reason=f"{experts}{NOT_OFFERED}.")
     # whatever the caller has set: meta as default device, no gradients
@@ -46,7 +66,7 @@ def infer_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
             probe, reference = _observe(block, args, kwargs)
         except ProbeError as error:
             return TensorPlan(reason=f"The block could not be examined: {error.why}{NOT_OFFERED}.")
-        return with_experts(_plan(probe, reference), experts)
+        return _with_experts(_plan(probe, reference), experts)
 
 
 def infer_edge(modules: Mapping[str, nn.Module], model: nn.Module | None = None) -> TensorPlan:
@@ -62,35 +82,37 @@ def infer_edge(modules: Mapping[str, nn.Module], model: nn.Module | None = None)
         model: the whole model, to see which weights other modules share; those that a module of another type shares
             stay whole.
     """
-    embeddings: list[str] = []
-    heads: list[str] = []
-    rows = []
-    blocked = _weights_of_other_types(model or nn.ModuleList(modules.values()))
-    for path, module in _inside(modules):
-        split = is_plain_embedding(module) or is_linear(module)
-        if split and _is_vocabulary(module) and id(weight_of(module)) not in blocked:
-            (embeddings if isinstance(module, nn.Embedding) else heads).append(path)
-            rows.append(_vocabulary(module))
-    if not rows:
+    blocked = {
+        id(parameter)
+        for module in (model or nn.ModuleList(modules.values())).modules()
+        if not (is_plain_embedding(module) or is_linear(module))
+        for parameter in module.parameters(recurse=False)
+    }
+    split = {
+        f"{path}.{name}".strip("."): module
+        for path, top in modules.items()
+        for name, module in top.named_modules()
+        if (is_plain_embedding(module) or is_linear(module))
+        and id(weight_of(module)) not in blocked
+        and _is_vocabulary(module)
+    }
+    if not split:
         reason = "nothing in it is split: every device of a tensor group does all of its work"
         return TensorPlan(max_degree=MANY_WAYS << 6, reason=reason)
-    return TensorPlan((), tuple(embeddings), tuple(heads), _many_ways(min(rows)))
+    embeddings = tuple(path for path, module in split.items() if isinstance(module, nn.Embedding))
+    heads = tuple(path for path in split if path not in embeddings)
+    return TensorPlan((), embeddings, heads, _many_ways(min(map(_vocabulary, split.values()))))
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
     """Whether the module is an embedding whose lookup can be shared out by rows."""
-    plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-    return (
-        plain
-        and holds_weight(module)
-        and module.max_norm is None
-        and not module.scale_grad_by_freq
-        and not module.sparse
-    )
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    return holds_weight(module) and not special
 
 
 def _plan(probe: Probe, reference: ReferenceRun) -> TensorPlan:
-    """The plan for a block from its double and the double's reference run."""
     proven, dropped = _prove_all(probe, reference)
     if not proven:
         return TensorPlan(reason=_why_nothing(probe, dropped))
@@ -99,7 +121,7 @@ def _plan(probe: Probe, reference: ReferenceRun) -> TensorPlan:
     if wrong:
         return TensorPlan(reason=f"Its regions cannot be split together: {wrong}{NOT_OFFERED}.")
     placed = place_gathers(probe, reference, regions)
-    notes = [*dropped, *_unused(probe, regions, dropped)]
+    notes = [*dropped, *_unsplit_layers(probe, regions, dropped)]
     if isinstance(placed, str):
         notes.append(f"sequence parallelism is not offered: {placed}")
     final = regions if isinstance(placed, str) else placed
@@ -108,8 +130,7 @@ def _plan(probe: Probe, reference: ReferenceRun) -> TensorPlan:
 
 def _observe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Probe, ReferenceRun]:
     """The block's double and its reference run, on few tokens if the block allows it."""
-    whole = find_hidden(args, kwargs)
-    sizes = [True] + [False] * (whole.numel() <= MAX_INPUT_ITEMS)
+    sizes = [True] + [False] * (find_hidden(args, kwargs).numel() <= MAX_INPUT_ITEMS)
     for small in sizes:
         probe = make_probe(block, args, kwargs, small)
         try:
@@ -124,50 +145,43 @@ def _observe(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _prove_all(probe: Probe, reference: ReferenceRun) -> tuple[list[tuple[Region, int]], list[str]]:
-    """Proven regions with their largest degrees, and what to say of the others."""
+    """Proven regions with their largest degrees, and why the other candidates were dropped."""
     proven: list[tuple[Region, int]] = []
     candidates, dropped = find_candidates(probe, reference)
     taken: set[str] = set()
-    for candidate in _ordered(probe, candidates):
-        if taken & {candidate.row, *candidate.columns}:
+    for candidate in candidates:
+        linears = {candidate.row, *candidate.columns}
+        if taken & linears:
             continue
-        found = prove_region(probe, reference, candidate)
-        if isinstance(found, str):
-            dropped.append(f"{', '.join(candidate.columns)} → {candidate.row} cannot be split: {found}")
-        elif found[1] > 1:
-            proven.append(found)
-            taken |= {candidate.row, *candidate.columns}
+        region = prove_region(probe, reference, candidate)
+        if isinstance(region, str):
+            dropped.append(f"{', '.join(candidate.columns)} → {candidate.row} cannot be split: {region}")
+        elif region[1] > 1:
+            proven.append(region)
+            taken |= linears
     return proven, dropped
-
-
-def _ordered(probe: Probe, candidates: list[Candidate]) -> list[Candidate]:
-    """Candidates that transformers proposes too come first; the others keep their running order."""
-    proposed = proposed_regions(probe.block, probe.weights)
-    return sorted(candidates, key=lambda item: set(proposed.get(item.row, ())) != set(item.columns))
 
 
 def _agree(probe: Probe, proven: list[tuple[Region, int]]) -> tuple[tuple[Region, ...], int]:
     """Regions with a common degree above 1; where they disagree, those with the larger weights stay."""
-    by_weight = sorted(proven, key=lambda item: -_weight_items(probe, item[0]))
+
+    def items(region: Region) -> int:
+        weights = [probe.weights[path] for path in (*(column.path for column in region.columns), region.row)]
+        return sum(weight.inputs * weight.outputs for weight in weights)
+
     kept, degree = [], 0
-    for region, largest in by_weight:
+    for region, largest in sorted(proven, key=lambda pair: -items(pair[0])):
         if math.gcd(degree, largest) > 1:
             kept.append(region)
             degree = math.gcd(degree, largest)
-    order = [region for region, _ in proven]
-    return tuple(sorted(kept, key=order.index)), degree
+    return tuple(region for region, _ in proven if region in kept), degree
 
 
-def _weight_items(probe: Probe, region: Region) -> int:
-    weights = [probe.weights[path] for path in (*(column.path for column in region.columns), region.row)]
-    return sum(weight.inputs * weight.outputs for weight in weights)
-
-
-def _unused(probe: Probe, regions: Sequence[Region], dropped: Sequence[str]) -> list[str]:
-    """What stays whole and was not said before, in words."""
+def _unsplit_layers(probe: Probe, regions: Sequence[Region], dropped: Sequence[str]) -> list[str]:
+    """What stays whole and was not mentioned before."""
     used = {column.path for region in regions for column in region.columns} | {region.row for region in regions}
-    said = set(" ".join(dropped).replace(",", " ").split())
-    notes = [f"{path} stays whole" for path in probe.weights if path not in used | said]
+    mentioned = set(" ".join(dropped).replace(",", " ").split())
+    notes = [f"{path} stays whole" for path in probe.weights if path not in used | mentioned]
     fused = [path for path, module in probe.block.named_modules() if isinstance(module, nn.MultiheadAttention)]
     return notes + [f"{path} stays whole: nn.MultiheadAttention uses its weights directly" for path in fused]
 
@@ -180,36 +194,43 @@ def _why_nothing(probe: Probe, dropped: list[str]) -> str:
     return f"No group of linear layers feeds one other linear layer and nothing else{NOT_OFFERED}."
 
 
-def _inside(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Every module in modules given by path, with its path."""
-    return [
-        (f"{path}.{name}".strip("."), module) for path, top in modules.items() for name, module in top.named_modules()
-    ]
+def _expert_slices(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[ExpertSlices, ...] | str:
+    """How the experts of a block are sliced, none where it has none, or why they cannot be."""
+    mixtures = routed_experts(block)
+    if not mixtures:
+        return ()
+    try:
+        hidden = find_hidden(args, kwargs).shape[-1]
+    except ProbeError as error:
+        return f"The block could not be examined: {error.why}"
+    with torch.device("cpu"), torch.inference_mode(False):
+        slices = [find_slices(block, mixture, hidden) for mixture in mixtures]
+    reasons = [item for item in slices if isinstance(item, str)]
+    return "; ".join(reasons) if reasons else tuple(item for item in slices if not isinstance(item, str))
+
+
+def _with_experts(plan: TensorPlan, experts: tuple[ExpertSlices, ...]) -> TensorPlan:
+    """The plan of a block's other layers with its experts sliced as many ways."""
+    if not experts or plan.max_degree == 1:
+        return plan
+    degree = math.gcd(plan.max_degree, *(item.max_degree for item in experts))
+    if degree == 1:
+        extents = ", ".join(f"{item.path} {item.max_degree}" for item in experts)
+        return TensorPlan(reason=f"Its experts can be sliced by divisors of other numbers ({extents}) than the rest")
+    return replace(plan, experts=experts, max_degree=degree)
 
 
 def _is_vocabulary(module: nn.Module) -> bool:
-    rows = _vocabulary(module)
-    weight = weight_of(module)
-    columns = weight.shape[1 if isinstance(module, (nn.Embedding, nn.Linear)) else 0]
-    return rows > 2 * columns
+    columns = weight_of(module).shape[1 if isinstance(module, (nn.Embedding, nn.Linear)) else 0]
+    return _vocabulary(module) > 2 * columns
 
 
 def _vocabulary(module: nn.Module) -> int:
     """Rows of an embedding or outputs of a linear; not from the weight, which a tied layer may have split already."""
-    name = {nn.Embedding: "num_embeddings", nn.Linear: "out_features"}
-    rows: int = getattr(module, next((name[kind] for kind in name if isinstance(module, kind)), "nf"))
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings
+    rows: int = module.out_features if isinstance(module, nn.Linear) else module.nf  # type: ignore[assignment]
     return rows
-
-
-def _weights_of_other_types(model: nn.Module) -> set[int]:
-    """Identities of parameters that some module other than a plain embedding or linear holds."""
-    return {
-        id(parameter)
-        for module in model.modules()
-        if not (is_plain_embedding(module) or is_linear(module))
-        for parameter in module.parameters(recurse=False)
-        if parameter.dim() == 2
-    }
 
 
 def _many_ways(rows: int) -> int:

@@ -21,11 +21,11 @@ from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
+    Dimension,
     DimensionContext,
     LayerWork,
     Moment,
     Room,
-    sent,
     shared,
     sliced,
 )
@@ -34,7 +34,7 @@ from galvatron_lite.parallelism.ranks import Either, sharded_items, shared_items
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroDimension:
+class ZeroDimension(Dimension):
     """Devices that each take a share of the samples and share the states of the layer."""
 
     name: str = "zero"
@@ -85,7 +85,7 @@ class ZeroDimension:
         )
         host, scattered = context.host, sharded if context.accumulates else wrapped
         return replace(
-            work,
+            work.sending(*moved),
             samples=work.samples / strategy.zero,
             state_items=where(sharded, at_rest, work.state_items),
             parameter_items=where(wrapped, at_rest, work.parameter_items),
@@ -94,7 +94,6 @@ class ZeroDimension:
             transient_items=where(passing, spread_out, work.transient_items),
             reduce_items=where(scattered, spread_out, work.reduce_items),
             gradients_persist=work.gradients_persist & opposite(scattered),
-            communications=(*work.communications, *sent(*moved)),
             step_overhead=work.step_overhead + where(once, host.get("data", 0.0), 0.0),
             microbatch_overhead=work.microbatch_overhead + where(wrapped, host.get(self.name, 0.0), 0.0),
         )
@@ -102,14 +101,7 @@ class ZeroDimension:
     def _moved(
         self, items: Real, group: RankGroup, stages: tuple[Flag, Flag, Flag], context: DimensionContext
     ) -> Iterator[Communication]:
-        """Gathers of so many parameter items, then the reduce-scatter of their gradients.
-
-        Args:
-            items: of parameters.
-            group: that shares them.
-            stages: whether the optimizer's states are sharded only, parameters too, those for each use.
-            context: see ``apply``.
-        """
+        """Gathers of parameters and the reduce-scatter of gradients, for ZeRO-1, for ZeRO-2 or 3, for ZeRO-3."""
         several = group.size > 1
         updated, gathered = items * context.parameter_item_bytes, items * context.gather_item_bytes
         reduced = items * context.reduce_item_bytes

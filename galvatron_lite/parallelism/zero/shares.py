@@ -8,8 +8,9 @@ has stepped, one all-gather a bucket brings the rows of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from galvatron_lite.parallelism.collectives import start_all_gather, start_reduce_scatter
+from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
 from galvatron_lite.parallelism.zero.cut import cut_dim
 
 
@@ -45,7 +46,11 @@ class RowShare:
 
     def shown(self, rows: Tensor) -> DTensor:
         """These rows of a tensor that is cut like the parameter."""
-        return _as_rows(rows, self.part)
+        like = self.part
+        assert isinstance(like, DTensor)
+        return DTensor.from_local(
+            rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
 
 def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> RowShare | None:
@@ -75,13 +80,6 @@ def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> RowShare | None:
     )
     replicas = mesh.get_group(0) if last else None
     return RowShare(parameter, nn.Parameter(local), dim, first, stop, most, mesh.get_group(last), replicas)
-
-
-def _as_rows(rows: Tensor, like: Tensor) -> DTensor:
-    assert isinstance(like, DTensor)
-    return DTensor.from_local(
-        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 @dataclass(slots=True)
@@ -120,7 +118,7 @@ class GradientSharing:
         sent[:, width:] = flags
         own = torch.empty_like(sent[0])
         if replicas is None or not own.is_cuda:
-            first = start_reduce_scatter(own, sent.view(-1), ranks)
+            first = reduce_scatter(own, sent.view(-1), ranks, async_op=True)
             self.flight = Flight(own, sent, first, first if replicas is None else None)
         else:
             self.flight = self._chained(own, sent, ranks, replicas)
@@ -130,7 +128,7 @@ class GradientSharing:
         self.side = self.side or torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         self.side.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self.side):
-            first = start_reduce_scatter(tensor, sent.view(-1), ranks)
+            first = reduce_scatter(tensor, sent.view(-1), ranks, async_op=True)
             first.wait()
             return Flight(tensor, sent, first, dist.all_reduce(tensor, group=replicas, async_op=True))
 
@@ -156,7 +154,11 @@ class GradientSharing:
             if there:
                 rows = share.of(view)
                 rows.copy_(flight.own[start : start + rows.numel()].view_as(rows))
-                _add(share, rows)
+                before = share.part.grad
+                if isinstance(before, DTensor):
+                    before.to_local().add_(rows)
+                else:
+                    share.part.grad = share.shown(rows)
 
     def keep(self) -> None:
         """Move gradients of an earlier backward pass out of the buffer, before the next one fills it."""
@@ -165,55 +167,43 @@ class GradientSharing:
                 share.part.grad = share.shown(share.part.grad.to_local().clone())
 
     @torch.no_grad()
-    def gather(self) -> Gathering:
-        """Start bringing the rows that other ranks updated."""
+    def start_gather(self) -> Callable[[], None]:
+        """Start bringing the rows that other ranks updated; call the result to wait, and to write them."""
         ranks, whole = self.shares[0].ranks, self.shares[0].whole
         own = whole.new_zeros(self.offsets[-1])
         for share, start in zip(self.shares, self.offsets, strict=False):
             rows = share.of(share.whole.detach())
             own[start : start + rows.numel()] = rows.reshape(-1)
         everyone = whole.new_empty(ranks.size(), len(own))
-        work = start_all_gather(everyone.view(-1), own, ranks)
-        return Gathering(self, own, everyone, work)
+        work = all_gather(everyone.view(-1), own, ranks, async_op=True)
+
+        @torch.no_grad()
+        def finish(_sent: Tensor = own) -> None:
+            work.wait()
+            for share, place in zip(self.shares, self._places(everyone), strict=True):
+                parameter = share.whole.detach()
+                consecutive = parameter.is_contiguous()
+                flat = parameter.view(-1) if consecutive else parameter.new_empty(parameter.numel())
+                for there, staged in _pairs(flat, place):
+                    there.copy_(staged)
+                if not consecutive:
+                    parameter.copy_(flat.view(parameter.shape))
+
+        return finish
 
     def _places(self, staged: Tensor) -> Iterator[Tensor]:
         """Of a message, by rank, what belongs to each parameter."""
-        for start, stop in zip(self.offsets, self.offsets[1:], strict=False):
+        for start, stop in pairwise(self.offsets):
             yield staged[:, start:stop]
-
-
-@dataclass(slots=True)
-class Gathering:
-    """An all-gather under way."""
-
-    sharing: GradientSharing
-    own: Tensor
-    everyone: Tensor
-    work: dist.Work
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for it, and write every rank's rows into the whole parameters."""
-        self.work.wait()
-        for share, place in zip(self.sharing.shares, self.sharing._places(self.everyone), strict=True):
-            whole = share.whole.detach()
-            flat = whole.view(-1) if whole.is_contiguous() else whole.new_empty(whole.numel())
-            for there, staged in _pairs(flat, place):
-                there.copy_(staged)
-            if not whole.is_contiguous():
-                whole.copy_(flat.view(whole.shape))
 
 
 def gather_all(sharings: Sequence[GradientSharing]) -> None:
     """Bring the rows that other ranks updated; two buckets are under way at a time."""
-    before: Gathering | None = None
+    finish: Callable[[], None] = lambda: None  # noqa: E731
     for sharing in sharings:
-        started = sharing.gather()
-        if before is not None:
-            before.finish()
-        before = started
-    if before is not None:
-        before.finish()
+        finish_before, finish = finish, sharing.start_gather()
+        finish_before()
+    finish()
 
 
 def _pairs(flat: Tensor, staged: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -224,12 +214,3 @@ def _pairs(flat: Tensor, staged: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     rest = flat[full * size :]
     if rest.numel():
         yield rest, staged[full, : rest.numel()]
-
-
-def _add(share: RowShare, rows: Tensor) -> None:
-    """Add to the gradient that the optimizer sees."""
-    before = share.part.grad
-    if isinstance(before, DTensor):
-        before.to_local().add_(rows)
-    else:
-        share.part.grad = share.shown(rows)

@@ -127,7 +127,6 @@ def _latencies(path: Path) -> tuple[dict[int, CollectiveTable], dict[int, Collec
 
 
 def _line(points: Mapping[int, float], path: Path, key: str) -> LinearTime:
-    """The straight line of least squares through (x, y)."""
     if len(points) < 2:
         raise InputError(f"{path}, {key}", len(points), "A line needs two sizes or more; profile others too.")
     slope, start = np.polyfit(np.array(list(points), dtype=float), np.array(list(points.values())), 1)

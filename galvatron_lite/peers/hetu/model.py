@@ -187,7 +187,6 @@ def _edges(model: HetuModel, single: bool) -> tuple[EdgeMemory, EdgeMemory]:
 
 
 def _share(memory: EdgeMemory, part: EdgeMemory, other: EdgeMemory) -> EdgeMemory:
-    """The part of the whole that belongs to one of two."""
     states, activation = (
         {
             degree: figure * mine[degree] / (mine[degree] + rest[degree])
@@ -270,7 +269,6 @@ def _block_points(name: str, kind: LayerType, model: HetuModel) -> Iterator[Laye
 
 
 def _buffer(kind: LayerType, model: HetuModel) -> float:
-    """MB a sample of the tokens that a tensor group gathers."""
     item = ITEM_BYTES[model.precision]
     return kind.sequence * kind.hidden * item / MB if model.sequence_parallel else 0.0
 

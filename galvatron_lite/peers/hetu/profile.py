@@ -57,7 +57,6 @@ def to_cluster(hardware: HetuHardware, precision: str, memory: int) -> Cluster:
 
 
 def _groups(hardware: HetuHardware) -> Iterator[tuple[int, int]]:
-    """Ranks and stride of groups in powers of two."""
     ranks = 2
     while ranks <= hardware.devices:
         stride = 1
@@ -256,7 +255,6 @@ def _ask(folder: Path, name: str) -> str:
 
 
 def _model_name(folder: Path) -> str:
-    """The model's name in that of its computation profile."""
     paths = sorted(folder.glob("computation_profiling_*.json"))
     if not paths:
         raise InputError(str(folder), "computation_profiling_*.json", "There is no such file; give the model's folder.")

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import places, slice_batch
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.runtime.branches.parts import check_rows
-from galvatron_lite.runtime.branches.randomness import Stream
+from galvatron_lite.runtime.branches.parts import Stream
 from galvatron_lite.runtime.branches.session import BranchSession, Origins
 from galvatron_lite.runtime.branches.setup import set_up_branches
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.setup import SetupOptions, StageRuntime
+from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime
+from galvatron_lite.runtime.placement import check_divisible
 
 
 class BranchedModel(ParallelModel):
@@ -52,12 +52,12 @@ class BranchedModel(ParallelModel):
 
     @property
     def streams(self) -> Sequence[Stream]:
-        """What the branches draw random numbers from."""
-        branches = {id(branch.stream): branch.stream for branch in self._branches.setting.branches.values()}
-        return list(branches.values())
+        """The random numbers of the branches."""
+        return list(dict.fromkeys(branch.stream for branch in self._branches.setting.branches.values()))
 
     def _check_samples(self, samples: int, count: int) -> None:
-        check_rows(samples, self._branches.parts, count)
+        degrees = [placed.strategy.batch_degree for part in self._branches.parts for placed in part.stage]
+        check_divisible(samples, degrees, count)
 
     def _parts(self, batch: Any, count: int) -> list[Any]:
         parts = super()._parts(batch, count)
@@ -86,7 +86,7 @@ class BranchedModel(ParallelModel):
 
 
 def _origins(part: Any, batch: Any, rows: int) -> Origins:
-    """Which tensors of this rank's share of a micro-batch are of which whole ones."""
+    """Which tensors of this rank's share of a micro-batch are of which full ones."""
     theirs = dict(places(batch))
     pairs = ((tensor, theirs[place]) for place, tensor in places(part))
     return {id(tensor): (tensor, full) for tensor, full in pairs if full.dim() and full.shape[0] == rows}

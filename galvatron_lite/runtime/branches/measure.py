@@ -20,8 +20,6 @@ _BYTES = 4
 
 
 class _Pair(nn.Module):
-    """Two branches of one product each, which read the same input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = (nn.Linear(_WIDTH, _WIDTH) for _ in _NAMES)
@@ -38,10 +36,6 @@ def branch_seconds(device: torch.device, rule: TimingRule) -> float:
     Two branches are on the first two ranks; every rank calls both. What they take in one process and two messages each
     are taken off. No call is free: a figure that does not stand out of the noise of its timing is given as that noise.
     All ranks call it together; there are two at least.
-
-    Args:
-        device: of this rank.
-        rule: how long to time.
     """
     batch = {"hidden": torch.ones(1, _WIDTH, device=device)}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

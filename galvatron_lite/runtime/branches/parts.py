@@ -1,16 +1,27 @@
-"""What a plan with branches says of a model's layers: those of the trunk, and of each branch, and their ranks."""
+"""The parts of a model with branches: which layers and ranks they have, and what stands in a branch's place.
+
+The trunk is the user's model without the branches' parameters: stand-ins are in the place of their modules. A branch is
+a model by itself whose modules have the paths that they have in the user's model.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import batch_size, call_model, map_tensors, resize_batch
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage
-from galvatron_lite.runtime.layout import AxisSplit, Box, Layout, nothing
+from galvatron_lite.runtime.branches.pending import resolved
+from galvatron_lite.runtime.layout import AxisSplit, Boxes, Layout, nothing
 from galvatron_lite.runtime.mesh import MeshPart
 from galvatron_lite.runtime.placement import LayerAssignment, glue_layout, glue_of, place_layers
 
@@ -21,7 +32,7 @@ TRUNK = "trunk"
 class PlacedPart:
     """The trunk or a branch."""
 
-    name: str  # of it
+    name: str
     first: int  # its first rank
     devices: int  # how many consecutive ranks
     stage: tuple[LayerAssignment, ...]  # its layers and strategies
@@ -29,13 +40,8 @@ class PlacedPart:
     layout: Layout = field(init=False)  # how what enters and leaves lies on its ranks
 
     def __post_init__(self) -> None:
-        """Asked at every call."""
+        """Read at every call."""
         object.__setattr__(self, "layout", glue_layout(self.stage))
-
-    @property
-    def ranks(self) -> range:
-        """Those that run it."""
-        return range(self.first, self.first + self.devices)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -52,11 +58,11 @@ class PlacedPart:
         pixels = glue_of(self.stage).strategy.spatial > 1
         return self.layout.hidden(shape) if pixels else self.layout.samples(shape)
 
-    def boxes(self, split: AxisSplit, shape: tuple[int, ...], world: int) -> tuple[Box, ...]:
-        """By rank of the world, what it holds of a tensor of that whole shape."""
-        return tuple(
-            split.box(rank - self.first, shape) if rank in self.ranks else nothing(len(shape)) for rank in range(world)
-        )
+    def boxes(self, split: AxisSplit, shape: tuple[int, ...], world: int) -> tuple[Boxes, ...]:
+        """By rank of the world, what it holds of a tensor of that full shape."""
+        ranks = range(self.first, self.first + self.devices)
+        none = nothing(len(shape))
+        return tuple((split.box(rank - self.first, shape) if rank in ranks else none,) for rank in range(world))
 
 
 def place_parts(plan: Plan, layers: Sequence[Layer]) -> tuple[PlacedPart, ...]:
@@ -71,40 +77,30 @@ def place_parts(plan: Plan, layers: Sequence[Layer]) -> tuple[PlacedPart, ...]:
     homes = {layer.name: _home(layer, plan.branches) for layer in layers}
     parts = []
     for branch in plan.branches:
-        own = [layer for layer in layers if homes[layer.name] == branch.name]
-        if not own:
+        members = [layer for layer in layers if homes[layer.name] == branch.name]
+        if not members:
             remedy = "The model has no layers there; make the plan anew, for this model."
             raise InputError(f"branch {branch.name}", ", ".join(branch.roots), remedy)
-        stage = _placed(plan, Stage(branch.runs), own)
+        stage = _placed(plan, Stage(branch.runs), members)
         _check_devices(branch.name, stage, (branch.devices,))
+        first, stop = branch.first, branch.first + branch.devices
+        if not 0 <= first < stop <= plan.devices:
+            raise InputError(f"devices of {branch.name}", f"{first} to {stop - 1}", f"There are {plan.devices}.")
         parts.append(PlacedPart(branch.name, branch.first, branch.devices, stage, branch.roots))
-    _check_ranks(plan)
     return _trunk(plan, [layer for layer in layers if not homes[layer.name]]), *parts
-
-
-def check_rows(samples: int, parts: Sequence[PlacedPart], count: int) -> None:
-    """Raise InputError where a batch cannot be shared evenly by every part; names the nearest that can."""
-    degrees = [placed.strategy.batch_degree for part in parts for placed in part.stage]
-    unit = count * math.lcm(*degrees)
-    if samples % unit or samples == 0:
-        below, above = samples // unit * unit, (samples // unit + 1) * unit
-        near = f"{below} or {above}" if below else f"{above}"
-        raise InputError("batch", samples, f"The plan needs a multiple of {unit} samples; the nearest: {near}.")
 
 
 def _home(layer: Layer, branches: Sequence[BranchPlacement]) -> str:
     """The branch that a layer is of; empty: the trunk."""
-    found = {next((b.name for b in branches if _under(path, b.roots)), "") for path in layer.modules}
-    if len(found) > 1:
-        remedy = (
-            f"Modules of it lie in {', '.join(sorted(name or 'the trunk' for name in found))}; a layer has one home."
-        )
-        raise InputError("layer", layer.name, remedy)
-    return next(iter(found), "")
 
+    def home(path: str) -> str:
+        return next((one.name for one in branches if any(f"{path}.".startswith(f"{r}.") for r in one.roots)), "")
 
-def _under(path: str, roots: Sequence[str]) -> bool:
-    return any(path == root or path.startswith(f"{root}.") for root in roots)
+    homes = {home(path) for path in layer.modules}
+    if len(homes) > 1:
+        where = ", ".join(sorted(name or "the trunk" for name in homes))
+        raise InputError("layer", layer.name, f"Modules of it lie in {where}; a layer has one home.")
+    return next(iter(homes), "")
 
 
 def _trunk(plan: Plan, layers: Sequence[Layer]) -> PlacedPart:
@@ -124,14 +120,158 @@ def _placed(plan: Plan, stage: Stage, layers: Sequence[Layer]) -> tuple[LayerAss
 
 
 def _check_devices(name: str, stage: Sequence[LayerAssignment], allowed: Sequence[int]) -> None:
-    found = {placed.strategy.devices for placed in stage}
-    if not stage or len(found) > 1 or not found <= set(allowed):
+    devices = {placed.strategy.devices for placed in stage}
+    if not stage or len(devices) > 1 or not devices <= set(allowed):
         remedy = f"All its layers take {' or '.join(map(str, sorted(set(allowed))))} device(s)."
-        raise InputError(f"strategies of {name}", f"of {sorted(found)} devices", remedy)
+        raise InputError(f"strategies of {name}", f"of {sorted(devices)} devices", remedy)
 
 
-def _check_ranks(plan: Plan) -> None:
-    for branch in plan.branches:
-        first, stop = branch.first, branch.first + branch.devices
-        if not 0 <= first < stop <= plan.devices:
-            raise InputError(f"devices of {branch.name}", f"{first} to {stop - 1}", f"There are {plan.devices}.")
+class Stream:
+    """The random states that a branch draws from: its draws must not change what the trunk draws next on some ranks."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._gpus = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(self._gpus):
+            torch.manual_seed(seed)
+            self._states = self._current()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Random numbers inside are the branch's."""
+        with torch.random.fork_rng(self._gpus):
+            torch.set_rng_state(self._states[0])
+            for gpu, state in zip(self._gpus, self._states[1:], strict=True):
+                torch.cuda.set_rng_state(state, gpu)
+            try:
+                yield
+            finally:
+                self._states = self._current()
+
+    def state(self) -> list[Tensor]:
+        """Where it is."""
+        return list(self._states)
+
+    def set_state(self, state: list[Tensor]) -> None:
+        """Go on from what ``state`` gave."""
+        self._states = list(state)
+
+    def _current(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in self._gpus)]
+
+
+class StandIn(nn.Module):
+    """Called like the module in whose place it is.
+
+    Attributes:
+        path: of the module.
+        stands_for: the module; not registered, so that this has no parameters. Attributes are its own.
+    """
+
+    def __init__(self, path: str, stands_for: nn.Module, call: Callable[[StandIn, Any, dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.path = path
+        self.__dict__["stands_for"], self.__dict__["call"] = stands_for, call
+        self.training = stands_for.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the branch, which may run later and elsewhere."""
+        return self.__dict__["call"](self, args, kwargs)
+
+    def train(self, mode: bool = True) -> StandIn:
+        """Set the mode of the module, too."""
+        self.__dict__["stands_for"].train(mode)
+        return super().train(mode)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["stands_for"], name)
+
+
+def entrances(model: nn.Module, roots: Sequence[str], batch: Any) -> tuple[str, ...]:
+    """The modules of a branch that code outside it calls, and below the roots those that nobody calls.
+
+    Raises:
+        InputError: the model has no module of that path.
+    """
+    for root in roots:
+        if root not in dict(model.named_modules(remove_duplicate=False)):
+            raise InputError("root of a branch", root, "The model has no such module.")
+    called = _called(model, roots, batch) if batch is not None else None
+    return tuple(path for root in roots for path in _covering(model, root, called))
+
+
+def _called(model: nn.Module, roots: Sequence[str], batch: Any) -> set[str]:
+    twin, depth, called = meta_copy(model), [0], set[str]()
+    twin.train(model.training)
+
+    def enter(path: str) -> None:
+        if not depth[0]:
+            called.add(path)
+        depth[0] += 1
+
+    def leave() -> None:
+        depth[0] -= 1
+
+    for root in roots:
+        for path, module in twin.get_submodule(root).named_modules(prefix=root):
+            module.register_forward_pre_hook(lambda *_, path=path: enter(path))
+            module.register_forward_hook(lambda *_: leave())
+    # code that looks at values ends the run; after that, modules that have a forward of their own are taken as called
+    with suppress(Exception), torch.no_grad(), torch.device("meta"):
+        call_model(twin, resize_batch(batch, batch_size(batch)))
+    return called
+
+
+def _covering(model: nn.Module, path: str, called: set[str] | None) -> list[str]:
+    module = model.get_submodule(path)
+    is_container = type(module).forward is nn.Module.forward
+    inside = any(one.startswith(f"{path}.") for one in called or ())
+    if (called is not None and path in called) or not (is_container or inside):
+        return [path]
+    return [found for name, _ in module.named_children() for found in _covering(model, f"{path}.{name}", called)]
+
+
+def skeleton(model: nn.Module, paths: Sequence[str]) -> nn.Module:
+    """A tree that holds modules of a model at the paths that they have in it, and nothing else."""
+    top = _shell(model)
+    for path in paths:
+        *above, name = path.split(".")
+        node, at = top, ""
+        for part in above:
+            at = f"{at}.{part}".lstrip(".")
+            if part not in dict(node.named_children()):
+                node.add_module(part, _shell(model.get_submodule(at)))
+            node = node.get_submodule(part)
+        node.add_module(name, model.get_submodule(path))
+    return top
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """A module without content, which gives the initial values that the module gives (see ``materialize``)."""
+    shell, rule = nn.Module(), getattr(module, "_init_weights", None)
+    if callable(rule):
+        shell._init_weights = rule
+    return shell
+
+
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, wherever the model holds that."""
+    for holder in list(model.modules()):
+        for name, child in list(holder.named_children()):
+            if child is old:
+                setattr(holder, name, new)
+
+
+def resolve_outside(model: nn.Module, paths: Sequence[str]) -> None:
+    """Bring what is pending here where other modules of the model take it, and where the model ends."""
+
+    def resolve(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_tensors(args, resolved), map_tensors(kwargs, resolved)
+
+    for path in paths:
+        model.get_submodule(path).register_forward_pre_hook(resolve, prepend=True, with_kwargs=True)
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: map_tensors(forward(*args, **kwargs), resolved)

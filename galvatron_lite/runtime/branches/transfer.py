@@ -9,24 +9,176 @@ begins. What one rank did after another's message it undoes before it answers th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.branches.post import BranchChannel, Shipment
-from galvatron_lite.runtime.layout import Box, Route, route_boxes
+from galvatron_lite.errors import LaunchError
+from galvatron_lite.runtime.layout import Box, Boxes, Route, route_boxes
+from galvatron_lite.runtime.redistribute import cut_box
+
+_ALIGNED = 16
+"""Bytes; a piece begins at a multiple of it, so that it can be read as any dtype."""
+_TAGS = 2**30
+
+
+class BranchChannel:
+    """Sends and receives for the branches of a model; every rank makes one together.
+
+    Forward and backward have a process group each: messages of one do not wait for the other's.
+    """
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        ranks, self._timeout = list(range(dist.get_world_size())), timedelta(seconds=timeout)
+        self._groups = [dist.new_group(ranks, group_desc=name) for name in ("branches", "branches backward")]
+        self.rank, self.world, self.device = dist.get_rank(), len(ranks), device
+        self._sending: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._tag = 0
+
+    def next_tag(self) -> int:
+        """The number of the next shipment; the same on every rank, as all ask for it in the same order."""
+        self._tag = (self._tag + 1) % _TAGS
+        return self._tag
+
+    def send(self, message: Tensor, peer: int, tag: int, backward: bool) -> None:
+        """Start sending bytes."""
+        work = dist.isend(message, peer, group=self._groups[backward], tag=tag)
+        self._sending.append((work, message))
+
+    def expect(self, size: int, peer: int, tag: int, backward: bool) -> tuple[int, Tensor, dist.Work | None]:
+        """Start receiving so many bytes from a peer."""
+        message = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return peer, message, dist.irecv(message, peer, group=self._groups[backward], tag=tag)
+
+    def wait(self, work: dist.Work | None, what: str) -> None:
+        """Wait for a transfer.
+
+        Raises:
+            LaunchError: the other rank is gone, or silent for too long.
+        """
+        try:
+            if work is not None:
+                work.wait(self._timeout)
+        except RuntimeError as cause:
+            seconds = self._timeout.total_seconds()
+            why = f"That rank is gone or was silent for {seconds:g} s; its own output says why."
+            raise LaunchError(f"Waited for {what}, which did not come ({cause}). {why}") from cause
+
+    def finish(self) -> None:
+        """Wait until everything sent has been taken; raises what ``wait`` does."""
+        while self._sending:
+            work, _ = self._sending.popleft()
+            self.wait(work, "another rank to take what was sent to it")
+
+
+class Shipment:
+    """Several tensors on their way from the ranks that hold them to those that want them: one message a pair."""
+
+    def __init__(
+        self,
+        channel: BranchChannel,
+        tag: int,
+        what: str,
+        routes: Sequence[Route],
+        dtypes: Sequence[torch.dtype],
+        backward: bool = False,
+    ) -> None:
+        self._channel, self._tag, self._what, self._backward = channel, tag, what, backward
+        self._routes, self._dtypes = tuple(routes), tuple(dtypes)
+        self._arrived: list[list[tuple[Box, Tensor]]] = [[] for _ in self._routes]
+        self._parcels: list[tuple[int, Tensor, dist.Work | None]] | None = None
+
+    def send(self, tensors: Sequence[Tensor | None]) -> None:
+        """Start sending this rank's parts of the tensors, and keep what it wants itself."""
+        for peer in range(self._channel.world):
+            pieces = [route.sends[peer] for route in self._routes]
+            if peer != self._channel.rank and any(pieces):
+                self._channel.send(self._packed(tensors, pieces), peer, self._tag, self._backward)
+        for number, (tensor, route) in enumerate(zip(tensors, self._routes, strict=True)):
+            if tensor is None:
+                continue
+            for piece in route.sends[self._channel.rank]:
+                part = cut_box(tensor, piece.within(route.held[0])).detach()
+                # a copy, as code may change in place what arrives
+                part = part if self._backward else part.clone(memory_format=torch.contiguous_format)
+                self._arrived[number].append((piece, part))
+
+    def expect(self) -> None:
+        """Start receiving, if that was not done before."""
+        if self._parcels is None:
+            peers = [peer for peer in range(self._channel.world) if peer != self._channel.rank]
+            sizes = {peer: self._size([route.receives[peer] for route in self._routes]) for peer in peers}
+            self._parcels = [
+                self._channel.expect(size, peer, self._tag, self._backward) for peer, size in sizes.items() if size
+            ]
+
+    def collect(self) -> list[Tensor | None]:
+        """What this rank wants of each tensor; None for a gradient that nobody has."""
+        self.expect()
+        for peer, message, work in self._parcels or ():
+            self._channel.wait(work, f"{self._what} from rank {peer}")
+            self._unpack(message, peer)
+        arrived, self._arrived, self._parcels = self._arrived, [[] for _ in self._routes], []
+        return [self._joined(number, parts) for number, parts in enumerate(arrived)]
+
+    def _packed(self, tensors: Sequence[Tensor | None], pieces: Sequence[Boxes]) -> Tensor:
+        message = torch.zeros(self._size(pieces), dtype=torch.uint8, device=self._channel.device)
+        start = 0
+        for tensor, route, boxes, dtype in zip(tensors, self._routes, pieces, self._dtypes, strict=True):
+            for piece in boxes:
+                if tensor is not None:
+                    place = message[start : start + piece.items * dtype.itemsize].view(dtype).view(piece.shape)
+                    place.copy_(cut_box(tensor.detach(), piece.within(route.held[0])))
+                start += _bytes(piece, dtype)
+        if self._backward:
+            there = [tensor is not None for tensor in tensors]
+            message[-len(there) :] = torch.tensor(there, dtype=torch.uint8, device=self._channel.device)
+        return message
+
+    def _size(self, pieces: Sequence[Boxes]) -> int:
+        """Bytes of a message; nothing where there are no pieces."""
+        size = sum(_bytes(one, dtype) for boxes, dtype in zip(pieces, self._dtypes, strict=True) for one in boxes)
+        return size + len(pieces) * self._backward if size else 0
+
+    def _unpack(self, message: Tensor, peer: int) -> None:
+        flags = message[-len(self._routes) :].tolist() if self._backward else [1] * len(self._routes)
+        start = 0
+        for number, (route, dtype) in enumerate(zip(self._routes, self._dtypes, strict=True)):
+            for piece in route.receives[peer]:
+                if flags[number]:
+                    data = message[start : start + piece.items * dtype.itemsize]
+                    self._arrived[number].append((piece, data.view(dtype).view(piece.shape)))
+                start += _bytes(piece, dtype)
+
+    def _joined(self, number: int, parts: Sequence[tuple[Box, Tensor]]) -> Tensor | None:
+        (wanted,) = self._routes[number].wanted
+        if not parts and (wanted.items or self._backward):
+            return None
+        if len(parts) == 1 and parts[0][0] == wanted:
+            return parts[0][1]
+        joined = torch.zeros(wanted.shape, dtype=self._dtypes[number], device=self._channel.device)
+        for piece, part in parts:
+            cut_box(joined, piece.within(wanted)).copy_(part)
+        return joined
+
+
+def _bytes(piece: Box, dtype: torch.dtype) -> int:
+    return -(-piece.items * dtype.itemsize // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
     """One tensor of a move."""
 
-    dtype: torch.dtype  # of it
-    before: tuple[Box, ...]  # by rank of the world, what it holds; ranks that hold the same have complete gradients
-    after: tuple[Box, ...]  # by rank, what it wants
+    dtype: torch.dtype
+    before: tuple[Boxes, ...]  # by rank of the world, what it holds; ranks that hold the same have complete gradients
+    after: tuple[Boxes, ...]  # by rank, what it wants
     differentiable: bool  # whether its gradient comes back
 
 
@@ -47,19 +199,14 @@ class TransferManifest:
 
 
 class Transfer:
-    """A move of several tensors. Every rank makes it, in the same order, whether it gives, gets, both or neither.
+    """A move of several tensors. Every rank makes it, in the same order, whether it gives, gets, both or neither."""
 
-    Args:
-        post: of this rank.
-        what: it is, for errors.
-        manifest: of this rank.
-    """
-
-    def __init__(self, post: BranchChannel, what: str, manifest: TransferManifest) -> None:
-        self.post, self.cargo, tag = post, manifest.cargo, post.next_tag()
+    def __init__(self, channel: BranchChannel, what: str, manifest: TransferManifest) -> None:
+        self._device, self.cargo, tag = channel.device, manifest.cargo, channel.next_tag()
         back = [one for one in self.cargo if one.differentiable]
-        self.there = Shipment(post, tag, what, manifest.there, [one.dtype for one in self.cargo])
-        self.back = Shipment(post, tag, f"the gradient of {what}", manifest.back, [one.dtype for one in back], True)
+        self.there = Shipment(channel, tag, what, manifest.there, [one.dtype for one in self.cargo])
+        dtypes = [one.dtype for one in back]
+        self.back = Shipment(channel, tag, f"the gradient of {what}", manifest.back, dtypes, backward=True)
         self._anchored = bool(back) and torch.is_grad_enabled()
 
     def depart(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -73,12 +220,11 @@ class Transfer:
         Args:
             tokens: of departures whose gradients are known only when those of what arrives here were sent.
         """
-        made = _Arrive.apply(self._anchor(), self, *tokens)  # type: ignore[no-untyped-call]
-        return list(made)
+        return list(_Arrive.apply(self._anchor(), self, *tokens))  # type: ignore[no-untyped-call]
 
     def _anchor(self) -> Tensor:
         """Without data; makes results ask for gradients."""
-        return torch.empty(0, device=self.post.device, requires_grad=self._anchored)
+        return torch.empty(0, device=self._device, requires_grad=self._anchored)
 
 
 class _Depart(torch.autograd.Function):
@@ -100,10 +246,11 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, _anchor: Tensor, transfer: Transfer, *tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer, ctx.tokens = transfer, len(tokens)
         ctx.set_materialize_grads(False)
-        found = [_without_view(tensor) for tensor in transfer.there.collect()]
-        still = [tensor for tensor, one in zip(found, transfer.cargo, strict=True) if not one.differentiable]
+        # the same storage, but no view, which autograd would not let others change; forward, every tensor is there
+        arrived = tuple(tensor.data for tensor in transfer.there.collect() if tensor is not None)
+        still = [tensor for tensor, one in zip(arrived, transfer.cargo, strict=True) if not one.differentiable]
         ctx.mark_non_differentiable(*still)
-        return tuple(found)
+        return arrived
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
@@ -112,9 +259,3 @@ class _Arrive(torch.autograd.Function):
         transfer.back.send([gradient for gradient, one in pairs if one.differentiable])
         nothing: tuple[None, ...] = (None,) * (2 + ctx.tokens)
         return nothing
-
-
-def _without_view(tensor: Tensor | None) -> Tensor:
-    """The same storage, but no view, which autograd would not let others change."""
-    assert tensor is not None  # forward, every tensor is there
-    return tensor.data

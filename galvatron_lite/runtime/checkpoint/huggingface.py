@@ -1,18 +1,18 @@
-"""Weights of a checkpoint as Hugging Face's files, and back: ``model.safetensors`` or its parts with their index.
+"""Weights of a checkpoint as Hugging Face's files, and back: ``model.safetensors``, or several files and their index.
 
-Names are the model's own. Parameters that share a tensor are there once, under their first name, as
+Names are the model's own. Parameters that share a tensor are written once, under their first name, as
 ``from_pretrained`` expects of tied weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import read_data, write_text
@@ -20,8 +20,14 @@ from galvatron_lite.folders import begin_folder, put_in_place, remove_folder
 from galvatron_lite.runtime.checkpoint.manifest import CONFIG, Manifest, check_whole
 from galvatron_lite.runtime.checkpoint.sealed import content_errors
 from galvatron_lite.runtime.checkpoint.shards import TensorFile, write_tensors
-from galvatron_lite.runtime.checkpoint.storage import metadata_of, metadata_of_files
-from galvatron_lite.runtime.checkpoint.whole import alone, fill
+from galvatron_lite.runtime.checkpoint.tensors import (
+    StoredTensor,
+    check_readable,
+    read_tensors,
+    stored_files,
+    stored_tensors,
+)
+from galvatron_lite.runtime.checkpoint.unsplit import unsplit
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.pieces import Held, ItemRun, all_of, held_buffers, held_parameters
 from galvatron_lite.units import parse_bytes
@@ -36,25 +42,27 @@ def export_safetensors(folder: Path | str, target: Path | str, largest: str = "5
         folder: of the checkpoint.
         target: a folder that is new or empty; ``from_pretrained`` reads it, with the configuration that the
             checkpoint of a transformers model has.
-        largest: file: weights are written in several ones with an index where they are larger.
+        largest: size of a file: larger weights are written in several files with an index.
 
     Returns:
         Names of the files with weights.
 
     Raises:
-        InputError: the checkpoint is damaged, or the target holds something.
+        InputError: the checkpoint is damaged, or the target is not empty.
     """
     source, place = Path(folder), Path(target)
     manifest = check_whole(source)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise InputError("target", place, "It holds something already. Give a new folder.")
     with content_errors(source):
-        metadata_of(source, manifest)
+        stored = stored_tensors(source, manifest)
         parts = _parts(manifest, parse_bytes(largest, "largest"))
     started = begin_folder(place)
     try:
         with content_errors(source):
-            names = _write(started, source, manifest, parts)
+            names = _write(started, stored, parts)
+        if CONFIG in manifest.files:
+            write_text(started / CONFIG, (source / CONFIG).read_text(encoding="utf-8"))
         put_in_place(started, place)
     except BaseException:
         remove_folder(started)
@@ -62,30 +70,13 @@ def export_safetensors(folder: Path | str, target: Path | str, largest: str = "5
     return names
 
 
-def load_safetensors(model: nn.Module, folder: Path | str) -> None:
-    """Give a model, plain or split under any plan, the weights of Hugging Face's files.
-
-    All ranks of a split model call it; each reads its own parts alone.
-
-    Raises:
-        FileFormatError: there are no such files, or they are damaged.
-        InputError: they have not all parameters, or of another shape; nothing is changed.
-    """
-    parallel = model if isinstance(model, ParallelModel) else alone(model)
-    metadata = metadata_of_files(_files(Path(folder)), parallel.entries.names)
-    known = metadata.state_dict_metadata
-    fill([*held_parameters(parallel), *(one for one in held_buffers(parallel) if one.name in known)], metadata)
-    for runtime in parallel.runtimes:
-        runtime.updates.take()
-
-
 def _parts(manifest: Manifest, largest: int) -> list[list[str]]:
     """Names of tensors by file, in the model's order."""
     parts: list[list[str]] = [[]]
     size = 0
     for name in dict.fromkeys(manifest.names.values()):
-        one = manifest.tensors[name]
-        count = prod(one.shape) * getattr(torch, one.dtype).itemsize
+        record = manifest.tensors[name]
+        count = prod(record.shape) * getattr(torch, record.dtype).itemsize
         if parts[-1] and size + count > largest:
             parts.append([])
             size = 0
@@ -94,54 +85,58 @@ def _parts(manifest: Manifest, largest: int) -> list[list[str]]:
     return parts
 
 
-def _write(folder: Path, source: Path, manifest: Manifest, parts: Sequence[Sequence[str]]) -> list[str]:
+def _write(folder: Path, stored: dict[str, StoredTensor], parts: Sequence[Sequence[str]]) -> list[str]:
     count = len(parts)
     names = [SINGLE] if count == 1 else [f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
     total = 0
     for name, part in zip(names, parts, strict=True):
-        tensors = _read(source, manifest, part)
+        tensors = {key: torch.empty(stored[key].shape, dtype=stored[key].dtype) for key in part}
+        held = [
+            Held(key, stored[key].shape, tensor, (ItemRun(all_of(tensor.shape), all_of(tensor.shape)),))
+            for key, tensor in tensors.items()
+            if tensor.numel()
+        ]
+        check_readable(held, stored)
+        read_tensors(held, stored)
         total += sum(tensor.nbytes for tensor in tensors.values())
         write_tensors(folder / name, tensors)
     if count > 1:
         weights = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    if CONFIG in manifest.files:
-        write_text(folder / CONFIG, (source / CONFIG).read_text(encoding="utf-8"))
     return names
 
 
-def _read(source: Path, manifest: Manifest, names: Sequence[str]) -> dict[str, Tensor]:
-    """Whole tensors."""
-    found = {
-        name: torch.empty(manifest.tensors[name].shape, dtype=getattr(torch, manifest.tensors[name].dtype))
-        for name in names
-    }
-    fill([_all_of(name, tensor) for name, tensor in found.items()], metadata_of(source, manifest))
-    return found
+def load_safetensors(model: nn.Module, folder: Path | str) -> None:
+    """Load Hugging Face's files into a model, plain or split under any plan.
+
+    All ranks of a split model call it; each reads its own parts alone.
+
+    Raises:
+        FileFormatError: there are no such files, or they are damaged.
+        InputError: a parameter is missing, or has another shape; nothing is changed.
+    """
+    parallel = model if isinstance(model, ParallelModel) else unsplit(model)
+    stored = stored_files(_files(Path(folder)), parallel.entries.names)
+    held = [*held_parameters(parallel), *(buffer for buffer in held_buffers(parallel) if buffer.name in stored)]
+    check_readable(held, stored)
+    read_tensors(held, stored)
+    for runtime in parallel.runtimes:
+        runtime.updates.take()
 
 
-def _all_of(name: str, tensor: Tensor) -> Held:
-    box = all_of(tensor.shape)
-    return Held(name, tuple(tensor.shape), tensor, (ItemRun(box, box),) if box.items else ())
-
-
-def _files(folder: Path) -> Mapping[str, Path]:
+def _files(folder: Path) -> dict[str, Path]:
     """The file of each tensor of a folder."""
     if (folder / SINGLE).is_file():
         return dict.fromkeys(TensorFile(folder / SINGLE).places, folder / SINGLE)
     if not (folder / INDEX).is_file():
         remedy = f"There is neither {SINGLE} nor {INDEX}. Give a folder that save_pretrained or the export wrote."
         raise FileFormatError("folder", folder, remedy)
-    return dict(_indexed(folder))
-
-
-def _indexed(folder: Path) -> Iterator[tuple[str, Path]]:
     data = read_data(folder / INDEX)
     weights = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(weights, dict):
         raise FileFormatError("file", folder / INDEX, "It has no weight_map. Export or download it anew.")
-    for name, file in weights.items():
+    for file in weights.values():
         if not isinstance(file, str) or file != Path(file).name:
             raise FileFormatError("file", folder / INDEX, f"It names {file!r}, which is no file of this folder.")
-        yield str(name), folder / file
+    return {str(name): folder / file for name, file in weights.items()}

@@ -1,4 +1,4 @@
-"""Files of plain data and tensors that can be read again without running anything; random generators."""
+"""Files of plain data and tensors that are read again without running code; random generators."""
 
 from __future__ import annotations
 
@@ -14,36 +14,60 @@ from torch import Tensor
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.folders import Content, FileSink, write_file
+from galvatron_lite.model.batch import map_tensors
+from galvatron_lite.runtime.alike import of_rank_zero
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 def check_plain(value: object, place: str) -> None:
-    """Refuse what ``torch.load(weights_only=True)`` would.
-
-    Raises:
-        InputError: names the first item that is neither a tensor, a number, a text nor a collection of them.
-    """
-    for path, found in _leaves(value, place):
-        if not isinstance(found, _PLAIN):
+    """Raise ``InputError`` for the first item that ``torch.load(weights_only=True)`` would refuse."""
+    for path, leaf in _leaves(value, place):
+        if not isinstance(leaf, _PLAIN):
             remedy = (
                 f"{path} is no tensor, number or text, so it could not be read again. Leave it out of state_dict()."
             )
-            raise InputError(place, type(found).__name__, remedy)
+            raise InputError(place, type(leaf).__name__, remedy)
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if type(value) in (dict, OrderedDict, Counter):
+        assert isinstance(value, Mapping)
+        for key, item in value.items():
+            yield from ((f"{path}: a key", key), *_leaves(item, f"{path}[{key!r}]"))
+    elif type(value) in (list, tuple, set):
+        assert isinstance(value, (list, tuple, set))
+        for place, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{place}]")
+    else:
+        yield path, value
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """On the CPU, with no more storage than it needs: a storage is written whole."""
-    there = tensor.detach().cpu()
-    return there if there.untyped_storage().nbytes() == there.numel() * there.element_size() else there.clone()
+    """The tensor on the CPU in a storage of its size: a storage is written completely."""
+    host = tensor.detach().cpu()
+    return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()
+
+
+def state_of(value: Any, place: str) -> Any:
+    """The ``state_dict()`` of an object that has one, else the value itself, as plain data on the CPU.
+
+    Raises:
+        InputError: it could not be read again safely.
+    """
+    state = value.state_dict() if hasattr(value, "state_dict") else value
+    check_plain(state, place)
+    return map_tensors(state, alone)
+
+
+def put_state(target: Any, state: Any) -> None:
+    """Load the state of an object that has ``load_state_dict``."""
+    if hasattr(target, "load_state_dict"):
+        target.load_state_dict(state)
 
 
 def write_plain(path: Path, content: Any) -> Content:
-    """Write a new file of plain data.
-
-    Raises:
-        OSError: the disk is full, or broken.
-    """
+    """Write a new file of plain data; raises ``OSError`` where the disk is full or broken."""
 
     def fill(sink: FileSink) -> None:
         torch.save(content, cast("IO[bytes]", sink))
@@ -52,10 +76,10 @@ def write_plain(path: Path, content: Any) -> Content:
 
 
 def read_plain(path: Path, lazily: bool = False) -> Any:
-    """What a file holds, on the CPU; ``lazily``: tensors are read from it when they are used.
+    """Read a file of plain data, tensors on the CPU; ``lazily``: they are read when they are used.
 
     Raises:
-        FileFormatError: it is no such file, or holds what would have to be run.
+        FileFormatError: it is no such file, or holds code.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
@@ -76,26 +100,30 @@ def generators() -> dict[str, Any]:
     }
 
 
-def put_generators(kept: Mapping[str, Any]) -> None:
+def put_generators(states: Mapping[str, Any]) -> None:
     """Set this process's random generators."""
-    torch.set_rng_state(kept["cpu"])
-    if kept["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(kept["cuda"])
-    version, internal, following = kept["python"]
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    version, internal, following = states["python"]
     random.setstate((version, tuple(internal), following))
-    if "numpy" in kept:
-        name, keys, *others = kept["numpy"]
+    if "numpy" in states:
+        name, keys, *others = states["numpy"]
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *others))
 
 
-def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    if type(value) in (dict, OrderedDict, Counter):
-        assert isinstance(value, Mapping)
-        for key, item in value.items():
-            yield from ((f"{path}: a key", key), *_leaves(item, f"{path}[{key!r}]"))
-    elif type(value) in (list, tuple, set):
-        assert isinstance(value, (list, tuple, set))
-        for place, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{place}]")
-    else:
-        yield path, value
+class RandomStates:
+    """The states of this process's random generators at the time it is made."""
+
+    def __init__(self) -> None:
+        self._states = generators()
+
+    def share(self, device: torch.device) -> None:
+        """Take rank 0's states of torch, so that ranks that share samples draw alike; all ranks call it."""
+        for name in ("cpu", "cuda"):
+            if self._states[name] is not None:
+                self._states[name] = of_rank_zero(self._states[name], device)
+
+    def restore(self) -> None:
+        """Draw from these states again."""
+        put_generators(self._states)

@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format: a header in JSON, then the items of each tensor. Nothing in them is run.
+"""Files of tensors in the safetensors format: a header in JSON, then the items of each tensor.
 
 Source of the format: https://github.com/huggingface/safetensors, "Format".
 """
@@ -34,7 +34,7 @@ _META = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Where a tensor is in a file: (start, stop) in bytes, ends excluded."""
+    """Where a tensor is in a file: [start, stop) in bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,34 +46,35 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
     """Write a new file of tensors on any device.
 
     Raises:
-        InputError: of a dtype that the format does not know.
+        InputError: the format does not know a dtype.
         OSError: the disk is full, or broken.
     """
-    # the widest items first, so that each lies where its size divides
-    ordered = sorted(tensors.items(), key=lambda one: (-one[1].element_size(), one[0]))
+    # widest items first, so that each tensor is aligned to its item size
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {_META: {"format": "pt"}}
     offset = 0
     for name, tensor in ordered:
+        if tensor.dtype not in _OF_DTYPE:
+            raise InputError("dtype", tensor.dtype, f"{name} cannot be kept: use one of {', '.join(CODES)}.")
         stop = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _code(name, tensor), "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        code = _OF_DTYPE[tensor.dtype]
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
-    said = json.dumps(header, separators=(",", ":")).encode()
-    said += b" " * (-len(said) % _ALIGNMENT)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
 
     def fill(sink: FileSink) -> None:
-        sink.write(_LENGTH.pack(len(said)) + said)
+        sink.write(_LENGTH.pack(len(text)) + text)
         for _, tensor in ordered:
             if tensor.numel():
-                sink.write(_items(tensor))
+                flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                sink.write(memoryview(flat))
 
     return write_file(path, fill)
 
 
 class TensorFile:
-    """A file of tensors, read as far as they are asked for.
-
-    Args:
-        path: of the file.
+    """A file of tensors, mapped into memory: tensors are read when they are used.
 
     Attributes:
         places: of its tensors, by name.
@@ -86,19 +87,15 @@ class TensorFile:
         self._path = check_regular(path)
         try:
             with path.open("rb") as stream:
-                # a private copy of each page, as torch takes no memory that cannot be written
+                # copy on write, as torch only takes memory that can be written
                 self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise FileFormatError("file", path, f"It cannot be read ({error}). Use another checkpoint.") from error
         self._start, header = self._header()
-        self.places = {name: self._place(name, said) for name, said in header.items() if name != _META}
+        self.places = {name: self._place(name, entry) for name, entry in header.items() if name != _META}
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, read when it is used.
-
-        Raises:
-            FileFormatError: the file has none of that name.
-        """
+        """A tensor by name; raises ``FileFormatError`` if the file has none of that name."""
         place = self.places.get(name)
         if place is None:
             raise FileFormatError("file", self._path, f"It holds no {name!r}. Use another checkpoint.")
@@ -109,7 +106,6 @@ class TensorFile:
         return torch.frombuffer(self._bytes, dtype=place.dtype, count=count, offset=offset).reshape(place.shape)
 
     def _header(self) -> tuple[int, dict[str, Any]]:
-        """Where the tensors begin, and what is said of them."""
         try:
             (length,) = _LENGTH.unpack(self._bytes[: _LENGTH.size])
             start = _LENGTH.size + length
@@ -117,9 +113,9 @@ class TensorFile:
                 raise ValueError("its header is longer than the file")
             header = json.loads(self._bytes[_LENGTH.size : start], object_pairs_hook=without_twins)
         except (ValueError, struct.error, RecursionError) as error:
-            raise self._wrong(str(error)) from error
+            raise self._error(str(error)) from error
         if not isinstance(header, dict):
-            raise self._wrong("its header is no mapping")
+            raise self._error("its header is no mapping")
         return start, header
 
     def _place(self, name: str, entry: Any) -> FileRange:
@@ -127,25 +123,12 @@ class TensorFile:
             dtype, shape = CODES[entry["dtype"]], tuple(entry["shape"])
             start, stop = entry["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._wrong(f"{name!r} is not described") from error
-        numbers = (*shape, start, stop)
-        good = all(type(number) is int and number >= 0 for number in numbers)
-        if not good or stop - start != prod(shape) * dtype.itemsize or self._start + stop > len(self._bytes):
-            raise self._wrong(f"{name!r} is not where its header says")
+            raise self._error(f"{name!r} is not described") from error
+        valid = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
+        if not valid or stop - start != prod(shape) * dtype.itemsize or self._start + stop > len(self._bytes):
+            raise self._error(f"{name!r} is not where its header says")
         return FileRange(dtype, shape, start, stop)
 
-    def _wrong(self, reason: str) -> FileFormatError:
-        return FileFormatError(
-            "file", self._path, f"It is no whole file of tensors ({reason}). Use another checkpoint."
-        )
-
-
-def _items(tensor: Tensor) -> memoryview:
-    flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
-def _code(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in _OF_DTYPE:
-        raise InputError("dtype", tensor.dtype, f"{name} cannot be kept: use one of {', '.join(CODES)}.")
-    return _OF_DTYPE[tensor.dtype]
+    def _error(self, reason: str) -> FileFormatError:
+        remedy = f"It is no complete file of tensors ({reason}). Use another checkpoint."
+        return FileFormatError("file", self._path, remedy)

@@ -1,55 +1,124 @@
 """Checkpoints of cyclic data parallelism: what the next training step needs, delay included, in one folder.
 
+    meta.json        rule, workers, training step, names and shapes, checksums of the other files
+    stage-0.pt       of each stage: its parameters by version, states of optimizer and scheduler
+    process-0.pt     of each process: buffers (batch-norm statistics) by stage, random generators
+
 All processes write into one folder, which they all must see. It is written beside its place and moved there once all of
 it is on the disk, so a process or a machine that is lost leaves the checkpoints from before as they were. It can be
-continued in any setting with as many workers and the same rule.
+continued in any setting with as many workers and the same rule. Parameters and optimizer states after t updates are
+the same on all processes of a stage, so one of them writes them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from galvatron_lite.errors import GalvatronError, InputError
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
+from galvatron_lite.files import STRICT
 from galvatron_lite.folders import Content, begin_folder, put_in_place, remove_folder
-from galvatron_lite.parallelism.cyclic.draws import SeededDraws
-from galvatron_lite.runtime.checkpoint.plain import put_generators, read_plain, write_plain
-from galvatron_lite.runtime.checkpoint.sealed import checked
-from galvatron_lite.runtime.cyclic.checkpoint_fit import FIELD, check_rule, check_stage
-from galvatron_lite.runtime.cyclic.checkpoint_state import (
-    older_values,
-    process_content,
-    put_buffers,
-    put_rest,
-    put_stage,
-    stage_content,
-    stage_record,
-    uses_older,
-    writer_of,
+from galvatron_lite.model.batch import map_tensors
+from galvatron_lite.parallelism.cyclic.executor import SeededDraws
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
+from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.runtime.checkpoint.plain import (
+    alone,
+    check_plain,
+    generators,
+    put_generators,
+    read_plain,
+    write_plain,
 )
-from galvatron_lite.runtime.cyclic.manifest import (
-    FORMAT,
-    CyclicManifest,
-    StageRecord,
-    check_whole,
-    next_sequence,
-    process_file,
-    read_manifest,
-    stage_file,
-    write_manifest,
-)
+from galvatron_lite.runtime.checkpoint.sealed import check_all, checked, read_sealed, survey, write_sealed
 from galvatron_lite.runtime.cyclic.setup import CyclicRuntime
-from galvatron_lite.runtime.cyclic.state import WholeState, between
+from galvatron_lite.runtime.cyclic.state import between, loose_buffers
 from galvatron_lite.runtime.peers import Peers, at_first, together
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+FORMAT = 1
+FIELD = "checkpoint"
+"""What errors name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """What a checkpoint holds of a stage."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    parameters: dict[str, str]  # dtype and shape, by name in the user's model
+    optimizer: str | None = None  # its class
+    scheduler: str | None = None  # its class
+
+
+@dataclass(frozen=True, slots=True)
+class CyclicManifest:
+    """A checkpoint."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    format: int  # of the folder
+    rule: CyclicRule
+    setting: CyclicSetting  # where passes ran when it was written; it may be continued in any
+    workers: int  # N
+    step: int  # training steps done: parameters have had so many updates
+    base: int  # oldest version that the next training step uses: ``step`` - 1, or ``step`` after a flush
+    seed: int | None  # of what passes draw; None where they drew as it came
+    processes: int  # that wrote it
+    stages: tuple[StageRecord, ...]  # in order
+    names: dict[str, str]  # every entry of the model's ``state_dict()``, and the first name of the tensor behind it
+    files: dict[str, Content]  # what they hold, by name
+    sequence: int = 0  # counts checkpoints in the order in which they were written
+    digest: str = ""  # checksum of all this
+
+
+def check_whole(folder: Path) -> CyclicManifest:
+    """The manifest of a checkpoint all of whose files are as they were written; raises FileFormatError if not."""
+    return check_all(folder, read_sealed(CyclicManifest, folder, FORMAT))
+
+
+def latest(folder: Path | str) -> Path | None:
+    """The checkpoint written last among a folder's folders, leaving out those that are not whole.
+
+    A folder that a lost process left under a temporary name counts if it is whole.
+    """
+    for place, _ in survey(CyclicManifest, Path(folder), FORMAT)[0]:
+        try:
+            check_whole(place)
+        except FileFormatError:
+            continue
+        return place
+    return None
+
+
+def flushed_state(folder: Path | str) -> dict[str, Tensor]:
+    """The full model of a checkpoint, without its delay, for any other plan or for one process.
+
+    It is what ``full_state_dict()`` gave just after it was written: all updates are in it; running statistics are the
+    mean of the processes'. Optimizer states are left out.
+
+    Raises:
+        FileFormatError: the checkpoint is damaged.
+    """
+    place = Path(folder)
+    manifest = check_whole(place)
+    processes = [read_plain(place / _process_file(process)) for process in range(manifest.processes)]
+    state: dict[str, Tensor] = dict(processes[0]["rest"])
+    for stage in range(len(manifest.stages)):
+        state |= read_plain(place / _stage_file(stage))["newest"] | _mean_buffers(processes, stage)
+    return {name: state[first] for name, first in manifest.names.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a process wrote: files by name, and what the manifest says of its stages."""
-
     files: dict[str, Content]
     stages: dict[int, StageRecord]
 
@@ -59,7 +128,6 @@ class CyclicCheckpointer:
     """Writes and reads checkpoints of a process between whose passes nothing is left."""
 
     runtime: CyclicRuntime  # of the process
-    whole: WholeState  # knows the entries of the model's state
     peers: Peers  # all processes
 
     def write(self, place: Path, step: int) -> None:
@@ -71,7 +139,7 @@ class CyclicCheckpointer:
         """
         folder = at_first(self.peers, lambda: begin_folder(place), FIELD)
         try:
-            parts = together(self.peers, lambda: self._write_own(folder, step), FIELD)
+            parts = together(self.peers, lambda: self._write_files(folder, step), FIELD)
             at_first(self.peers, lambda: self._finish(folder, place, step, parts), FIELD)
         except GalvatronError:
             if self.peers.rank == 0:
@@ -85,95 +153,185 @@ class CyclicCheckpointer:
             InputError: it is damaged, or of another model, rule or number of workers; nothing is changed.
             LaunchError: a process is gone.
         """
-        manifest, *others = together(self.peers, lambda: self._fitting(folder), FIELD)
+        manifest, *others = together(self.peers, lambda: self._checked(folder), FIELD)
         if any(other.digest != manifest.digest for other in others):
             raise InputError(FIELD, folder, "Processes see different ones under this name. Give all the same folder.")
         together(self.peers, lambda: self._take(folder, manifest), FIELD)
         return manifest.step
 
-    def _write_own(self, folder: Path, step: int) -> _Written:
-        """This process's files."""
-        executor, process = self.runtime.executor, self.runtime.process
-        rest = self.whole.rest(self.runtime)
-        contents = {process_file(process): partial(process_content, self.runtime, rest)}
-        own = {
-            stage: states
-            for stage, states in executor.states.items()
-            if writer_of(executor.programme, stage, step) == process
-        }
-        contents |= {stage_file(stage): partial(stage_content, states) for stage, states in own.items()}
-        files = {name: write_plain(folder / name, make()) for name, make in contents.items()}
-        return _Written(files, {stage: stage_record(states) for stage, states in own.items()})
+    def _write_files(self, folder: Path, step: int) -> _Written:
+        runtime, programme = self.runtime, self.runtime.executor.programme
+        contents: dict[str, Any] = {_process_file(runtime.process): partial(_process_content, runtime)}
+        records = {}
+        for stage, states in runtime.executor.states.items():
+            if _writer_of(programme, stage, step) == runtime.process:
+                contents[_stage_file(stage)] = partial(_stage_content, states)
+                records[stage] = _record(states)
+        return _Written({name: write_plain(folder / name, make()) for name, make in contents.items()}, records)
 
     def _finish(self, folder: Path, place: Path, step: int, parts: list[_Written]) -> None:
-        """Write the manifest, and move the folder to its place."""
         files = {name: content for part in parts for name, content in part.files.items()}
         for name in files:
             if not (folder / name).is_file():
-                raise InputError(FIELD, place, f"{name} did not come here. Give a folder that all processes see.")
+                raise InputError(FIELD, place, f"{name} is missing. Use a folder shared by all ranks.")
         stages = {stage: record for part in parts for stage, record in part.stages.items()}
         programme, draws = self.runtime.executor.programme, self.runtime.executor.draws
+        sequence = 1 + max((one.sequence for _, one in survey(CyclicManifest, place.parent, FORMAT)[0]), default=0)
         manifest = CyclicManifest(
             FORMAT, programme.rule, programme.setting, programme.workers, step, programme.base,
-            draws.seed if isinstance(draws, SeededDraws) else None, programme.processes,
-            tuple(record for _, record in sorted(stages.items())), self.whole.names, files, next_sequence(place.parent),
+            draws.seed, programme.processes,
+            tuple(record for _, record in sorted(stages.items())), dict(self.runtime.entries.names), files, sequence,
         )  # fmt: skip
-        write_manifest(folder, manifest)
+        write_sealed(folder, manifest)
         put_in_place(folder, place)
 
-    def _fitting(self, folder: Path) -> CyclicManifest:
+    def _checked(self, folder: Path) -> CyclicManifest:
         """The manifest of a checkpoint that this process can take; the files that it needs are whole."""
-        manifest = read_manifest(folder)
-        executor = self.runtime.executor
-        check_rule(folder, manifest, executor.programme.rule, executor.programme.workers)
+        manifest, executor = read_sealed(CyclicManifest, folder, FORMAT), self.runtime.executor
+        rule, workers = executor.programme.rule, executor.programme.workers
+        if (manifest.rule, manifest.workers) != (rule, workers):
+            remedy = (
+                f"It was written under {manifest.rule.value} with {manifest.workers} workers; this plan has "
+                f"{rule.value} with {workers}. To go on with its model, without its delay and optimizer states: "
+                "load_full_state_dict(flushed_state(folder))."
+            )
+            raise InputError(FIELD, folder, remedy)
         for stage, states in executor.states.items():
-            check_stage(stage, manifest.stages[stage], stage_record(states))
-        stages = [stage_file(stage) for stage in executor.states]
-        for name in [*stages, *(process_file(process) for process in self._sources(manifest))]:
+            _check_stage(stage, manifest.stages[stage], _record(states))
+        stages = [_stage_file(stage) for stage in executor.states]
+        for name in [*stages, *(_process_file(process) for process in self._sources(manifest))]:
             checked(folder, manifest, name)
         return manifest
 
-    def _sources(self, manifest: CyclicManifest) -> list[int]:
+    def _sources(self, manifest: CyclicManifest) -> Sequence[int]:
         """Processes whose buffers this one takes: its own, or in another setting all that ran its stages."""
-        if manifest.setting is self.runtime.executor.programme.setting:
-            return [self.runtime.process]
-        return list(range(manifest.processes))
+        same = manifest.setting is self.runtime.executor.programme.setting
+        return [self.runtime.process] if same else range(manifest.processes)
 
     def _take(self, folder: Path, manifest: CyclicManifest) -> None:
-        executor, step = self.runtime.executor, manifest.step
+        runtime, executor, step = self.runtime, self.runtime.executor, manifest.step
         programme = replace(executor.programme, begin=step, base=manifest.base)
         older = dict[int, dict[str, Tensor]]()
         for stage, states in executor.states.items():
-            content = read_plain(folder / stage_file(stage), lazily=not states.is_home)
-            put_stage(states, content)
-            if uses_older(programme, self.runtime.process, stage, step):
-                older[stage] = older_values(states, content)
+            content = read_plain(folder / _stage_file(stage))
+            _put_stage(states, content)
+            if _uses_older(programme, runtime.process, stage, step):
+                older[stage] = {
+                    name: one.to(states.masters[name].device) for name, one in content["older"].items()
+                }  # fmt: skip
         executor.restart(step, manifest.base, older)
         if manifest.seed is not None:
-            executor.draws = SeededDraws(manifest.seed, self.runtime.device)
-        contents = [read_plain(folder / process_file(process)) for process in self._sources(manifest)]
-        put_buffers(self.runtime, contents)
-        put_rest(self.whole.rest(self.runtime), contents[0])
+            executor.draws = SeededDraws(manifest.seed, runtime.device)
+        contents = [read_plain(folder / _process_file(process)) for process in self._sources(manifest)]
+        buffers = loose_buffers(runtime)
+        values = {name: one for name, one in contents[0]["rest"].items() if name in buffers}
+        for stage, part in runtime.parts.items():
+            buffers |= part.buffers()
+            values |= _mean_buffers(contents, stage)
+        for name, value in values.items():
+            buffers[name].copy_(value)
         if manifest.setting is programme.setting:
             put_generators(contents[0]["random"])
 
 
-def flushed_state(folder: Path | str) -> dict[str, Tensor]:
-    """The model of a checkpoint, whole and without its delay, for any other plan or for one process.
+def _stage_file(stage: int) -> str:
+    return f"stage-{stage}.pt"
 
-    It is what ``full_state_dict()`` gave just after it was written: all updates are in it; running statistics are the
-    mean of the processes'. Optimizer states are left out.
+
+def _process_file(process: int) -> str:
+    return f"process-{process}.pt"
+
+
+def _writer_of(programme: CyclicProgramme, stage: int, step: int) -> int:
+    """The process that writes a stage before training step ``step``: one that still uses the older parameters, if any.
+
+    It is that of the last worker who does, so that under ``data`` every process writes one stage.
+    """
+    last = programme.workers - 1
+    return programme.process_of(stage, step * programme.workers + (last if stage == last else last - 1 - stage))
+
+
+def _uses_older(programme: CyclicProgramme, process: int, stage: int, step: int) -> bool:
+    """Whether a process keeps a stage's parameters before their last update, for its passes from step ``step`` on."""
+    numbers = range(step * programme.workers, (step + 1) * programme.workers)
+    first = next((number for number in numbers if programme.process_of(stage, number) == process), None)
+    return first is not None and programme.version(stage, first) < step
+
+
+def _stage_content(states: StageStates) -> dict[str, Any]:
+    """What a checkpoint holds of a stage.
 
     Raises:
-        FileFormatError: the checkpoint is damaged.
+        InputError: the optimizer's or scheduler's state holds what cannot be read again safely.
     """
-    place = Path(folder)
-    manifest = check_whole(place)
-    processes = [read_plain(place / process_file(process)) for process in range(manifest.processes)]
-    found: dict[str, Tensor] = dict(processes[0]["rest"])
-    for stage in range(len(manifest.stages)):
-        found |= read_plain(place / stage_file(stage))["newest"]
-        known = [one["buffers"][stage] for one in processes if stage in one["buffers"]]
-        for name in known[0] if known else ():
-            found[name] = between([one[name] for one in known if name in one])
-    return {name: found[first] for name, first in manifest.names.items()}
+    older = states.newest - 1
+    content = {
+        "newest": {name: alone(one) for name, one in states.masters.items()},
+        # those that training does not change are the same in every version
+        "older": {name: alone(one) for name, one in states.at(older).items() if one.requires_grad}
+        if older in states.versions
+        else None,
+        "optimizer": None if states.optimizer is None else states.optimizer.state_dict(),
+        "scheduler": None if states.scheduler is None else states.scheduler.state_dict(),
+    }
+    for what in ("optimizer", "scheduler"):
+        check_plain(content[what], what)
+    return content | {"optimizer": map_tensors(content["optimizer"], alone)}
+
+
+def _process_content(runtime: CyclicRuntime) -> dict[str, Any]:
+    buffers = {stage: {name: alone(one) for name, one in part.buffers()} for stage, part in runtime.parts.items()}
+    rest = {name: alone(one) for name, one in loose_buffers(runtime).items()}
+    return {"buffers": buffers, "rest": rest, "random": generators()}
+
+
+def _mean_buffers(processes: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Tensor]:
+    """A stage's buffers: means of running statistics where several processes had them."""
+    having = [one["buffers"][stage] for one in processes if stage in one["buffers"]]
+    return {name: between([one[name] for one in having]) for name in (having[0] if having else ())}
+
+
+def _record(states: StageStates) -> StageRecord:
+    parameters = {
+        name: f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for name, one in states.masters.items()
+    }
+    kinds = (None if one is None else type(one).__name__ for one in (states.optimizer, states.scheduler))
+    return StageRecord(parameters, *kinds)
+
+
+def _check_stage(stage: int, written: StageRecord, record: StageRecord) -> None:
+    """Raise InputError where a stage has other parameters, optimizer or scheduler; it names the first that differs."""
+    for name in sorted(written.parameters.keys() ^ record.parameters.keys()):
+        where = "the checkpoint" if name in written.parameters else "this plan"
+        remedy = f"Only {where} has it in stage {stage}. Use the same model, cut into the same stages."
+        raise InputError("parameter", name, remedy)
+    for name, described in record.parameters.items():
+        if written.parameters[name] != described:
+            remedy = f"{name} is {described} in this model. Use the same model and precision."
+            raise InputError("parameter", written.parameters[name], remedy)
+    for what in ("optimizer", "scheduler"):
+        there, here = getattr(written, what), getattr(record, what)
+        if there is not None and there != here:
+            remedy = f"The checkpoint has the states of a {there}. Make one with optimizer(factory, ...) before load."
+            raise InputError(what, here, remedy)
+
+
+def _put_stage(states: StageStates, content: Mapping[str, Any]) -> None:
+    """Give a stage its newest parameters, and its optimizer and scheduler their states.
+
+    Raises:
+        InputError: the optimizer has other parameter groups.
+    """
+    written = content["optimizer"]
+    if states.optimizer is not None and written is not None:
+        groups = written["param_groups"], states.optimizer.param_groups
+        there, here = ([len(group["params"]) for group in one] for one in groups)
+        if there != here:
+            remedy = "Its parameter groups are others than the checkpoint's. Rebuild it as in the original run."
+            raise InputError("optimizer", type(states.optimizer).__name__, remedy)
+        states.optimizer.load_state_dict(written)
+        if states.scheduler is not None and content["scheduler"] is not None:
+            states.scheduler.load_state_dict(content["scheduler"])
+    with torch.no_grad():
+        for name, master in states.masters.items():
+            master.data.copy_(content["newest"][name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,35 +15,30 @@ from galvatron_lite.model.batch import LossFn, batch_size, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import prepare_for_training
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
-from galvatron_lite.parallelism.cyclic.messages import MessageContent
+from galvatron_lite.parallelism.cyclic.programme import MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
-from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory
+from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory, StageStates
 from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.alike import broadcast_values, first_seed
-from galvatron_lite.runtime.cyclic.checkpoint import CyclicCheckpointer
-from galvatron_lite.runtime.cyclic.checkpoint_fit import FIELD
-from galvatron_lite.runtime.cyclic.manifest import latest
-from galvatron_lite.runtime.cyclic.optimizer import CyclicOptimizer
+from galvatron_lite.runtime.cyclic.checkpoint import FIELD, CyclicCheckpointer, latest
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
-from galvatron_lite.runtime.cyclic.state import WholeState
-from galvatron_lite.runtime.live.observed import Observable, observed
+from galvatron_lite.runtime.cyclic.state import even_out, full_state, load_full_state
 from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_scales
+from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.parameter_use import check_hooks
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.world import pick_device
 
+_UPDATES, _BETWEEN = (
+    (MessageContent.PARTIAL, MessageContent.UPDATE),
+    (MessageContent.ACTIVATION, MessageContent.GRADIENT),
+)
 KINDS: Mapping[CyclicSetting, tuple[MessageContent, ...]] = {
     CyclicSetting.SINGLE: (),
-    CyclicSetting.DATA: (MessageContent.PARTIAL, MessageContent.UPDATE),
-    CyclicSetting.ZERO: (MessageContent.WEIGHTS, MessageContent.STATES),
-    CyclicSetting.STAGES: (
-        MessageContent.ACTIVATION,
-        MessageContent.GRADIENT,
-        MessageContent.PARTIAL,
-        MessageContent.UPDATE,
-    ),
+    CyclicSetting.DATA: _UPDATES,
+    CyclicSetting.STAGES: (*_BETWEEN, *_UPDATES),
 }
 """Messages of each setting."""
 CLIPPING = (
@@ -56,6 +51,51 @@ ELSEWHERE: Mapping[str, str] = {
     "outputs": "To see outputs, load full_state_dict() into a model that is not split.",
 }
 """What other models that train in parallel have, and what to do here."""
+KEPT = "save(folder) of the model keeps the optimizers' states, and load(folder) sets them."
+STEPPED = (
+    "train_step(batch, optimizer) of the model steps each stage's optimizer when its gradient is complete. A scheduler "
+    "that steps with it is given when it is made: optimizer(factory, scheduler=make_scheduler), where "
+    "make_scheduler(optimizer) returns the scheduler of a stage."
+)
+
+
+class CyclicOptimizer(torch.optim.Optimizer):
+    """The optimizers of the stages that a process holds; each steps when its stage's gradient is complete.
+
+    It is an optimizer in name, so that whoever takes it for one (torch's schedulers do) is told what to do instead.
+
+    Attributes:
+        stages: optimizers, by the stage's number.
+    """
+
+    def __init__(self, states: Mapping[int, StageStates]) -> None:
+        self.stages = {stage: one.optimizer for stage, one in states.items() if one.optimizer is not None}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all stages, in order: options may be read and set between training steps."""
+        return [group for _, one in sorted(self.stages.items()) for group in one.param_groups]
+
+    @property
+    def step(self) -> NoReturn:
+        """Refused where it is looked up, which is what a scheduler does."""
+        raise _refused("step", STEPPED)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        """Refused."""
+        raise _refused("zero_grad", "train_step(batch, optimizer) of the model begins each stage's gradient anew.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused."""
+        raise _refused("state_dict", KEPT)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002
+        """Refused."""
+        raise _refused("load_state_dict", KEPT)
+
+
+def _refused(name: str, remedy: str) -> InputError:
+    return InputError(f"{name} of the optimizer", "cyclic data parallelism", remedy)
 
 
 class CyclicModel(Observable, nn.Module):
@@ -127,9 +167,8 @@ class CyclicModel(Observable, nn.Module):
         options = CyclicOptions(self.device, compute, loss_fn, init_fn, seed, early_release, first_seed(self.device))
         assert plan.cyclic is not None
         mailbox = ProcessMailbox(KINDS[plan.cyclic.setting], self.device, timeout)
-        self._whole = WholeState(model)
         self.runtime = set_up(model, plan, layers, batch, dist.get_rank(), mailbox, options)
-        self._keeper = CyclicCheckpointer(self.runtime, self._whole, ProcessPeers(timeout))
+        self._keeper = CyclicCheckpointer(self.runtime, ProcessPeers(timeout))
         self._optimizer: CyclicOptimizer | None = None
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -189,7 +228,7 @@ class CyclicModel(Observable, nn.Module):
 
         Returns:
             The mean loss of the micro-batches whose loss this process learned meanwhile, each with the parameters that
-            it used: its own one under ``data`` and ``zero``, those that it worked on under ``stages``.
+            it used: its own one under ``data``, those that it worked on under ``stages``.
 
         Raises:
             InputError: the batch cannot be shared evenly, or the optimizer is not this model's.
@@ -228,13 +267,13 @@ class CyclicModel(Observable, nn.Module):
         """
         loss = self.drain()
         self.runtime.executor.flush(self.step)
-        self._whole.even_out(self.runtime)
+        even_out(self.runtime)
         return loss
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's ``state_dict()`` on the CPU of every rank, after ``flush``; all ranks call it."""
         self.flush()
-        return self._whole.gather(self.runtime)
+        return full_state(self.runtime)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers from a whole ``state_dict``, after ``flush``; every rank gives all of it.
@@ -243,7 +282,7 @@ class CyclicModel(Observable, nn.Module):
             InputError: an entry is missing, or has another shape.
         """
         self.flush()
-        self._whole.load(self.runtime, state)
+        load_full_state(self.runtime, state)
 
     def save(self, folder: Path | str) -> Tensor | None:
         """Write a checkpoint, after ``drain``: resuming from it gives the same run. All ranks call it.

@@ -11,26 +11,24 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.cyclic.draws import SeededDraws, as_they_come
-from galvatron_lite.parallelism.cyclic.executor import Call, Executor
-from galvatron_lite.parallelism.cyclic.mailbox import Mailbox
+from galvatron_lite.parallelism.cyclic.executor import Executor, SeededDraws
+from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
 from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.stages import StagePart, check_untied, cut_stages, stage_of
 from galvatron_lite.parallelism.cyclic.states import StageStates
-from galvatron_lite.parallelism.cyclic.travelling import TravellingStates
-from galvatron_lite.parallelism.cyclic.zero import ZeroExecutor
 from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.materialize import Materializer
+from galvatron_lite.runtime.parallelize import known_flow
+from galvatron_lite.runtime.pieces import Entries, entries_of
 from galvatron_lite.runtime.placement import LayerAssignment, place_layers
-from galvatron_lite.runtime.setup import known_flow
 
 
 @dataclass(frozen=True, slots=True)
 class CyclicOptions:
-    """How a model is set up; see ``CyclicModel``. ``draws``: seed of the passes' random numbers; None: as they come."""
+    """How a model is set up; see ``CyclicModel``."""
 
     device: torch.device
     compute: torch.dtype | None = None
@@ -38,7 +36,13 @@ class CyclicOptions:
     init_fn: Callable[[nn.Module], None] | None = None
     seed: int = 0
     early_release: bool = False
-    draws: int | None = None
+    draws: int = 0  # seed of the passes' random numbers
+
+    def call(self, part: StagePart, microbatch: Any) -> Any:
+        """Run a stage's model; the last stage gives the loss."""
+        with compute_context(self.compute, self.device):
+            output = call_model(part.model, microbatch)
+            return loss_of(output, microbatch, self.loss_fn) if part.cut.last else output
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,9 @@ class CyclicRuntime:
     process: int  # its number
     parts: Mapping[int, StagePart]  # the stages that it runs, by number
     executor: Executor  # runs them
-    device: torch.device  # where it runs them
+    device: torch.device
+    model: nn.Module  # the user's
+    entries: Entries  # of the full model's state
 
 
 def programme_of(plan: Plan, early_release: bool = False) -> CyclicProgramme:
@@ -63,89 +69,49 @@ def set_up(
     layers: Sequence[Layer],
     batch: Any,
     process: int,
-    mailbox: Mailbox,
+    mailbox: ProcessMailbox,
     options: CyclicOptions,
 ) -> CyclicRuntime:
     """Cut the model and make what runs its stages. No communication.
 
-    Args:
-        model: whole; its parameters are taken over, and under ``stages`` given up where they are others'.
-        plan: of cyclic data parallelism.
-        layers: of the model.
-        batch: an example, to see which layers read what; None: each reads the layer before it.
-        process: the number of this one.
-        mailbox: of this process.
-        options: see ``CyclicModel``.
-
     Raises:
         InputError: the plan does not fit the model, or stages share parameters.
     """
-    placed = place_layers(plan, layers)
+    entries, placed = entries_of(model, layers), place_layers(plan, layers)
     names = [[one.layer.name for one in stage] for stage in placed]
     programme = programme_of(plan, options.early_release)
     check_untied(model, layers, names)
     flow = known_flow(model, layers, batch, options.loss_fn) if len(names) > 1 else None
     materializer = Materializer(model, layers, options.device, options.seed, options.init_fn)
+    cut: Sequence[StagePart] = ()
+    needed = list(layers)
     if programme.setting is CyclicSetting.STAGES:
         (number,) = programme.stages_of(process)
-        parts = [stage_of(model, layers, names, number, flow, options.device)]
-        _make_real(materializer, [layer for layer in layers if layer.role is Role.BEFORE], placed[number])
-    else:
-        _make_real(materializer, layers, ())
-        parts = list(cut_stages(model, layers, names, flow))
-    for part in parts:
-        _prepare(part, placed[part.number], options.compute)
-    known = {part.number: part for part in parts}
-    return CyclicRuntime(process, known, _executor(programme, process, known, mailbox, options), options.device)
-
-
-def _executor(
-    programme: CyclicProgramme, process: int, parts: Mapping[int, StagePart], mailbox: Mailbox, options: CyclicOptions
-) -> Executor:
-    draws = as_they_come if options.draws is None else SeededDraws(options.draws, options.device)
-    if programme.setting is not CyclicSetting.ZERO:
-        own = {stage: StageStates(part.parameters()) for stage, part in parts.items()}
-        return Executor(programme, process, parts, own, mailbox, _call(options), options.device, draws)
-    states = {
-        stage: TravellingStates(part.parameters(), programme.home(stage) == process) for stage, part in parts.items()
-    }
-    return ZeroExecutor(programme, process, parts, states, mailbox, _call(options), options.device, draws)
-
-
-def _make_real(materializer: Materializer, layers: Sequence[Layer], stage: Sequence[LayerAssignment]) -> None:
-    """Values of layers that have none; of a stage's, beside that before the blocks, whose buffers it may read."""
-    known = [*layers, *(one.layer for one in stage if one.layer not in layers)]
-    for layer in known:
+        cut = [stage_of(model, layers, names, number, flow, options.device)]
+        # the buffers of the layer before the blocks may be read in any stage
+        needed = [one for one in layers if one.role is Role.BEFORE or one.name in names[number]]
+    for layer in needed:
         materializer.place(layer)
+    parts = {part.number: part for part in cut or cut_stages(model, layers, names, flow)}
+    for number, part in parts.items():
+        _prepare(part, placed[number], options.compute)
+    states = {number: StageStates(part.parameters()) for number, part in parts.items()}
+    draws = SeededDraws(options.draws, options.device)
+    executor = Executor(programme, process, parts, states, mailbox, options.call, options.device, draws)
+    return CyclicRuntime(process, parts, executor, options.device, model, entries)
 
 
 def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.dtype | None) -> None:
-    """Recomputation and precision of a stage's blocks."""
+
+    def narrowed(tensor: Tensor) -> Tensor:
+        return tensor.to(compute) if tensor.is_floating_point() else tensor
+
+    def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_tensors((args, kwargs), narrowed)
+
     for one in stage:
         for path in one.layer.modules if one.layer.role is Role.BLOCK else ():
             module = part.model.get_submodule(path)
             apply_recompute(module, one.strategy.recompute)
             if compute is not None:
-                module.register_forward_pre_hook(_Cast(compute), with_kwargs=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cast:
-    """Pre-hook: what a block is given, in the precision of compute."""
-
-    compute: torch.dtype
-
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return map_tensors((args, kwargs), self._cast)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.compute) if tensor.is_floating_point() else tensor
-
-
-def _call(options: CyclicOptions) -> Call:
-    def call(part: StagePart, microbatch: Any) -> Any:
-        with compute_context(options.compute, options.device):
-            output = call_model(part.model, microbatch)
-            return loss_of(output, microbatch, options.loss_fn) if part.cut.last else output
-
-    return call
+                module.register_forward_pre_hook(cast, with_kwargs=True)

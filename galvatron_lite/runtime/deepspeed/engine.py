@@ -1,4 +1,4 @@
-"""A model that DeepSpeed's engine trains as a plan says: the same door as ``runtime.engine.ParallelModel``."""
+"""A model that DeepSpeed's engine trains by a plan, with the interface of ``runtime.engine.ParallelModel``."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_m
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy, prepare_for_training
 from galvatron_lite.parallelism.backends import DEEPSPEED
+from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.export.deepspeed import DeepSpeedConfig, config_of
+from galvatron_lite.plans.export.deepspeed import config_of
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.checkpoint.interfaces import Saver
+from galvatron_lite.runtime.alike import broadcast_values
+from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer
 from galvatron_lite.runtime.checkpoint.saving import Saving
-from galvatron_lite.runtime.deepspeed.library import load
-from galvatron_lite.runtime.deepspeed.optimizer import EngineOptimizer
-from galvatron_lite.runtime.deepspeed.place import place_model
+from galvatron_lite.runtime.deepspeed.library import EngineOptimizer, check_engine, load
 from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver
-from galvatron_lite.runtime.deepspeed.settings import check_engine, common_strategy
-from galvatron_lite.runtime.deepspeed.state import full_state_dict, load_full_state_dict
-from galvatron_lite.runtime.live.observed import Observable, observed
+from galvatron_lite.runtime.deepspeed.states import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.loss_weight import LossWeight, ShareScale, check_reduction, share_scales, weighted
+from galvatron_lite.runtime.materialize import InitFn, Materializer
 from galvatron_lite.runtime.mesh import join_world
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.monitor.observer import Observable, observed
+from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameter_use import check_hooks
-from galvatron_lite.runtime.placement import check_samples, place_layers
-from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
+from galvatron_lite.runtime.placement import LayerAssignment, check_samples, place_layers
+from galvatron_lite.runtime.sharding import tied_layers
 from galvatron_lite.world import pick_device
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,9 +44,8 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 class DeepSpeedModel(Saving, Observable, nn.Module):
     """A model trained through ``deepspeed.initialize``; every rank makes one and gives it the same global batches.
 
-    DeepSpeed's engine is made together with the optimizer, ``parallel.optimizer(factory, **options)``, which it takes
-    over; training and ``outputs`` come after that. Checkpoints are those of all plans;
-    see ``DeepSpeedSaver``.
+    DeepSpeed's engine is made together with the optimizer, ``parallel.optimizer(factory, **options)``; training and
+    ``outputs`` come after that. Checkpoints are those of all plans; see ``DeepSpeedSaver``.
 
     Args:
         model: the user's model, changed in place. Real parameters are made equal to rank 0's; a model on the meta
@@ -57,8 +57,8 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         loss_weight: as for ``ParallelModel``.
         loss_reduction: as for ``ParallelModel``.
         device: of this rank; its GPU or the CPU if not given.
-        precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given. As DeepSpeed does it: parameters are
-            of that type, beside float32 master copies.
+        precision: ``fp32``, ``bf16`` or ``fp16``, of parameters and compute, beside float32 master copies; the plan's
+            if not given.
         max_grad_norm: clip the gradient to this norm; None: do not clip.
         init_fn: initial values of one module of a model on the meta device.
         seed: of those values.
@@ -66,10 +66,8 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     Attributes:
         module: the user's model.
         plan: the plan.
-        config: what DeepSpeed is told.
-        engine: DeepSpeed's; None until there is an optimizer.
-        watch: knows where this rank is in its step, and why a step fails.
-        step: training steps done: those of ``train_step``, on top of those of the checkpoint that was loaded.
+        config: DeepSpeed's configuration.
+        watch: reports where this rank is in its step, and why a step fails.
 
     Raises:
         LaunchError: the world's size is not the plan's, or DeepSpeed is missing.
@@ -89,7 +87,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         device: torch.device | str | None = None,
         precision: str | None = None,
         max_grad_norm: float | None = None,
-        init_fn: Callable[[nn.Module], None] | None = None,
+        init_fn: InitFn | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -101,36 +99,42 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.max_grad_norm, self._loss_fn = check_runs(plan, DEEPSPEED), max_grad_norm, loss_fn
         join_world(plan, self.device.type)
-        self.config = self._config(precision)
+        strategies = [run.strategy for stage in plan.stages for run in stage.runs]
+        sharded = (strategy for strategy in strategies if strategy.zero_stage or strategy.offloads_states)
+        pinned = self.device.type == "cuda"
+        self.config = config_of(
+            plan, next(sharded, strategies[0]), precision=precision, max_grad_norm=max_grad_norm, pinned=pinned
+        )
         self._compute = _DTYPES[precision or plan.precision]
-        # In a list: it is no part of this module.
+        # in a list: it is no part of this module
         self._library, self._pristine = load(self.device), [meta_copy(model)]
-        (stage,) = place_layers(plan, layers)
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        place_model(model, stage, self.device, init_fn, seed, self._partition)
-        self.module, self._bound = model, list[Any]()
-        self._asked: tuple[float | None, Tensor | None] = None, None
+        self._place(model, place_layers(plan, layers)[0], init_fn, seed)
+        self.module, self._engines = model, list[Any]()
+        self._pending: tuple[float | None, Tensor | None] = None, None
         self.watch = Watch(self.device)
 
-    def _config(self, precision: str | None) -> DeepSpeedConfig:
-        pinned = self.device.type == "cuda"
-        strategy = common_strategy(self.plan)
-        return config_of(self.plan, strategy, precision=precision, max_grad_norm=self.max_grad_norm, pinned=pinned)
-
-    def _partition(self, module: nn.Module) -> None:
-        """Under ZeRO-3, keep this rank's shards of a layer alone, as soon as it has values."""
-        if self.config.zero_optimization.stage == 3:
-            if self._compute is not None:
-                module.to(self._compute)
-            self._library.zero.Init(module=module, config_dict_or_path=to_data(self.config))
+    def _place(self, model: nn.Module, stage: Sequence[LayerAssignment], init_fn: InitFn | None, seed: int) -> None:
+        """Give every layer values and its recomputation, one layer at a time; under ZeRO-3 keep this rank's shards."""
+        broadcast_values(model, self.device)
+        materializer = Materializer(model, [placed.layer for placed in stage], self.device, seed, init_fn)
+        for layers in tied_layers(model, stage):
+            for placed in layers:
+                materializer.place(placed.layer)
+            for placed, module in [(p, model.get_submodule(path)) for p in layers for path in p.layer.modules]:
+                apply_recompute(module, placed.strategy.recompute)
+                if self.config.zero_optimization.stage == 3:
+                    if self._compute is not None:
+                        module.to(self._compute)
+                    self._library.zero.Init(module=module, config_dict_or_path=to_data(self.config))
 
     @property
     def engine(self) -> Any:
         """DeepSpeed's engine; None until there is an optimizer."""
-        return self._bound[0] if self._bound else None
+        return self._engines[0] if self._engines else None
 
     def optimizer(self, factory: OptimizerFactory, **options: Any) -> torch.optim.Optimizer:
-        """An optimizer over the parameters that are trained, which the engine made with it steps."""
+        """Make an optimizer over the trained parameters, and the engine that steps it."""
         return self._bind(factory(self.param_groups(), **options), factory, options)
 
     def param_groups(self, groups: Any = None) -> list[dict[str, Any]]:
@@ -142,16 +146,16 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     def _bind(
         self, inner: torch.optim.Optimizer, factory: OptimizerFactory | None = None, options: Any = None
     ) -> EngineOptimizer:
-        if self._bound:
+        if self._engines:
             raise InputError("optimizer", type(inner).__name__, "The model has one already: it is made once.")
         data = to_data(self.config)
         engine = self._library.initialize(model=self.module, optimizer=inner, config=data, dist_init_required=False)[0]
         check_engine(engine, self.config)
-        self._bound.append(engine)
+        self._engines.append(engine)
         return EngineOptimizer(inner, self.update, factory, options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The mean loss of a global batch, worked on in one go: ``parallel(batch)``, or as the model is called.
+        """The mean loss of a global batch, in a single pass: ``parallel(batch)``, or as the model is called.
 
         Then ``loss.backward(); optimizer.step()``. The value is that of the whole batch on every rank.
 
@@ -165,11 +169,11 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         if not torch.is_grad_enabled():
             return self._mean(loss)
         scaled = engine.scale(loss) if self.config.zero_optimization.stage else loss
-        passed: Tensor = _Passed.apply(scaled, self._mean(loss), self.plan.microbatches)  # type: ignore[no-untyped-call]
-        return passed
+        mean: Tensor = _MeanLoss.apply(scaled, self._mean(loss), self.plan.microbatches)  # type: ignore[no-untyped-call]
+        return mean
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own outputs for a batch, without gradients, whole on every rank.
+        """The model's outputs for a global batch, without gradients, on every rank.
 
         Tensors without samples (a loss) are means over the ranks' shares of the samples.
 
@@ -200,14 +204,16 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
                 fp16 a norm alone only lowers the loss scale.
             PeerError: another rank is gone, failed or hangs.
         """
-        if not self._bound:
+        if not self._engines:
             self._bind(optimizer)
-        self._check_own(optimizer)
+        inner = optimizer.inner if isinstance(optimizer, EngineOptimizer) else optimizer
+        if inner is not self.engine.basic_optimizer:
+            raise InputError("optimizer", type(inner).__name__, "The engine was made with another one: give that.")
         with self.watch.explained(self.step, self.plan, 0):
             loss = self._mean(self._accumulate(batch))
-            self._asked = max_grad_norm, loss
+            self._pending = max_grad_norm, loss
             self.watch.at(StepPhase.OPTIMIZER)
-            # The optimizer's own step, where it is ours: schedulers look whether it was called.
+            # schedulers check whether the optimizer's own step was called
             (optimizer.step if isinstance(optimizer, EngineOptimizer) else self.update)()
         self.step += 1
         return loss
@@ -226,12 +232,12 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         return total
 
     def update(self) -> None:
-        """Update the parameters with the gradients of the last backward pass, clipped as was asked; drops them.
+        """Update the parameters with the gradients of the last backward pass, clipped; drops the gradients.
 
         Raises:
             NonFiniteLossError: see ``train_step``.
         """
-        (norm, loss), self._asked = self._asked, (None, None)
+        (norm, loss), self._pending = self._pending, (None, None)
         engine, largest = self._ready(), (self.max_grad_norm if norm is None else norm) or 0.0
         taken = self._clipped(engine, largest, loss)
         if taken:
@@ -239,16 +245,16 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
             taken = engine.was_step_applied()
         skipped = not taken and self._compute is not torch.float16
         if skipped or (loss is not None and not bool(loss.isfinite())):
-            said = "unknown" if loss is None else float(loss)
+            value = "unknown" if loss is None else float(loss)
             raise NonFiniteLossError(
-                f"The loss or the gradient's norm is not finite (loss {said}). The step was not taken. "
+                f"The loss or the gradient's norm is not finite (loss {value}). The step was not taken. "
                 "Look at the batch, lower the learning rate, or clip the gradient (max_grad_norm)."
             )
 
     def _clipped(self, engine: Any, largest: float, loss: Tensor | None) -> bool:
-        """Have the gradient clipped; False where it was found not to be finite, and dropped."""
+        """Clip the gradient; False where it was not finite, and is dropped."""
         if engine.optimizer is not engine.basic_optimizer:
-            engine.optimizer.clip_grad = largest  # DeepSpeed's own clip, and look for overflow, when it steps
+            engine.optimizer.clip_grad = largest  # DeepSpeed clips, and looks for overflow, when it steps
             return True
         trained = [one for one in self.module.parameters() if one.grad is not None]
         norm = nn.utils.clip_grad_norm_(trained, largest or float("inf"))
@@ -258,14 +264,11 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         return False
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's ``state_dict()`` on the CPU of every rank, in the types the model had; all ranks call it.
-
-        Of parameters that DeepSpeed keeps a float32 master copy of, that copy.
-        """
-        return full_state_dict(self.module, self.dtypes, bound=bool(self._bound))
+        """The full model's ``state_dict()`` on the CPU of every rank, from master copies; all ranks call it."""
+        return full_state_dict(self.module, self.dtypes, bound=bool(self._engines))
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set this rank's shares of a whole state, of any plan or of the unsplit model; every rank gives all of it.
+        """Set this rank's shards from a full state, of any plan or of the unsplit model; every rank gives all of it.
 
         Raises:
             InputError: an entry is missing, or has another shape.
@@ -275,20 +278,14 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     def _watched(self, phase: StepPhase = StepPhase.SAVING) -> AbstractContextManager[None]:
         return self.watch.explained(self.step, self.plan, 0, phase)
 
-    def _new_saver(self) -> Saver:
+    def _new_saver(self) -> Checkpointer:
         return DeepSpeedSaver(self, *self._pristine)
 
     def _ready(self) -> Any:
-        if not self._bound:
-            raise InputError(
-                "optimizer", None, "Make it first: optimizer = parallel.optimizer(torch.optim.AdamW, lr=...)."
-            )
-        return self._bound[0]
-
-    def _check_own(self, optimizer: torch.optim.Optimizer) -> None:
-        inner = optimizer.inner if isinstance(optimizer, EngineOptimizer) else optimizer
-        if inner is not self.engine.basic_optimizer:
-            raise InputError("optimizer", type(inner).__name__, "The engine was made with another one: give that.")
+        if not self._engines:
+            remedy = "Make it first: optimizer = parallel.optimizer(torch.optim.AdamW, lr=...)."
+            raise InputError("optimizer", None, remedy)
+        return self._engines[0]
 
     def _parts(self, batch: Any, count: int) -> list[Any]:
         """This rank's rows of every micro-batch, on its device, in the type of compute."""
@@ -325,10 +322,10 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         return torch.cat(pieces)
 
 
-class _Passed(torch.autograd.Function):
-    """The mean loss of all ranks; backward goes to this rank's own, which DeepSpeed averages over ranks.
+class _MeanLoss(torch.autograd.Function):
+    """The mean loss of all ranks; backward goes to this rank's loss.
 
-    It divides by the micro-batches of a step too, of which a batch in one go has one.
+    DeepSpeed averages over ranks, and divides by the micro-batches of a step, of which a single pass has one.
     """
 
     @staticmethod

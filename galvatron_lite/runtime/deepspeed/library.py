@@ -1,22 +1,26 @@
-"""DeepSpeed itself: imported late, told of the world that was joined, kept from compiling and from chatting."""
+"""DeepSpeed itself: loaded late, checked after it was configured, and the optimizer that users hold in its stead."""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
+from galvatron_lite.plans.export.deepspeed import DeepSpeedConfig
 
 INSTALL = "pip install 'deepspeed>=0.16'"
-_SHARED_MEMORY = "deepspeed_shm_comm"
 
 
 def load(device: torch.device) -> ModuleType:
-    """The ``deepspeed`` module, its communication on the default process group, which must exist.
+    """Import ``deepspeed`` and set it up on the default process group, which must exist.
 
     Raises:
         LaunchError: it is not installed.
@@ -27,29 +31,94 @@ def load(device: torch.device) -> ModuleType:
     except ImportError as error:
         remedy = f"The plan's backend is deepspeed, which is not installed here ({error}). Do: {INSTALL}"
         raise LaunchError(remedy) from error
-    _quiet()
-    if device.type == "cpu":
-        _without_compiling()
-    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), dist_init_required=False)
-    found: ModuleType = deepspeed
-    return found
-
-
-def _quiet() -> None:
-    """Its notes are for its own command line; its calls of functions that torch renamed are for its authors."""
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
     renamed = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
+    if device.type == "cpu":
+        import deepspeed.ops
+
+        # Collectives through shared memory would be compiled at the first start (about 100 s). There is no public
+        # switch: ``deepspeed.comm.torch`` looks into this table, which is made when it is first read.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), dist_init_required=False)
+    library: ModuleType = deepspeed
+    return library
 
 
-def _without_compiling() -> None:
-    """Leave out the collectives through shared memory, which DeepSpeed would compile (about 100 s, and with a compiler)
-    at the first start on CPUs.
+def check_engine(engine: Any, config: DeepSpeedConfig) -> None:
+    """Raise ``LaunchError`` for a setting that the engine has understood otherwise than the configuration says."""
+    offload = config.zero_optimization.offload_optimizer
+    settings = {
+        "zero_optimization.stage": (int(engine.zero_optimization_stage()), config.zero_optimization.stage),
+        "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), config.gradient_accumulation_steps),
+        "train_micro_batch_size_per_gpu": (
+            engine.train_micro_batch_size_per_gpu(), config.train_micro_batch_size_per_gpu,
+        ),
+        "train_batch_size": (engine.train_batch_size(), config.train_batch_size),
+        "gradient_clipping": (engine.gradient_clipping(), config.gradient_clipping),
+        "bf16": (engine.bfloat16_enabled(), config.bf16.enabled),
+        "fp16": (engine.fp16_enabled(), config.fp16.enabled),
+        "offload_optimizer": (bool(engine.zero_use_cpu_optimizer()), offload is not None),
+    }  # fmt: skip
+    for name, (actual, wanted) in settings.items():
+        if actual != wanted:
+            raise LaunchError(
+                f"DeepSpeed runs with {name} = {actual}, but the plan asks for {wanted}. Use another version."
+            )
 
-    There is no public switch: ``deepspeed.comm.torch`` asks this table, which is made when it is first read.
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The optimizer that users hold. Its groups are those of the inner one, so that schedulers of learning rates change
+    them; a step is the engine's.
+
+    Args:
+        inner: made by the user's factory.
+        update: makes the engine update the parameters.
+        factory, options: what made ``inner``; None where the user did.
     """
-    import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        update: Callable[[], None],
+        factory: Callable[..., torch.optim.Optimizer] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.factory, self.options = factory, dict(options or {})
+        # no call of the base class: groups and states are those of the inner one, which DeepSpeed has made flat
+        self.inner, self._update = inner, update
+        self.defaults = inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's: of flat shards, as DeepSpeed keeps them."""
+        return self.inner.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # type: ignore[override]
+        """Update the parameters with the gradients of the last backward pass."""
+        loss: Tensor | None = None if closure is None else closure()
+        self._update()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the engine drops gradients when it has used them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's flat shards; save with the model's ``save``."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set this rank's flat shards."""
+        self.inner.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        """The inner one, and who steps it."""
+        return f"EngineOptimizer({self.inner!r})"

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from galvatron_lite.parallelism.context import attention
-from galvatron_lite.parallelism.cuts.tensor import CutTensor
-from galvatron_lite.runtime.layout_tensor import LayoutTensor
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor
+from galvatron_lite.runtime.traffic import LayoutTensor
 
 Function = Callable[..., Any]
 
@@ -40,7 +40,7 @@ def accelerated() -> Iterator[None]:
 
 def _on_plain(kernel: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
     """Tensors that wrap others take the function apart first."""
-    wrapped = any(isinstance(one, (CutTensor, LayoutTensor)) for one in (*args, *kwargs.values()))
+    wrapped = any(isinstance(one, (ShardedTensor, LayoutTensor)) for one in (*args, *kwargs.values()))
     return function(*args, **kwargs) if wrapped else kernel(function, *args, **kwargs)
 
 

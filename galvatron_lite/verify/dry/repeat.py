@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.parallelism.pipeline.table import ROOM
-from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.schema import NOBODY, Message
 
 
@@ -31,7 +31,7 @@ def shortened(plan: Plan, stage: int) -> Plan:
     the stages, stay whole.
     """
     enough = _under_way(plan, stage) + 2 + _behind(plan, stage)
-    repeats = plan.schedule is Schedule.ONE_F_ONE_B or plan.pipeline == 1
+    repeats = plan.schedule.repeats or plan.pipeline == 1
     if not repeats or plan.microbatches <= enough or plan.global_batch % plan.microbatches:
         return plan
     samples = plan.global_batch // plan.microbatches * enough

@@ -22,22 +22,20 @@ from galvatron_lite.model.batch import (
     resize_batch,
     tensors_of,
 )
-from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.model.discover_blocks import BlockNames
+from galvatron_lite.model.discover import BlockNames, discover_layers
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_record import Recorder
 from galvatron_lite.model.trace_run import shapes_only
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
-from galvatron_lite.runtime.clip import local_tensor
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.layout_tensor import LayoutTensor
+from galvatron_lite.runtime.layer_plans import tensor_plans
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.monitor.watch import Watch
+from galvatron_lite.runtime.parameters import local_tensor
 from galvatron_lite.runtime.placement import place_layers
-from galvatron_lite.runtime.tensor_plans import tensor_plans
-from galvatron_lite.runtime.watch.notes import StepPhase
-from galvatron_lite.runtime.watch.watch import Watch
+from galvatron_lite.runtime.traffic import LayoutTensor
 from galvatron_lite.verify.dry.kernels import accelerated
 from galvatron_lite.verify.dry.ledger import Ledger, Use, breakdown
 from galvatron_lite.verify.dry.mode import DryMode, DryRunError
@@ -241,7 +239,7 @@ class _Run:
             tensor_plans=subject.known,
             precision=subject.precision,
         )
-        self.watch = self.parallel.watch = DryWatch(place, log, ledger, splits_backward=plan.schedule in ZERO_BUBBLE)
+        self.watch = self.parallel.watch = DryWatch(place, log, ledger, splits_backward=plan.schedule.splits_backward)
         self.watch.forwards_over = self._forward_over
         self.optimizer = self.parallel.optimizer(subject.optimizer)
         self._seen = {layer.name: _Seen() for layer in subject.layers}

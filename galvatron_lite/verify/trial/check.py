@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, map_places, slice_batch
-from galvatron_lite.model.discover_blocks import at
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.trace_flow import at
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.loss_weight import (

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.model.graph import Layer
-from galvatron_lite.parallelism.cyclic.mailbox import Lane, lane_of
-from galvatron_lite.parallelism.cyclic.messages import CyclicMessage
-from galvatron_lite.parallelism.cyclic.packing import pack, unpack
+from galvatron_lite.parallelism.cyclic.mailbox import Lane, ProcessMailbox, lane_of, pack, unpack
+from galvatron_lite.parallelism.cyclic.programme import CyclicMessage
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, CyclicRuntime, programme_of, set_up
 from tests.parallelism.cyclic.models import split
@@ -39,7 +38,7 @@ class Post:
 
 
 @dataclass
-class MemoryMailbox:
+class MemoryMailbox(ProcessMailbox):
     """A process's mailbox; checks that messages arrive in the order in which they are asked for."""
 
     post: Post
@@ -65,7 +64,7 @@ class MemoryMailbox:
     def hear(self, message: CyclicMessage) -> Any:
         return self._next(message)
 
-    def finish(self) -> None:
+    def finish(self, which: Any = None) -> None:
         pass
 
     def _next(self, message: CyclicMessage) -> Any:
@@ -137,8 +136,7 @@ def train(
 
 def result_of(runtime: CyclicRuntime) -> Result:
     states = runtime.executor.states.values()
-    held = [stage for stage in states if stage.is_home]
-    parameters = {name: one.detach().clone() for stage in held for name, one in stage.masters.items()}
+    parameters = {name: one.detach().clone() for stage in states for name, one in stage.masters.items()}
     buffers = {name: one.clone() for part in runtime.parts.values() for name, one in part.buffers()}
     desk = runtime.executor.desk
     assert not any((desk.batches, desk.handed, desk.returned, desk.flights)), "left on the desk"

@@ -6,8 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass, MessageContent
-from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
+from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicPass, CyclicProgramme, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 
 Sum = tuple[int, frozenset[int]]
@@ -25,10 +24,6 @@ class Process:
     updates: set[tuple[int, int]] = field(default_factory=set)
     """Stage and training step of known updates."""
     sums: dict[int, Sum] = field(default_factory=dict)
-    ahead: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Versions on the forward track (zero)."""
-    behind: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Versions on the backward track (zero)."""
 
 
 class Run:
@@ -71,14 +66,6 @@ class Run:
                 )
                 process.held[stage] = programme.version(stage, first)
                 process.updates |= {(stage, step) for step in range(programme.base, programme.begin)}
-        if programme.setting is CyclicSetting.ZERO:
-            for stage in range(programme.workers):
-                home = self.processes[programme.home(stage)]
-                home.ahead[stage] = set(range(programme.base, programme.begin + 1))
-                home.behind[stage] = set(home.ahead[stage])
-        for process in self.processes:
-            for message in programme.opening(process.number):
-                self._post(0, message)
 
     def _finish(self, works: dict[int, Iterator[None]]) -> None:
         idle = 0
@@ -102,9 +89,7 @@ class Run:
 
     def _run(self, process: Process, one: CyclicPass) -> Iterator[None]:
         yield from self._receive(process, one)
-        if self.programme.setting is CyclicSetting.ZERO:
-            self._check_zero(process, one)
-        elif self.programme.setting is not CyclicSetting.SINGLE:
+        if self.programme.setting is not CyclicSetting.SINGLE:
             self._check_replica(process, one)
         if one.moment.backward:
             self._add(process, one)
@@ -125,14 +110,7 @@ class Run:
     def _take(self, process: Process, message: CyclicMessage) -> None:
         if message.kind is MessageContent.UPDATE:
             process.updates.add((message.stage, message.step))
-        elif message.kind is MessageContent.WEIGHTS:
-            process.ahead[message.stage] |= set(message.versions)
-        elif message.kind is MessageContent.STATES:
-            process.behind[message.stage] = set(message.versions)
-        if (
-            message.kind in (MessageContent.PARTIAL, MessageContent.STATES)
-            and message.worker < self.programme.workers - 1
-        ):
+        elif message.kind is MessageContent.PARTIAL:
             process.sums[message.stage] = (message.step, frozenset(range(message.worker + 1)))
 
     def _check_replica(self, process: Process, one: CyclicPass) -> None:
@@ -143,10 +121,6 @@ class Run:
             process.held[stage] = step + 1
         assert process.held[stage] == one.version
 
-    def _check_zero(self, process: Process, one: CyclicPass) -> None:
-        track = process.behind if one.moment.backward else process.ahead
-        assert one.version in track[one.moment.stage]
-
     def _add(self, process: Process, one: CyclicPass) -> None:
         moment = one.moment
         step, workers = process.sums.pop(moment.stage, (moment.step, frozenset()))
@@ -155,36 +129,15 @@ class Run:
             process.sums[moment.stage] = (step, workers | {moment.worker})
             return
         process.updates.add((moment.stage, step))
-        process.behind[moment.stage].add(step + 1)
-        if self.programme.process_of(moment.stage, self.programme.joins(moment.stage, step)) == process.number:
-            process.ahead[moment.stage].add(step + 1)
 
     def _send(self, process: Process, one: CyclicPass) -> None:
         for message in one.sends:
             assert message.source == process.number
-            self._check_known(process, message)
+            if message.kind is MessageContent.UPDATE:
+                assert (message.stage, message.step) in process.updates
             if message.kind is MessageContent.PARTIAL:
                 process.sums.pop(message.stage)
             self._post(one.moment.time, message)
-        self._drop(process, one)
-
-    def _check_known(self, process: Process, message: CyclicMessage) -> None:
-        stage = message.stage
-        if message.kind is MessageContent.UPDATE:
-            assert (stage, message.step) in process.updates
-        elif message.kind is MessageContent.WEIGHTS:
-            assert set(message.versions) <= process.ahead[stage] | process.behind[stage]
-        elif message.kind is MessageContent.STATES:
-            assert set(message.versions) <= process.behind[stage]
-
-    def _drop(self, process: Process, one: CyclicPass) -> None:
-        if self.programme.setting is not CyclicSetting.ZERO or self.programme.workers == 1:
-            return
-        if one.moment.backward:
-            process.behind.pop(one.moment.stage, None)
-            process.sums.pop(one.moment.stage, None)
-        else:
-            process.ahead.pop(one.moment.stage, None)
 
     def _post(self, time: int, message: CyclicMessage) -> None:
         self.sent.append((time, message))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
-from galvatron_lite.parallelism.cyclic.messages import MessageContent
-from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.parallelism.cyclic.timeline import backward_time, forward_time
+from galvatron_lite.parallelism.cyclic.programme import MessageContent
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, backward_time, forward_time
 
 BOTH = pytest.mark.parametrize("rule", CyclicRule)
 COUNTS = pytest.mark.parametrize("count", [1, 2, 3, 6])
@@ -23,7 +22,7 @@ def live(holding: Holding) -> int:
 def test_activations(count: int, rule: CyclicRule) -> None:
     most = {setting: max(map(live, holdings(rule, setting, count))) for setting in CyclicSetting}
     assert most[CyclicSetting.SINGLE] == count * (count + 1) // 2  # (N + 1) / 2 of A in N stages; plain: N N
-    assert most[CyclicSetting.DATA] == most[CyclicSetting.ZERO] == count  # A
+    assert most[CyclicSetting.DATA] == count  # A
     assert most[CyclicSetting.STAGES] == 1  # A / N
 
 
@@ -53,7 +52,6 @@ def test_versions(count: int, rule: CyclicRule) -> None:
     assert all(number <= 2 for holding in found[CyclicSetting.SINGLE] for _, number in holding.versions)
     last = [dict(holding.versions)[count - 1] for holding in found[CyclicSetting.SINGLE]]
     assert max(last) == (1 if rule is CyclicRule.V2 else 2)  # the last stage is always fresh under v2
-    assert all(len(holding.versions) == 1 for holding in found[CyclicSetting.ZERO])  # one stage at a time
 
 
 @BOTH
@@ -65,7 +63,6 @@ def test_gradients(count: int, rule: CyclicRule) -> None:
     assert held == [0] * (count - 1) + [count * (2 if rule is CyclicRule.V1 else 1)]
     single = holdings(rule, CyclicSetting.SINGLE, count)
     assert max(len(one.sums) for one in single) == count - 1
-    assert not any(one.updates or one.sums for one in holdings(rule, CyclicSetting.ZERO, count))
 
 
 @BOTH
@@ -78,6 +75,3 @@ def test_messages(count: int, rule: CyclicRule) -> None:
         assert len(holding.coming) <= 1
         assert all(message.kind is MessageContent.UPDATE for message in beside(holding.does))
     assert all(not one.waiting for one in holdings(rule, CyclicSetting.SINGLE, count))
-    kinds = {message.kind for one in holdings(rule, CyclicSetting.ZERO, count) for message in one.does.receives}
-    assert kinds == {MessageContent.WEIGHTS, MessageContent.STATES}
-    assert not any(beside(one.does) for one in holdings(rule, CyclicSetting.ZERO, count))

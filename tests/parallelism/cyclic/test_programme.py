@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from galvatron_lite.parallelism.cyclic.messages import MessageContent
-from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
+from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, is_fresh
 from tests.parallelism.cyclic.run_programme import Run
 
@@ -99,17 +98,6 @@ def test_stages_need_a_triangle_of_processes(workers: int, rule: CyclicRule) -> 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("rule", CyclicRule)
-def test_zero_sends_one_stage_along_each_track(workers: int, rule: CyclicRule) -> None:
-    run = Run(CyclicProgramme(rule, CyclicSetting.ZERO, workers), STEPS)
-    states = [message for _, message in run.sent if message.kind is MessageContent.STATES]
-    assert all(1 <= len(message.versions) <= 2 for message in states)
-    opening = sum(stage != 0 for stage in range(workers))
-    assert len(states) == opening + STEPS * workers * workers * (workers > 1)
-    assert all(len(message.versions) <= 2 for _, message in run.sent)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-@pytest.mark.parametrize("rule", CyclicRule)
 @pytest.mark.parametrize("setting", [CyclicSetting.DATA, CyclicSetting.STAGES])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_settling_brings_every_update_everywhere(
@@ -122,12 +110,3 @@ def test_settling_brings_every_update_everywhere(
         known = {(stage, step) for stage in programme.stages_of(process.number) for step in range(steps)}
         assert known <= process.updates
     assert not any(box for boxes in run.mail.values() for box in boxes.values())
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-@pytest.mark.parametrize(("rule", "setting"), EVERY)
-def test_closing_names_what_is_under_way(workers: int, rule: CyclicRule, setting: CyclicSetting) -> None:
-    programme = CyclicProgramme(rule, setting, workers)
-    run = Run(programme, STEPS)
-    under_way = [message for boxes in run.mail.values() for box in boxes.values() for message in box]
-    assert sorted(map(repr, programme.closing(STEPS))) == sorted(map(repr, under_way))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.parallelism.cyclic.messages import CyclicMessage, CyclicPass
-from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
+from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicPass, CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.simulation import loop_of, round_seconds
 
@@ -34,9 +33,6 @@ def walked(rule: CyclicRule, setting: CyclicSetting, count: int, seconds: Second
         for process in range(programme.processes)
         for step in range(steps)
     ]
-    for process in range(programme.processes):
-        for message in programme.opening(process):
-            arrived[message] = 0.0
     for time, backward, process, one in sorted((entry for own in passes for entry in own), key=lambda e: e[:3]):
         start = max([clock.get(process, 0.0), *(arrived[message] for message in one.receives)])
         clock[process] = start + seconds(one)

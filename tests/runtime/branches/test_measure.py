@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.profiler.timing import TimingRule
 from galvatron_lite.runtime.branches.measure import branch_seconds
@@ -12,6 +13,7 @@ from galvatron_lite.search.ways import seconds_of
 from tests.branchy import plain_profile
 from tests.pool import WorkerPool
 
+ORDER = (Schedule.ONE_F_ONE_B,)
 QUICK = TimingRule(warmup=1, least=3, most=5, seconds=0.05)
 
 
@@ -24,7 +26,10 @@ def measure() -> tuple[float, bool]:
 
 
 def test_a_small_pair_is_not_split_and_a_large_one_is(pool: WorkerPool) -> None:
-    """Around one measured figure: layers of a fiftieth of a call, and of a thousand calls."""
+    """Around one measured figure: layers of a fiftieth of a call, and of a thousand calls.
+
+    Beside stages under 1F1B, which gain nothing on one sample; zero-bubble stages would.
+    """
     ranks = pool.run(2, measure)
     assert ranks[0] == ranks[1]
     branch, unchanged = ranks[0]
@@ -32,6 +37,8 @@ def test_a_small_pair_is_not_split_and_a_large_one_is(pool: WorkerPool) -> None:
     assert 0 < branch < 5
     for work, worth in ((branch / 50, False), (branch * 1000, True)):
         profile = plain_profile([work, work], overhead=HostOverhead(branch=branch))
-        plan, alone = (find_plan(profile, devices=count, global_batch=1, budget=2**29) for count in (2, 1))
+        plan, alone = (
+            find_plan(profile, devices=count, global_batch=1, budget=2**29, schedules=ORDER) for count in (2, 1)
+        )
         assert bool(plan.branches) is worth
-        assert (seconds_of(plan) < seconds_of(alone)) is worth
+        assert not worth or seconds_of(plan) < seconds_of(alone)

@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.manifest import check_whole
 from galvatron_lite.runtime.checkpoint.plain import read_plain
 from galvatron_lite.runtime.checkpoint.sealed import META
-from galvatron_lite.runtime.checkpoint.whole import load_into
+from galvatron_lite.runtime.checkpoint.unsplit import load_into
 from tests.pool import WorkerPool
 from tests.runtime.checkpoint.fault_jobs import (
     from_the_last,

@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors
 from galvatron_lite.runtime.checkpoint.manifest import Manifest
 from galvatron_lite.runtime.checkpoint.sealed import META, write_sealed
-from galvatron_lite.runtime.checkpoint.whole import load_into
+from galvatron_lite.runtime.checkpoint.unsplit import load_into
 from tests.pool import WorkerPool
 from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, make_net, make_run, moments, save
 from tests.runtime.checkpoint.test_kinds import same

@@ -18,7 +18,7 @@ from galvatron_lite.runtime.checkpoint.manifest import read_manifest
 from galvatron_lite.runtime.checkpoint.sealed import META, write_sealed
 from tests.runtime.checkpoint.jobs import load, make_run, save
 from tests.runtime.checkpoint.test_faults import ALONE
-from tests.runtime.test_stepped import model_of
+from tests.runtime.test_steps import model_of
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "flipped": lambda file: file.write_bytes(file.read_bytes().replace(b'"step": 2', b'"step": 3')),

@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.runtime.checkpoint import storage
 from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest
 from galvatron_lite.runtime.checkpoint.sealed import survey
 from galvatron_lite.runtime.checkpoint.shards import write_tensors
-from galvatron_lite.runtime.checkpoint.storage import metadata_of_files
-from galvatron_lite.runtime.checkpoint.written import copied_held
+from galvatron_lite.runtime.checkpoint.tensors import copied, stored_files
 from galvatron_lite.runtime.layout import Box
 from galvatron_lite.runtime.pieces import Held, ItemRun, all_of
-from tests.runtime.test_stepped import model_of
+from tests.runtime.test_steps import model_of
 
 
 def test_the_folder_of_the_checkpoints_instead_of_one(tmp_path: Path) -> None:
@@ -42,10 +40,8 @@ def test_a_file_without_a_tensor_and_a_folder_that_cannot_be_read(
 ) -> None:
     write_tensors(tmp_path / "one.safetensors", {"weight": torch.zeros(2)})
     with pytest.raises(FileFormatError, match="holds no 'bias'") as caught:
-        metadata_of_files({"bias": tmp_path / "one.safetensors"}, {})
+        stored_files({"bias": tmp_path / "one.safetensors"}, {})
     assert (caught.value.field, caught.value.value) == ("file", tmp_path / "one.safetensors")
-    with pytest.raises(FileFormatError, match=r"^dtype: 'nn' .*none of torch's"):
-        storage._dtype("nn")
     place = tmp_path / "step-1"
     place.mkdir()
     monkeypatch.setattr(
@@ -58,7 +54,7 @@ def test_a_file_without_a_tensor_and_a_folder_that_cannot_be_read(
 def test_no_more_is_copied_than_is_written() -> None:
     tensor, first, last = torch.arange(4.0), all_of((2,)), ItemRun(Box(((2, 4),)), Box(((0, 2),)))
     held = Held("weight", (4,), tensor, (ItemRun(first, first), last))
-    assert copied_held(held).tensor.equal(tensor)
-    half = copied_held(replace(held, chunks=(last,)))
+    assert copied(held).tensor.equal(tensor)
+    half = copied(replace(held, chunks=(last,)))
     assert half.tensor.tolist() == [2.0, 3.0]
     assert half.chunks == (ItemRun(first, last.whole),)

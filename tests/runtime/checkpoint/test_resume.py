@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.checkpoint.whole import load_into
+from galvatron_lite.runtime.checkpoint.unsplit import load_into
 from tests.pool import WorkerPool
 from tests.runtime.checkpoint.jobs import (
     ADAMW,

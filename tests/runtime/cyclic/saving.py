@@ -17,7 +17,6 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.cyclic.checkpoint import CyclicCheckpointer
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, programme_of, set_up
-from galvatron_lite.runtime.cyclic.state import WholeState
 from tests.parallelism.cyclic.fleet import CPU, MemoryMailbox, Post
 from tests.parallelism.cyclic.models import Case, split
 from tests.parallelism.thread_group import Meeting
@@ -86,10 +85,9 @@ class Training:
         self, process: int, post: Post, meeting: Meeting, start: Path | None, saves: Mapping[int, Path], end: int | None
     ) -> Run:
         model: nn.Module = copy.deepcopy(self.case[0])
-        whole = WholeState(model)
         runtime = set_up(model, self.plan, self.case[1], self.example, process, MemoryMailbox(post), CyclicOptions(CPU))
         executor, refusals = runtime.executor, list[InputError]()
-        keeper = CyclicCheckpointer(runtime, whole, ThreadPeers(process, meeting))
+        keeper = CyclicCheckpointer(runtime, ThreadPeers(process, meeting))
         for states in executor.states.values():
             states.make_optimizer(self.factory, self.scheduler)
         begin = 0 if start is None else keeper.read(start)
@@ -103,12 +101,11 @@ class Training:
             executor.feed(step, split(self.batches[step], len(self.plan.stages)))
             executor.run(executor.programme.passes(process, step))
         executor.drain(len(self.batches) if end is None else end)
-        home = {stage: states for stage, states in executor.states.items() if states.is_home}
         return Run(
             {number: float(loss) for number, loss in executor.desk.losses.items()},
-            {name: one.detach().clone() for states in home.values() for name, one in states.masters.items()},
+            {name: one.detach().clone() for states in executor.states.values() for name, one in states.masters.items()},
             {name: one.clone() for part in runtime.parts.values() for name, one in part.buffers()},
-            {stage: copy.deepcopy(states.optimizer.state_dict()) for stage, states in home.items()},
+            {stage: copy.deepcopy(states.optimizer.state_dict()) for stage, states in executor.states.items()},
             refusals,
         )
 

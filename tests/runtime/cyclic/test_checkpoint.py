@@ -14,13 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.cyclic.checkpoint import flushed_state
-from galvatron_lite.runtime.cyclic.manifest import check_whole
+from galvatron_lite.runtime.cyclic.checkpoint import check_whole, flushed_state
 from tests.cyclic_reference import train_reference
 from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan, mixed_case, split
 from tests.runtime.cyclic.saving import ADAM, Training, check_same
 
-SETTINGS = ["single", "data", "zero", "stages"]
+SETTINGS = ["single", "data", "stages"]
 RULES = ["cdp-v1", "cdp-v2"]
 STEPS, SAVED = 4, 2
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -94,7 +93,7 @@ def test_any_step_can_be_saved(tmp_path: Path, step: int) -> None:
     check_same(training.run(start=tmp_path / "two"), whole)
 
 
-@pytest.mark.parametrize(("written", "rule"), list(zip(SETTINGS, [*RULES, *RULES], strict=True)))
+@pytest.mark.parametrize(("written", "rule"), list(zip(SETTINGS, [*RULES, "cdp-v2"], strict=True)))
 def test_continues_in_any_setting(tmp_path: Path, written: str, rule: str) -> None:
     """And equals the plain reference of delayed gradients there."""
     training = mixed(written, rule)

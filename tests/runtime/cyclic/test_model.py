@@ -155,7 +155,7 @@ def test_early_release_and_recomputation_change_no_number(recompute: Recompute) 
 
 
 def test_a_u_net_is_cut_across_its_skips() -> None:
-    model = build("unet-mini", side=8).double()
+    model = build("unet-mini", image_size=8).double()
     example = {key: one.double() if one.is_floating_point() else one for key, one in model.example_batch(6).items()}
     layers = discover_layers(model, example)
     stages = thirds([layer.name for layer in layers])

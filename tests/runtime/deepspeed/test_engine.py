@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from galvatron_lite.runtime.checkpoint.whole import load_into
+from galvatron_lite.runtime.checkpoint.unsplit import load_into
 from tests.docs.pages import blocks, text_of
 from tests.pool import WorkerPool
 from tests.runtime.cyclic.launched import launch

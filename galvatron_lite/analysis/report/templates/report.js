@@ -314,7 +314,7 @@
       try {
         timeline(box, told, unpack(told, await inflate(told.data)));
       } catch {
-        // A browser without DecompressionStream: the still picture stays.
+        // A browser without DecompressionStream: the tables below say the same.
         box.hidden = true;
         box.previousElementSibling.style.display = "block";
       }

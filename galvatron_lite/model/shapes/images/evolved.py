@@ -12,13 +12,10 @@ from dataclasses import dataclass
 
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Passed, Role, SplitDims
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.assemble import assemble
-from galvatron_lite.model.shapes.calls import Division
-from galvatron_lite.model.shapes.convolution import Extent
-from galvatron_lite.model.shapes.images.flow import ImageFlow
-from galvatron_lite.model.shapes.tape import Tape
-
-_REASON = "A convolutional block has no pair of column-split and row-split matmuls."
+from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
+from galvatron_lite.model.shapes.images.network import NOT_SPLIT
+from galvatron_lite.model.shapes.records import Division
+from galvatron_lite.model.shapes.tape import Tape, assemble
 
 
 def _narrow(flow: ImageFlow, stride: int, kernels: tuple[Extent, ...]) -> ImageFlow:
@@ -114,7 +111,7 @@ def _stem(side: int, channels: int, item_bytes: int) -> tuple[LayerKind, Extent]
     flow = ImageFlow(tape, tape.enter(3 * side * side, Division.WHOLE, grad=False), 3, (side, side))
     flow.rectify().convolve(channels, 3, 2).normalise()
     dims = SplitDims(in_channels=3, out_channels=channels, height=side, width=side)
-    return tape.kind("before", (flow.value,), dims, tensor_reason=_REASON, recomputed=False), flow.extent
+    return tape.kind("before", (flow.value,), dims, tensor_reason=NOT_SPLIT, recomputed=False), flow.extent
 
 
 def _enter(tape: Tape, picture: tuple[int, Extent]) -> ImageFlow:
@@ -129,7 +126,7 @@ def _cell_kind(cell: Cell, name: str, item_bytes: int) -> LayerKind:
     skip = last.value
     out = _cell(cell, last, before)
     dims = SplitDims(in_channels=cell.last[0], out_channels=out.channels, height=cell.last[1][0], width=cell.last[1][1])
-    return tape.kind(name, (out.value, skip), dims, tensor_reason=_REASON)
+    return tape.kind(name, (out.value, skip), dims, tensor_reason=NOT_SPLIT)
 
 
 def _cell(cell: Cell, last: ImageFlow, before: ImageFlow) -> ImageFlow:
@@ -161,4 +158,4 @@ def _classifier(last: tuple[int, Extent], skip: tuple[int, Extent], classes: int
     logits = flow.linear(classes).value
     loss = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
     dims = SplitDims(in_channels=last[0], out_channels=classes, height=last[1][0], width=last[1][1])
-    return tape.kind("after", (loss,), dims, tensor_reason=_REASON, recomputed=False)
+    return tape.kind("after", (loss,), dims, tensor_reason=NOT_SPLIT, recomputed=False)

@@ -27,9 +27,8 @@ from galvatron_lite.model.graph import (
     Role,
     TensorSplit,
 )
-from galvatron_lite.model.shapes.assemble import assemble
-from galvatron_lite.model.shapes.calls import Division
-from galvatron_lite.model.shapes.tape import Tape
+from galvatron_lite.model.shapes.records import Division
+from galvatron_lite.model.shapes.tape import Tape, assemble
 
 
 def channels_last(graph: ModelGraph) -> ModelGraph:

@@ -1,79 +1,118 @@
-"""Pairs of encoder and decoder: U-Nets of pictures and volumes, the perception network.
-
-U-Net (Ronneberger et al. 2015, arXiv:1505.04597) as torchgpipe trains it (Kim et al. 2020, arXiv:2004.09910).
+"""Networks whose layers read what layers further back gave: U-Nets of pictures and volumes, the perception network.
 
 Sources: Ronneberger et al. 2015 (arXiv:1505.04597, figure 1: 572 x 572, convolutions without padding); Isensee et al.
 2021 (nnU-Net; plans of BraTS as NVIDIA's DeepLearningExamples train them: patches of 192 x 160 and of 128^3, 32
-channels doubled to at most 512 and 320, strided convolutions on the way down, instance normalisation).
-
-Sah and Chinara 2024 (arXiv:2412.18165), as the reference model (``model.zoo.perception``) has them: layers are the
-levels of each network's way down and up, and the convolutions through which pictures go across.
+channels doubled to at most 512 and 320, strided convolutions on the way down, instance normalisation); Sah and Chinara
+2024 (arXiv:2412.18165), as the reference model (``model.zoo.perception``) has them: layers are the levels of each
+network's way down and up, and the convolutions through which pictures go across.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from itertools import pairwise
 
-from galvatron_lite.model.dead import dead_note
-from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role
-from galvatron_lite.model.shapes.assemble import with_skips
-from galvatron_lite.model.shapes.calls import Division, ShapeCall, Value
+from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role, dead_note
+from galvatron_lite.model.shapes.fields import PerceptionShape, UNetShape
 from galvatron_lite.model.shapes.images.flow import ImageFlow
-from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step, compare
-from galvatron_lite.model.shapes.picture_fields import PerceptionShape
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step, classify, compare
+from galvatron_lite.model.shapes.records import Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
-LEVELS = 5  # halvings of the picture
+
+def unet_graph(net: NetworkBuilder, shape: UNetShape, precision: str) -> ModelGraph:
+    """Down and up again; every level's picture on the way down goes to its neighbour on the way up."""
+    norm, less = shape.norm, 2 if shape.bilinear else 1
+    widths = [shape.base * 2**level for level in range(shape.levels + 1)]
+    net.stem(_double, width=widths[0], middle=widths[0], norm=norm)
+    kept = [("before", net.channels)]
+    for level, width in enumerate(widths[1:]):
+        lowest = level == shape.levels - 1
+        net.block(_unet_down, f"downs.{level}", width=width // (less if lowest else 1), norm=norm)
+        kept.append((f"downs.{level}", net.channels))
+    readers = {}
+    for level, (producer, channels) in enumerate(reversed(kept[:-1])):
+        out = max(widths[-level - 1] // 2 // less, shape.base)
+        net.block(_unet_up, f"ups.{level}", skip=channels, width=out, norm=norm, bilinear=shape.bilinear)
+        readers[producer] = f"ups.{level}"
+    return _skipping(net.end(precision, _unet_head, classes=shape.classes), readers)
 
 
-def mirrored_graph(name: str, convolutions: int, base: int, side: int, precision: str, item_bytes: int) -> ModelGraph:
-    """Levels that halve the picture and double its channels, the way back with the pictures kept on the way down."""
+def _skipping(graph: ModelGraph, readers: Mapping[str, str]) -> ModelGraph:
+    """The chain, in which some layers' outputs go to a reader further on beside the next layer."""
+    tensors = []
+    for left, right in pairwise(graph.layers):
+        names = dict.fromkeys((right.name, readers.get(left.name, right.name)))
+        tensors.append(Passed(left.name, tuple(names), graph.kind_of(left).output_bytes))
+    return replace(graph, tensors=tuple(tensors))
+
+
+def _double(flow: ImageFlow, width: int, middle: int, norm: bool) -> None:
+    for out in (middle, width):
+        _unit(flow, out, norm)
+
+
+def _unit(flow: ImageFlow, out: int, norm: bool, stride: int = 1, padding: int | None = None) -> None:
+    flow.convolve(out, 3, stride, bias=not norm, padding=padding)
+    (flow.normalise() if norm else flow).activate()
+
+
+def _unet_down(flow: ImageFlow, width: int, norm: bool) -> None:
+    _double(flow.pool(2, 2, padding=0), width, width, norm)
+
+
+def _unet_up(flow: ImageFlow, skip: int, width: int, norm: bool, bilinear: bool) -> None:
+    flow.double(0 if bilinear else flow.channels // 2).beside(skip)
+    _double(flow, width, flow.channels // 2 if bilinear else width, norm)
+
+
+def _unet_head(flow: ImageFlow, classes: int) -> None:
+    compare(flow.convolve(classes, bias=True))
+
+
+def pooled_graph(name: str, count: int, base: int, side: int, precision: str, item_bytes: int) -> ModelGraph:
+    """torchgpipe's U-Net (Kim et al. 2020, arXiv:2004.09910), under autocast: the picture before each pooling goes
+    across; ``count`` convolutions a level, five levels that double ``base`` channels."""
     net = NetworkBuilder(name, item_bytes, 3, (side, side))
-    widths = [base * 2**level for level in range(LEVELS)]
-    net.stem(_level, inner=base, out=base, count=convolutions, halve=True)
-    kept = [("before", _pictured(net))]
+    widths, across = [base * 2**level for level in range(5)], list[Passed]()
+    net.stem(_pooled_level, widths=(base,) * count, halves=True)
     for width in widths[1:]:
-        net.block(_level, inner=width, out=width, count=convolutions, halve=True)
-        kept.append((net.layers[-1].name, _pictured(net)))
-    net.block(_level, inner=2 * widths[-1], out=widths[-1], count=convolutions, halve=False)
-    skips = []
-    for width in reversed(widths):
-        net.block(_climb, skip=width, out=width // 2, count=convolutions)
-        producer, size = kept.pop()
-        skips.append(Passed(producer, (net.layers[-1].name,), size))
-    return with_skips(net.finish(1, precision), skips)
+        net.block(_pooled_level, widths=(width,) * count, halves=True)
+    net.block(_pooled_level, widths=(*(2 * widths[-1],) * (count - 1), widths[-1]), halves=False)
+    down = ["before", *(layer.name for layer in net.layers)]
+    for level in reversed(range(5)):
+        net.block(_pooled_up, skip=widths[level], widths=(widths[level] // 2,) * count)
+        size = widths[level] * (side // 2**level) ** 2 * item_bytes
+        across.append(Passed(down[level], (net.layers[-1].name,), size))
+    graph = net.end(precision, classify, classes=1)
+    order = [layer.name for layer in graph.layers]
+    chain = _skipping(graph, {}).tensors
+    return replace(graph, tensors=tuple(sorted([*chain, *across], key=lambda tensor: order.index(tensor.producer))))
 
 
-def _pictured(net: NetworkBuilder) -> int:
-    """Bytes of the picture before the pooling that the last level ended with."""
-    return net.channels * 4 * net.extent[0] * net.extent[1] * (net.wide or net.item_bytes)
-
-
-def _level(flow: ImageFlow, inner: int, out: int, count: int, halve: bool) -> None:
-    """So many convolutions, then maximum pooling; the picture before it is what the way back takes."""
-    for index in range(count):
-        _unit(flow, out if index == count - 1 else inner)
-    if halve:
+def _pooled_level(flow: ImageFlow, widths: Sequence[int], halves: bool) -> None:
+    """Convolutions, each with dropout of whole channels, normalisation of each sample and leaky ReLU into new tensors,
+    and maximum pooling."""
+    for width in widths:
+        flow.convolve(width, 3).mix("dropout", (2, 2), keeps=False).mix("norm", (3, 5)).mix("relu", (2, 3))
+    if halves:
         flow.pool(2, 2, padding=0)
 
 
-def _climb(flow: ImageFlow, skip: int, out: int, count: int) -> None:
-    """Every pixel four times, the picture of the same extent on the way down beside it, convolutions."""
-    flow.extent = (2 * flow.extent[0], 2 * flow.extent[1])
-    flow.enlarge(skip)
-    _level(flow, out, out, count, halve=False)
-
-
-def _unit(flow: ImageFlow, out: int) -> None:
-    """Convolution, dropout of whole channels, normalisation of each sample, leaky ReLU: each into a new tensor."""
-    flow.convolve(out, 3).mix("dropout", (2, 2), keeps=False).mix("norm", (3, 5)).mix("relu", (2, 3))
+def _pooled_up(flow: ImageFlow, skip: int, widths: Sequence[int]) -> None:
+    """Every pixel four times, the picture of the way down beside it, convolutions."""
+    x, flow.extent = flow.value, tuple(2 * side for side in flow.extent)
+    flow.channels += skip
+    flow.value = flow.tape.value(flow.channels * flow.pixels, Division.WHOLE)
+    moved = 2 * flow.value.bytes
+    flow.tape.record(ShapeCall((x,), flow.value), memory_operator("enlarge", flow.value, moved, moved, count=2))
+    _pooled_level(flow, widths, halves=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Medical:
-    """One such network."""
+    """A U-Net of medical pictures."""
 
     inputs: int  # channels of the picture
     extent: tuple[int, ...]  # pixels along its sides
@@ -96,81 +135,67 @@ def medical_graph(name: str, spec: Medical, precision: str, item_bytes: int) -> 
     """Levels down and up again; each picture on the way down goes to its neighbour on the way up."""
     net = NetworkBuilder(name, item_bytes, spec.inputs, spec.extent)
     net.stem(_medical_level, spec=spec, width=spec.widths[0], halves=False)
-    kept = [("before", net.channels, net.extent)]
     for width in spec.widths[1:]:
         net.block(_medical_level, spec=spec, width=width, halves=True)
-        kept.append((net.layers[-1].name, net.channels, net.extent))
-    kept.pop()
-    skips = []
-    for producer, width, extent in reversed(kept):
-        net.block(_medical_climb, spec=spec, width=width)
-        skips.append(Passed(producer, (net.layers[-1].name,), width * prod(extent) * item_bytes))
-    return with_skips(net.end(precision, _classes, spec=spec), skips)
+    down = ["before", *(layer.name for layer in net.layers[:-1])]
+    readers = {}
+    for producer, width in zip(reversed(down), spec.widths[-2::-1], strict=True):
+        net.block(_medical_up, spec=spec, width=width)
+        readers[producer] = net.layers[-1].name
+    return _skipping(net.end(precision, _unet_head, classes=spec.classes), readers)
 
 
 def _medical_level(flow: ImageFlow, spec: Medical, width: int, halves: bool) -> None:
     if halves and not spec.strided:
         flow.pool(2, 2, padding=0)
-    for index in range(2):
-        _medical_unit(flow, spec, width, 2 if halves and spec.strided and not index else 1)
+    _unit(flow, width, spec.norm, 2 if halves and spec.strided else 1, None if spec.padded else 0)
+    _unit(flow, width, spec.norm, 1, None if spec.padded else 0)
 
 
-def _medical_unit(flow: ImageFlow, spec: Medical, width: int, stride: int = 1) -> None:
-    flow.convolve(width, 3, stride, bias=not spec.norm, padding=None if spec.padded else 0)
-    (flow.normalise() if spec.norm else flow).activate()
-
-
-def _medical_climb(flow: ImageFlow, spec: Medical, width: int) -> None:
+def _medical_up(flow: ImageFlow, spec: Medical, width: int) -> None:
     """The picture at twice the size, that of the way down (its middle, where that is larger) before it."""
     flow.double(width).beside(width)
-    for _ in range(2):
-        _medical_unit(flow, spec, width)
-
-
-def _classes(flow: ImageFlow, spec: Medical) -> None:
-    compare(flow.convolve(spec.classes, bias=True))
+    _medical_level(flow, spec, width, halves=False)
 
 
 _VIEW = "before"  # what gives the bird's-eye view
 
 
 @dataclass(slots=True)
-class _Wired:
-    """A network whose layers read what layers of any place before them gave; a builder, used once."""
+class _Wiring:
+    """Adds layers that read outputs of any earlier layers."""
 
-    net: NetworkBuilder  # the layers so far
-    places: dict[str, Place] = field(default_factory=dict)  # what each layer gave
-    readers: dict[str, list[str]] = field(default_factory=dict)  # of what each layer gave, in the order they run
+    net: NetworkBuilder
+    places: dict[str, Place]  # the output of each layer
+    readers: dict[str, list[str]] = field(default_factory=dict)  # of each output, in the order they run
 
     def layer(self, name: str, step: Step, source: str, beside: str = "", **settings: object) -> str:
-        """A layer that reads what one gave, and what another one gave beside it. Returns its name."""
+        """A layer that reads one output, and another one beside it. Returns its name."""
         self.net.go_on(self.places[source])
-        self.net.block(step, name, **settings)
+        self.net.block(step, name, "", **settings)
         self.places[name] = self.net.place
-        for one in filter(None, (source, beside)):
-            self.readers.setdefault(one, []).append(name)
+        for producer in filter(None, (source, beside)):
+            self.readers.setdefault(producer, []).append(name)
         return name
 
     def tensors(self, graph: ModelGraph) -> tuple[Passed, ...]:
-        """What goes from layer to layer; the bird's-eye view is the batch's, which every stage has."""
-        made = (layer for layer in graph.layers if layer.name in self.readers)
+        """Tensors between layers; the bird's-eye view is the batch's, which every stage has."""
         sizes = {layer.name: graph.kind_of(layer).output_bytes for layer in graph.layers} | {_VIEW: 0}
-        return tuple(Passed(layer.name, tuple(self.readers[layer.name]), sizes[layer.name]) for layer in made)
+        names = (layer.name for layer in graph.layers if layer.name in self.readers)
+        return tuple(Passed(name, tuple(self.readers[name]), sizes[name]) for name in names)
 
 
-def perception_graph(shape: PerceptionShape, precision: str, item_bytes: int) -> ModelGraph:
+def perception_graph(net: NetworkBuilder, shape: PerceptionShape, precision: str) -> ModelGraph:
     """Both networks' levels, the segmentation network's first, and the loss, which reads what both give."""
-    extent = (shape.image_size,) * 2
-    net = NetworkBuilder(shape.name, item_bytes, shape.channels, extent, autocast=False)
     net.begin()
-    wired = _Wired(net, {_VIEW: net.place})
-    for last in (_segmentation(wired, shape), _reconstruction(wired, shape)):
-        wired.readers[last] = ["after"]
+    wiring = _Wiring(net, {_VIEW: net.place})
+    for last in (_segmentation(wiring, shape), _reconstruction(wiring, shape)):
+        wiring.readers[last] = ["after"]
     graph = net.end(precision, _loss)
     layers = tuple(replace(one, modules=(one.name,)) if one.role is Role.BLOCK else one for one in graph.layers)
     dead = () if shape.chained else _dropped(graph, shape)
     notes = (*graph.notes, *dead_note(dead, graph.parameters, "what the model returns"))
-    return replace(graph, layers=layers, tensors=wired.tensors(graph), dead=dead, notes=notes)
+    return replace(graph, layers=layers, tensors=wiring.tensors(graph), dead=dead, notes=notes)
 
 
 def _dropped(graph: ModelGraph, shape: PerceptionShape) -> tuple[DeadParameters, ...]:
@@ -182,15 +207,15 @@ def _dropped(graph: ModelGraph, shape: PerceptionShape) -> tuple[DeadParameters,
     return tuple(DeadParameters(name, items[name]) for name in names)
 
 
-def _segmentation(wired: _Wired, shape: PerceptionShape) -> str:
+def _segmentation(wiring: _Wiring, shape: PerceptionShape) -> str:
     below, sides = _VIEW, list[str]()
     for level, width in enumerate(shape.widths):
-        below = wired.layer(f"segmentation.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
-        sides.append(wired.layer(f"segmentation.sides.{level}", _side, below))
+        below = wiring.layer(f"segmentation.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
+        sides.append(wiring.layer(f"segmentation.sides.{level}", _side, below))
     below = sides[-1]
     for place, level in enumerate(reversed(range(shape.levels))):
         half = shape.widths[level] // 2
-        below = wired.layer(
+        below = wiring.layer(
             f"segmentation.ups.{place}", _up, below if shape.chained else sides[level],
             sides[level - 1] if level else _VIEW, more=shape.sides[level] % 2,
             skip=half if level else shape.channels, widths=(half, half if level else 1), kernel=3 if level else 1,
@@ -198,14 +223,14 @@ def _segmentation(wired: _Wired, shape: PerceptionShape) -> str:
     return below
 
 
-def _reconstruction(wired: _Wired, shape: PerceptionShape) -> str:
+def _reconstruction(wiring: _Wiring, shape: PerceptionShape) -> str:
     below = _VIEW
     for level, width in enumerate(shape.widths):
-        below = wired.layer(f"reconstruction.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
+        below = wiring.layer(f"reconstruction.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
     for place, level in enumerate(reversed(range(shape.levels))):
         widths = (shape.widths[level] // 2 if level else 1,)
         more = shape.sides[level] % 2
-        below = wired.layer(f"reconstruction.ups.{place}", _up, below, more=more, skip=0, widths=widths, kernel=3)
+        below = wiring.layer(f"reconstruction.ups.{place}", _up, below, more=more, skip=0, widths=widths, kernel=3)
     return below
 
 
@@ -232,35 +257,29 @@ def _up(flow: ImageFlow, more: int, skip: int, widths: Sequence[int], kernel: in
 
 
 def _loss(flow: ImageFlow) -> None:
-    """Differences of both networks' pictures from what they should be, and of their edges; what the first one gives is
-    what the second one should."""
+    """Differences of both networks' pictures from their targets, and of their edges; the first one's picture is the
+    second one's target."""
     tape, rebuilt = flow.tape, flow.value
     segmented = tape.value(rebuilt.items, Division.WHOLE)
     targets, aim = (replace(value, grad=False) for value in (tape.value(rebuilt.items, Division.WHOLE), segmented))
     height, width = flow.extent
     inner = (height - 2) * (width - 2)
-    for given, wanted in ((segmented, targets), (rebuilt, aim)):
-        steep = [_edges(tape, picture, inner) for picture in (given, wanted)]
-        for one, other in ((given, wanted), steep):
-            flow.value = _difference(tape, one, other)
+    for picture, target in ((segmented, targets), (rebuilt, aim)):
+        edges = [_edges(tape, value, inner) for value in (picture, target)]
+        for first, second in ((picture, target), edges):
+            loss = tape.value(1, Division.WHOLE)
+            operator = memory_operator("loss", first, 4 * first.bytes, 8 * first.bytes, count=2)
+            flow.value = tape.record(ShapeCall((first, second), loss, saved=(first, second)), operator)
 
 
 def _edges(tape: Tape, picture: Value, inner: int) -> Value:
-    """Sums of neighbours along both sides, slopes across them, the slopes' length at so many pixels; the latter two are
-    kept where the picture is trained."""
+    """Sums of neighbours along both sides, slopes across them, and the slopes' length at ``inner`` pixels; the latter
+    two are kept where the picture is trained."""
     sizes = (2 * picture.items, 2 * inner, inner)
     sums, slopes, steep = (tape.value(items, Division.WHOLE, grad=picture.grad) for items in sizes)
     back = 16 * picture.bytes * picture.grad
     tape.record(ShapeCall((picture,), sums), memory_operator("sums", picture, 16 * picture.bytes, back, count=6))
-    tape.record(
-        ShapeCall((sums,), slopes), memory_operator("slopes", slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3)
-    )
+    operator = memory_operator("slopes", slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3)
+    tape.record(ShapeCall((sums,), slopes), operator)
     length = memory_operator("edges", steep, 3 * steep.bytes, 9 * steep.bytes * picture.grad)
     return tape.record(ShapeCall((slopes,), steep, saved=(slopes, steep) if picture.grad else ()), length)
-
-
-def _difference(tape: Tape, one: Value, other: Value) -> Value:
-    """Mean squared and smooth absolute difference; both pictures are kept."""
-    loss = tape.value(1, Division.WHOLE)
-    operator = memory_operator("loss", one, 4 * one.bytes, 8 * one.bytes, count=2)
-    return tape.record(ShapeCall((one, other), loss, saved=(one, other)), operator)

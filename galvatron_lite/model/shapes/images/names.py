@@ -1,7 +1,8 @@
 """From an image network's published name to its graph, by rules a family.
 
-Names follow the common convention of model zoos (``resnext50_32x4d``, ``regnety_032``, ``tf_efficientnet_b3_ns``): what
-only tells how or by whom the weights were trained is dropped. A name no rule knows has no graph: ``summary`` may do.
+Names follow the common convention of model zoos (``resnext50_32x4d``, ``regnety_032``, ``tf_efficientnet_b3_ns``):
+suffixes that only say how or by whom the weights were trained are dropped. Of a name that no rule covers, a graph from
+totals may do (``summary``).
 """
 
 from __future__ import annotations
@@ -9,34 +10,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.fields import ConvNextShape, VitShape
-from galvatron_lite.model.shapes.images.classic import (
-    cross_graph,
-    cross_of,
-    dense_graph,
-    normfree_graph,
-    normfree_of,
-    vgg_graph,
-)
-from galvatron_lite.model.shapes.images.evolved import evolved_graph
-from galvatron_lite.model.shapes.images.mirrored import MEDICAL, medical_graph, mirrored_graph
-from galvatron_lite.model.shapes.images.mobile import mixnet_graph, mixnet_of, mobile_graph
-from galvatron_lite.model.shapes.images.mobile_tables import mobile_of
-from galvatron_lite.model.shapes.images.residual import (
+from galvatron_lite.model.shapes.fields import ConvNextShape, RegNetShape, VggShape, VitShape
+from galvatron_lite.model.shapes.images.convnets import (
     LINES,
     Residual,
-    branched_graph,
-    branched_of,
     detector_graph,
-    regular_graph,
+    picture_graph,
     residual_graph,
+    widths_of,
 )
-from galvatron_lite.model.shapes.images.tokens import tokens_graph, tokens_of
+from galvatron_lite.model.shapes.images.evolved import evolved_graph
+from galvatron_lite.model.shapes.images.mirrored import MEDICAL, medical_graph, pooled_graph
+from galvatron_lite.model.shapes.images.mobile import mobile_graph, mobile_of
 
-_TRAINED = r"(?:_(?:in1k|in21k|in22k|in22ft1k|in21ft1k|384|miil|ra|a1h|tv|hnf|ols|in21k))*"
+_TRAINED = r"(?:_(?:in1k|in21k|in22k|in22ft1k|in21ft1k|384|miil|ra|a1h|tv|hnf|ols))*"
 _DEPTHS = {
     "10": (1, 1, 1, 1), "14": (1, 1, 1, 1), "18": (2, 2, 2, 2), "26": (2, 2, 2, 2), "34": (3, 4, 6, 3),
     "50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3), "200": (3, 24, 36, 3), "269": (3, 30, 48, 8),
@@ -48,7 +37,9 @@ _RESNET = (
     r"(?P<depth>(?:rs)?\d+)(?:_?v?1?(?P<variant>b|c|d|s|t))?(?P<wide2>_2)?(?:_(?P<groups>\d+)x(?P<width>\d+)d)?"
 )
 _STEMS = {"c": (32, 32, 64), "d": (32, 32, 64), "s": (64, 64, 128), "t": (24, 32, 64)}
+_VGG = {"11": (1, 1, 2, 2, 2), "13": (2, 2, 2, 2, 2), "16": (2, 2, 3, 3, 3), "19": (2, 2, 4, 4, 4)}
 Builder = Callable[[int, int, str, int], ModelGraph]
+"""The graph from side, classes, precision and bytes of an item."""
 
 
 def canonical(name: str) -> str:
@@ -58,46 +49,16 @@ def canonical(name: str) -> str:
     return re.sub(r"^efficientnet_v2_", "efficientnetv2_", plain)
 
 
-def _preactive_of(name: str) -> Residual | None:
-    found = re.fullmatch(r"resnetv2_(\d+)(?:x(\d)_bit\w*|([dts]?)(_gn)?)", name)
-    if not found or found[1] not in _DEPTHS:
-        return None
-    stem = _STEMS[found[3]] if found[3] else (64,)
-    return Residual(
-        depths=_DEPTHS[found[1]],
-        preactive=True,
-        wide=int(found[2] or 1),
-        stem=stem,
-        average_down=bool(found[3]),
-        grouped_norm=bool(found[2] or found[4]),
-    )
-
-
-def _split_of(name: str) -> Residual | None:
-    """ResNeSt: ``resnest50d``, or with ``_4s2x40d`` splits, groups and width."""
-    found = re.fullmatch(r"resnest(\d+)(d|e)(?:_(\d)s(\d)x(\d+)d)?", name)
-    if not found or found[1] not in _DEPTHS:
-        return None
-    return Residual(
-        depths=_DEPTHS[found[1]], groups=int(found[4] or 1), group_width=int(found[5] or 64), average_down=True,
-        stem=(64, 64, 128) if found[2] == "e" else (32, 32, 64), splits=int(found[3] or 2), pool_first=bool(found[3]),
-    )  # fmt: skip
-
-
 def residual_of(name: str) -> Residual | None:
-    """The residual network that a name means; None: none of this family."""
-    if name.startswith("resnetv2"):
-        return _preactive_of(name)
-    if name.startswith("resnest"):
-        return _split_of(name)
+    """The residual network of a name; None: none of this family."""
     found = re.fullmatch(_RESNET + _TRAINED, name)
     if not found or found["depth"] not in _DEPTHS:
         return None
-    scaled, basic = found["depth"].startswith("rs"), found["depth"] in ("18", "34") or found["depth"] == "10"
-    variant = "d" if scaled else found["variant"] or ""
+    scaled, variant = found["depth"].startswith("rs"), found["variant"] or ""
+    variant = "d" if scaled else variant
     squeeze = {"se": 1 / 16, "eca": -1.0}.get(found["attention"] or "", 0.0)
     return Residual(
-        depths=_DEPTHS[found["depth"]], basic=basic, groups=int(found["groups"] or 1),
+        depths=_DEPTHS[found["depth"]], basic=found["depth"] in ("10", "18", "34"), groups=int(found["groups"] or 1),
         group_width=128 if found["wide"] else int(found["width"] or 64), stem=_STEMS.get(variant, (64,)),
         pool=not scaled, average_down=variant in ("d", "t"), squeeze=0.25 if scaled else squeeze,
         blur=bool(found["blur"]), early=name.startswith("legacy_") and not found["next"],
@@ -174,40 +135,42 @@ def vit_of(name: str, side: int = 224, classes: int = 1000) -> VitShape | None:
 
 
 def shape_of_name(name: str, side: int) -> ConvNextShape | VitShape | None:
-    """The shape of a name whose family has a shape of its own; None: ``builder_of`` may know it."""
+    """The shape of a name whose family has a shape of its own; None: ``builder_of`` may have it."""
     return convnext_of(name, side) or vit_of(name, side)
 
 
-_SPECIFIED: tuple[tuple[Callable[[str], Any], Callable[..., ModelGraph]], ...] = (
-    (residual_of, residual_graph),
-    (mobile_of, mobile_graph),
-    (normfree_of, normfree_graph),
-    (tokens_of, tokens_graph),
-    (mixnet_of, mixnet_graph),
-    (branched_of, branched_graph),
-    (cross_of, cross_graph),
-)
-"""What a name means in each family, None where it is none of the family's; and the graph of that."""
-
-
 def builder_of(name: str) -> Builder | None:
-    """What makes the graph of a name from side, classes, precision and bytes an item; None: no rule knows the name."""
-    for spec_of, graph_of in _SPECIFIED:
-        if spec := spec_of(name):
-            return partial(graph_of, name, spec)
-    if (found := re.fullmatch(r"regnet([xy]_\d{3})", name)) and found[1] in LINES:
-        return partial(regular_graph, name, found[1])
-    if found := re.fullmatch(r"(?:tv_)?vgg(11|13|16|19)(_bn)?", name):
-        return partial(vgg_graph, name, int(found[1]), bool(found[2]))
-    if found := re.fullmatch(r"(?:tv_)?densenet(121|161|169|201|264)", name):
-        return partial(dense_graph, name, int(found[1]))
-    if found := re.fullmatch(r"amoebanet_d_l(\d+)_d(\d+)", name):
-        return partial(evolved_graph, name, int(found[1]), int(found[2]))
+    """Makes the graph of a name, under autocast; None: no rule covers the name."""
+    if residual := residual_of(name):
+        return partial(residual_graph, name, residual)
+    if mobile := mobile_of(name):
+        return partial(mobile_graph, name, mobile)
     if name in MEDICAL:
         return lambda _, __, precision, size: medical_graph(name, MEDICAL[name], precision, size)
     if name == "ssd300_resnet50":
         return lambda side, _, precision, size: detector_graph(name, side, precision, size)
+    if found := re.fullmatch(r"amoebanet_d_l(\d+)_d(\d+)", name):
+        return partial(evolved_graph, name, int(found[1]), int(found[2]))
     if found := re.fullmatch(r"unet_b(\d+)_c(\d+)", name):
         count, base = int(found[1]), int(found[2])
-        return lambda side, _, precision, size: mirrored_graph(name, count, base, side, precision, size)
+        return lambda side, _, precision, size: pooled_graph(name, count, base, side, precision, size)
+    if (found := re.fullmatch(r"regnet([xy]_\d{3})", name)) and found[1] in LINES:
+        return partial(_regnet_named, name, found[1])
+    if found := re.fullmatch(r"(?:tv_)?vgg(11|13|16|19)", name):
+        return partial(_vgg_named, name, _VGG[found[1]])
     return None
+
+
+def _regnet_named(name: str, key: str, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
+    shape = RegNetShape(
+        name=name, widths=tuple(widths_of(LINES[key])), group=LINES[key][3], squeeze=key.startswith("y"),
+        image_size=side, classes=classes,
+    )  # fmt: skip
+    return picture_graph(shape, precision, item_bytes, autocast=True)
+
+
+def _vgg_named(
+    name: str, depths: tuple[int, ...], side: int, classes: int, precision: str, item_bytes: int
+) -> ModelGraph:
+    shape = VggShape(name=name, depths=depths, image_size=side, classes=classes)
+    return picture_graph(shape, precision, item_bytes, autocast=True)

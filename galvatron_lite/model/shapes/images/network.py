@@ -1,136 +1,135 @@
-"""Layers of an image network one after the other, equal ones of one kind, made into a ``ModelGraph``."""
+"""Layers of an image network one after the other, equal ones of one kind, made into a ``ModelGraph``.
+
+Tensor parallelism is not offered: convolutional blocks have no pair of column-split and row-split matmuls.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role, SplitDims
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, SplitDims, TensorSplit
+from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.assemble import assemble
-from galvatron_lite.model.shapes.calls import Division
-from galvatron_lite.model.shapes.convolution import Extent, global_pool, handed_on
-from galvatron_lite.model.shapes.images.flow import ImageFlow
-from galvatron_lite.model.shapes.tape import Tape
+from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
+from galvatron_lite.model.shapes.records import Division, Value
+from galvatron_lite.model.shapes.tape import Tape, assemble
 from galvatron_lite.model.sides import SIDES
 
-_REASON = "A convolutional block has no pair of column-split and row-split matmuls."
+NOT_SPLIT = "A convolutional block has no pair of column-split and row-split matmuls."
 Step = Callable[..., object]
-"""Passes a ``ImageFlow`` through a layer's operators: ``step(flow, **settings)``."""
-_Picture = tuple[int, Extent, int, bool]
-"""Channels, extent, bytes of an item, and whether it is kept already."""
-Place = tuple[int, Extent, int, bool]
-"""A picture on its way: channels, extent, bytes of an item, and whether it is the batch's."""
-
-
-def _nothing(_: ImageFlow) -> None:
-    """No operator."""
+"""Passes an ``ImageFlow`` through a layer's operators: ``step(flow, **settings)``."""
+Place = tuple[int, Extent, bool]
+"""A picture between layers: channels, extent, and whether it is the batch's, which takes no gradient."""
 
 
 @dataclass(slots=True)
 class NetworkBuilder:
-    """Layers of a network as they are added; a builder, used once."""
+    """Layers of a network as they are added; used once."""
 
     name: str  # for people
     item_bytes: int  # of activations
-    channels: int  # of the picture as it stands
-    extent: Extent  # of the picture as it stands
-    # of the layers so far, by what makes them equal
-    kinds: dict[tuple[object, ...], tuple[LayerKind, _Picture]] = field(default_factory=dict)
-    layers: list[Layer] = field(default_factory=list)  # between stem and head, in the order they run
-    wide: int = 0  # bytes of an item of the picture as it stands
-    held: bool = False  # whether the picture as it stands is kept for the backward pass of the layer that made it
+    channels: int  # of the current picture
+    extent: Extent  # of the current picture
+    kernels: Kernels = EAGER
     # below fp32 pictures come and weights stay in fp32, and are cast; else all is in one precision
     autocast: bool = True
-    given: bool = False  # whether the picture as it stands is the batch's, which takes no gradient
+    # of the layers so far, by what makes them equal: the kind, and the picture after it
+    kinds: dict[tuple[object, ...], tuple[LayerKind, int, Extent, bool]] = field(default_factory=dict)
+    layers: list[Layer] = field(default_factory=list)  # between stem and head, in the order they run
+    held: bool = False  # whether the current picture is kept for the backward pass of the layer that made it
+    of_batch: bool = False  # whether the current picture is the batch's, which takes no gradient
 
     def begin(self) -> None:
         """Nothing before the blocks: the first of them takes the batch's picture."""
-        self._add("before", _nothing, {}, grad=False)
-        self.given = True
+        self._add("before", lambda _: None, {}, grad=False)
+        self.of_batch = True
 
     def stem(self, step: Step, **settings: object) -> None:
         """The first layer; no gradient flows to the picture that enters it."""
         self._add("before", step, settings, grad=False)
 
-    def block(self, step: Step, at: str = "", **settings: object) -> None:
+    def block(self, step: Step, at: str = "", kind: str = "", **settings: object) -> None:
         """One more layer; equal to an earlier one where its step, settings and picture are."""
-        kind = self._add("", step, settings, grad=not self.given)
-        self.given = False
-        self.layers.append(Layer(at or f"blocks.{len(self.layers)}", kind.name, Role.BLOCK))
+        added = self._add(kind, step, settings, grad=not self.of_batch)
+        self.of_batch = False
+        self.layers.append(Layer(at or f"blocks.{len(self.layers)}", added.name, Role.BLOCK))
 
     @property
     def place(self) -> Place:
-        """The picture as it stands, to go on from later."""
-        return self.channels, self.extent, self.wide, self.given
+        """The current picture, to go on from later."""
+        return self.channels, self.extent, self.of_batch
 
     def go_on(self, place: Place) -> None:
-        """Let the next layer take a picture of before, which counts there where it is kept."""
-        self.channels, self.extent, self.wide, self.given = place
+        """Let the next layer take an earlier picture, which counts there where it is kept."""
+        self.channels, self.extent, self.of_batch = place
         self.held = False
 
     def _add(self, name: str, step: Step, settings: dict[str, object], *, grad: bool) -> LayerKind:
-        key = (step, grad, self.channels, self.extent, self.wide, self.held, *settings.items())
+        key = (name, step, grad, self.channels, self.extent, self.held, *settings.items())
         if key not in self.kinds:
-            self.kinds[key] = self._build(name or f"block{len(self.kinds)}", step, settings, grad)
-        kind, picture = self.kinds[key]
-        self.channels, self.extent, self.wide, self.held = picture
+            flow = self._enter(grad)
+            step(flow, **settings)
+            kind, held = without_output(self._kind(flow, name or f"block{len(self.kinds)}"), flow.value, flow.tape)
+            self.kinds[key] = kind, flow.channels, flow.extent, held
+        kind, self.channels, self.extent, self.held = self.kinds[key]
         return kind
 
-    def _build(self, name: str, step: Step, settings: dict[str, object], grad: bool) -> tuple[LayerKind, _Picture]:
-        flow = self._enter(grad)
-        step(flow, **settings)
-        kind, held = handed_on(self._kind(flow, name), flow.value, flow.tape)
-        return kind, (flow.channels, flow.extent, flow.value.item_bytes, held)
-
     def _enter(self, grad: bool) -> ImageFlow:
-        """The picture at the beginning of a layer; under mixed precision the network's own is cast from fp32."""
-        tape = Tape(self.item_bytes)
-        items = self.channels * prod(self.extent)
-        x = tape.enter(items, Division.WHOLE, self.wide, grad=grad)
+        """The picture at the beginning of a layer; under autocast the network's input is cast from fp32."""
+        tape = Tape(self.item_bytes, self.kernels)
+        x = tape.enter(self.channels * prod(self.extent), Division.WHOLE, grad=grad)
         if self.held:
             tape.keep(x)
         if not grad and self.autocast and self.item_bytes < ops.FP32:
-            tape.keep(tape.value(items, Division.WHOLE, ops.FP32, grad=False))
+            tape.keep(tape.value(x.items, Division.WHOLE, ops.FP32, grad=False))
         return ImageFlow(tape, x, self.channels, self.extent)
 
     def _kind(self, flow: ImageFlow, name: str) -> LayerKind:
-        named = dict(zip(SIDES[-len(self.extent) :], self.extent, strict=True))
-        dims = SplitDims(in_channels=self.channels, out_channels=flow.channels, **named)
-        block, tape = name not in ("before", "after"), flow.tape
-        if self.autocast and self.item_bytes < ops.FP32:
-            # mixed precision keeps the weights' half-precision copies from forward to backward, whatever the batch
-            tape.buffer_bytes += self.item_bytes * tape.weights[Division.WHOLE]
-        return tape.kind(name, (flow.value,), dims, tensor_reason=_REASON, recomputed=block)
-
-    def finish(self, classes: int, precision: str, step: Step | None = None, **settings: object) -> ModelGraph:
-        """The graph, closed by a head: ``step``, mean of all pixels, linear classifier and loss."""
-
-        def head(flow: ImageFlow) -> None:
-            if step is not None:
-                step(flow, **settings)
-            classify(flow, classes)
-
-        return self.end(precision, head)
+        sides = dict(zip(SIDES[-len(self.extent) :], self.extent, strict=True))
+        dims = SplitDims(in_channels=self.channels, out_channels=flow.channels, **sides)
+        if (self.autocast or self.kernels.autocast) and self.item_bytes < ops.FP32:
+            # weights' copies in half precision, kept from forward to backward whatever the batch
+            flow.tape.buffer_bytes += self.item_bytes * flow.tape.weights[Division.WHOLE]
+        recomputed = name not in ("before", "after")
+        return flow.tape.kind(name, (flow.value,), dims, tensor_reason=NOT_SPLIT, recomputed=recomputed)
 
     def end(self, precision: str, step: Step, **settings: object) -> ModelGraph:
         """The graph, closed by a step that ends in a loss."""
         flow = self._enter(grad=True)
         step(flow, **settings)
-        kinds = [kind for kind, _ in self.kinds.values()]
+        kinds = [kind for kind, *_ in self.kinds.values()]
         return assemble(self.name, [*kinds, self._kind(flow, "after")], self.layers, sequence=1, precision=precision)
+
+
+def without_output(kind: LayerKind, output: Value, tape: Tape) -> tuple[LayerKind, bool]:
+    """A kind without its output among what it keeps, and whether it kept it.
+
+    An activation in place at a layer's end keeps its output, which the next layer's first convolution keeps too: one
+    tensor, counted with the layer that it enters (``Tape.keep``). While the layer itself computes it is there as well.
+    Selective recomputation that would keep more is left out (see ``Tape``).
+    """
+    if not any(value.key == output.key for call, _ in tape.records for value in call.saved):
+        return kind, False
+    none = kind.kept[Recompute.NONE]
+    left = replace(none, whole=none.whole - output.held)
+    kept = {choice: size for choice, size in kind.kept.items() if size.total <= left.total or choice is Recompute.FULL}
+    working, forward = (_with_whole(live, output.held) for live in (kind.working, kind.forward_working))
+    return replace(kind, kept=kept | {Recompute.NONE: left}, working=working, forward_working=forward), True
+
+
+def _with_whole(split: TensorSplit, size: int) -> TensorSplit:
+    return replace(split, whole=split.whole + size)
 
 
 def classify(flow: ImageFlow, classes: int) -> None:
     """Mean of all pixels, linear classifier, cross-entropy."""
     if flow.pixels > 1:
-        flow.value = global_pool(flow.tape, "pool", flow.value, flow.channels)
-        flow.extent = (1,) * len(flow.extent)
-    flow.linear(classes)
-    compare(flow)
+        flow.mean()
+    compare(flow.linear(classes))
 
 
 def compare(flow: ImageFlow) -> None:
-    """Cross-entropy of what stands at every pixel."""
+    """Cross-entropy of the values at every pixel."""
     flow.value = ops.cross_entropy(flow.tape, "loss", flow.value, flow.tape.labels(flow.pixels))

@@ -19,9 +19,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import Strict
 from galvatron_lite.limits import Name
 from galvatron_lite.model.graph import ModelGraph, Operator, OperatorClass
-from galvatron_lite.model.shapes.calls import Division, ShapeCall
 from galvatron_lite.model.shapes.images.flow import ImageFlow
-from galvatron_lite.model.shapes.images.network import NetworkBuilder
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify
+from galvatron_lite.model.shapes.records import Division, ShapeCall
 from galvatron_lite.model.shapes.tape import memory_operator
 
 LAYERS = 50  # convolutions of a typical network; only launches depend on it
@@ -62,16 +62,11 @@ def summary_graph(totals: ImageTotals, precision: str, item_bytes: int) -> Model
         if getattr(totals, field) <= 0:
             raise InputError(field, getattr(totals, field), "Give the network's total, above 0.")
     outputs = max(WIDTH, int(totals.activations / LAYERS))
-    pixels = max(1, outputs // WIDTH)
-    net = NetworkBuilder(totals.name, item_bytes, WIDTH, (1, pixels))
-    net.stem(_identity)
+    net = NetworkBuilder(totals.name, item_bytes, WIDTH, (1, max(1, outputs // WIDTH)))
+    net.stem(lambda _: None)
     for _ in range(LAYERS):
         net.block(_mean_layer, totals=totals)
-    return net.finish(1000, precision)
-
-
-def _identity(flow: ImageFlow) -> None:
-    """The picture enters as it is."""
+    return net.end(precision, classify, classes=1000)
 
 
 def _mean_layer(flow: ImageFlow, totals: ImageTotals) -> None:
@@ -87,16 +82,10 @@ def _mean_layer(flow: ImageFlow, totals: ImageTotals) -> None:
         weight * tape.item_bytes, channels_last=totals.channels_last or totals.tokens,
     )  # fmt: skip
     flow.value = tape.record(ShapeCall((x,), out, saved=(x,), anchor=(out,)), operator)
-    norm = "inplace" if totals.inplace else "layer" if totals.tokens else "batch"
-    _normalise(flow, KEPT_BY_NORMS[norm])
-    flow.activate()
-    passes = memory_operator("beside", flow.value, *(times * flow.value.bytes for times in BESIDE))
-    flow.tape.extra(passes)
-
-
-def _normalise(flow: ImageFlow, share: float) -> None:
-    """Normalisation that keeps so much of its input."""
-    items = round(flow.value.items * share)
     flow.normalise()
-    call, operator = flow.tape.records[-1]
-    flow.tape.records[-1] = (replace(call, saved=(flow.tape.value(items, Division.WHOLE),)), operator)
+    share = KEPT_BY_NORMS["inplace" if totals.inplace else "layer" if totals.tokens else "batch"]
+    call, operator = tape.records[-1]
+    kept = tape.value(round(flow.value.items * share), Division.WHOLE)
+    tape.records[-1] = (replace(call, saved=(kept,)), operator)
+    flow.activate()
+    tape.extra(memory_operator("beside", flow.value, *(times * flow.value.bytes for times in BESIDE)))

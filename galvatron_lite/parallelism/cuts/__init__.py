@@ -1,1 +1,0 @@
-"""Tensors that are cut along some dims, and what functions do with them."""

@@ -1,0 +1,287 @@
+"""Calls of torch functions: reading their arguments, aligning their operands, and gathering what has no rule."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.overrides import handle_torch_function, has_torch_function
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import map_tensors
+from galvatron_lite.parallelism.sharded.collectives import full_tensor, gather_dims, local_part
+from galvatron_lite.parallelism.sharded.groups import AxisGroup
+from galvatron_lite.parallelism.sharded.tensor import (
+    Call,
+    Handler,
+    ShardedTensor,
+    ShardSpec,
+    ShardSpecs,
+    global_shape,
+    locals_only,
+    sharded_tensors,
+    specs_of,
+    wrap_locals,
+)
+
+# Arguments
+
+
+def argument(call: Call, position: int, name: str, default: Any = None) -> Any:
+    """An argument by position or by name."""
+    return call.args[position] if len(call.args) > position else call.kwargs.get(name, default)
+
+
+def arguments(call: Call, public: Callable[..., Any], built_in: Sequence[str] = ()) -> dict[str, Any]:
+    """Arguments by the names of a documented function, with its defaults.
+
+    Args:
+        call: of it, or of torch's built-in function of the same name.
+        public: the documented function.
+        built_in: names of the arguments of the built-in function, in order; none where there is none.
+    """
+    names, defaults = _signature(public)
+    order = names if call.function is public or not built_in else built_in
+    return {**defaults, **dict(zip(order, call.args, strict=False)), **call.kwargs}
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of the arguments, in order, and defaults by name."""
+    parameters = inspect.signature(function).parameters
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
+    return tuple(parameters), defaults
+
+
+def input_first(call: Call) -> Call:
+    """The call with its first argument by position, also where it was passed as ``input=``; without ``out``.
+
+    Raises:
+        InputError: the result is to be written to a tensor.
+    """
+    if call.kwargs.get("out") is not None:
+        raise InputError(f"out= of {call.name}", "a tensor", "Use what the function returns: pictures are split.")
+    if call.args or "input" not in call.kwargs:
+        return call
+    rest = {name: value for name, value in call.kwargs.items() if name != "input"}
+    return call._replace(args=(call.kwargs["input"],), kwargs=rest)
+
+
+def in_place(call: Call) -> bool:
+    """Whether a call writes to its first argument."""
+    if call.name.startswith("__"):
+        return call.name in _WRITING
+    return call.name.endswith("_") or bool(call.kwargs.get("inplace"))
+
+
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_WRITING = frozenset(["__setitem__", *map("__i{}__".format, _OPERATORS)])
+
+
+def tensors_among(call: Call) -> list[Tensor]:
+    """The tensors among the arguments, in order; not those in lists."""
+    return [one for one in chain(call.args, call.kwargs.values()) if isinstance(one, Tensor)]
+
+
+def handled_by(handler: Handler, names: str) -> dict[str, Handler]:
+    """A table in which one handler does several functions, named between spaces."""
+    return dict.fromkeys(names.split(), handler)
+
+
+def on_locals(call: Call) -> Any:
+    """The function on the local tensors."""
+    with locals_only():
+        return call.function(*call.args, **call.kwargs)
+
+
+def wrap_like(call: Call, result: Any, tensor: Tensor) -> Any:
+    """What a function made of shards, sharded as a tensor is."""
+    return wrap_locals(result, specs_of(tensor), call.rules)
+
+
+# Alignment: operands of one function, sharded alike
+
+
+def same_group(one: AxisGroup, other: AxisGroup) -> bool:
+    """Whether two groups are the same ranks."""
+    return one is other or one == other
+
+
+def same_spec(one: ShardSpec, other: ShardSpec) -> bool:
+    """Whether two dims are sharded alike, wherever they are in their tensors."""
+    return one.extent == other.extent and same_group(one.group, other.group)
+
+
+def spec_at(specs: ShardSpecs, dim: int) -> ShardSpec | None:
+    """The spec of a dim."""
+    return next((spec for spec in specs if spec.dim == dim), None)
+
+
+def without_dims(specs: ShardSpecs, dims: Sequence[int]) -> ShardSpecs:
+    """The specs of a tensor that has lost dims, which were not sharded."""
+    return tuple(spec.at_dim(spec.dim - sum(dim < spec.dim for dim in dims)) for spec in specs)
+
+
+def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that shapes are broadcast to."""
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def common_specs(tensors: Sequence[Tensor]) -> ShardSpecs:
+    """How the result of a pointwise function of tensors is sharded.
+
+    Raises:
+        RuntimeError: the global shapes cannot be broadcast.
+    """
+    shape = broadcast(*map(global_shape, tensors))
+    shifted = [[spec.at_dim(spec.dim + len(shape) - one.dim()) for spec in specs_of(one)] for one in tensors]
+    return first_specs([spec for spec in specs if spec.extent == shape[spec.dim]] for specs in shifted)
+
+
+def first_specs(several: Iterable[Iterable[ShardSpec]]) -> ShardSpecs:
+    """Of each dim the first spec, unless its group already shards another dim."""
+    specs = dict[int, ShardSpec]()
+    for spec in chain.from_iterable(several):
+        if spec.dim not in specs and not any(same_group(spec.group, other.group) for other in specs.values()):
+            specs[spec.dim] = spec
+    return tuple(specs[dim] for dim in sorted(specs))
+
+
+def align(tensor: Tensor, specs: ShardSpecs, dims: int) -> Tensor:
+    """The local part of an operand of a function whose result has ``dims`` dims and these specs.
+
+    Where the operand is sharded otherwise it is gathered; where it is full this rank takes its part. Extents of 1 are
+    broadcast. Call it within ``locals_only``.
+    """
+    before = dims - tensor.dim()
+    kept = specs_of(tensor)
+    for spec in kept:
+        wanted = spec_at(specs, spec.dim + before)
+        if wanted is None or not same_spec(spec, wanted):
+            tensor, kept = gather_dims(tensor, [spec]), tuple(one for one in kept if one is not spec)
+    for wanted in specs:
+        dim = wanted.dim - before
+        if dim >= 0 and spec_at(kept, dim) is None and (tensor.shape[dim] != 1 or wanted.extent == 1):
+            tensor = local_part(tensor, wanted, dim)
+    return tensor
+
+
+def align_all(call: Call, specs: ShardSpecs, dims: int) -> Call:
+    """The call with every tensor among its arguments aligned; see ``align``."""
+
+    def aligned(value: Any) -> Any:
+        return align(value, specs, dims) if isinstance(value, Tensor) else value
+
+    kwargs = {name: aligned(one) for name, one in call.kwargs.items()}
+    return call._replace(args=tuple(map(aligned, call.args)), kwargs=kwargs)
+
+
+# Fallback: the tensor is gathered, and the function runs on it on every rank
+
+_FLAT_IMAGE = 4
+"""Dims of images without depth."""
+
+
+def on_full(call: Call) -> Any:
+    """Gather every sharded tensor among the arguments and call the function on every rank; warn once a place.
+
+    Raises:
+        InputError: the function would write to a sharded tensor.
+    """
+    refuse_write(call)
+    warn_gathered(call, next(sharded_tensors((call.args, call.kwargs))))
+    return call_full(call)
+
+
+def call_full(call: Call) -> Any:
+    """Call the function with full tensors; gradients follow."""
+    return call.function(*map_tensors(call.args, full_tensor), **map_tensors(call.kwargs, full_tensor))
+
+
+def refuse_write(call: Call) -> None:
+    """Raises InputError where a call would write to a sharded tensor: it would write to a gathered copy."""
+    target = call.args[0] if call.args and in_place(call) else call.kwargs.get("out")
+    written = next(sharded_tensors(target), None)
+    if written is not None:
+        remedy = "Write what returns a new tensor instead (x = x.add(y) for x.add_(y), torch.where, torch.cat), or "
+        field = f"{call.name} of a split {written.rules.what}"
+        raise InputError(field, _place(_caller()), f"{remedy}{keep_full(written)}")
+
+
+def warn_gathered(call: Call, tensor: ShardedTensor) -> None:
+    """Warn, once a place in the user's code and on the first rank only, that a function gathers a tensor."""
+    if any(spec.group.rank for spec in tensor.specs):
+        return
+    frame = _caller()
+    what = tensor.rules.what
+    why = call.because or f"has no rule for split {what}s"
+    message = (
+        f"torch.{call.name} {why}: in {_place(frame)} the whole {what} is gathered on every "
+        f"rank, and what follows is computed by all of them. If that costs too much, {keep_full(tensor)}"
+    )
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def keep_full(tensor: ShardedTensor) -> str:
+    """How to plan so that a layer sees full tensors: without the degrees that may have sharded this one."""
+    flat = len(global_shape(tensor)) == _FLAT_IMAGE
+    names = " ".join(f"--fix LAYER.{name}=1" for name in tensor.rules.pins if not (flat and name == "depth"))
+    return f"keep its layer whole: plan with {names} (LAYER: its name in the plan)."
+
+
+def _caller() -> FrameType:
+    """The innermost frame outside torch and this package; the outermost frame where there is none."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_internal(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_internal(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "galvatron_lite")
+
+
+def _place(frame: FrameType) -> str:
+    module = frame.f_locals.get("self")
+    name = f"{type(module).__name__}, " if isinstance(module, nn.Module) else ""
+    return f"{name}{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+# Custom autograd functions
+
+_INTERNAL = ("galvatron_lite.", "torch.")
+"""Packages whose functions mean local tensors."""
+
+
+def intercept_custom_functions() -> None:
+    """Send custom autograd functions that are given sharded tensors to the rules; call it as often as you like.
+
+    ``torch.autograd.Function.apply`` is no torch function: it takes a tensor's memory as it is, here a shard. Torch has
+    no public extension point for it, so this puts a method between ``Function`` and its base in C++ (user code may hold
+    ``MyFunction.apply`` already). Without sharded tensors among the arguments it calls torch's own.
+    """
+    _SingleLevelFunction.apply = classmethod(_apply_custom)  # type: ignore[attr-defined]
+
+
+def _apply_custom(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    apply = super(_SingleLevelFunction, cls).apply
+    sharded = () if cls.__module__.startswith(_INTERNAL) else tuple(sharded_tensors((args, kwargs)))
+    if not sharded or not has_torch_function(sharded):
+        return apply(*args, **kwargs)
+
+    def call_gathered(*args: Any, **kwargs: Any) -> Any:
+        return apply(*args, **kwargs)
+
+    call_gathered.__name__ = f"{cls.__name__}.apply"
+    return handle_torch_function(call_gathered, sharded, *args, **kwargs)

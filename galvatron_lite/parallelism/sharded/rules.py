@@ -1,0 +1,30 @@
+"""The handlers of everything that is neither a convolution's window nor a norm, for any dims that are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from galvatron_lite.parallelism.sharded import (
+    contractions,
+    indexing,
+    losses,
+    metadata,
+    pointwise,
+    randomness,
+    reductions,
+    shapes,
+)
+from galvatron_lite.parallelism.sharded.tensor import Handler
+
+COMMON: Mapping[str, Handler] = {
+    **metadata.METADATA,
+    **metadata.GRADIENTS,
+    **pointwise.HANDLERS,
+    **randomness.HANDLERS,
+    **shapes.HANDLERS,
+    **reductions.HANDLERS,
+    **indexing.HANDLERS,
+    **contractions.HANDLERS,
+    **losses.HANDLERS,
+}
+"""By the function's name; every way to shard adds its own."""

@@ -1,0 +1,337 @@
+"""Functions that change the size of images whose pixels ranks share: pads, crops, pixel shuffles and interpolation.
+
+Sides are done in turn. Along a sharded side a rank asks for the rows of the input that its rows of the result are made
+of (``sharded.collectives``), and makes them itself; along the others torch's own function runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache, wraps
+from math import prod
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.sharded.calls import argument, arguments, input_first, on_locals, wrap_like
+from galvatron_lite.parallelism.sharded.collectives import exchange_rows, redistribute
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, shards_of
+from galvatron_lite.parallelism.sharded.tensor import (
+    PIXELS,
+    Call,
+    Handler,
+    ShardSpec,
+    from_local,
+    global_shape,
+    specs_of,
+    to_local,
+)
+from galvatron_lite.parallelism.shares import Range
+from galvatron_lite.parallelism.spatial.norms import as_autocast
+from galvatron_lite.parallelism.spatial.windows import shard_range
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Pads
+
+
+def pad(call: Call) -> Any:
+    """``torch.nn.functional.pad`` (and ``torch.constant_pad_nd``) of a sharded tensor by any mode: a sharded tensor.
+
+    Raises:
+        InputError: a side is padded by more than torch allows.
+    """
+    tensor, amounts, mode, value = _pad_arguments(*call.args, **call.kwargs)
+    local, specs = to_local(tensor), specs_of(tensor)
+    pads = {local.dim() - 1 - index: (amounts[2 * index], amounts[2 * index + 1]) for index in range(len(amounts) // 2)}
+    extents = {spec.dim: spec.extent + sum(pads.get(spec.dim, ())) for spec in specs}
+    moved = [spec for spec in specs if any(pads.get(spec.dim, ()))]
+    fewest = [spec for spec in moved if extents[spec.dim] < spec.group.size]
+    if mode not in _SOURCES or fewest or (mode != "constant" and any(min(pads[spec.dim]) < 0 for spec in moved)):
+        return call.rules.otherwise(call)
+    dims = {spec.dim for spec in moved}
+    others = [0 if local.dim() - 1 - index // 2 in dims else amount for index, amount in enumerate(amounts)]
+    for spec in moved:
+        most = {"reflect": spec.extent - 1, "circular": spec.extent}.get(mode)
+        if most is not None and max(pads[spec.dim]) > most:
+            field = f"pad ({mode}): dim {spec.dim} of {spec.extent} shared by {spec.group.size}"
+            raise InputError(field, pads[spec.dim], f"Pad by at most {most}.")
+    if any(others):
+        local = functional.pad(local, others, mode, value)
+    for spec in moved:
+        local = _padded_side(local, spec, pads[spec.dim], mode, value or 0.0)
+    after = [ShardSpec(spec.dim, extents[spec.dim], spec.group) for spec in specs]
+    # what torch pads is never the tensor itself, even where it pads by nothing
+    return from_local(local if moved or any(others) else local.clone(), after, call.rules)
+
+
+def _pad_arguments(
+    input: Tensor,  # noqa: A002 - as torch names it
+    pad: Sequence[int],
+    mode: str | float = "constant",
+    value: float | None = None,
+) -> tuple[Tensor, tuple[int, ...], str, float | None]:
+    if isinstance(mode, str):
+        return input, tuple(pad), mode, value
+    return input, tuple(pad), "constant", mode  # constant_pad_nd's third argument is its value
+
+
+def _padded_side(local: Tensor, spec: ShardSpec, pads: tuple[int, int], mode: str, value: float) -> Tensor:
+    group = spec.group
+    places = [_pad_places(spec.extent, *pads, mode, group.size, rank) for rank in range(group.size)]
+    index, outside, _ = places[group.rank]
+    rows = redistribute(local, spec.dim, shards_of(spec.extent, group), tuple(one[2] for one in places), group)
+    if index is not None:
+        rows = rows.index_select(spec.dim, torch.tensor(index, device=rows.device))
+    return functional.pad(rows, [0, 0] * (rows.dim() - 1 - spec.dim) + [*outside], value=value)
+
+
+@lru_cache(maxsize=4096)
+def _pad_places(
+    extent: int, before: int, after: int, mode: str, degree: int, rank: int
+) -> tuple[tuple[int, ...] | None, Range, Pieces]:
+    """How a rank pads its side: which of the rows it wants become its own (None: all in order), how many of the value
+    come before and behind, and the rows that it wants."""
+    start, stop = shard_range(extent + before + after, degree, rank)
+    places = range(start - before, stop - before)
+    inside = (max(places.start, 0), min(places.stop, extent))
+    if mode == "constant":
+        outside = (min(max(-places.start, 0), len(places)), min(max(places.stop - extent, 0), len(places)))
+        return None, outside, (inside,) if inside[0] < inside[1] else ()
+    source = _SOURCES[mode]
+    rows = [source(place, extent) for place in places]
+    wanted = sorted(set(rows))
+    breaks = [n for n in range(1, len(wanted)) if wanted[n] != wanted[n - 1] + 1]
+    pieces = tuple(
+        (wanted[first], wanted[last - 1] + 1) for first, last in zip([0, *breaks], [*breaks, len(wanted)], strict=True)
+    )
+    position = {row: number for number, row in enumerate(wanted)}
+    return tuple(position[row] for row in rows), (0, 0), pieces
+
+
+_SOURCES: Mapping[str, Callable[[int, int], int]] = {
+    "constant": lambda place, extent: place,  # noqa: ARG005
+    "reflect": lambda place, extent: extent - 1 - abs(extent - 1 - abs(place)),
+    "replicate": lambda place, extent: min(max(place, 0), extent - 1),
+    "circular": lambda place, extent: place % extent,
+}
+"""Row of an image that a place holds, by what lies outside: a value, its mirror image, its last row, its other end."""
+
+# Pixel shuffles
+
+UNEVEN = "gathers pictures of this size by design, as ranks have not as many pixels each"
+
+
+def _shuffled(call: Call) -> Any:
+    """``pixel_shuffle`` and ``pixel_unshuffle``, on shards where ranks hold equally many pixels; else gathered."""
+    inner = input_first(call)
+    grows = call.name == "pixel_shuffle"
+    factor = Fraction(argument(inner, 1, "upscale_factor" if grows else "downscale_factor"))
+    image = inner.args[0]
+    local, specs = to_local(image), specs_of(image)
+    extents = [spec.extent * (factor if grows else 1 / factor) for spec in specs]
+    if specs[0].dim < local.dim() - 2:
+        return call.rules.otherwise(call)
+    if any(
+        extent % spec.group.size or spec.extent % spec.group.size for extent, spec in zip(extents, specs, strict=True)
+    ):
+        return call.rules.otherwise(call._replace(because=UNEVEN))
+    after = [ShardSpec(spec.dim, int(extent), spec.group) for spec, extent in zip(specs, extents, strict=True)]
+    return from_local(call.function(local, *inner.args[1:], **inner.kwargs), after, call.rules)
+
+
+# Interpolation
+
+
+@dataclass(frozen=True, slots=True)
+class ResampledSide:
+    """How one side of an image is resampled."""
+
+    mode: str  # along this side alone: nearest, nearest-exact, linear, bicubic or area
+    extent: int  # input rows
+    result: int  # output rows
+    factor: float | None  # the scale to take; None for that of the extents
+    align: bool | None  # whether the corners of first and last pixels are aligned; None: the mode has no such choice
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """What output rows of a rank are made of."""
+
+    rows: Range  # the input rows that they need
+    places: Tensor  # input rows of each tap of each output row, counted from the first of ``rows`` (taps, outputs)
+    weights: Tensor | None  # of those (taps, outputs); None where all are one
+
+
+def interpolate(call: Call) -> Any:
+    """``torch.nn.functional.interpolate`` and ``upsample`` of a sharded image; with antialiasing it is gathered.
+
+    Every mode works side by side: an output row is a weighted sum of input rows, and the weights are what torch makes
+    of the rows of an identity matrix. The map is linear: nothing is kept for backward.
+
+    Raises:
+        ValueError, NotImplementedError: torch's own, of arguments it refuses.
+    """
+    options = {"recompute_scale_factor": None, "antialias": False, **arguments(call, call.function)}
+    tensor = options.pop("input")
+    specs = specs_of(tensor)
+    pixels = [spec for spec in specs if spec.dim >= PIXELS]
+    if specs and not pixels:
+        return wrap_like(call, on_locals(call), tensor)
+    if not specs or options["antialias"]:
+        return call.rules.otherwise(call)
+    shape = global_shape(tensor)
+    result = functional.interpolate(torch.empty(shape, device="meta"), **options).shape
+    # means of areas are pools, which autocast leaves alone
+    local = to_local(tensor) if options["mode"] == "area" else as_autocast(to_local(tensor))
+    sides, shared = _resampled_sides(options, shape, result), {spec.dim for spec in pixels}
+    for spec in pixels:
+        local = _Resample.apply(local, spec.dim, sides[spec.dim - PIXELS], spec.group)  # type: ignore[no-untyped-call]
+    others = [dim for dim in range(PIXELS, len(shape)) if dim not in shared]
+    if prod(local.shape) == 0:  # which torch refuses
+        for dim in others:
+            local = _Resample.apply(local, dim, sides[dim - PIXELS], None)  # type: ignore[no-untyped-call]
+    elif others:
+        local = functional.interpolate(local, **_without_sides(options, shared, local.shape, result))
+    return from_local(local, [ShardSpec(spec.dim, result[spec.dim], spec.group) for spec in specs], call.rules)
+
+
+def _factors(options: Mapping[str, Any], sides: int) -> tuple[float, ...] | None:
+    """The scale of each side, where torch takes the scales that were passed."""
+    factor = options["scale_factor"]
+    if factor is None or options["recompute_scale_factor"]:
+        return None
+    return tuple(factor) if isinstance(factor, (tuple, list)) else (factor,) * sides
+
+
+def _resampled_sides(options: Mapping[str, Any], shape: Sequence[int], result: Sequence[int]) -> list[ResampledSide]:
+    mode = "linear" if options["mode"].endswith("linear") else options["mode"]
+    factors = _factors(options, len(shape) - PIXELS) or (None,) * (len(shape) - PIXELS)
+    sides = zip(shape[PIXELS:], result[PIXELS:], factors, strict=True)
+    return [ResampledSide(mode, *side, options["align_corners"]) for side in sides]
+
+
+def _without_sides(
+    options: Mapping[str, Any], done: set[int], shape: Sequence[int], result: Sequence[int]
+) -> dict[str, Any]:
+    """The arguments with which torch leaves the sides alone that are done."""
+    dims = range(PIXELS, len(shape))
+    factors = _factors(options, len(dims))
+    if factors is None:
+        size = [shape[dim] if dim in done else result[dim] for dim in dims]
+        return {**options, "size": size, "scale_factor": None, "recompute_scale_factor": None}
+    return {**options, "scale_factor": [1.0 if dim in done else factors[dim - PIXELS] for dim in dims]}
+
+
+def _in_thread(function: Callable[P, R]) -> Callable[P, R]:
+    """Run in a thread: what is cached has values, whatever modes this thread is in (dry runs)."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function, *args, **kwargs).result()
+
+    return run
+
+
+@lru_cache(maxsize=128)
+@_in_thread
+def _matrix(side: ResampledSide, dtype: torch.dtype, device: str) -> Tensor:
+    """Weights (input rows, output rows) as torch has them for this type on this device."""
+    with torch.inference_mode(False), torch.no_grad():
+        # two sides, as not every mode has one
+        rows = torch.eye(side.extent, dtype=dtype, device=device)[None, :, :, None]
+        mode = "bilinear" if side.mode == "linear" else side.mode
+        options: dict[str, Any] = {"mode": mode, "align_corners": side.align}
+        options |= {"size": (side.result, 1)} if side.factor is None else {"scale_factor": (side.factor, 1.0)}
+        return functional.interpolate(rows, **options)[0, :, :, 0].cpu()
+
+
+@lru_cache(maxsize=128)
+@_in_thread
+def _needed_rows(side: ResampledSide, degree: int, dtype: torch.dtype, device: str) -> tuple[Pieces, ...]:
+    """The input rows that the output rows of every rank need."""
+    used = _matrix(side, dtype, device) != 0
+    shares = [shard_range(side.result, degree, rank) for rank in range(degree)]
+    rows = [used[:, start:stop].any(1).nonzero().flatten().tolist() for start, stop in shares]
+    return tuple(((one[0], one[-1] + 1),) if one else () for one in rows)
+
+
+@lru_cache(maxsize=128)
+@_in_thread
+def _taps(side: ResampledSide, degree: int, rank: int, dtype: torch.dtype, device: torch.device) -> Taps:
+    """Of a rank's output rows; ``device``: where they are to be."""
+    pieces = _needed_rows(side, degree, dtype, _weights_device(device))[rank]
+    rows = pieces[0] if pieces else (0, 0)
+    start, stop = shard_range(side.result, degree, rank)
+    with torch.inference_mode(False), torch.no_grad():
+        matrix = _matrix(side, dtype, _weights_device(device))[rows[0] : rows[1], start:stop]
+        used = matrix != 0
+        count = int(used.sum(0).max()) if stop > start else 0
+        places = used.int().sort(dim=0, descending=True, stable=True).indices[:count]
+        weights = matrix.gather(0, places)
+        # taps that an output row does not have: its first once more, of no weight
+        places = torch.where(weights == 0, places[:1], places)
+        plain = count == 1 and bool((weights == 1).all())
+        return Taps(rows, places.to(device), None if plain else weights.to(device))
+
+
+def _weights_device(device: torch.device) -> str:
+    """Where weights are worked out: of tensors without values, on the CPU."""
+    return "cpu" if device.type == "meta" else str(device)
+
+
+def _along(weights: Tensor, dim: int, dims: int) -> Tensor:
+    """Weights of rows, to multiply an image with."""
+    return weights.view([-1 if one == dim else 1 for one in range(dims)])
+
+
+class _Resample(Function):
+    """Along one side, sharded by a group or (None) full."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, side: ResampledSide, group: AxisGroup | None) -> Tensor:
+        dtype = torch.promote_types(local.dtype, torch.float32)
+        degree, rank = (group.size, group.rank) if group else (1, 0)
+        taps = _taps(side, degree, rank, dtype, local.device)
+        held = tuple((shard_range(side.extent, degree, one),) for one in range(degree))
+        wanted = _needed_rows(side, degree, dtype, _weights_device(local.device))
+        ctx.how = (dim, held, wanted, group, taps)
+        rows = exchange_rows(local, dim, held, wanted, group)
+        shape = list(local.shape)
+        shape[dim] = taps.places.shape[1]
+        total = rows.new_zeros(shape, dtype=local.dtype if taps.weights is None else dtype)
+        for tap, places in enumerate(taps.places):
+            part = rows.index_select(dim, places)
+            if taps.weights is None:
+                return part
+            total.addcmul_(part.to(dtype), _along(taps.weights[tap], dim, local.dim()))
+        return total.to(local.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        dim, held, wanted, group, taps = ctx.how
+        shape = list(gradient.shape)
+        shape[dim] = taps.rows[1] - taps.rows[0]
+        total = gradient.new_zeros(shape, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        for tap, places in enumerate(taps.places):
+            part = gradient.to(total.dtype)
+            if taps.weights is not None:
+                part = part * _along(taps.weights[tap], dim, gradient.dim())
+            total.index_add_(dim, places, part)
+        return exchange_rows(total.to(gradient.dtype), dim, wanted, held, group), None, None, None
+
+
+HANDLERS: Mapping[str, Handler] = {
+    **dict.fromkeys(("pad", "constant_pad_nd"), pad),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), _shuffled),
+    **dict.fromkeys(("interpolate", "upsample"), interpolate),
+}

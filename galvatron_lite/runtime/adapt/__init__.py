@@ -1,1 +1,0 @@
-"""Adapting while training: what is measured beside what was predicted, a corrected profile, and plans made anew."""

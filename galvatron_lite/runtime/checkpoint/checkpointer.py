@@ -1,0 +1,430 @@
+"""Writing and reading checkpoints of a model that is split over the launched world."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import nn
+
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
+from galvatron_lite.files import write_text, write_value
+from galvatron_lite.folders import Content, begin_folder, content_of, put_in_place, remove_folder
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.alike import shares_samples
+from galvatron_lite.runtime.checkpoint.manifest import (
+    CONFIG,
+    FORMAT,
+    PLAN,
+    TRAINING,
+    Lineage,
+    Manifest,
+    TensorRecord,
+    layout_digest,
+    process_file,
+    read_manifest,
+    tensors_file,
+)
+from galvatron_lite.runtime.checkpoint.optimizer import (
+    blank_states,
+    check_members,
+    check_optimizer,
+    merged,
+    options_of,
+    put_options,
+    put_schedule,
+)
+from galvatron_lite.runtime.checkpoint.plain import (
+    RandomStates,
+    alone,
+    generators,
+    put_generators,
+    put_state,
+    read_plain,
+    state_of,
+    write_plain,
+)
+from galvatron_lite.runtime.checkpoint.saving import ExtraState, Resumed
+from galvatron_lite.runtime.checkpoint.sealed import META, TORN, checked, content_errors, survey, write_sealed
+from galvatron_lite.runtime.checkpoint.tensors import (
+    StoredTensor,
+    assign_pieces,
+    check_readable,
+    copied,
+    merge_records,
+    read_tensors,
+    stored_tensors,
+    write_pieces,
+)
+from galvatron_lite.runtime.peers import ProcessPeers, at_first, together
+from galvatron_lite.runtime.phases import Steering
+from galvatron_lite.runtime.pieces import Held, Parallel, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.scaling import LossScaler
+from galvatron_lite.world import SAVER
+
+TIMEOUT = 1800.0
+"""Seconds after which a silent rank is an error: more than a slow disk takes."""
+FIELD = "checkpoint"
+ROOM = (
+    "Free some space, or save elsewhere. Earlier checkpoints are unchanged, nothing is left of this attempt, and "
+    "training can go on."
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+class SavableModel(Parallel, Protocol):
+    """A model that can be saved; see ``ParallelModel``."""
+
+    plan: Plan
+    step: int
+    module: nn.Module
+    scaler: LossScaler | None
+    steering: Steering | None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that this process writes, so that training may continue meanwhile."""
+
+    held: list[Held]  # pieces of tensors
+    plain: dict[str, Any]  # files of plain data, by name
+    manifest: Manifest  # without tensors and files
+    plan: Plan
+    config: str | None  # a transformers model's configuration
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What a process has read of a checkpoint."""
+
+    stored: dict[str, StoredTensor]
+    training: dict[str, Any]
+    own: dict[str, Any]
+    random: dict[str, Any]
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of a model; every rank makes one, and calls its methods, at the same time."""
+
+    def __init__(self, parallel: SavableModel, timeout: float = TIMEOUT) -> None:
+        self._parallel, self._peers = parallel, ProcessPeers(timeout)
+        self._pending: Future[None] | None = None
+        self._lineage = Lineage()
+
+    def save(self, place: Path, state: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
+        """Write a checkpoint; see ``Saving.save``."""
+        self.finish()
+        if place.is_file():
+            raise InputError(FIELD, place, "There is a file of that name: give a folder for this checkpoint alone.")
+        snapshot = self._snapshot(state, step, asynchronous)
+        if not asynchronous:
+            self._write(place, snapshot, keep)
+            return
+        self._pending = pending = Future[None]()
+
+        def write() -> None:
+            try:
+                self._write(place, snapshot, keep)
+            except BaseException as error:
+                _LOG.error("%s", error)  # the process may end without waiting
+                pending.set_exception(error)
+            else:
+                pending.set_result(None)
+
+        threading.Thread(target=write, name=SAVER).start()
+
+    def finish(self) -> None:
+        """Wait until an asynchronous save is on the disk; raises what ``save`` does."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def load(self, folder: Path, state: ExtraState) -> Resumed:
+        """Load a checkpoint; see ``Saving.load``."""
+        self.finish()
+        return self._load(folder, self._verified(folder), state)
+
+    def load_latest(self, folder: Path, state: ExtraState, ignore_damaged: bool = False) -> Resumed | None:
+        """Load the newest intact checkpoint of a folder; see ``Saving.load_latest``."""
+        self.finish()
+        readable, damaged = at_first(self._peers, lambda: _checkpoints(folder), FIELD)
+        errors: list[InputError] = list(damaged)
+        for place, step in readable:
+            try:
+                manifest = self._verified(place)
+            except InputError as error:
+                errors.append(error)
+                continue
+            self._warn(errors, f"{place.name} (step {step}) is loaded instead.")
+            return self._load(place, manifest, state)
+        if errors and not ignore_damaged:
+            remedy = "No checkpoint is intact. Repair or delete them, or give ignore_damaged=True to start anew."
+            raise InputError(FIELD, folder, f"{' '.join(map(str, errors))} {remedy}")
+        self._warn(errors, "Training starts anew.")
+        return None
+
+    def _warn(self, errors: Sequence[InputError], instead: str) -> None:
+        if errors and self._peers.rank == 0:
+            warnings.warn(f"{' '.join(map(str, errors))} {instead}", stacklevel=5)
+
+    def _snapshot(self, state: ExtraState, step: int, asynchronous: bool) -> Snapshot:
+        parallel, peers, optimizer = self._parallel, self._peers, state.optimizer
+        contents = together(peers, lambda: self._plain(state), FIELD)
+        own = contents[peers.rank]
+        plain = {process_file(peers.rank): own["own"]}
+        if peers.rank == 0:
+            options = None if optimizer is None else merged([content["options"] for content in contents])
+            steered = step if parallel.steering is None else parallel.steering.step
+            plain[TRAINING] = {"optimizer": options, "scaler": own["scaler"], "extra": own["extra"], "steered": steered}
+        buffers = held_buffers(parallel)
+        held = [*held_parameters(parallel), *buffers]
+        held += [] if optimizer is None else held_states(parallel, optimizer)
+        mine = assign_pieces(held, {buffer.name for buffer in buffers}, peers)
+        manifest = Manifest(
+            FORMAT, step, layout_digest(parallel.plan), dist.get_world_size(), dict(parallel.entries.names), {}, {},
+            _class_name(optimizer), _class_name(state.scheduler),
+        )  # fmt: skip
+        config = getattr(getattr(parallel.module, "config", None), "to_json_string", None)
+        return Snapshot(
+            [copied(piece) for piece in mine] if asynchronous else mine,
+            plain,
+            manifest,
+            parallel.plan,
+            None if config is None else str(config()),
+        )
+
+    def _plain(self, state: ExtraState) -> dict[str, Any]:
+        """This process's state besides tensors that are written in pieces."""
+        parallel, optimizer = self._parallel, state.optimizer
+        own = {
+            "random": generators(),
+            "streams": [stream.state() for stream in _streams(parallel)],
+            "data": state_of(state.data, "data"),
+            # running statistics depend on a rank's samples; integer buffers (masks) are equal
+            "buffers": {
+                buffer.name: alone(buffer.tensor).clone()
+                for buffer in held_buffers(parallel)
+                if buffer.tensor.is_floating_point()
+            },
+        }
+        return {
+            "own": own,
+            "options": None if optimizer is None else options_of(parallel, optimizer, state.scheduler),
+            "scaler": None if parallel.scaler is None else state_of(parallel.scaler, "scaler"),
+            "extra": {name: state_of(value, name) for name, value in (state.extra or {}).items()},
+        }
+
+    def _write(self, place: Path, snapshot: Snapshot, keep: int | None) -> None:
+        peers = self._peers
+        folder = at_first(peers, lambda: _begin(place), FIELD)
+        try:
+            with _advised(place, ROOM):
+                written = together(peers, lambda: write_files(folder, snapshot, peers.rank), FIELD)
+                at_first(peers, lambda: self._complete(folder, place, snapshot, written, keep), FIELD)
+        except GalvatronError:
+            if peers.rank == 0:
+                remove_folder(folder)
+            raise
+
+    def _complete(
+        self,
+        folder: Path,
+        place: Path,
+        snapshot: Snapshot,
+        written: Sequence[tuple[dict[str, Content], dict[str, TensorRecord]]],
+        keep: int | None,
+    ) -> None:
+        """Write the manifest, move the folder to its place, and delete this training's oldest checkpoints."""
+        files = {name: content for contents, _ in written for name, content in contents.items()}
+        for name in files:
+            if not (folder / name).is_file():
+                raise InputError(FIELD, place, f"{name} is missing. Use a folder shared by all ranks.")
+        write_value(folder / PLAN, snapshot.plan)
+        files[PLAN] = content_of(folder / PLAN)
+        if snapshot.config is not None:
+            write_text(folder / CONFIG, snapshot.config)
+            files[CONFIG] = content_of(folder / CONFIG)
+        tensors = merge_records([records for _, records in written])
+        manifest = self._lineage.record(snapshot.manifest, place.parent)
+        write_sealed(folder, replace(manifest, tensors=tensors, files=files))
+        put_in_place(folder, place)
+        if keep is not None:
+            for old in self._lineage.checkpoints(place.parent)[keep:]:
+                if old != place:
+                    remove_folder(old)
+
+    def _verified(self, folder: Path) -> Manifest:
+        """The manifest of a checkpoint with intact files; each rank reads some of them."""
+        peers = self._peers
+
+        def read() -> Manifest:
+            manifest = read_manifest(folder)
+            for number, name in enumerate(manifest.files):
+                if number % dist.get_world_size() == peers.rank:
+                    checked(folder, manifest, name)
+            return manifest
+
+        manifest, *others = together(peers, read, FIELD)
+        if any(other.digest != manifest.digest for other in others):
+            raise InputError(FIELD, folder, "Processes see different ones under this name. Use a shared folder.")
+        return manifest
+
+    def _load(self, folder: Path, manifest: Manifest, state: ExtraState) -> Resumed:
+        """Load a checkpoint with intact files. Ranks agree before anything is changed, and before tensors are."""
+        parallel, optimizer = self._parallel, state.optimizer
+        exact = manifest.layout == layout_digest(parallel.plan)
+        contents = self._agreed(folder, lambda: self._read(folder, manifest, state, exact))
+        go_back = _backup(parallel, state)
+        try:
+            self._agreed(folder, lambda: self._put(manifest, state, contents, exact))
+        except GalvatronError:
+            go_back()
+            raise
+        held = [*held_parameters(parallel), *held_buffers(parallel)]
+        held += [] if optimizer is None else held_states(parallel, optimizer)
+        with _advised(folder, TORN):
+            self._agreed(folder, lambda: read_tensors(held, contents.stored))
+        if exact:
+            for buffer in held_buffers(parallel):
+                if buffer.name in contents.own["buffers"]:
+                    buffer.tensor.copy_(contents.own["buffers"][buffer.name])
+        for runtime in parallel.runtimes:
+            runtime.updates.take()
+        self._lineage.follow(manifest)
+        parallel.step = manifest.step
+        if parallel.steering is not None:
+            parallel.steering.step = contents.training["steered"]
+        return Resumed(folder, manifest.step, contents.own["data"], contents.training["extra"], exact)
+
+    def _read(self, folder: Path, manifest: Manifest, state: ExtraState, exact: bool) -> _Contents:
+        """Read and check what this rank needs; nothing is changed."""
+        parallel, rank = self._parallel, self._peers.rank
+        check_optimizer(manifest, state.optimizer, state.scheduler)
+        stored, training = stored_tensors(folder, manifest), read_plain(folder / TRAINING)
+        own = read_plain(folder / process_file(rank if manifest.processes == dist.get_world_size() else 0))
+        buffers = held_buffers(parallel)
+        check_readable([*held_parameters(parallel), *buffers], stored)
+        for buffer in buffers if exact else ():
+            if own["buffers"].get(buffer.name, buffer.tensor).shape != buffer.tensor.shape:
+                remedy = "The checkpoint has it of another shape. Use one of the same model."
+                raise InputError("buffer", buffer.name, remedy)
+        if state.optimizer is not None:
+            check_members(parallel, state.optimizer, training["optimizer"])
+        random = own
+        if not exact:  # ranks that share samples must draw alike
+            source = 0 if shares_samples(parallel.plan) else rank % manifest.processes
+            random = read_plain(folder / process_file(source))
+        _ = own["data"], training["extra"]  # a KeyError is raised before anything is changed
+        return _Contents(stored, training, own, random["random"])
+
+    def _put(self, manifest: Manifest, state: ExtraState, contents: _Contents, exact: bool) -> None:
+        """Set all but tensors."""
+        parallel, training, own, optimizer = self._parallel, contents.training, contents.own, state.optimizer
+        if optimizer is not None:
+            saved = training["optimizer"]
+            put_options(parallel, optimizer, saved, blank_states(parallel, manifest, saved["values"]))
+            check_readable(held_states(parallel, optimizer), contents.stored)
+            if state.scheduler is not None:
+                put_schedule(parallel, optimizer, state.scheduler, saved)
+        if training["scaler"] is not None:
+            put_state(parallel.scaler, training["scaler"])
+        put_generators(contents.random)
+        if exact:
+            for stream, saved_stream in zip(_streams(parallel), own["streams"], strict=True):
+                stream.set_state(saved_stream)
+        put_state(state.data, own["data"])
+        for name, target in (state.extra or {}).items():
+            if name in training["extra"]:
+                put_state(target, training["extra"][name])
+
+    def _agreed(self, folder: Path, act: Callable[[], Any]) -> Any:
+        """Do this rank's part of loading; every rank raises an error if any fails."""
+
+        result: list[Any] = []  # not sent to other ranks: it may be large
+
+        def guarded() -> None:
+            with content_errors(folder):
+                result.append(act())
+
+        together(self._peers, guarded, FIELD)
+        return result[0]
+
+
+def write_files(folder: Path, snapshot: Snapshot, rank: int) -> tuple[dict[str, Content], dict[str, TensorRecord]]:
+    """Write this process's files; their contents, and the tensors in them."""
+    name = tensors_file(rank)
+    content, records = write_pieces(folder / name, snapshot.held)
+    plain = {name: write_plain(folder / name, content) for name, content in snapshot.plain.items()}
+    return {name: content, **plain}, records
+
+
+def _begin(place: Path) -> Path:
+    """The folder that the files are written to first."""
+    if place.exists() and not (place / META).is_file() and any(place.iterdir()):
+        remedy = "It holds something else. Give a folder of this checkpoint alone, as checkpoints/step-100."
+        raise InputError("folder", place, remedy)
+    return begin_folder(place, seal=META)
+
+
+@contextmanager
+def _advised(place: Path, remedy: str) -> Iterator[None]:
+    """Name the checkpoint and the remedy in errors of the disk."""
+    try:
+        yield
+    except InputError as error:
+        if error.field != FIELD:
+            raise
+        raise InputError(FIELD, place, f"{error.remedy} {remedy}") from error
+
+
+def _backup(parallel: SavableModel, state: ExtraState) -> Callable[[], None]:
+    """A function that undoes ``_put``, for all but objects in ``extra``."""
+    random, optimizer = RandomStates(), state.optimizer
+    streams = [(stream, stream.state()) for stream in _streams(parallel)]
+    # torch replaces both when it loads a state
+    before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
+    targets: list[Any] = [
+        target for target in (state.scheduler, parallel.scaler, state.data) if hasattr(target, "load_state_dict")
+    ]
+    states = [(target, copy.deepcopy(target.state_dict())) for target in targets]
+
+    def go_back() -> None:
+        random.restore()
+        for stream, stream_state in streams:
+            stream.set_state(stream_state)
+        if optimizer is not None and before is not None:
+            optimizer.state, optimizer.param_groups = before
+        for target, target_state in states:
+            with suppress(Exception):
+                target.load_state_dict(target_state)
+
+    return go_back
+
+
+def _streams(parallel: SavableModel) -> Sequence[Any]:
+    streams: Sequence[Any] = getattr(parallel, "streams", ())
+    return streams
+
+
+def _checkpoints(folder: Path) -> tuple[list[tuple[Path, int]], list[FileFormatError]]:
+    """The checkpoints of a folder and their training steps, newest first, and the errors of damaged ones."""
+    if (folder / META).exists():
+        raise InputError("folder", folder, "It is a checkpoint itself. Take it with load(folder).")
+    if folder.exists() and not folder.is_dir():
+        raise InputError("folder", folder, "It is a file. Give the folder of the checkpoints.")
+    readable, damaged = survey(Manifest, folder, FORMAT)
+    return [(place, manifest.step) for place, manifest in readable], damaged
+
+
+def _class_name(value: object) -> str | None:
+    return None if value is None else type(value).__name__

@@ -1,0 +1,1 @@
+"""Watching training: where ranks are, what steps take, and adapting the plan."""

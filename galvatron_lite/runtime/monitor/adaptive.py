@@ -1,0 +1,389 @@
+"""The monitor: measures while training, and changes the plan as ``decide`` says. All ranks run one, alike.
+
+Ranks communicate once a window of steps: their measurements go to rank 0, which decides, and its decision to all. New
+plans are made by rank 0, in a process beside it, which is polled at the ends of windows.
+
+Where memory runs out on every rank, at the same place of a forward pass, nothing was updated, and no rank waits for
+another: training continues from the tensors in memory under a plan that takes less. Elsewhere (on some ranks alone, in
+backward, in the optimizer) other ranks wait in collectives that nobody joins; the error then says so, the log keeps the
+factor, and the restarted run plans with it and loads its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from statistics import quantiles
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
+from galvatron_lite.cluster.cluster import Collective
+from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.errors import ExhaustedError, GalvatronError
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.runtime.monitor.blame import EXHAUSTED
+from galvatron_lite.runtime.monitor.clock import LayerClock
+from galvatron_lite.runtime.monitor.correct import level_groups, probe_points
+from galvatron_lite.runtime.monitor.decide import (
+    AS_PROFILED,
+    State,
+    begin,
+    on_done,
+    on_exhausted,
+    on_planned,
+    on_window,
+    wants_links,
+)
+from galvatron_lite.runtime.monitor.log import write_record
+from galvatron_lite.runtime.monitor.planning import PlanningProcess, PlanQuery, Replanned, answer, plain
+from galvatron_lite.runtime.monitor.schema import (
+    LOG_VERSION,
+    Adapt,
+    AdaptAction,
+    Corrections,
+    Decided,
+    Decision,
+    Done,
+    Exhausted,
+    LayerGroup,
+    LinkPoint,
+    PlannedRecord,
+    Planner,
+    Started,
+    StepWindow,
+    WindowRecord,
+)
+from galvatron_lite.runtime.phases import go_over
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from galvatron_lite.runtime.engine import ParallelModel
+
+_SAMPLED = 3
+"""Last steps of a window whose layers are timed."""
+_REPETITIONS = 9
+"""Measurements of a link; the second quickest counts: other work makes a transfer longer, nothing makes it shorter."""
+PATIENCE = timedelta(seconds=10)
+"""How long a rank out of memory waits for the others, to learn whether they are, too."""
+_LEAST, _OVER = 1.1, 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class RankMeasurement:
+    """Measurements of one rank in a window."""
+
+    steps: tuple[float, ...]  # seconds of each
+    layers: dict[str, float]  # median seconds of a forward pass, by block
+    memory: int  # peak bytes; 0: not known
+
+
+class Monitor:
+    """Trains the steps of a model, and adapts its plan; see ``schema.Adapt``. All ranks make it together.
+
+    Args:
+        parallel: split for a plan with a prediction by the profile.
+        profile: what the plan was made from.
+        settings: of adapting.
+        step: steps that were trained before.
+        corrections: of the profile, known before.
+
+    Attributes:
+        step: steps trained.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        profile: Profile,
+        settings: Adapt,
+        step: int = 0,
+        corrections: Corrections = AS_PROFILED,
+    ) -> None:
+        self.step = step
+        self.scheduler: Any = None
+        self._parallel, self._profile, self._settings = parallel, profile, settings
+        self._probes, self._names = link_probes(profile), [layer.name for layer in profile.graph.layers]
+        self._clock, self._seconds, self._started = LayerClock(parallel), list[float](), step
+        self._group = None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=PATIENCE)
+        first = Started(LOG_VERSION, settings, profile, parallel.plan, step, corrections)
+        self._decider = _Decider(first) if dist.get_rank() == 0 else None
+
+    @property
+    def phase(self) -> None:
+        """None: it trains without phases."""
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """Decisions so far; on rank 0 alone."""
+        return () if self._decider is None else self._decider.decisions
+
+    def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
+        """One step; after the last one of a window, decide."""
+        settings = self._settings
+        self._clock.running = len(self._seconds) >= settings.window - _SAMPLED
+        before = perf_counter()
+        loss = self._step(batch, optimizer, max_grad_norm)
+        self._seconds.append(perf_counter() - before)
+        self.step += 1
+        if self.step <= self._started + settings.warm_up:
+            self._seconds.clear()
+        if len(self._seconds) >= settings.window:
+            self._end_window(optimizer)
+        return loss
+
+    def _step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
+        """One step; again under a plan that takes less where memory runs out on all ranks."""
+        while True:
+            try:
+                return self._parallel.plain_step(batch, optimizer, max_grad_norm)
+            except EXHAUSTED as error:
+                on_all = _ran_out_everywhere(error, self._group)
+                # gradients, and activations in the frames of the error
+                traceback.clear_frames(error.__traceback__)
+                optimizer.zero_grad(set_to_none=True)
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                refusal = self._make_room(optimizer) if on_all else self._note_exhausted()
+                if refusal:
+                    raise ExhaustedError(f"Memory ran out in step {self.step}. {refusal}") from error
+
+    def _make_room(self, optimizer: torch.optim.Optimizer) -> str:
+        """Change to a plan that takes less; why not, where there is none."""
+        decider = self._decider
+        plan, error = _from_rank_zero(lambda: (None, "") if decider is None else decider.exhausted(self.step))
+        if plan is None:
+            return (
+                f"No plan takes less: {error}. Use more devices, a smaller batch, or host memory (--fix offload=...)."
+            )
+        refusal = self._switch(optimizer, plan)
+        self._seconds.clear()
+        return refusal
+
+    def _note_exhausted(self) -> str:
+        """Log that memory ran out on this rank; the remedy."""
+        factor = exhaustion_factor(self._profile, self._parallel.plan, self._settings.mem, 1.0)
+        write_record(self._settings.log, Exhausted(self.step, (dist.get_rank(),), factor))
+        return (
+            "Other ranks may wait for this one: start training again (torchrun --max-restarts) from the last "
+            f"checkpoint. With the same Adapt(log=...) the plan is then made for {1 / factor:.0%} of the budget."
+        )
+
+    def _end_window(self, optimizer: torch.optim.Optimizer) -> None:
+        device, decider, memory = self._parallel.device, self._decider, 0
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_reserved(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, RankMeasurement(tuple(self._seconds), self._clock.take(), memory))
+        self._seconds.clear()
+        runs = [(run.first, run.count) for stage in self._parallel.plan.stages for run in stage.runs]
+        window = window_of(self.step, every, self._names, runs)
+        if _from_rank_zero(lambda: decider is not None and wants_links(decider.state, window)):
+            window = replace(window, links=measure_links(self._probes, device))
+        chosen: Plan | None = _from_rank_zero(lambda: None if decider is None else decider.decide(window))
+        if chosen is not None:
+            self._switch(optimizer, chosen)
+
+    def _switch(self, optimizer: torch.optim.Optimizer, plan: Plan) -> str:
+        """Change to a plan; where a rank cannot, training continues under the present one. The error, if any."""
+        error, seconds = "", 0.0
+        try:
+            seconds = go_over(self._parallel, optimizer, plan, self.scheduler)
+        except GalvatronError as refusal:
+            error = str(refusal)
+        if self._decider is not None:
+            self._decider.done(self.step, seconds, plan, error)
+        self._clock.close()
+        self._clock, self._started = LayerClock(self._parallel), self.step
+        return error
+
+
+class _Decider:
+    """What rank 0 has besides: the state of decisions, the planning process, the log."""
+
+    def __init__(self, started: Started) -> None:
+        self.state: State = begin(started)
+        self.decisions: list[Decision] = []
+        self._planning: PlanningProcess | None = None
+        self._log = started.settings.log
+        write_record(self._log, started)
+
+    def decide(self, window: StepWindow) -> Plan | None:
+        """The plan to change to after a window; None: training continues as it is."""
+        write_record(self._log, WindowRecord(window))
+        decision = self._taken(on_window(self.state, window))
+        if decision.action is AdaptAction.BACK:
+            return self.state.former
+        if decision.action is AdaptAction.PLAN and self.state.settings.planner is Planner.PROCESS:
+            self._planning = PlanningProcess(self._query)
+        found = self._answer()
+        if found is None:
+            return None
+        return found.plan if self._planned(window.step, found).action is AdaptAction.SWITCH else None
+
+    def exhausted(self, step: int) -> tuple[Plan | None, str]:
+        """A plan that takes less than the one under which memory ran out on all ranks; or why there is none."""
+        state = self.state
+        if self._planning is not None:
+            self._planning.stop()
+            self._planning = None
+        factor = exhaustion_factor(state.profile, state.plan, state.settings.mem, state.corrections.memory)
+        write_record(self._log, Exhausted(step, tuple(range(dist.get_world_size())), factor))
+        self.state = on_exhausted(state, factor)
+        found = answer(self._query)
+        self._planned(step, found)
+        return found.plan, found.error
+
+    def done(self, step: int, seconds: float, plan: Plan, error: str) -> None:
+        """A switch succeeded, or failed."""
+        write_record(self._log, Done(step, seconds, error))
+        self.state = on_done(self.state, step, seconds, plan, error)
+
+    def _planned(self, step: int, found: Replanned) -> Decision:
+        write_record(self._log, PlannedRecord(step, found.plan, found.error))
+        return self._taken(on_planned(self.state, step, found.plan, found.error))
+
+    def _taken(self, taken: tuple[State, Decision]) -> Decision:
+        self.state, decision = taken
+        self.decisions.append(decision)
+        write_record(self._log, Decided(decision))
+        return decision
+
+    @property
+    def _query(self) -> PlanQuery:
+        state = self.state
+        return PlanQuery(state.profile, state.corrections, state.plan, state.settings)
+
+    def _answer(self) -> Replanned | None:
+        """The new plan, where one was wanted and is there."""
+        if not self.state.planning:
+            return None
+        if self._planning is None:
+            return answer(self._query)
+        if not self._planning.done:
+            return None
+        found, self._planning = self._planning.answer(), None
+        return found
+
+
+def window_of(step: int, every: Sequence[RankMeasurement], names: list[str], runs: list[tuple[str, int]]) -> StepWindow:
+    """The measurements of all ranks as a window.
+
+    Args:
+        step: steps trained.
+        every: of each rank.
+        names: of all layers of the model, in order.
+        runs: first layer and number of layers of each run of the plan.
+    """
+    slowest = [max(seconds) for seconds in zip(*(rank.steps for rank in every), strict=True)]
+    first, middle, third = quantiles(slowest, n=4) if len(slowest) > 1 else slowest * 3
+    groups = []
+    for name, count in runs:
+        start = names.index(name)
+        seconds = {
+            rank: sum(one.layers[layer] for layer in names[start : start + count])
+            for rank, one in enumerate(every)
+            if all(layer in one.layers for layer in names[start : start + count])
+        }
+        if seconds:
+            groups.append(LayerGroup(name, tuple(seconds), tuple(seconds.values())))
+    memory = tuple(rank.memory for rank in every)
+    return StepWindow(step, (first, middle, third), tuple(groups), memory if all(memory) else ())
+
+
+def _from_rank_zero(of_rank_zero: Callable[[], Any]) -> Any:
+    """Rank 0's result on every rank; an error there is raised on all."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = of_rank_zero()
+        except Exception as error:
+            box[1] = error
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProbe:
+    """The groups that cross one level alone."""
+
+    level: str
+    group: dist.ProcessGroup | None  # this rank's; None: the whole world
+    points: tuple[tuple[int, float], ...]  # bytes of the tensor, and predicted seconds
+
+
+def link_probes(profile: Profile) -> tuple[LinkProbe, ...]:
+    """A probe of every level that joins several members; all ranks of the world call it together."""
+    probes = []
+    for (name, shape), (_, points) in zip(level_groups(profile.cluster), probe_points(profile), strict=True):
+        group = make_group(GroupShape(int(shape.size), int(shape.stride), int(shape.siblings)))
+        probes.append(LinkProbe(name, group, points))
+    return tuple(probes)
+
+
+def measure_links(probes: tuple[LinkProbe, ...], device: torch.device) -> tuple[LinkPoint, ...]:
+    """Measure the links; all ranks of the world call it together, between steps, and get the same.
+
+    Collectives inside a step tell little of a link: they wait for whoever is last.
+    """
+    points = []
+    for probe in probes:
+        for size, predicted in probe.points:
+            call = prepare(Collective.ALL_REDUCE, size, probe.group, device)
+            call()
+            seconds = torch.tensor([_seconds(call, device) for _ in range(_REPETITIONS)], device=device)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            points.append(LinkPoint(probe.level, size, float(seconds.sort().values[1]), predicted))
+    return tuple(points)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call that all ranks start together."""
+    dist.barrier()
+    _synchronize(device)
+    before = perf_counter()
+    call()
+    _synchronize(device)
+    return perf_counter() - before
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _ran_out_everywhere(error: BaseException, group: dist.ProcessGroup | None) -> bool:
+    """Whether memory ran out on all ranks at the same place of a forward pass; called on ranks where it did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
+    if any(frame.name in ("backward", "_finish_step", "step") and "torch" in frame.filename for frame in frames):
+        place = ""  # in a backward pass or an update
+    if group is None:
+        return bool(place)
+    every: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(every, place, group=group)
+    except RuntimeError:  # the others are elsewhere
+        return False
+    return bool(place) and set(every) == {place}
+
+
+def exhaustion_factor(profile: Profile, plan: Plan, mem: str | int, factor: float) -> float:
+    """The factor on predicted bytes with which a plan no longer fits the budget, from the factor so far."""
+    budget = budget_on(profile.cluster, mem or DEFAULT_BUDGET).least
+    prediction = evaluate(profile, plain(plan)).prediction
+    peak = budget if prediction is None else prediction.peak_memory
+    return round(max(_LEAST, factor * _OVER, _OVER * budget / peak), 3)

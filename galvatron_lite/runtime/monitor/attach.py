@@ -1,0 +1,285 @@
+"""Attach what watches and steers training to a model: logs, the live display, phases, adaptation."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic, time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from galvatron_lite import __version__
+from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on, bytes_on
+from galvatron_lite.errors import InputError
+from galvatron_lite.files import read_data
+from galvatron_lite.plans.execution import check_runs
+from galvatron_lite.plans.phases import PhasedPlan, check_phased, is_phased, read_phased_plan
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.store import write_profile
+from galvatron_lite.runs.read import PROFILE
+from galvatron_lite.runs.schema import RUN_VERSION, RankRecord, Record, RunDevice, RunHeader
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.monitor.adaptive import Monitor
+from galvatron_lite.runtime.monitor.clock import LayerClock, StepClock
+from galvatron_lite.runtime.monitor.correct import corrected, corrected_budget
+from galvatron_lite.runtime.monitor.log import read_log
+from galvatron_lite.runtime.monitor.observer import StepObserver, plan_digest, resident_bytes
+from galvatron_lite.runtime.monitor.schema import Adapt, Corrections, Decided, Exhausted
+from galvatron_lite.runtime.monitor.sinks import (
+    FOLDER,
+    Display,
+    RecordWriter,
+    RunFiles,
+    Scalars,
+    Sink,
+    scalar_writer,
+)
+from galvatron_lite.runtime.monitor.traces import Tracer
+from galvatron_lite.runtime.phases import Phases
+
+_LISTEN = 2.0
+"""Seconds between two times that rank 0 reads how much memory the others took."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObserverOptions:
+    """How a run is observed."""
+
+    log: Path | None = None  # folder that it is written to
+    live: bool = False  # whether it is displayed
+    profile_steps: range = range(0)  # steps of which traces are made
+
+
+def observer_options(log: Path | str | None, live: bool, profile_steps: range | None) -> ObserverOptions | None:
+    """The options; None where nothing is observed.
+
+    Raises:
+        InputError: traces without a folder, or of steps that do not follow one another.
+    """
+    steps = range(0) if profile_steps is None else profile_steps
+    if not isinstance(steps, range) or steps.step != 1 or (steps and steps.start < 0):
+        raise InputError("profile_steps", str(profile_steps), "Give steps in a row, as range(10, 13).")
+    if steps and log is None:
+        raise InputError("profile_steps", str(profile_steps), "Traces go into the folder of the run: give log=FOLDER.")
+    if log is None and not live:
+        return None
+    return ObserverOptions(None if log is None else Path(log), live, steps)
+
+
+def observe(model: Any, options: ObserverOptions | None, profile: Profile | None = None) -> RecordWriter | None:
+    """Observe a model's steps from now on; all ranks call it together.
+
+    Args:
+        model: None: one that is not trained on the launched world.
+        options: None: nothing is observed.
+        profile: what the plan was made from, where it is known.
+
+    Returns:
+        The thread that writes the records; ``finish`` it where the run ends before the process does.
+
+    Raises:
+        InputError: a model that does not train, or a folder that cannot be written.
+    """
+    if options is None:
+        return None
+    if model is None:
+        field = "live" if options.log is None else "log"
+        raise InputError(field, options.log or True, "There are no training steps to see: it is for training alone.")
+    rank, clock, memory = dist.get_rank(), StepClock(model.device), _MemoryOfAll(model)
+    head = _header(model)
+    recorder = RecordWriter(_sinks(model, options, head, memory, profile))
+    tracer = None
+    if options.log and options.profile_steps:
+        stage, world = head.devices[rank].stage, len(head.devices)
+        about = {"version": RUN_VERSION, "digest": head.digest, "stage": stage, "world": world, "rank": rank}
+        tracer = Tracer(options.log, options.profile_steps, lambda: _layers(model), clock, about)
+    is_parallel = isinstance(model, ParallelModel)
+
+    def layer_clock() -> LayerClock | None:
+        return LayerClock(model) if is_parallel and options.log is not None else None
+
+    model.observer = StepObserver(model, rank, recorder.put, clock, layer_clock, tracer, lambda: memory.peak)
+    recorder.closing = model.observer.close
+    if is_parallel:
+        model.watch.clock = model.observer.phase
+    if rank == 0:
+        recorder.put(head)
+    return recorder
+
+
+class _MemoryOfAll:
+    """Reads how much memory all ranks took, at most; a sink of rank 0's, whose thread has the time.
+
+    Attributes:
+        peak: bytes of the fullest rank that is known.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._watch, self._since, self.peak = getattr(model, "watch", None), -_LISTEN, 0
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Look, now and then."""
+        self.peak = max([self.peak, *(record.reserved for record in records if isinstance(record, RankRecord))])
+        if self._watch is not None and self.peak and monotonic() - self._since >= _LISTEN:
+            self._since = monotonic()
+            self.peak = max([self.peak, *(note.memory for note in self._watch.notes() if note is not None)])
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _sinks(
+    model: Any, options: ObserverOptions, head: RunHeader, memory: _MemoryOfAll, profile: Profile | None
+) -> list[Sink]:
+    files = None if options.log is None else _run_files(options.log, head)
+    if dist.get_rank() != 0:
+        return [] if files is None else [files]
+    sinks: list[Sink] = [memory]
+    if options.log is not None and files is not None:
+        sinks.append(files)
+        if profile is not None:
+            write_profile(profile, options.log / PROFILE)
+        writer = scalar_writer(options.log / FOLDER)
+        sinks += [] if writer is None else [Scalars(writer, model.plan)]
+    return [*sinks, Display(model.plan)] if options.live else sinks
+
+
+def _run_files(folder: Path, head: RunHeader) -> RunFiles:
+    """The files of this rank; an error on all ranks where any cannot make its own."""
+    rank, files, reason = dist.get_rank(), None, ""
+    try:
+        files = RunFiles(folder, rank, head)
+    except OSError as error:
+        reason = f"{error.strerror} (rank {rank})"
+    reasons = _everyone(reason)
+    if any(reasons) or files is None:
+        raise InputError("log", str(folder), f"The folder of the run cannot be written: {next(filter(None, reasons))}.")
+    return files
+
+
+def _everyone(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _header(model: Any) -> RunHeader:
+    """What the run starts with; all ranks call it together."""
+    device, name, memory = model.device, "cpu", 0
+    stage = model.runtime.meshes.stage_index if isinstance(model, ParallelModel) else 0
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+    own = RunDevice(dist.get_rank(), socket.gethostname(), name, stage, memory, resident_bytes())
+    devices = tuple(_everyone(own))
+    versions = {"galvatron_lite": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    plan = model.plan
+    return RunHeader(
+        RUN_VERSION, plan, plan_digest(plan), round(time(), 3), devices, versions, int(model.step), type(model).__name__
+    )
+
+
+def _layers(model: Any) -> list[tuple[str, nn.Module]]:
+    """The modules of this rank's layers, each with the layer's name."""
+    if not isinstance(model, ParallelModel):
+        return []
+    return [
+        (placed.layer.name, structure.get_submodule(path))
+        for runtime, structure in zip(model.runtimes, model.structures, strict=True)
+        for placed in runtime.stage
+        for path in placed.layer.modules
+    ]
+
+
+def adapt_settings(adapt: Adapt | bool, mem: str | int) -> Adapt | None:
+    """The settings of adapting, with the budget of the first plan where they have none; None: no adapting.
+
+    Raises:
+        InputError: an invalid setting.
+    """
+    if adapt is False:
+        return None
+    settings = Adapt() if adapt is True else adapt
+    for name, least in (("window", 2), ("patience", 1), ("warm_up", 0), ("cool_down", 0), ("horizon", 1)):
+        if getattr(settings, name) < least:
+            raise InputError(f"adapt, {name}", getattr(settings, name), f"It is at least {least}.")
+    for name in ("threshold", "least_gain"):
+        if not 0.0 < getattr(settings, name) < 1.0:
+            raise InputError(f"adapt, {name}", getattr(settings, name), "It is a share, between 0 and 1.")
+    return settings if settings.mem else replace(settings, mem=mem)
+
+
+def split_phases(plan: Plan | PhasedPlan | str | Path | None) -> tuple[PhasedPlan | None, Plan | str | Path | None]:
+    """The plan in phases, where ``plan`` is one or its file; and the plan that training starts with.
+
+    Raises:
+        InputError: its numbers contradict one another, or galvatron cannot run one of its plans.
+    """
+    if isinstance(plan, PhasedPlan):
+        phased = check_phased(plan)
+    elif isinstance(plan, (str, Path)) and is_phased(read_data(Path(plan))):
+        phased = read_phased_plan(Path(plan))
+    else:
+        return None, plan
+    for phase in phased.phases:
+        check_runs(phase.plan)
+    return phased, phased.phases[0].plan
+
+
+def earlier_corrections(settings: Adapt | None, profile: Profile) -> Corrections:
+    """The corrections in the log of an earlier run: links, devices of a world as large, memory."""
+    if settings is None or not settings.log or not Path(settings.log).is_file():
+        return Corrections()
+    last = Corrections()
+    for record in read_log(Path(settings.log)):
+        if isinstance(record, Decided):
+            last = record.decision.corrections
+        elif isinstance(record, Exhausted):
+            last = replace(last, memory=max(last.memory, record.factor))
+    levels = {level.name for level in profile.cluster.levels}
+    links = tuple(link for link in last.links if link.level in levels)
+    devices = last.devices if len(last.devices) == profile.cluster.devices else ()
+    return Corrections(links, devices, last.memory)
+
+
+def correct_inputs(profile: Profile, corrections: Corrections, mem: str | int) -> tuple[Profile, str | int]:
+    """The profile and the budget that a first plan is made with."""
+    if corrections == Corrections():
+        return profile, mem
+    budget = corrected_budget(budget_on(profile.cluster, mem or DEFAULT_BUDGET), corrections.memory)
+    return corrected(profile, corrections), mem if corrections.memory == 1.0 else bytes_on(budget, "")
+
+
+def steer(model: object, phased: PhasedPlan | None, settings: Adapt | None, profile: Profile | None) -> None:
+    """Train a model in phases, or adapt its plan; nothing to do without both.
+
+    Args:
+        model: that is trained.
+        phased: its plans.
+        settings: of adapting.
+        profile: of the model; needed for adapting.
+
+    Raises:
+        InputError: phases and adapting, or a model whose plan does not change.
+    """
+    if phased is None and settings is None:
+        return
+    if phased is not None and settings is not None:
+        remedy = "A run in phases has the plans of its file: give adapt or a plan in phases."
+        raise InputError("adapt", "with phases", remedy)
+    if type(model) is not ParallelModel:
+        remedy = "Plans change between steps that train in stages; not cyclic, with branches apart, or under DeepSpeed."
+        raise InputError("adapt" if phased is None else "plan", type(model).__name__, remedy)
+    if phased is not None:
+        model.steering = Phases(model, phased)
+    elif settings is not None and profile is not None:
+        model.steering = Monitor(model, profile, settings, corrections=earlier_corrections(settings, profile))

@@ -1,0 +1,225 @@
+"""Corrected profiles from measurements.
+
+Links: an all-reduce of S bytes between the members of a level takes ``a + f S b`` where the profile says ``a' + S b``;
+two sizes give the factor f on the time a byte takes and the additional latency. Devices: the median over groups of
+layers of measured over predicted forward time. Measurements are low ranks or medians of repetitions, so that single
+slow ones do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import prod
+from statistics import median
+
+from galvatron_lite.cluster.budget import Budget, as_budget
+from galvatron_lite.cluster.cluster import Cluster, Collective, DeviceGroup, RankGroup
+from galvatron_lite.cluster.collectives import hops_of
+from galvatron_lite.cost.communication import Links
+from galvatron_lite.cost.forward_only import for_mode
+from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.model.graph import Role
+from galvatron_lite.parallelism.base import Communication, Moment
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, DeviceFigures, LayerPoint, Profile
+from galvatron_lite.runtime.monitor.schema import Corrections, LayerGroup, LinkFactor, LinkPoint, StepWindow
+
+_SIZES = (16 * 2**20, 4 * 2**20, 2**20, 2**18)
+"""Bytes of the larger message between members of a level: the first that does not take long."""
+_LONGEST = 0.01
+"""Predicted seconds of the larger message, at most."""
+_SMALLER = 16
+"""How many times smaller the other message is."""
+_DIGITS = 3
+"""Of factors: no plan depends on more, and logs are read by people."""
+
+
+def link_factors(points: Sequence[LinkPoint], threshold: float) -> tuple[LinkFactor, ...]:
+    """The levels that differ from the profile by more than a relative threshold; each is measured at two sizes."""
+    factors = []
+    for level in dict.fromkeys(point.level for point in points):
+        own = [point for point in points if point.level == level]
+        small, large = min(own, key=lambda point: point.size), max(own, key=lambda point: point.size)
+        if abs(large.seconds / large.predicted - 1.0) > threshold:
+            factors.append(_link_factor(level, small, large))
+    return tuple(factors)
+
+
+def _link_factor(level: str, small: LinkPoint, large: LinkPoint) -> LinkFactor:
+    size = max(large.size - small.size, 1)
+    slope = max(large.predicted - small.predicted, 1e-12) / size
+    # noise may make the larger message the quicker one; that makes nothing infinitely fast
+    per_byte = max((large.seconds - small.seconds) / size / slope, 0.05)
+    start = max(small.predicted - slope * small.size, 0.0)
+    latency = max(small.seconds - per_byte * slope * small.size - start, 0.0)
+    return LinkFactor(level, round(per_byte, _DIGITS), round(latency, 6))
+
+
+def predicted_groups(profile: Profile, plan: Plan) -> dict[str, float]:
+    """Seconds of one micro-batch's forward of every run of blocks of a plan, by the name of its first layer."""
+    pricer, layers = LayerPricer(for_mode(profile, plan.mode)), {layer.name: layer for layer in profile.graph.layers}
+    seconds = {}
+    for run in (run for stage in plan.stages for run in stage.runs):
+        layer = layers[run.first]
+        cost = pricer.price(layer.kind, run.strategy, plan.microbatch, plan.pipeline)
+        if layer.role is Role.BLOCK and cost is not None:
+            seconds[run.first] = run.count * cost.forward_seconds
+    return seconds
+
+
+def device_factors(
+    groups: Sequence[LayerGroup], predicted: Mapping[str, float], ranks: int, threshold: float
+) -> tuple[float, ...]:
+    """Factor on the compute time of each rank; empty where all are as predicted, to the threshold.
+
+    Ranks that are as fast as the median rank, to the threshold, get its factor.
+
+    Args:
+        groups: measurements.
+        predicted: from ``predicted_groups``.
+        ranks: of the world.
+        threshold: relative.
+    """
+    ratios: list[list[float]] = [[] for _ in range(ranks)]
+    for group in groups:
+        for rank, seconds in zip(group.ranks, group.seconds, strict=True):
+            if predicted.get(group.first):
+                ratios[rank].append(seconds / predicted[group.first])
+    factors = [median(own) if own else 1.0 for own in ratios]
+    common = median(factors)
+    factors = [common if abs(factor / common - 1.0) <= threshold else factor for factor in factors]
+    if all(abs(factor - 1.0) <= threshold for factor in factors):
+        return ()
+    return tuple(round(factor, _DIGITS) for factor in factors)
+
+
+def memory_factor(window: StepWindow, predicted: Sequence[int]) -> float:
+    """The largest factor over ranks of peak bytes on predicted ones; at least 1."""
+    ratios = [peak / own for peak, own in zip(window.memory, predicted, strict=False) if own]
+    return round(max([1.0, *ratios]), _DIGITS)
+
+
+def corrected(profile: Profile, corrections: Corrections) -> Profile:
+    """The profile with corrected links and devices."""
+    slower = _with_devices(profile, corrections.devices)
+    return _with_links(slower, corrections.links) if corrections.links else slower
+
+
+def corrected_budget(budget: int | Budget, factor: float) -> Budget:
+    """The predicted bytes that plans may take, where devices take ``factor`` times as much."""
+    return as_budget(budget).scaled(1.0 / factor)
+
+
+def _with_links(profile: Profile, links: Sequence[LinkFactor]) -> Profile:
+    factors = {link.level: link for link in links}
+    cluster = profile.cluster
+    levels = []
+    for level in cluster.levels:
+        link = factors.get(level.name, LinkFactor("", 1.0))
+        latency = level.latency + link.latency / _hops(Collective.ALL_REDUCE, level.size)
+        levels.append(replace(level, bandwidth=level.bandwidth / link.per_byte, latency=latency))
+    fits = {_key(fit): fit for fit in profile.fits}
+    slower = []
+    for fit in profile.fits:
+        per_byte, more = _factor_on(cluster, fit, factors)
+        slower.append(replace(fit, latency=fit.latency + more, bandwidth=fit.bandwidth / per_byte))
+    points = []
+    for point in profile.collectives:
+        # the share that grows with the bytes, by the straight line through the curve, takes longer
+        per_byte, more = _factor_on(cluster, point, factors)
+        known, share = fits.get(_key(point)), 1.0
+        if known is not None:
+            share = point.size / known.bandwidth / max(known.latency + point.size / known.bandwidth, 1e-12)
+        points.append(replace(point, seconds=point.seconds * (1.0 + share * (per_byte - 1.0)) + more))
+    cluster = replace(cluster, levels=tuple(levels))
+    return replace(profile, cluster=cluster, fits=tuple(slower), collectives=tuple(points))
+
+
+def _key(shape: CollectiveFit | CollectivePoint) -> tuple[Collective, int, int, int]:
+    return shape.collective, shape.group, shape.stride, shape.siblings
+
+
+def _hops(collective: Collective, size: int) -> int:
+    """Messages one after the other in a collective of a ring of so many ranks."""
+    if collective in (Collective.SEND_RECV, Collective.BROADCAST):
+        return 1
+    return max((2 if collective is Collective.ALL_REDUCE else 1) * (size - 1), 1)
+
+
+def _factor_on(
+    cluster: Cluster, shape: CollectiveFit | CollectivePoint, links: Mapping[str, LinkFactor]
+) -> tuple[float, float]:
+    """Factor on the time of a byte, and additional seconds, of a collective: its slowest link counts."""
+    levels = [cluster.levels[place] for place in _crossed(cluster, shape) if cluster.levels[place].name in links]
+    per_byte = max((links[level.name].per_byte for level in levels), default=1.0)
+    hops = _hops(shape.collective, shape.group)
+    return per_byte, sum(
+        links[level.name].latency * hops / _hops(Collective.ALL_REDUCE, level.size) for level in levels
+    )
+
+
+def _crossed(cluster: Cluster, shape: CollectiveFit | CollectivePoint) -> tuple[int, ...]:
+    """Places of the levels that a group of ranks crosses."""
+    group, places, inside, block = RankGroup(shape.group, shape.stride, shape.siblings), [], 1, 1
+    if group.reach >= cluster.devices or not hops_of(cluster, group):
+        return ()
+    for place, level in enumerate(cluster.levels):
+        block *= level.size
+        reached = min(group.size, -(-block // group.stride))
+        if reached > inside:
+            places.append(place)
+        inside = reached
+    return tuple(places)
+
+
+def _with_devices(profile: Profile, factors: Sequence[float]) -> Profile:
+    """A profile with devices of several types, where some ranks are slower than others; else a scaled one."""
+    if not factors or not profile.cluster.alike or len(factors) != profile.cluster.devices:
+        return profile
+    layers = _scaled(profile.layers, max(factors))
+    if len(set(factors)) == 1:
+        return replace(profile, layers=layers)
+    group = profile.cluster.groups[0]
+    names = {factor: f"{group.device.name} (time x {factor:g})" for factor in factors}
+    runs = [(factor, len(list(run))) for factor, run in groupby(factors)]
+    groups = tuple(DeviceGroup(replace(group.device, name=names[factor]), count) for factor, count in runs)
+    types = tuple(
+        DeviceFigures(name, _scaled(profile.layers, factor), profile.optimizer, profile.overhead)
+        for factor, name in names.items()
+    )
+    return replace(profile, cluster=replace(profile.cluster, groups=groups), layers=layers, types=types)
+
+
+def _scaled(points: Sequence[LayerPoint], factor: float) -> tuple[LayerPoint, ...]:
+    return tuple(replace(point, forward=point.forward * factor, backward=point.backward * factor) for point in points)
+
+
+def level_groups(cluster: Cluster) -> list[tuple[str, RankGroup]]:
+    """The groups that cross one level alone: the name of each level that joins several members, and their shape."""
+    shapes = []
+    for place, level in enumerate(cluster.levels):
+        stride = prod(below.size for below in cluster.levels[:place])
+        if level.size > 1:
+            shapes.append((level.name, RankGroup(level.size, stride, cluster.devices // level.size)))
+    return shapes
+
+
+def probe_points(profile: Profile, sizes_of: Profile | None = None) -> list[tuple[str, tuple[tuple[int, float], ...]]]:
+    """The all-reduces that measure each level: its name, and bytes and predicted seconds of a small and a large one.
+
+    Args:
+        profile: predicts them.
+        sizes_of: its predictions say how large a message does not take long; the profile itself if not given.
+    """
+    links, sizing = Links(profile), Links(sizes_of or profile)
+
+    def predicted(on: Links, shape: RankGroup, size: int) -> float:
+        return on.seconds(Communication(Collective.ALL_REDUCE, size, shape, Moment.STEP, overlaps=False, cause="data"))
+
+    points = []
+    for name, shape in level_groups(profile.cluster):
+        large = next((size for size in _SIZES if predicted(sizing, shape, size) <= _LONGEST), _SIZES[-1])
+        points.append((name, tuple((size, predicted(links, shape, size)) for size in (large // _SMALLER, large))))
+    return points

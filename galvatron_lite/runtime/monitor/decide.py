@@ -1,0 +1,243 @@
+"""Decisions: pure functions from a state and an event to a decision and the next state.
+
+A window of steps that takes longer or shorter than predicted is probed (links are measured). Once ``patience`` windows
+in a row deviate, the profile is corrected, and if that changed it, a new plan is made. It is adopted where it gains
+enough of a step, and what the remaining steps gain pays for the switch. Then no plan is made for ``cool_down`` steps;
+only where steps are slower than before the switch, it is undone, and the plan never tried again.
+
+There is no clock: the same events give the same decisions, so that a log can be replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.cost.step import device_memory
+from galvatron_lite.cost.switching import switch_cost
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.runtime.monitor.correct import (
+    corrected,
+    device_factors,
+    link_factors,
+    memory_factor,
+    predicted_groups,
+)
+from galvatron_lite.runtime.monitor.planning import plain, plan_name, step_seconds
+from galvatron_lite.runtime.monitor.schema import (
+    Adapt,
+    AdaptAction,
+    Corrections,
+    Decision,
+    LinkFactor,
+    Started,
+    StepWindow,
+)
+from galvatron_lite.units import format_seconds
+
+AS_PROFILED = Corrections()
+_BACK = 2.0
+"""How many times the least gain a plan must have that was left before."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What decisions depend on besides the event."""
+
+    settings: Adapt
+    profile: Profile  # as it was made
+    plan: Plan  # the present one
+    corrections: Corrections = AS_PROFILED
+    cool_until: int = 0  # no plan is made before this step
+    deviating: int = 0  # windows in a row that deviated
+    planning: bool = False  # whether a plan is being made
+    former: Plan | None = None  # the plan before the last switch, until that has proved itself
+    former_seconds: float = 0.0  # median step under it
+    measured: float = 0.0  # median step of the last window
+    left: frozenset[str] = field(default_factory=frozenset)  # names of plans that were left
+    blocked: frozenset[str] = field(default_factory=frozenset)  # names of plans that made steps slower
+    switch_seconds: float = 0.0  # the longest switch so far
+    probed: int = 0  # step at which links were last measured
+    forced: bool = False  # whether the present plan does not fit, and any other is taken that does
+
+    @property
+    def predicted(self) -> float:
+        """Seconds of a step, by the corrected profile."""
+        return step_seconds(self.profile, self.corrections, self.plan)
+
+
+def begin(started: Started) -> State:
+    """The state at the start of a log."""
+    return State(started.settings, started.profile, plain(started.plan), started.corrections)
+
+
+def deviates(state: State, window: StepWindow) -> bool:
+    """Whether most steps of a window are slower, or faster, than predicted."""
+    low, _, high = window.seconds
+    threshold, predicted = state.settings.threshold, state.predicted
+    return low > predicted * (1.0 + threshold) or high < predicted * (1.0 - threshold)
+
+
+def wants_links(state: State, window: StepWindow) -> bool:
+    """Whether links are to be measured after a window: it deviates, or a slow link may have recovered.
+
+    A plan that avoids a slow link does not show when the link recovers.
+    """
+    if state.planning or state.former is not None or window.step < state.cool_until:
+        return False
+    due = bool(state.corrections.links) and window.step >= state.probed + state.settings.cool_down
+    return deviates(state, window) or due or state.deviating > 0
+
+
+def on_window(state: State, window: StepWindow) -> tuple[State, Decision]:
+    """The decision after a window."""
+    step, settings = window.step, state.settings
+    state = replace(state, measured=window.seconds[1], probed=step if window.links else state.probed)
+    observed = f"{format_seconds(window.seconds[1])} a step, predicted {format_seconds(state.predicted)}"
+    if state.former is not None:
+        return _after_switch(state, window, state.former, observed)
+    if state.planning:
+        return _keep(state, step, f"{observed}; a plan is being made")
+    if step < state.cool_until:
+        return _keep(state, step, f"{observed}; cooling down until step {state.cool_until}")
+    links = replace(state.corrections, links=link_factors(window.links, settings.threshold))
+    changed = bool(window.links) and not _agree(state.corrections, links, settings.threshold)
+    fuller = _memory(state, window) > state.corrections.memory * (1.0 + settings.threshold)
+    if not deviates(state, window) and not fuller and not changed:
+        return _keep(replace(state, deviating=0), step, f"{observed}: as predicted")
+    state = replace(state, deviating=state.deviating + 1)
+    if state.deviating < settings.patience:
+        return _keep(state, step, f"{observed}; deviates, {state.deviating} of {settings.patience} windows")
+    return _correct(replace(state, deviating=0), window, observed)
+
+
+def on_planned(state: State, step: int, plan: Plan | None, error: str) -> tuple[State, Decision]:
+    """The decision on a new plan."""
+    state = replace(state, planning=False, cool_until=step + state.settings.window)
+    if plan is None:
+        return _keep(state, step, f"no plan was found: {error}")
+    name = plan_name(plan)
+    if state.forced:
+        reason = f"memory is {state.corrections.memory:g} times what was predicted: the fastest plan that fits"
+        return replace(state, forced=False), Decision(step, AdaptAction.SWITCH, reason, state.corrections, name)
+    if name == plan_name(state.plan):
+        return _keep(state, step, "the plan under way is the fastest by the corrected profile too")
+    if name in state.blocked:
+        return _keep(state, step, f"plan {name} made steps slower when it was tried")
+    return _weigh(state, step, plan, name)
+
+
+def on_done(state: State, step: int, seconds: float, plan: Plan, error: str = "") -> State:
+    """The state after a switch to a plan, or a failed one."""
+    cool = step + state.settings.cool_down
+    if error:
+        return replace(state, cool_until=cool, blocked=state.blocked | {plan_name(plan)}, former=None)
+    going_back = state.former is not None
+    return replace(
+        state, plan=plain(plan), cool_until=cool,
+        former=None if going_back else state.plan, former_seconds=0.0 if going_back else state.measured,
+        left=state.left | {plan_name(state.plan)}, switch_seconds=max(seconds, state.switch_seconds),
+        blocked=state.blocked | {plan_name(state.plan)} if going_back else state.blocked,
+    )  # fmt: skip
+
+
+def on_exhausted(state: State, factor: float) -> State:
+    """The state after memory ran out: plans take ``factor`` times the predicted bytes."""
+    corrections = replace(state.corrections, memory=factor)
+    return replace(state, corrections=corrections, planning=True, former=None, deviating=0, forced=True)
+
+
+def _keep(state: State, step: int, reason: str) -> tuple[State, Decision]:
+    return state, Decision(step, AdaptAction.KEEP, reason, state.corrections)
+
+
+def _after_switch(state: State, window: StepWindow, former: Plan, observed: str) -> tuple[State, Decision]:
+    """Undo a switch if the first window after it is slower."""
+    before = state.former_seconds
+    if window.seconds[0] > before * (1.0 + state.settings.least_gain):
+        reason = f"{observed}; {format_seconds(before)} before the switch: it is undone"
+        return state, Decision(window.step, AdaptAction.BACK, reason, state.corrections, plan_name(former))
+    settled = replace(state, former=None, corrections=_with_residual(state, window))
+    return _keep(settled, window.step, f"{observed}, {format_seconds(before)} before the switch")
+
+
+def _with_residual(state: State, window: StepWindow) -> Corrections:
+    """The corrections with the factor that makes the prediction the window's median."""
+    bare = replace(state.corrections, residual=1.0)
+    predicted = step_seconds(state.profile, bare, state.plan)
+    return replace(bare, residual=round(window.seconds[1] / predicted, 3)) if predicted else bare
+
+
+def _memory(state: State, window: StepWindow) -> float:
+    by_stage = device_memory(evaluate(state.profile, state.plan))
+    return memory_factor(window, [one.total for one in by_stage for _ in range(state.plan.stage_devices)])
+
+
+def _correct(state: State, window: StepWindow, observed: str) -> tuple[State, Decision]:
+    """Correct the profile by a window; make a plan where more than the residual factor changes."""
+    threshold, before = state.settings.threshold, state.corrections
+    links = link_factors(window.links, threshold)
+    groups = predicted_groups(corrected(state.profile, Corrections(links)), state.plan)
+    devices = device_factors(window.groups, groups, state.profile.cluster.devices, threshold)
+    memory = max(before.memory, _memory(state, window))
+    state = replace(state, corrections=Corrections(links, devices, memory))
+    state = replace(state, corrections=_with_residual(state, window))
+    differences = _differences(state.corrections)
+    if _agree(before, state.corrections, threshold):
+        return _keep(state, window.step, f"{observed}; corrected before ({differences})")
+    reason = f"{observed}; {differences}: a plan is made for that"
+    return replace(state, planning=True), Decision(window.step, AdaptAction.PLAN, reason, state.corrections)
+
+
+def _differences(corrections: Corrections) -> str:
+    """Corrections in words."""
+    links = [
+        f"{link.level} takes {link.per_byte:g} times as long a byte"
+        + (f" and {format_seconds(link.latency)} more a message" if link.latency else "")
+        for link in corrections.links
+    ]
+    slow = [f"rank {rank} computes {factor:g} times as long" for rank, factor in enumerate(corrections.devices)]
+    if len(set(corrections.devices)) == 1:
+        slow = [f"layers take {corrections.devices[0]:g} times as long"]
+    memory = [f"memory is {corrections.memory:g} times what was predicted"] if corrections.memory > 1.0 else []
+    differences = [*links, *slow, *memory] or ["links, devices and memory are as profiled"]
+    return ", ".join([*differences, f"a factor of {corrections.residual:g} is left unexplained"])
+
+
+def _agree(first: Corrections, second: Corrections, threshold: float) -> bool:
+    """Whether no factor differs by more than the threshold; the residual changes no plan."""
+    count = max(len(first.devices), len(second.devices))
+    pairs = [
+        *zip(first.devices or (1.0,) * count, second.devices or (1.0,) * count, strict=True),
+        (first.memory, second.memory),
+    ]
+    for level in {link.level for link in (*first.links, *second.links)}:
+        before, after = _link(first, level), _link(second, level)
+        if abs(before.latency - after.latency) >= 1e-3:
+            return False
+        pairs.append((before.per_byte, after.per_byte))
+    return all(abs(after / before - 1.0) <= threshold for before, after in pairs)
+
+
+def _link(corrections: Corrections, level: str) -> LinkFactor:
+    return next((link for link in corrections.links if link.level == level), LinkFactor(level, 1.0))
+
+
+def _weigh(state: State, step: int, plan: Plan, name: str) -> tuple[State, Decision]:
+    """Decide whether another plan is worth a switch."""
+    settings = state.settings
+    now, then = state.predicted, step_seconds(state.profile, state.corrections, plan)
+    gain = 1.0 - then / now
+    least = settings.least_gain * (_BACK if name in state.left else 1.0)
+    ahead = settings.horizon if settings.steps is None else max(settings.steps - step, 0)
+    cost = max(switch_cost(state.profile, state.plan, plan).seconds, state.switch_seconds)
+    compared = f"{format_seconds(now)} a step becomes {format_seconds(then)} ({gain:.1%} less) by prediction"
+    if gain < least:
+        return _keep(state, step, f"{compared}: less than {least:.1%}")
+    if ahead * (now - then) <= cost:
+        reason = f"{compared}: the switch of {format_seconds(cost)} does not pay in {ahead} steps"
+        return _keep(state, step, reason)
+    gained = format_seconds(ahead * (now - then))
+    reason = f"{compared}: {ahead} steps gain {gained}, the switch costs {format_seconds(cost)}"
+    return state, Decision(step, AdaptAction.SWITCH, reason, state.corrections, name)

@@ -1,0 +1,311 @@
+"""Observes the steps of a model on one rank: measures them, and makes records for the sinks."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from statistics import fmean
+from time import perf_counter, time
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from galvatron_lite.files import to_data
+from galvatron_lite.model.batch import batch_of_call, batch_size
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.store import data_hash
+from galvatron_lite.runs.schema import (
+    RUN_VERSION,
+    EndRecord,
+    PlanRecord,
+    RankHeader,
+    RankRecord,
+    Record,
+    StepPart,
+    StepRecord,
+    tokens_of_sample,
+)
+from galvatron_lite.runtime.monitor.clock import Scalar, StepClock, StepMarks
+from galvatron_lite.runtime.monitor.notes import StepPhase
+
+_FIRST, _LONGEST = 0.5, 10.0
+"""Seconds between two records of a rank: at first, and at last; they double."""
+_SAMPLED = 10
+"""The layers of one in so many steps are timed, beside the first two after each record."""
+
+
+class Observable:
+    """A part of the models that are trained."""
+
+    observer: StepObserver | None = None
+
+
+def observed(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``train_step(self, batch, optimizer, ...)`` whose steps the model's observer sees."""
+
+    @wraps(train_step)
+    def run(self: Observable, batch: Any, *arguments: Any, **options: Any) -> Any:
+        observer = self.observer
+        if observer is None:
+            return train_step(self, batch, *arguments, **options)
+        observer.begin(batch)
+        try:
+            loss = train_step(self, batch, *arguments, **options)
+        except BaseException as error:
+            observer.failed(error)
+            raise
+        observer.end(loss)
+        return loss
+
+    return run
+
+
+@dataclass(slots=True)
+class _Done:
+    """A step that has ended on the host, and perhaps not yet on the device."""
+
+    step: int
+    time: float
+    marks: StepMarks
+    before: StepMarks | None
+    samples: int
+    loss: list[Scalar]
+    profiled: bool
+    counts: bool
+
+    @property
+    def is_ready(self) -> bool:
+        return self.marks.is_ready and all(loss.is_ready for loss in self.loss)
+
+
+@dataclass(slots=True)
+class _Window:
+    """Steps since the last record of this rank."""
+
+    since: float = field(default_factory=perf_counter)
+    patience: float = _FIRST
+    steps: int = 0
+    seconds: float = 0.0
+    between: float = 0.0
+    parts: dict[StepPart, float] = field(default_factory=dict)
+
+
+class StepObserver:
+    """Observes the steps of a model, also of loops that call the model and the optimizer.
+
+    Args:
+        model: that is trained.
+        rank: of this process.
+        put: takes records.
+        clock: measures the parts of steps.
+        layer_clock: makes the clock of layers for the present plan; gives None where there is none.
+        tracer: makes traces; None: there are none.
+        fullest: peak bytes of the fullest rank, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        rank: int,
+        put: Callable[[Record], None],
+        clock: StepClock,
+        layer_clock: Callable[[], Any],
+        tracer: Any,
+        fullest: Callable[[], int],
+    ) -> None:
+        self._model, self._rank, self._put, self._clock, self._tracer = model, rank, put, clock, tracer
+        self._layer_clock, self._layers, self._fullest = layer_clock, layer_clock(), fullest
+        self._plan: Plan = model.plan
+        self._next = self._seen = int(model.step)
+        self._samples, self._losses = 0, list[Scalar]()
+        self._open = self._within = False
+        self._pending: deque[_Done] = deque()
+        self._last: StepMarks | None = None
+        self._warm, self._window = False, _Window()
+        self._ours: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+        self._handles: list[Any] = [  # of loops that call the model, ``backward`` and the optimizer themselves
+            model.register_forward_pre_hook(self._called, with_kwargs=True),
+            model.register_forward_hook(self._returned),
+            register_optimizer_step_pre_hook(self._updates),
+            register_optimizer_step_post_hook(self._updated),
+        ]
+
+    def begin(self, batch: Any) -> None:
+        """``train_step`` begins."""
+        self._within = True
+        self._start()
+        self._samples, self._losses = batch_size(batch), []
+
+    def end(self, loss: Tensor) -> None:
+        """``train_step`` ends."""
+        self._within = False
+        self._losses = [Scalar(loss)]
+        self._finish()
+
+    def failed(self, error: BaseException) -> None:
+        """``train_step`` raised an error; the loop may go on."""
+        self._within = self._open = False
+        self._seen = self._model.step
+        if self._rank == 0:
+            self._put(EndRecord(self._next, time(), f"{type(error).__name__}: {error}"[:500]))
+
+    def close(self) -> None:
+        """The run ends."""
+        for handle in self._handles:
+            handle.remove()
+        if self._tracer is not None:
+            self._tracer.close()
+        if self._pending and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._settle()
+        if self._window.steps:
+            self._record()
+        if self._rank == 0:
+            self._put(EndRecord(self._next, time()))
+
+    def phase(self, phase: StepPhase | None) -> None:
+        """``Watch`` notes a phase; None: the rank waits for another stage."""
+        if self._open and phase is None:
+            self._clock.at(StepPart.WAITING)
+        elif self._open and phase is not None:
+            self._clock.phase(phase)
+
+    def _start(self) -> None:
+        now = int(self._model.step)
+        if now != self._seen:  # a checkpoint was loaded
+            self._next = self._seen = now
+        if self._model.plan is not self._plan:
+            self._change_plan()
+        self._open = True
+        if self._tracer is not None:
+            self._tracer.begin(self._next)
+        if self._layers is not None:
+            self._layers.running = self._warm and (self._window.steps < 2 or self._next % _SAMPLED == 0)
+        self._clock.begin()
+
+    def _finish(self) -> None:
+        marks, self._open = self._clock.end(), False
+        profiled = self._profiling
+        counts = self._warm and self._model.plan is self._plan and not profiled
+        done = _Done(self._next, time(), marks, self._last, self._samples, self._losses, profiled, counts)
+        if self._tracer is not None:
+            self._tracer.end(self._next)
+        # the time after a trace goes to writing it
+        self._last = None if profiled and not self._profiling else marks
+        self._warm, self._seen = True, int(self._model.step)
+        self._next += 1
+        self._samples, self._losses = 0, []
+        self._pending.append(done)
+        self._settle()
+
+    @property
+    def _profiling(self) -> bool:
+        return self._tracer is not None and self._tracer.runs
+
+    def _settle(self) -> None:
+        """Make records of steps that have ended on the device, too."""
+        while self._pending and self._pending[0].is_ready:
+            self._settle_step(self._pending.popleft())
+        window = self._window
+        if window.steps and perf_counter() - window.since > window.patience:
+            self._record()
+
+    def _settle_step(self, done: _Done) -> None:
+        seconds, between = done.marks.seconds, done.marks.since(done.before)
+        if done.counts:
+            window = self._window
+            window.steps, window.seconds, window.between = (
+                window.steps + 1, window.seconds + seconds, window.between + between,
+            )  # fmt: skip
+            for part, own in done.marks.parts().items():
+                window.parts[part] = window.parts.get(part, 0.0) + own
+        if self._rank == 0:
+            tokens = round(done.samples * tokens_of_sample(self._plan))
+            loss = fmean(one.get() for one in done.loss) if done.loss else math.nan
+            self._put(
+                StepRecord(
+                    done.step, round(done.time, 3), round(seconds, 7), round(between, 7), done.samples, tokens,
+                    loss if math.isfinite(loss) else None, self._fullest(), done.profiled,
+                )
+            )  # fmt: skip
+
+    def _record(self) -> None:
+        """Make a record of this rank's last steps."""
+        window, self._window = self._window, _Window(patience=min(2 * self._window.patience, _LONGEST))
+        count = window.steps
+        parts = {part: round(seconds / count, 7) for part, seconds in window.parts.items()}
+        layers = {} if self._layers is None else {name: round(own, 7) for name, own in self._layers.take().items()}
+        used = reserved = 0
+        if self._model.device.type == "cuda":
+            used = torch.cuda.max_memory_allocated(self._model.device)
+            reserved = torch.cuda.max_memory_reserved(self._model.device)
+        if hasattr(self._model, "watch"):
+            self._model.watch.memory = reserved
+        seconds, between = round(window.seconds / count, 7), round(window.between / count, 7)
+        self._put(
+            RankRecord(
+                self._rank, self._next - 1, count, seconds, between, parts, layers, used, reserved, resident_bytes()
+            )
+        )
+
+    def _change_plan(self) -> None:
+        if self._window.steps:
+            self._record()
+        self._plan, self._warm, self._window = self._model.plan, False, _Window()
+        if self._layers is not None:
+            self._layers.close()
+        self._layers = self._layer_clock()
+        if self._model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._model.device)
+        digest = plan_digest(self._plan)
+        self._put(RankHeader(RUN_VERSION, self._rank, digest, round(time(), 3), self._next))
+        if self._rank == 0:
+            self._put(PlanRecord(self._next, self._plan, digest))
+
+    def _called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._within or not (torch.is_grad_enabled() and model.training):
+            return
+        if not self._open:
+            self._start()
+        self._samples += batch_size(batch_of_call(args, kwargs))
+        self._clock.at(StepPart.FORWARD)
+
+    def _returned(self, model: nn.Module, _args: Any, loss: Any) -> None:
+        if self._within or not self._open or not (torch.is_grad_enabled() and model.training):
+            return
+        if isinstance(loss, Tensor):
+            self._losses.append(Scalar(loss))
+        self._clock.at(StepPart.BACKWARD)
+
+    def _updates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._open and not self._within and self._is_ours(optimizer):
+            self._clock.at(StepPart.OPTIMIZER)
+
+    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._open and not self._within and self._is_ours(optimizer):
+            self._finish()
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer updates this model."""
+        if optimizer not in self._ours:
+            ours = {id(parameter) for parameter in self._model.parameters()}
+            updated = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+            self._ours[optimizer] = any(parameter in ours for parameter in updated)
+        return self._ours[optimizer]
+
+
+def resident_bytes() -> int:
+    """Peak bytes of this process in the host's memory (Linux counts them in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def plan_digest(plan: Plan) -> str:
+    """Equal for equal plans."""
+    return data_hash(to_data(plan))

@@ -1,0 +1,129 @@
+"""New plans from a corrected profile, in a process beside training or in this one.
+
+The process reads its query on standard input and answers on standard output, both JSON, checked like files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
+from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.errors import GalvatronError
+from galvatron_lite.files import Strict, from_data, to_data
+from galvatron_lite.plans.execution import check_runs
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.profiler.store import data_hash
+from galvatron_lite.runtime.monitor.correct import corrected, corrected_budget
+from galvatron_lite.runtime.monitor.schema import Adapt, Corrections
+from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.user_pins import read_pins
+
+_NICE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuery(Strict):
+    """Which plan to look for."""
+
+    profile: Profile  # as it was made
+    corrections: Corrections
+    plan: Plan  # the present one; its devices, batch, tolerance and margin hold for the next one
+    settings: Adapt  # the budget and the pins
+
+
+@dataclass(frozen=True, slots=True)
+class Replanned(Strict):
+    """The fastest plan by the corrected profile; or why there is none."""
+
+    plan: Plan | None = None
+    error: str = ""
+
+
+def answer(query: PlanQuery) -> Replanned:
+    """Look for a plan; the present one is among those compared."""
+    plan, settings = query.plan, query.settings
+    profile = corrected(query.profile, query.corrections)
+    budget = budget_on(query.profile.cluster, settings.mem or DEFAULT_BUDGET)
+    try:
+        pins = read_pins(settings.fix, (*settings.forbid, "branches"), profile.graph)
+        found = find_plan(
+            profile,
+            devices=plan.devices,
+            global_batch=plan.global_batch,
+            budget=corrected_budget(budget, query.corrections.memory),
+            fixed=pins.at(plan.devices, plan.global_batch),
+            runners_up=0,
+            stoppable=False,
+            tolerance=0.0 if plan.provenance is None else plan.provenance.tolerance,
+            margin=0.0 if plan.provenance is None else plan.provenance.margin,
+            known=(plain(plan),),
+        )
+        return Replanned(check_runs(found))
+    except GalvatronError as error:
+        return Replanned(error=f"{type(error).__name__}: {error}")
+
+
+def plain(plan: Plan) -> Plan:
+    """A plan without its prediction and provenance."""
+    return replace(plan, prediction=None, alternatives=(), left_out=(), provenance=None)
+
+
+def step_seconds(profile: Profile, corrections: Corrections, plan: Plan) -> float:
+    """Seconds of a step by the corrected profile, times the residual factor."""
+    prediction = evaluate(corrected(profile, corrections), plain(plan)).prediction
+    return corrections.residual * (0.0 if prediction is None else prediction.step_seconds)
+
+
+def plan_name(plan: Plan) -> str:
+    """A short name: equal for plans that do the same, whatever they were predicted to cost."""
+    stages = tuple(type(stage)(stage.runs) for stage in plan.stages)
+    return data_hash(to_data(replace(plain(plan), stages=stages, model="")))[:12]
+
+
+class PlanningProcess:
+    """A query in progress, in a process of low priority."""
+
+    def __init__(self, query: PlanQuery) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "galvatron_lite.runtime.monitor.planning"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(to_data(query)))
+        self._process.stdin.close()
+        self._process.stdin = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is there."""
+        return self._process.poll() is not None
+
+    def answer(self) -> Replanned:
+        """Wait for the answer."""
+        output, _ = self._process.communicate()
+        if self._process.returncode:
+            return Replanned(error=f"the planning process ended with status {self._process.returncode}")
+        return from_data(Replanned, json.loads(output), "answer of the planning process")
+
+    def stop(self) -> None:
+        """End the process without an answer."""
+        if not self.done:
+            self._process.kill()
+        self._process.communicate()
+
+
+def main() -> None:
+    """Answer the query on standard input."""
+    os.nice(_NICE)
+    query = from_data(PlanQuery, json.load(sys.stdin), "query to the planning process")
+    json.dump(to_data(answer(query)), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

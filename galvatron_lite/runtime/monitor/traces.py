@@ -1,0 +1,124 @@
+"""Traces of some steps by ``torch.profiler``, with ranges around steps, their parts, and layers.
+
+Ranges exist only while a trace is made: layers get their hooks when it begins, and lose them when it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from galvatron_lite.runs.read import TRACES
+from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP
+from galvatron_lite.runtime.monitor.clock import StepClock
+
+
+class Tracer:
+    """Makes a trace of some steps.
+
+    Args:
+        folder: of the run.
+        steps: that are traced together.
+        layers: gives the modules of this rank's layers, each with the layer's name, when the trace begins.
+        clock: of the steps.
+        about: metadata of the trace, with the ``rank``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: range,
+        layers: Callable[[], Sequence[tuple[str, nn.Module]]],
+        clock: StepClock,
+        about: dict[str, Any],
+    ) -> None:
+        self._folder, self._steps, self._layers, self._clock, self._about = folder, steps, layers, clock, about
+        self._profile: profile | None = None
+        self._first = 0
+        self._step: Any = None
+        self._part: Any = None
+        self._handles: list[Any] = []
+
+    @property
+    def runs(self) -> bool:
+        """Whether the profiler runs."""
+        return self._profile is not None
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        if step in self._steps and self._profile is None:
+            # in a launched world the tracer logs two lines a run to standard error, unless its level is above all
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+            kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            self._profile, self._first = profile(activities=kinds), step
+            self._profile.start()
+            for name, module in self._layers():
+                self._watch(name, module)
+            self._clock.on_part = self._on_part
+        if self._profile is not None:
+            self._step = _begin(f"{STEP}{step}")
+
+    def end(self, step: int) -> None:
+        """It ends."""
+        if self._profile is None:
+            return
+        _end(self._step)
+        if step + 1 not in self._steps:
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace, where one is being made."""
+        profiler, self._profile = self._profile, None
+        if profiler is None:
+            return
+        self._on_part("")
+        self._clock.on_part = None
+        for handle in self._handles:
+            handle.remove()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        profiler.add_metadata_json(METADATA, json.dumps(self._about))
+        profiler.stop()
+        folder = self._folder / TRACES
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank-{self._about['rank']:05d}-step-{self._first:05d}.json.gz"
+        part = path.with_name(f".{path.name}.part.json.gz")
+        profiler.export_chrome_trace(str(part))
+        part.replace(path)
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        open_ranges: list[Any] = []
+
+        def start(*_: Any) -> None:
+            open_ranges.append(_begin(LAYER + name))
+
+        def stop(*_: Any) -> None:
+            if open_ranges:
+                _end(open_ranges.pop())
+
+        self._handles.append(module.register_forward_pre_hook(start, prepend=True))
+        # first: after the last layer of a stage a hook leaves the model, and later hooks are not called
+        self._handles.append(module.register_forward_hook(stop, prepend=True, always_call=True))
+
+    def _on_part(self, part: str) -> None:
+        """A part of the step begins, or with an empty name the step ends."""
+        if self._part is not None:
+            _end(self._part)
+        self._part = _begin(PART + part) if part else None
+
+
+def _begin(name: str) -> Any:
+    entered = record_function(name)
+    entered.__enter__()  # type: ignore[no-untyped-call]
+    return entered
+
+
+def _end(entered: Any) -> None:
+    entered.__exit__(None, None, None)

@@ -1,0 +1,305 @@
+"""This rank's parameters after splitting: their shards, their gradients, and what the optimizer updates in their place.
+
+Under offload the optimizer updates copies in host memory, under ZeRO-1 rows of the parameters; ``Updates`` carries
+gradients there and updated values back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
+from galvatron_lite.parallelism.offload.states import HostCopy, Lowering
+from galvatron_lite.parallelism.pipeline.tied import layer_of
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
+from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, gather_full
+from galvatron_lite.parallelism.zero.shares import RowShare, share_of
+from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
+from galvatron_lite.runtime.placement import LayerAssignment
+
+Shards = Mapping[str, ParameterShard]
+"""How parameters lie in the full ones, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A parameter on this rank."""
+
+    names: tuple[str, ...]  # its paths in the model; several where it is shared
+    parameter: nn.Parameter  # what this rank holds: a DTensor under ZeRO, else a plain one
+    shard: ParameterShard | None  # its part of the full parameter by tensor parallelism
+    groups: StrategyGroups  # of its layer's strategy
+    copies: int  # ranks of the stage that hold (under ZeRO-1: update) the same
+    share: RowShare | None = None  # the rows that this rank updates under ZeRO-1, where the parameter itself is full
+    host: HostCopy | None = None  # its copy in host memory, where the optimizer's states are kept there
+    spread: ParameterShard | None = None  # the experts of a mixture that this rank has; ``shard`` is a part of them
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether ZeRO shares it (FSDP reduces its gradient)."""
+        return isinstance(self.parameter, DTensor)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether its gradient is summed over ranks when autograd or FSDP has made it."""
+        return self.is_zero or (self.share is None and self.summing is None)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether every rank of the stage has a part of its gradient."""
+        return self.shard is not None and self.shard.placement is Placement.PARTIAL
+
+    @property
+    def summing(self) -> Group:
+        """The ranks over which we sum its gradient where FSDP does not."""
+        if self.spread is not None and self.groups.expert is not None:
+            return self.groups.expert.gradients
+        return self.groups.stage if self.is_partial else self.groups.gradients
+
+    @property
+    def reduced(self) -> nn.Parameter:
+        """What carries the reduced gradient on the device: the parameter, or this rank's rows under ZeRO-1."""
+        return self.parameter if self.share is None else self.share.part
+
+    @property
+    def updated(self) -> nn.Parameter:
+        """What the optimizer updates, and has states for: a copy in host memory, else ``reduced``."""
+        return self.reduced if self.host is None else self.host.copy
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient on the device, as the optimizer will see it; a DTensor under ZeRO."""
+        if self.host is not None:
+            self.host.follow()
+        return self.reduced.grad
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """The full tensor from every rank's slices (no DTensors); all ranks that hold any must call it."""
+        group = self.groups.tensor or self.groups.slices
+        if self.shard is not None and group is not None:
+            local = gather_full(local, self.shard, ProcessTensorGroup(group))
+        if self.spread is not None and self.groups.expert is not None:
+            local = gather_full(local, self.spread, ProcessTensorGroup(self.groups.expert.line))
+        return local
+
+
+def owned_parameters(
+    model: nn.Module, stage: Sequence[LayerAssignment], meshes: Meshes, shards: Shards, experts: Shards
+) -> list[Owned]:
+    """Every parameter of a split stage once, in the order of the layers."""
+    layers = [placed.layer for placed in stage]
+    strategies = {placed.layer.name: placed.strategy for placed in stage}
+    order = {name: position for position, name in enumerate(strategies)}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    homes = {parameter: layer_of(known[0], layers) for parameter, known in names.items()}
+    return [
+        _owned(parameter, tuple(names[parameter]), strategies[home], meshes, shards, experts)
+        for parameter, home in sorted(homes.items(), key=lambda item: order[item[1]])
+    ]
+
+
+def _owned(
+    parameter: nn.Parameter, names: tuple[str, ...], strategy: Strategy, meshes: Meshes, shards: Shards, experts: Shards
+) -> Owned:
+    shard, spread = (next((known[name] for name in names if name in known), None) for known in (shards, experts))
+    partial = shard is not None and shard.placement is Placement.PARTIAL
+    split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
+    groups = meshes.groups(strategy)
+    mesh = groups.expert.mesh if groups.expert is not None and spread is not None else groups.zero_mesh
+    share = share_of(parameter, mesh) if strategy.zero_stage == 1 and mesh is not None and not partial else None
+    shared = mesh.size(-1) if mesh is not None and (isinstance(parameter, DTensor) or share is not None) else 1
+    copies = meshes.stage_devices // (split * shared * (1 if spread is None else spread.degree))
+    owned = Owned(names, parameter, shard, groups, copies, share, spread=spread)
+    offloads = strategy.offloads_states and parameter.requires_grad
+    return replace(owned, host=HostCopy(owned.reduced)) if offloads else owned
+
+
+def reduced_parameters(owned: Iterable[Owned]) -> list[Reduced]:
+    """The parameters whose gradients we sum ourselves, and over which ranks."""
+    return [Reduced(one.parameter, one.summing, one.share) for one in owned if not one.is_zero]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def squared_norm_share(owned: Iterable[Owned], elsewhere: frozenset[str], device: torch.device) -> Tensor:
+    """This rank's share of the squared norm of the full gradient; the sum over all ranks is the squared norm.
+
+    Each part of the gradient is counted once: a part that n ranks hold counts 1/n on each. Parameters named in
+    ``elsewhere`` are counted by another stage.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for one in owned:
+        gradient = one.gradient
+        if gradient is not None and not elsewhere & set(one.names):
+            by_copies.setdefault(one.copies, []).append(local_tensor(gradient))
+    total = torch.zeros((), device=device)
+    for copies, gradients in by_copies.items():
+        with torch._C.DisableTorchFunctionSubclass():  # they may be guarded against norms that others take
+            total += get_total_norm(gradients).float() ** 2 / copies
+    return total
+
+
+def multiply_gradients(owned: Sequence[Owned], factor: Tensor) -> None:
+    """Multiply all gradients by a number, on the device and where the optimizer sees them in host memory."""
+    gradients = [local_tensor(gradient) for one in owned if (gradient := one.gradient) is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+    hosts = [one.host for one in owned if one.host is not None]
+    lowered = [host.copy.grad for host in hosts if host.copy.grad is not None]
+    if lowered:
+        torch._foreach_mul_(lowered, factor.to("cpu"))
+        for host in hosts:
+            host.noted()
+
+
+_REDUCTIONS = frozenset((
+    torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.norm, torch.norm, Tensor.norm,
+    torch.sum, Tensor.sum, torch.mean, Tensor.mean, torch.max, Tensor.max, torch.amax, Tensor.amax, torch.dot,
+    Tensor.dot, torch.vdot, Tensor.vdot, torch.var, Tensor.var, torch.std, Tensor.std,
+))  # fmt: skip
+_ELEMENTWISE = frozenset((
+    Tensor.data.__get__,  # type: ignore[attr-defined]
+    Tensor.detach, torch.detach, Tensor.float, Tensor.double, Tensor.to, Tensor.view,
+    Tensor.flatten, torch.flatten, Tensor.reshape, Tensor.ravel, Tensor.pow, torch.pow, Tensor.__pow__, Tensor.square,
+    torch.square, Tensor.abs, torch.abs,
+))  # fmt: skip
+"""What norms written by hand begin with: its result is guarded as well."""
+_REMEDY = (
+    "A rank holds a part of the gradient under this plan, and the norm of a part is not the whole one's. Call "
+    "parallel.clip_grad_norm(max_norm) in its place, which returns the whole model's norm before clipping, or give "
+    "max_grad_norm to train_step. runtime.state.full_gradients(parallel) has whole gradients."
+)
+_SCALER = (
+    "A rank sees overflow in its part of the gradient alone, and would skip a step that others take. Compute with "
+    'precision="fp16" and call train_step, which scales the loss.'
+)
+
+
+def _guarded(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    if func is torch._amp_foreach_non_finite_check_and_unscale_:
+        raise InputError("gradient", "a GradScaler", _SCALER)
+    if func in _REDUCTIONS:
+        raise InputError("gradient", f"{getattr(func, '__name__', 'norm')} of this rank's part", _REMEDY)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **(kwargs or {}))
+    if func in _ELEMENTWISE:
+        _set_class(result, guarded=True)
+    return result
+
+
+class GuardedTensor(Tensor):
+    """A part of a gradient, or a gradient beside others that are not here; it refuses to be reduced by other code."""
+
+    __torch_function__: Any = classmethod(_guarded)
+
+
+class GuardedDTensor(DTensor):
+    """The same under ZeRO."""
+
+    __torch_function__: Any = classmethod(_guarded)
+
+
+_GUARDED: dict[type, type] = {Tensor: GuardedTensor, DTensor: GuardedDTensor}
+_PLAIN = {guarded: plain for plain, guarded in _GUARDED.items()}
+
+
+def _set_class(gradient: Tensor, guarded: bool) -> None:
+    """The very tensor changes its type: who else holds it (a bucket of gradients) goes on with it."""
+    gradient.__class__ = (_GUARDED if guarded else _PLAIN).get(type(gradient), type(gradient))
+
+
+def guard_gradients(owned: Iterable[Owned], guarded: bool = True) -> None:
+    """Have what a user sees of reduced gradients refuse norms and other reductions; or no more, for an optimizer.
+
+    ``torch.nn.utils.clip_grad_norm_`` and clipping written by hand would clip each rank by another norm.
+    """
+    for one in owned:
+        if one.updated.grad is not None:
+            _set_class(one.updated.grad, guarded)
+
+
+def hides_norm(owned: Sequence[Owned], stage_devices: int) -> bool:
+    """Whether the norm of these gradients is not that of all of them: torch reduces norms over ranks only where every
+    one is a DTensor of the same mesh, cut by nothing else.
+    """
+    cut = [one for one in owned if one.copies < stage_devices]
+    meshes = {one.updated.device_mesh if isinstance(one.updated, DTensor) else None for one in owned}
+    sliced = any((one.shard is not None and one.shard.degree > 1) or one.spread is not None for one in cut)
+    return bool(cut) and (sliced or None in meshes or len(meshes) > 1)
+
+
+@dataclass(slots=True)
+class Updates:
+    """Carries gradients to what the optimizer updates, and updated values back; nothing to do for plain parameters.
+
+    Every call is made by all ranks of a stage together.
+    """
+
+    owned: Sequence[Owned]  # this rank's parameters
+    reducer: GradientReducer  # of their gradients
+    guarded: bool = False  # whether gradients refuse that other code takes their norm
+    due: bool = False  # whether an optimizer may have stepped since updated values were last brought back
+    versions: tuple[int, ...] = ()  # of what it updates, when they were last brought back
+    lowering: Lowering = field(init=False)  # brings gradients to host memory
+
+    def __post_init__(self) -> None:
+        final = [one.host for one in self.owned if one.host is not None and one.is_final]
+        self.lowering = Lowering(self.hosts, final, lambda: self.reducer.synchronise)
+        self.versions = self._versions()
+
+    @property
+    def hosts(self) -> list[HostCopy]:
+        """The copies in host memory."""
+        return [one.host for one in self.owned if one.host is not None]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the optimizer updates anything else than the parameters themselves."""
+        return any(one.updated is not one.parameter for one in self.owned)
+
+    def begin(self) -> None:
+        """Before the model is used: its values are up to date, and gradients that were zeroed are gone everywhere."""
+        self.publish()
+        for host in self.hosts:
+            host.follow()
+
+    def deliver(self) -> None:
+        """Once gradients are reduced: bring down those that the host needs."""
+        self.lowering.finish()
+        self.due = self.is_needed
+        if self.guarded:
+            guard_gradients(self.owned)
+
+    def publish(self) -> None:
+        """Once the optimizer has stepped: every rank computes with the updated values."""
+        if not self.due and self.versions == self._versions():
+            return
+        self.due = False
+        for host in self.hosts:
+            host.lift()
+        self.reducer.gather()
+        self.versions = self._versions()
+
+    def take(self) -> None:
+        """Values of parameters were set from outside: the host's copies follow."""
+        for host in self.hosts:
+            host.take()
+        self.due = False
+
+    def _versions(self) -> tuple[int, ...]:
+        """A training loop may change parameters in place, too (as to clamp them), on all ranks."""
+        return tuple(one.updated._version for one in self.owned if one.updated is not one.parameter)

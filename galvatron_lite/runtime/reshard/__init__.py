@@ -1,0 +1,1 @@
+"""Changing the plan while training runs."""

@@ -1,0 +1,472 @@
+"""Training on under another plan, on the same processes, without a checkpoint.
+
+Phases: validate: the plan fits this world, and the optimizer's states can be cut. prepare: the user's modules are
+restored without values, and examined. groups: process groups of the new plan. build: the new split, without values.
+carry: every tensor moves from the boxes that ranks hold to those that they are to hold; checksums of complete tensors
+before and after agree. commit. After each phase the ranks agree whether it succeeded on all; if not, every rank goes
+back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron_lite.errors import InputError, LaunchError
+from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.process_groups import ProcessGroups
+from galvatron_lite.plans.execution import check_runs
+from galvatron_lite.plans.io import read_plan
+from galvatron_lite.plans.schema import Mode, Plan
+from galvatron_lite.runtime.alike import shares_samples
+from galvatron_lite.runtime.checkpoint.plain import RandomStates
+from galvatron_lite.runtime.checkpoint.unsplit import ModelView
+from galvatron_lite.runtime.compiled import check_compile
+from galvatron_lite.runtime.materialize import Materializer
+from galvatron_lite.runtime.mesh import Meshes, build_meshes
+from galvatron_lite.runtime.monitor.notes import StepPhase
+from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, StageRuntime, build, make_pipeline_groups
+from galvatron_lite.runtime.parameter_use import ParameterUse
+from galvatron_lite.runtime.pieces import (
+    Entries,
+    Held,
+    ItemRun,
+    Parallel,
+    all_of,
+    held_buffers,
+    held_parameters,
+    held_states,
+)
+from galvatron_lite.runtime.reshard.optimizer import (
+    OptimizerReport,
+    Regrouping,
+    States,
+    apply,
+    blank_states,
+    merged,
+    regroup,
+    report_of,
+)
+from galvatron_lite.runtime.reshard.original import Changes, Structure
+from galvatron_lite.runtime.reshard.routes import LocalTensors, TensorReport, moved_tensors
+from galvatron_lite.runtime.reshard.transfer import (
+    Released,
+    Transfer,
+    allocate,
+    available_bytes,
+    everyone,
+    release,
+    together,
+)
+from galvatron_lite.runtime.scaling import LossScaler
+from galvatron_lite.runtime.stage_calls import Calls
+
+if TYPE_CHECKING:
+    from galvatron_lite.runtime.engine import ParallelModel
+
+Observe = Callable[[str], None]
+"""Called at the start of every phase, with its name; an error that it raises fails the phase."""
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """What a change of plan took."""
+
+    seconds: float  # from the call to its end
+    moved_bytes: int  # that this rank sent to others
+    # of parameters, states, buffers and messages on this rank at the worst moment (computed from their sizes);
+    # gradients and activations do not exist then
+    worst_bytes: int
+    by_turns: bool  # whether old tensors were released as new ones arrived, because both plans' did not fit
+    phases: dict[str, float]  # seconds of each phase
+
+
+class Resharding:
+    """The part of ``ParallelModel`` that changes its plan."""
+
+    plan: Plan
+    runtime: StageRuntime
+    scaler: LossScaler | None
+    copies: nn.ModuleList
+    use: ParameterUse
+    _runtimes: list[StageRuntime]
+    _compute: torch.dtype | None
+    _calls: Calls
+
+    def switch(
+        self, plan: Plan | Path | str, optimizer: torch.optim.Optimizer, scheduler: Any = None, **options: Any
+    ) -> Resharded:
+        """Train on under another plan (or the file that holds it), between two steps; all ranks call it.
+
+        See ``runtime.reshard.reshard.reshard``.
+        """
+        wanted = plan if isinstance(plan, Plan) else read_plan(plan)
+        with self._watched(StepPhase.SWITCHING):
+            return reshard(cast("ParallelModel", self), optimizer, wanted, scheduler, **options)
+
+    def adopt(self, plan: Plan, runtimes: Sequence[StageRuntime], options: SetupOptions) -> None:
+        """Use the runtimes of another plan; called by ``reshard``."""
+        scaled = options.compute is torch.float16
+        self.plan, self._compute, self._calls = plan, options.compute, replace(self._calls, compute=options.compute)
+        self.scaler = (self.scaler or LossScaler(self._norm, self._multiply)) if scaled else None
+        self._runtimes, self.runtime = list(runtimes), runtimes[0]
+        self.copies = nn.ModuleList(runtime.model for runtime in runtimes[1:])
+        self.use = ParameterUse(runtimes, plan)
+
+    def _watched(self, phase: StepPhase) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def _norm(self) -> Tensor:
+        raise NotImplementedError
+
+    def _multiply(self, factor: Tensor) -> None:
+        raise NotImplementedError
+
+
+def reshard(
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    scheduler: Any = None,
+    *,
+    batch: Any = None,
+    memory: int | None = None,
+    observe: Observe | None = None,
+) -> Resharded:
+    """Train on under another plan; every rank calls it alike, between two steps.
+
+    Parameters, the optimizer's states, buffers and random states stay equal bit by bit. The model and the optimizer
+    stay the same objects, with their groups and learning rates.
+
+    Args:
+        parallel: the model, split by its present plan.
+        optimizer: over its parameters.
+        plan: the other plan, for as many processes.
+        scheduler: of the optimizer's learning rate; needed where the optimizer gets more groups.
+        batch: an example batch of other shapes, where the plan is for those.
+        memory: bytes of this rank that may be taken meanwhile; the free memory if not given.
+        observe: called with the name of every phase; an error that it raises fails the phase.
+
+    Raises:
+        InputError: the plan does not fit, gradients are pending, or a state cannot be cut. The old plan stays.
+        LaunchError: the plan is for another number of processes. The old plan stays.
+        SwitchError: a rank failed. Every rank is on the plan it had.
+    """
+    change = _Change(parallel, optimizer, plan, scheduler, batch, observe or (lambda _: None))
+    try:
+        change.validate()
+        change.prepare()
+        change.build()
+        transfer = change.carry(memory)
+    except BaseException:
+        change.roll_back()
+        raise
+    change.commit(transfer)
+    phases = change.phases()
+    return Resharded(sum(phases.values()), transfer.moved, transfer.worst, transfer.by_turns, phases)
+
+
+@dataclass(slots=True)
+class _Old:
+    """What a roll-back needs of the present plan."""
+
+    tensors: LocalTensors
+    random: RandomStates
+    copies: list[Tensor]  # of parameters, that an optimizer updates in their stead
+    structure: Structure | None = None  # the split modules; None as long as they are split
+    gradients: Released | tuple[()] = ()  # memory of gradient buffers
+
+
+@dataclass(slots=True)
+class _New:
+    """What has been built of the new plan."""
+
+    runtimes: list[StageRuntime]
+    gradients: Released  # memory of gradient buffers
+    tensors: LocalTensors
+    blank: dict[str, Released]  # memory of optimizer states, to be allocated later, by name
+    buffers: frozenset[str]  # names of buffers
+    states: States  # of the optimizer
+    regrouping: Regrouping  # of its groups
+
+
+class _Change:
+    """A change of plan; its methods are called in their order, by all ranks."""
+
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        scheduler: Any,
+        batch: Any,
+        observe: Observe,
+    ) -> None:
+        self._parallel, self._optimizer, self._plan, self._scheduler = parallel, optimizer, plan, scheduler
+        self._origin, self._observe = parallel.origin, observe
+        self._batch = parallel.origin.batch if batch is None else batch
+        self._groups = ProcessGroups(parallel.origin.options.groups)
+        self._options = self._origin.options_of(plan, self._groups)
+        self._starts: list[tuple[str, float]] = []
+        self._report = OptimizerReport()
+        self._before: list[dict[str, TensorReport]] = []
+        self._old: _Old | None = None
+        self._changes = Changes([], [])
+        self._prepared: Prepared | None = None
+        self._new: _New | None = None
+        self._transfer: Transfer | None = None
+
+    def validate(self) -> None:
+        """Check that the plan fits this world, and that what the ranks hold can be cut."""
+        for runtime in self._parallel.runtimes:
+            runtime.updates.publish()
+        reports = everyone(self._phase("validate", self._checked))
+        self._report = merged([report for report, _ in reports])
+        self._before = [tensors for _, tensors in reports]
+
+    def prepare(self) -> None:
+        """Restore the user's modules without values, and examine them for the plan."""
+        self._prepared = self._phase("prepare", self._examined)
+
+    def build(self) -> None:
+        """Make process groups that the old plan does not have, and split the modules, without values."""
+        self._phase("groups", lambda: None)
+        prepared = self._prepared
+        assert prepared is not None
+        meshes = build_meshes(self._plan, self._parallel.device.type, self._groups)
+        make_pipeline_groups(prepared, self._groups)
+        self._phase("build", lambda: self._built(prepared, meshes))
+
+    def carry(self, free: int | None) -> Transfer:
+        """Move all tensors, and check that they arrived."""
+        new, old, device = self._new, self._old, self._parallel.device
+        assert new is not None
+        assert old is not None
+        after = everyone(self._phase("carry", lambda: new.tensors.reports))
+        items = moved_tensors(self._before, after)
+        self._transfer = Transfer(items, old.tensors, new.tensors, new.blank, new.buffers, device, self._observe)
+        self._transfer.run(available_bytes(device) if free is None else free)
+        for runtime in new.runtimes:
+            runtime.updates.take()
+        if shares_samples(self._plan) and not shares_samples(self._parallel.plan):
+            old.random.share(device)
+        self._phase("commit", lambda: None)
+        return self._transfer
+
+    def commit(self, transfer: Transfer) -> None:
+        """Train under the plan from now on; release what is left of the old one."""
+        new, old, parallel, origin = self._new, self._old, self._parallel, self._origin
+        assert new is not None
+        assert old is not None
+        former = origin.options.groups
+        _close(parallel.runtimes)
+        allocate(new.gradients)
+        parallel.adopt(self._plan, new.runtimes, self._options)
+        apply(self._optimizer, new.regrouping, new.states, self._scheduler)
+        origin.options, origin.batch = self._options, self._batch
+        origin.unsplit.take_in(self._changes)
+        origin.settle()
+        old.random.restore()
+        transfer.commit()
+        release(old.copies)
+        former.destroy(kept=self._groups)
+        self._groups.settle()
+
+    def roll_back(self) -> None:
+        """Go back to the plan that the model had."""
+        if self._transfer is not None:
+            self._transfer.undo()
+        if self._old is not None:
+            if self._old.structure is not None:
+                self._old.structure.restore()
+            allocate(list(self._old.gradients))
+            self._old.random.restore()
+        _close(() if self._new is None else self._new.runtimes)
+        self._groups.destroy(kept=self._origin.options.groups)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase, the last one up to now."""
+        ends = [*(start for _, start in self._starts[1:]), time.perf_counter()]
+        return {phase: end - start for (phase, start), end in zip(self._starts, ends, strict=True)}
+
+    def _phase(self, phase: str, work: Callable[[], Result]) -> Result:
+        self._starts.append((phase, time.perf_counter()))
+
+        def observed() -> Result:
+            self._observe(phase)
+            return work()
+
+        return together(phase, observed)
+
+    def _checked(self) -> tuple[OptimizerReport, dict[str, TensorReport]]:
+        parallel, optimizer = self._parallel, self._optimizer
+        check_plan(self._plan, parallel)
+        if parallel.plan_check is not None:
+            parallel.plan_check(self._plan)
+        check_idle(parallel, optimizer, self._scheduler)
+        for module in (module for runtime in parallel.runtimes for module in runtime.sharded.zero_modules):
+            module.reshard()
+        report = report_of(optimizer, _names(parallel.entries, parallel.runtimes))
+        states = _cut_states(report, held_states(parallel, optimizer))
+        buffers = [*held_buffers(parallel), *_unsaved_buffers(parallel, self._origin.layers)]
+        tensors = LocalTensors([*held_parameters(parallel), *states, *buffers])
+        copies = [one.host.copy.detach() for runtime in parallel.runtimes for one in runtime.owned if one.host]
+        self._old = _Old(tensors, RandomStates(), list[Tensor](copies))
+        return report, tensors.reports
+
+    def _examined(self) -> Prepared:
+        origin, old = self._origin, self._old
+        assert origin.split is not None
+        assert old is not None
+        self._changes = origin.split.changes()
+        old.structure = origin.everything()
+        old.gradients = _release_gradients(self._parallel.runtimes)
+        origin.unsplit.restore()
+        self._changes.apply()
+        names = self._parallel.entries.names
+        for name, parameter in origin.model.named_parameters():
+            parameter.requires_grad_(self._report.trained.get(names.get(name, name), parameter.requires_grad))
+        return origin.prepare(self._plan, self._options, self._batch, dist.get_rank())
+
+    def _built(self, prepared: Prepared, meshes: Meshes) -> None:
+        origin, parallel = self._origin, self._parallel
+        shapes = {name: report.shape for reports in self._before for name, report in reports.items()}
+        places, blanks = dict[nn.Module, _BlankLayers](), list[tuple[str, Tensor]]()
+
+        def place(model: nn.Module, layer: Layer) -> None:
+            if model not in places:
+                places[model] = _BlankLayers(model, origin.layers, parallel.device, shapes, blanks)
+            places[model].place(layer)
+
+        runtimes = build(origin.model, prepared, meshes, self._options, place)
+        gradients = _release_gradients(runtimes)
+        view = ModelView(parallel.entries, runtimes, [runtime.model for runtime in runtimes])
+        names = _names(parallel.entries, runtimes)
+        regrouping = regroup(self._optimizer, self._report, names, self._scheduler)
+        states = blank_states(self._report, names)
+        held = _cut_states(self._report, held_states(view, states))
+        blank: dict[str, Released] = {}
+        for one in held:
+            blank.setdefault(one.name, []).extend(release([one.tensor]))
+        buffers = _blank_buffers(view, blanks)
+        tensors = LocalTensors([*held_parameters(view), *held, *buffers])
+        buffer_names = frozenset(buffer.name for buffer in buffers)
+        self._new = _New(runtimes, gradients, tensors, blank, buffer_names, states, regrouping)
+
+
+def check_plan(plan: Plan, parallel: ParallelModel) -> None:
+    """Refuse plans that a model in training cannot change to.
+
+    Raises:
+        LaunchError: the plan is for another number of processes.
+        InputError: one of the two plans is for inference, delays gradients or has branches.
+    """
+    world = dist.get_world_size()
+    if plan.devices != world:
+        raise LaunchError(
+            f"The plan is for {plan.devices} device(s), but {world} process(es) train. Give a plan for {world}, or "
+            "save, start as many processes as the plan is for, and load."
+        )
+    for one, field in ((parallel.plan, "present plan"), (plan, "plan")):
+        if one.mode is not Mode.TRAINING or one.cyclic is not None or one.branches:
+            remedy = "Plans for training without delayed gradients and branches can be changed; else save and load."
+            raise InputError(field, one.model, remedy)
+    check_runs(plan)
+    check_compile(parallel.origin.options.compile, plan)
+
+
+def check_idle(parallel: ParallelModel, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Raise ``InputError`` in the middle of a step, or for the scheduler of another optimizer."""
+    for one in (one for runtime in parallel.runtimes for one in runtime.owned):
+        if one.updated.grad is not None or one.gradient is not None:
+            remedy = "Change the plan between steps: after optimizer.step(), call optimizer.zero_grad()."
+            raise InputError("gradients", one.names[0], remedy)
+    if scheduler is not None and scheduler.optimizer is not optimizer:
+        raise InputError("scheduler", type(scheduler).__name__, "Give the scheduler of this optimizer.")
+
+
+class _BlankLayers(Materializer):
+    """Gives the layers of a structure parameters and buffers without values, on this process's device.
+
+    Args:
+        shapes: of buffers by name, where they have changed since the model was made.
+        buffers: gets the buffers, with their names in the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        device: torch.device,
+        shapes: Mapping[str, tuple[int, ...]],
+        buffers: list[tuple[str, Tensor]],
+    ) -> None:
+        super().__init__(model, layers, device)
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._shapes, self._buffers = shapes, buffers
+
+    def _place_tensors(self, module: nn.Module) -> list[str]:
+        for _, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+                blank = nn.Parameter(empty, parameter.requires_grad)
+                vars(blank).update(vars(parameter))
+                self._replace(parameter, blank)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            path = f"{self._paths[id(module)]}.{name}".lstrip(".")
+            # zeros: of running statistics a rank may fill its own channels alone
+            zeros = torch.zeros(self._shapes.get(path, tuple(buffer.shape)), dtype=buffer.dtype, device=self._device)
+            self._buffers.append((path, zeros))
+            setattr(module, name, zeros)
+        return []
+
+
+def _unsaved_buffers(parallel: Parallel, layers: Sequence[Layer]) -> Iterator[Held]:
+    """Buffers outside ``state_dict()`` that this rank's layers have, or no layer."""
+    for place, (runtime, tree) in enumerate(zip(parallel.runtimes, parallel.structures, strict=True)):
+        own = {placed.layer.name for placed in runtime.stage} | ({""} if place == 0 else set())
+        for name, buffer in tree.named_buffers():
+            paths = [(len(path), one.name) for one in layers for path in one.modules if name.startswith(f"{path}.")]
+            if name not in parallel.entries.names and max(paths, default=(0, ""))[1] in own:
+                yield _held_buffer(name, buffer)
+
+
+def _blank_buffers(parallel: Parallel, blanks: Sequence[tuple[str, Tensor]]) -> list[Held]:
+    """The buffers of a new split: complete but for the channels of other ranks."""
+    held = {id(buffer.tensor): buffer for buffer in held_buffers(parallel)}
+    buffers = [held.get(id(blank)) or _held_buffer(name, blank) for name, blank in blanks]
+    return [replace(buffer, name=parallel.entries.names.get(buffer.name, buffer.name)) for buffer in buffers]
+
+
+def _held_buffer(name: str, buffer: Tensor) -> Held:
+    box = all_of(buffer.shape)
+    return Held(name, tuple(buffer.shape), buffer, (ItemRun(box, box),) if box.items else ())
+
+
+def _names(entries: Entries, runtimes: Iterable[StageRuntime]) -> dict[nn.Parameter, str]:
+    """Names of what the optimizer updates on this rank, in the order of the layers."""
+    return {one.updated: entries.names.get(one.names[0], one.names[0]) for runtime in runtimes for one in runtime.owned}
+
+
+def _cut_states(report: OptimizerReport, states: Iterable[Held]) -> list[Held]:
+    """The optimizer's tensors that are cut as their parameters are."""
+    cut = {f"{name}/{key}" for name, state in report.states.items() for key, entry in state.items() if entry.dtype}
+    return [state for state in states if state.name in cut]
+
+
+def _close(runtimes: Iterable[StageRuntime]) -> None:
+    for runtime in runtimes:
+        runtime.reducer.close()
+
+
+def _release_gradients(runtimes: Iterable[StageRuntime]) -> Released:
+    return release([buffer for runtime in runtimes for buffer in runtime.reducer.buffers])

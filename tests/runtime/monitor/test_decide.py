@@ -1,0 +1,232 @@
+"""Decisions on what was measured: without torch, and the same however often they are taken."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from galvatron_lite.errors import FileFormatError
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.runtime.monitor.correct import corrected, link_factors, predicted_groups
+from galvatron_lite.runtime.monitor.decide import (
+    State,
+    begin,
+    on_done,
+    on_exhausted,
+    on_planned,
+    on_window,
+    wants_links,
+)
+from galvatron_lite.runtime.monitor.log import read_log, replay, write_record
+from galvatron_lite.runtime.monitor.planning import PlanningProcess, PlanQuery, answer, plan_name, step_seconds
+from galvatron_lite.runtime.monitor.schema import (
+    Adapt,
+    AdaptAction,
+    Corrections,
+    Decided,
+    Decision,
+    Done,
+    LinkFactor,
+    PlannedRecord,
+    Record,
+    Started,
+    WindowRecord,
+)
+from tests.runtime.monitor.cases import fastest, started, wide_profile, window_on
+
+SETTINGS = Adapt(window=10, warm_up=0, patience=2, cool_down=40, steps=100000)
+SLOW = Corrections((LinkFactor("node", 60.0),))
+
+
+def train(
+    first: Started, truths: list[Corrections], noise: float = 0.0, slower: frozenset[str] = frozenset()
+) -> tuple[State, list[Record]]:
+    """Windows of a machine that changes, with everything that decisions lead to; plans in ``slower`` disappoint."""
+    state, step, draw = begin(first), first.step, random.Random(1)
+    records: list[Record] = [first]
+
+    def decided(taken: tuple[State, Decision]) -> tuple[State, Decision]:
+        records.append(Decided(taken[1]))
+        return taken
+
+    def switched(plan: Plan) -> State:
+        records.append(Done(step, 0.5))
+        return on_done(state, step, 0.5, plan)
+
+    for truth in truths:
+        step += state.settings.window
+        plan_truth = replace(truth, residual=3.0) if plan_name(state.plan) in slower else truth
+        window = window_on(first.profile, plan_truth, state.plan, step, draw.uniform(-noise, noise))
+        window = window if wants_links(state, window) else replace(window, links=())
+        records.append(WindowRecord(window))
+        state, decision = decided(on_window(state, window))
+        if decision.action is AdaptAction.BACK:
+            assert state.former is not None
+            state = switched(state.former)
+        if decision.action is AdaptAction.PLAN:
+            found = answer(PlanQuery(state.profile, state.corrections, state.plan, state.settings))
+            records.append(PlannedRecord(step, found.plan, found.error))
+            state, decision = decided(on_planned(state, step, found.plan, found.error))
+            if decision.action is AdaptAction.SWITCH:
+                assert found.plan is not None
+                state = switched(found.plan)
+    return state, records
+
+
+def actions(records: list[Record]) -> list[AdaptAction]:
+    taken = [record.decision.action for record in records if isinstance(record, Decided)]
+    return [action for action in taken if action is not AdaptAction.KEEP]
+
+
+def test_nothing_is_done_where_all_is_as_predicted() -> None:
+    _, records = train(started(SETTINGS), [Corrections()] * 10, noise=0.1)
+    assert actions(records) == []
+
+
+def test_a_slow_link_is_found_and_gone_round_once() -> None:
+    """Sixty times slower from the fourth window on: two windows are waited for, one switch is made, and no other."""
+    first = started(SETTINGS)
+    state, records = train(first, [Corrections()] * 3 + [SLOW] * 10, noise=0.05)
+    assert actions(records) == [AdaptAction.PLAN, AdaptAction.SWITCH]
+    planned = next(r.decision for r in records if isinstance(r, Decided) and r.decision.action is AdaptAction.PLAN)
+    assert planned.step == 50
+    (link,) = planned.corrections.links
+    assert link.per_byte == pytest.approx(60.0, rel=0.1)
+    assert planned.corrections.devices == ()
+    truth = corrected(first.profile, SLOW)
+    assert step_seconds(truth, Corrections(), state.plan) < 0.95 * step_seconds(truth, Corrections(), first.plan)
+
+
+def test_once_the_link_is_well_again_it_is_gone_back_and_stays() -> None:
+    well = [Corrections()] * 12
+    gain = 0.02
+    state, records = train(started(replace(SETTINGS, least_gain=gain)), [SLOW] * 10 + well, noise=0.01)
+    assert actions(records)[:2] == [AdaptAction.PLAN, AdaptAction.SWITCH]
+    assert actions(records).count(AdaptAction.SWITCH) <= 2
+    best, own = (step_seconds(wide_profile(), Corrections(), plan) for plan in (fastest(wide_profile()), state.plan))
+    assert own <= best / (1.0 - gain)
+
+
+def test_a_link_that_comes_and_goes_does_not_make_plans_flap() -> None:
+    """One window slow, one well, twelve times: patience keeps the plan."""
+    _, records = train(started(SETTINGS), [SLOW, Corrections()] * 12)
+    assert actions(records) == []
+
+
+def test_new_plans_keep_what_is_pinned() -> None:
+    first = started(SETTINGS)
+    free = answer(PlanQuery(first.profile, SLOW, first.plan, Adapt(mem="95%"))).plan
+    kept = answer(PlanQuery(first.profile, SLOW, first.plan, Adapt(mem="95%", fix=("pp=1", "zero=3")))).plan
+    assert free is not None
+    assert kept is not None
+    assert {run.strategy.zero_stage for stage in free.stages for run in stage.runs} != {3}
+    assert {run.strategy.zero_stage for stage in kept.stages for run in stage.runs} == {3}
+
+
+def test_a_plan_that_disappoints_is_left_for_good() -> None:
+    first = started(SETTINGS)
+    found = answer(PlanQuery(first.profile, SLOW, first.plan, Adapt(mem="95%"))).plan
+    assert found is not None
+    state, records = train(first, [SLOW] * 14, slower=frozenset({plan_name(found)}))
+    taken = actions(records)
+    assert taken[:3] == [AdaptAction.PLAN, AdaptAction.SWITCH, AdaptAction.BACK]
+    assert AdaptAction.SWITCH not in taken[3:]
+    assert plan_name(state.plan) == plan_name(first.plan)
+
+
+def test_few_steps_left_do_not_pay_for_a_switch() -> None:
+    _, records = train(started(replace(SETTINGS, steps=21)), [SLOW] * 2)
+    assert actions(records) == [AdaptAction.PLAN]
+    last = records[-1]
+    assert isinstance(last, Decided)
+    assert "does not pay" in last.decision.reason
+
+
+def test_a_slow_device_gets_fewer_layers() -> None:
+    truth = Corrections(devices=(1.0, 2.0))
+    state, records = train(started(SETTINGS), [truth] * 6)
+    assert actions(records) == [AdaptAction.PLAN, AdaptAction.SWITCH]
+    planned = next(r.decision for r in records if isinstance(r, Decided) and r.decision.action is AdaptAction.PLAN)
+    assert planned.corrections.devices[1] / planned.corrections.devices[0] == pytest.approx(2.0, rel=0.01)
+    sizes = [sum(run.count for run in stage.runs) for stage in state.plan.stages]
+    assert sizes[0] > sizes[1]
+
+
+def test_memory_that_ran_out_makes_a_plan_that_takes_less() -> None:
+    profile = wide_profile()
+    first = started(SETTINGS, profile)
+    assert first.plan.prediction is not None
+    peak = first.plan.prediction.peak_memory
+    state = on_exhausted(begin(first), factor=1.05 * 0.95 * 2**30 / peak)
+    found = answer(PlanQuery(profile, state.corrections, state.plan, state.settings))
+    state, decision = on_planned(state, 10, found.plan, found.error)
+    assert decision.action is AdaptAction.SWITCH
+    assert found.plan is not None
+    assert found.plan.prediction is not None
+    assert found.plan.prediction.peak_memory < peak
+
+
+@pytest.mark.parametrize(("factor", "latency"), [(1.0, 0.0), (3.0, 0.0), (0.5, 0.0), (1.0, 2e-3), (8.0, 1e-3)])
+def test_link_factors_are_those_that_points_were_made_with(factor: float, latency: float) -> None:
+    """With nodes of two: each level by itself, and the profile's own prediction of it is corrected to what is."""
+    profile = _on_nodes(wide_profile(4))
+    truth = Corrections((LinkFactor("rack", factor, latency),))
+    window = window_on(profile, truth, fastest(profile), 10)
+    found = link_factors(window.links, 0.15)
+    if (factor, latency) == (1.0, 0.0):
+        assert found == ()
+        return
+    (link,) = found
+    assert link.level == "rack"
+    assert link.per_byte == pytest.approx(factor, rel=0.01)
+    assert link.latency == pytest.approx(latency, abs=2e-5)
+
+
+def _on_nodes(profile: Profile) -> Profile:
+    level = profile.cluster.levels[0]
+    levels = (replace(level, size=2), replace(level, name="rack", size=2, bandwidth=1e8))
+    return replace(profile, cluster=replace(profile.cluster, levels=levels))
+
+
+def test_predicted_groups_are_of_blocks() -> None:
+    profile = wide_profile()
+    plan = fastest(profile)
+    share = 16 / plan.microbatches / plan.stages[0].runs[0].strategy.batch_degree
+    assert predicted_groups(profile, plan)["l1"] == pytest.approx(4 * 2e-3 * share, rel=0.2)
+
+
+def test_a_log_is_replayed_to_the_same_decisions(tmp_path: Path) -> None:
+    _, records = train(started(SETTINGS), [Corrections()] * 2 + [SLOW] * 8, noise=0.05)
+    log = str(tmp_path / "log.jsonl")
+    for record in records:
+        write_record(log, record)
+    again = read_log(tmp_path / "log.jsonl")
+    assert again == records
+    replayed = replay(again)
+    assert len(replayed) == sum(isinstance(record, Decided) for record in records)
+    assert all(one.same for one in replayed)
+    changed = [
+        replace(record, window=replace(record.window, seconds=(9.0, 9.0, 9.0)))
+        if isinstance(record, WindowRecord)
+        else record
+        for record in again
+    ]
+    assert not all(one.same for one in replay(changed))
+
+
+@pytest.mark.parametrize("line", ["{", '{"kind": "other"}', '{"kind": "done", "step": 1}', '{"kind": "done", "x": 1}'])
+def test_logs_that_are_none_are_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(FileFormatError, match="line 1"):
+        read_log(path)
+
+
+def test_the_planning_process_says_what_this_one_does() -> None:
+    profile = wide_profile()
+    question = PlanQuery(profile, SLOW, fastest(profile), Adapt(mem="95%"))
+    assert PlanningProcess(question).answer() == answer(question)

@@ -1,0 +1,192 @@
+"""Training that is logged and shown: what is written is what was trained, and seeing changes nothing."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.runs.read import read_run
+from galvatron_lite.runs.schema import PlanRecord, Record, StepPart, StepRecord, measured, predicted
+from galvatron_lite.runtime.monitor import sinks as board
+from galvatron_lite.runtime.monitor.attach import observe, observer_options
+from galvatron_lite.runtime.monitor.sinks import Display, LineFiles, RecordWriter
+from tests.pool import WorkerPool
+from tests.runs.lines import a_header, a_plan
+from tests.runtime.monitor import live_jobs as jobs
+
+
+def _step(number: int, seconds: float = 0.1, memory: int = 0) -> StepRecord:
+    return StepRecord(number, 1000.0 + number, seconds, 0.0, 8, 128, 2.5, memory)
+
+
+def test_steps_of_every_kind_of_loop_are_logged(pool: WorkerPool, tmp_path: Path) -> None:
+    losses = pool.run(2, jobs.train_logged, folder=str(tmp_path))[0]
+    for name, wanted in losses.items():
+        run = read_run(tmp_path / name)
+        assert [one.loss for one in run.steps] == pytest.approx(wanted), name
+        assert [one.step for one in run.steps] == [0, 1, 2, 3], name
+        assert len(run.starts) == 2
+        assert {one.samples for one in run.steps} == {8}
+        assert len(run.ranks) == 2
+        for one in (record for records in run.ranks for record in records):
+            assert sum(one.parts.values()) == pytest.approx(one.seconds, rel=1e-3), name
+            assert one.parts[StepPart.FORWARD] > 0.0
+            assert one.parts[StepPart.BACKWARD] > 0.0
+            assert one.resident > 2**20
+            assert (StepPart.WAITING in one.parts) == ("stage" in name)
+        assert not run.torn
+        assert [one.reason for one in run.ends] == ["", ""]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_models_and_changes_of_plan_are_logged(pool: WorkerPool, tmp_path: Path) -> None:
+    losses = pool.run(2, jobs.other_models, folder=str(tmp_path), timeout=300.0)[0]
+    for name, wanted in losses.items():
+        run = read_run(tmp_path / name)
+        assert [one.loss for one in run.steps] == pytest.approx(wanted), name
+        assert len(run.ranks) == 2, name
+    changed = read_run(tmp_path / "switch")
+    assert (changed.since, len(changed.plan.stages), len(changed.header.plan.stages)) == (2, 2, 1)
+    assert all(StepPart.WAITING in one.parts for records in changed.ranks for one in records)
+
+
+def test_seeing_changes_no_bit(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, jobs.alike, folder=str(tmp_path)) == [True, True]
+    assert len(read_run(tmp_path).traces) == 2
+
+
+def test_seeing_costs_little(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(1, jobs.cost_of_seeing, folder=str(tmp_path))[0] < jobs.LITTLE
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    for said in pool.run(2, jobs.refuse, folder=str(tmp_path)):
+        assert "cannot be written" in said
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    assert observer_options(None, False, None) is None
+    for log, steps in ((None, range(3, 5)), ("runs", range(0, 9, 2)), ("runs", [3])):
+        with pytest.raises(InputError, match="profile_steps"):
+            observer_options(log, False, steps)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="for training alone"):
+        observe(None, observer_options("runs", False, None))
+
+
+def test_files_stay_within_bounds_and_go_on(tmp_path: Path) -> None:
+    changed = PlanRecord(5, a_plan(0.05), "def")
+    files = LineFiles(tmp_path, "steps", [a_header()], largest=1500, kept=4)
+    for number in range(100):
+        if number == 5:
+            files.write([changed])
+            files.head = [a_header(), changed]
+        files.write([_step(number)])
+    files.close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 4
+    assert names[0] == "steps-00001.jsonl"
+    run = read_run(tmp_path)
+    assert run.steps[0].step == 0
+    assert run.steps[-1].step == 99
+    assert run.plan == a_plan(0.05)
+    LineFiles(tmp_path, "steps", [a_header(2000.0, 100)]).close()
+    assert [one.step for one in read_run(tmp_path).starts] == [0, 100]
+
+
+def test_without_a_terminal_lines_are_printed_with_predictions_beside() -> None:
+    out = io.StringIO()
+    shown = Display(a_plan(0.1), Console(file=out, width=300))
+    shown.take([_step(0), _step(1, 0.12, 2000)])
+    shown.close()
+    (said,) = out.getvalue().splitlines()
+    assert said.startswith("step 1, loss 2.5, 110 ms a step (predicted 100 ms)")
+    assert "72.7 samples/s (predicted 80" in said
+    assert "memory 2.0 KiB (predicted 2.9 KiB)" in said
+
+
+def test_on_a_terminal_a_table_stays_below_what_is_printed() -> None:
+    out = io.StringIO()
+    shown = Display(a_plan(0.1), Console(file=out, width=120, force_terminal=True, force_jupyter=False))
+    shown.take([_step(0)])
+    shown.take([PlanRecord(1, a_plan(0.2), "x"), _step(1, 0.2)])
+    shown.close()
+    said = out.getvalue()
+    assert "predicted" in said
+    assert "200 ms" in said
+
+
+def test_figures_are_medians_of_what_was_not_profiled() -> None:
+    plan = a_plan(0.1)
+    steps = [_step(number, 0.1) for number in range(9)] + [_step(9, 5.0), replace(_step(10, 9.0), profiled=True)]
+    now, wanted = measured(steps, plan), predicted(plan)
+    assert now.seconds == pytest.approx(0.1)
+    assert now.mfu == pytest.approx(wanted.mfu)
+    assert now.tokens == pytest.approx(1280)
+
+
+class _Writer:
+    made: list[_Writer] = []  # noqa: RUF012 - the test's own
+
+    def __init__(self, log_dir: str) -> None:
+        self.folder, self.found = log_dir, dict[str, tuple[float, int]]()
+        self.made.append(self)
+
+    def add_scalar(self, name: str, value: float, global_step: int, walltime: float) -> None:
+        assert walltime > 0
+        self.found[name] = (value, global_step)
+
+    def close(self) -> None:
+        pass
+
+
+def test_tensorboard_gets_scalars_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert board.scalar_writer(tmp_path) is None
+    stub: Any = ModuleType("torch.utils.tensorboard")
+    stub.SummaryWriter = _Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    scalars = board.Scalars(board.scalar_writer(tmp_path), a_plan(0.1))
+    scalars.take([_step(7, 0.2)])
+    scalars.close()
+    found = _Writer.made[-1].found
+    assert found["loss"] == (2.5, 7)
+    assert found["seconds/measured"] == (0.2, 7)
+    assert found["seconds/predicted"] == (0.1, 7)
+    assert found["mfu/measured"][0] == pytest.approx(0.2)
+
+
+class _Full:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def take(self, records: list[Record]) -> None:
+        self.asked += 1
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        pass
+
+
+class _Kept(_Full):
+    def take(self, records: list[Record]) -> None:
+        self.asked += len(records)
+
+
+@pytest.mark.filterwarnings("ignore:.*takes no more")
+def test_a_full_disk_ends_the_log_and_not_the_training() -> None:
+    full, kept = _Full(), _Kept()
+    recorder = RecordWriter([full, kept])  # type: ignore[list-item]
+    for number in range(5):
+        recorder.put(_step(number))
+    recorder.finish()
+    assert kept.asked == 5
+    assert full.asked == 1
+    assert not recorder.is_alive()
