@@ -21,7 +21,7 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.pin_names import typed_name
+from galvatron_lite.search.pins import typed_name
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.search.ways import PlanTask, led, seconds_of
 

@@ -45,8 +45,6 @@ MOST_WORK = 60_000_000
 """Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
 ANY_TIME = 2**62
 """Picoseconds that any plan takes less than."""
-_FEW = 8
-"""Shapes of uniform plans that are looked into for a plan to begin with."""
 _QUICK_WORK, _LOOK, _STAGE = 60_000, 20_000, 2_000
 """The same for a search that is not exact; what a look at uniform plans, and at one stage, counts besides labels."""
 _MOST_STAGES = 96
@@ -211,11 +209,8 @@ class _Walk:
                 self.interleaved.setdefault((shape.stages, shape.microbatches), []).append(problem)
             problem.answers.glanced = problem.answers.glanced or glance.bound(request.graph, shape)
             self.push(problem, _Stage.GLANCED, problem.answers.glanced)
-        done, begun = 0, False
+        done = 0
         while (node := self.pop()) is not None:
-            if not begun and node.stage >= _Stage.PRICED and node.problem.shape.stages > 1 and self.limit is None:
-                begun = True
-                self._begin()
             done += node.stage is _Stage.GLANCED
             if progress is not None:
                 progress(done, len(shapes), _shape_text(node.problem.shape))
@@ -233,15 +228,6 @@ class _Walk:
                 own.answers.averaged = float(bound)
         problem.answers.averaged = problem.answers.averaged or average_of(problem)
         return problem.answers.averaged
-
-    def _begin(self) -> None:
-        """A uniform plan to begin with: of the shapes that look best the one of least bound that fits."""
-        every = [own for family in self.interleaved.values() for own in family]
-        few = sorted((own for own in every if own.answers.averaged), key=lambda own: own.answers.averaged)[:_FEW]
-        bounds = [min(plans.bound(own.runs) for plans in _uniform(own)) for own in few]
-        for bound, problem in sorted(zip(bounds, few, strict=True), key=lambda pair: pair[0]):
-            if 0.0 < bound < inf and self.limit is None:
-                self._solve_uniform(_Node(problem, _Stage.TRIED, bound))
 
     def _look_into(self, node: _Node) -> None:
         """Replace a node by what is found a step further."""

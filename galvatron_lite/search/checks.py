@@ -12,7 +12,7 @@ from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import CHOSEN, REFUSING
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.pin_names import typed_name
+from galvatron_lite.search.pins import typed_name
 from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.shapes import Request, shapes_of
 from galvatron_lite.search.space import Fixed, microbatch_counts

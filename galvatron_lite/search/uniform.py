@@ -441,7 +441,7 @@ class Uniform:
         return peak + self._buffers(parts, stages, held) + context
 
     def _buffers(self, parts: Parts, stages: Sequence[int], held: Moments) -> IntArray:
-        """Buffers of the boundaries, by their senders' strategies, and copies of tensors made before, by the readers'."""
+        """Buffers of the boundaries, by their senders' strategies; copies of tensors made before, by the readers'."""
         shape, counted = self.problem.shape, not self.problem.pricer.profile.unbuffered
         total = _ZERO
         for stage, count in zip(stages, most_of(held), strict=True):
