@@ -120,7 +120,6 @@ def _block_ways(task: PlanTask, pins: Pins) -> Iterator[tuple[tuple[str, str, ob
 
 
 def _globs(graph: ModelGraph, kind: str) -> list[str]:
-    """Globs that name the layers of a kind and no others."""
     names = [layer.name for layer in graph.layers if layer.kind == kind]
     glob = f"{os.path.commonprefix(names)}*"  # noqa: RUF071 - of names, not paths
     matching = fnmatch.filter([layer.name for layer in graph.layers], glob)
@@ -154,7 +153,6 @@ def _pinned(task: PlanTask, pins: Pins) -> Fixed:
 
 
 def _fields(task: PlanTask) -> tuple[str, ...]:
-    """What is the same in all layers: names of attributes of ``Strategy``."""
     samples = ("batch_degree",) if task.request.graph.folded and task.backend.uniform == () else ()
     return (*task.backend.uniform, *samples)
 

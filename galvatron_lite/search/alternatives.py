@@ -252,7 +252,6 @@ def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[
 
 
 def _add(options: list[Finalist], more: Finalist | None) -> None:
-    """Add a plan that differs materially from the others."""
     if more is not None and all(traits(more.plan) != traits(option.plan) for option in options):
         options.append(more)
 

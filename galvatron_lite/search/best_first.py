@@ -230,7 +230,6 @@ class _Walk:
         return problem.answers.averaged
 
     def _look_into(self, node: _Node) -> None:
-        """Replace a node by what is found a step further."""
         problem, tied = node.problem, tied_groups(node.problem.graph)
         if node.stage is _Stage.GLANCED:
             self.push(problem, _Stage.PRICED, max(node.bound, self._averaged(problem)))
@@ -353,7 +352,6 @@ def _combined(problem: Problem, cuts: list[int]) -> Partition | None:
 
 
 def _uniform(problem: Problem) -> list[Uniform]:
-    """The uniform plans of a shape, by cuts."""
     if not problem.answers.uniform:
         problem.answers.uniform += uniform_plans(problem)
     return problem.answers.uniform

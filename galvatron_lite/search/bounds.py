@@ -163,7 +163,6 @@ def _raised(every: tuple[FloatArray, ...], places: Sequence[Place], value: float
 
 
 def _around(ramp: tuple[FloatArray, ...]) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
-    """``StageBounds.pre`` and ``post``."""
     pre, post = ([np.where(np.arange(len(ramp[0])) == end, 0.0, np.inf)] for end in (0, len(ramp[0]) - 1))
     for own in ramp[:-1]:
         pre.append((pre[-1][:, None] + own).min(axis=0))
@@ -249,8 +248,6 @@ def _levels(held: Sequence[int]) -> list[int]:
 
 
 class _Figures:
-    """What bounds take from the tables of a stage."""
-
     def __init__(self, problem: Problem, stage: int, tables: TableRow) -> None:
         numbers: dict[int, int] = {}
         self.which = np.array([numbers.setdefault(id(table), len(numbers)) for table in tables])
@@ -403,7 +400,6 @@ class Glance:
     _least: dict[tuple[int, int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Indexes the profile: by devices that work on the same samples, the kinds of layers and what was run."""
         self._numbers = {kind: number for number, kind in enumerate(self.profile.graph.kinds)}
         found: dict[int, list[tuple[int, tuple[LayerPoint, ...]]]] = {}
         types = [own.layers for own in self.profile.types] or [self.profile.layers]

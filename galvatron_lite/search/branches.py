@@ -178,7 +178,6 @@ class BranchOptions:
         return [size for size in sizes if size < devices]
 
     def _searched(self, branch: Branch, devices: int, room: int) -> Strategies | None:
-        """Strategies of a branch that take the least time within so many bytes; None where none fit."""
         if room < 1:
             return None
         request = self.course.of_branch(branch, devices, room)
@@ -234,8 +233,6 @@ def _gain(plan: Plan, ordinary: Plan | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A region whose branches have devices of their own."""
-
     region: BranchRegion  # of the model
     assigned: Assignment  # its branches to groups
     choices: tuple[Choices, ...]  # of each branch
@@ -283,7 +280,6 @@ def _open(task: PlanTask) -> bool:
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:
-    """Plans that fit first, then by time."""
     return not plan.fits, seconds_of(plan)
 
 
@@ -316,7 +312,6 @@ def _splits(course: BranchCourse, certify: bool) -> Iterator[_Split]:
 
 
 def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> Plan:
-    """The plan of some regions' branches on their groups, with its prediction."""
     request, graph = course.request, course.request.graph
     trunk = course.trunk([split.region for split in chosen])
     plan = Plan(
@@ -338,7 +333,6 @@ def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> P
 
 
 def _described(task: PlanTask, plan: Plan) -> Plan:
-    """A priced plan with what is to be said of it."""
     made_from, ordinary = plan.provenance, task.ordinary
     unsure = spread_note(task.session.profile.origin)
     notes = (*branch_notes(plan, ordinary), *plan_notes(task.request.graph, plan), *unsure)

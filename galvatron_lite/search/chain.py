@@ -164,8 +164,6 @@ def good_path(chain: Chain, cap: int | None = None) -> tuple[Path | None, float]
 
 
 class _Kind:
-    """The choices of all equal layers of a chain."""
-
     def __init__(self, figures: IntArray) -> None:
         self.figures = figures
         self.order = np.argsort(figures[GROUP], kind="stable")
@@ -514,7 +512,6 @@ def _may_fit(line: _Line) -> bool:
 
 
 def _front(bounds: ChainBounds, limit: float, beam: int | None) -> ChainFront:
-    """The Pareto-best paths of at most a limit."""
     useful = bounds.useful(limit)
     if not all(len(own) for own in useful):
         return ChainFront(())
@@ -525,8 +522,6 @@ def _front(bounds: ChainBounds, limit: float, beam: int | None) -> ChainFront:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """The labels after a layer more."""
-
     figures: IntArray  # (rows, n), see ``TIMES`` and on
     promise: FloatArray  # (K, n) Lagrangian bounds
     choice: IntArray  # (n,) of the layer
@@ -605,7 +600,6 @@ class _Labels:
         return self._bounded(place, new, choice, parent)
 
     def _bounded(self, place: int, figures: IntArray, choice: IntArray, parent: IntArray) -> _Step:
-        """The labels that may be completed within room and limit."""
         bounds, room, price = self.bounds, self.line.room, self.bounds.prices[:, None]
         peak = np.maximum(figures[WORST], figures[WAITING])
         promise = bounds.before[place][:, figures[LAYOUT]] + (
@@ -702,7 +696,6 @@ def worst_moment(runs: Sequence[tuple[Sequence[IntArray], int]]) -> IntArray:
 
 
 def _common(chain: Chain) -> tuple[list[list[ChainLayer]], list[IntArray]]:
-    """The layers of each part, and the strategies that all of them have."""
     parts = [list(layers) for _, layers in groupby(chain.layers, key=lambda layer: layer.part)]
     names = [{id(layer): _strategies(layer) for layer in layers}.values() for layers in parts]
     return parts, [reduce(np.intersect1d, own) for own in names]

@@ -69,7 +69,6 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
 
 
 def _needed(request: Request, lean: LeanPlan, slack: float) -> str:
-    """The smallest budget, or that of each type of device where they have budgets of their own."""
     share = (", the least found" if slack else "") + (f", {request.margin:.1%} of it free" if request.margin else "")
     if not as_budget(request.budget).own:
         needed = _with_margin(request, lean.budget.most)
@@ -176,7 +175,6 @@ def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[s
 
 
 def _lifted(fixed: Fixed) -> Iterator[tuple[str, Fixed]]:
-    """The pins with one of them lifted at a time."""
     pinned = (
         ("pp", fixed.pipeline, replace(fixed, pipeline=None)),
         ("microbatches", fixed.microbatches, replace(fixed, microbatches=None)),

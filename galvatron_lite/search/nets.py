@@ -79,8 +79,6 @@ def good_way(net: Net) -> tuple[Path | None, float]:
 
 @dataclass(slots=True, eq=False)
 class _Walk:
-    """The search of one net."""
-
     net: Net  # the problem
     cap: int | None  # on the weighted time
     beam: int | None  # labels of a layer
@@ -107,7 +105,6 @@ class _Walk:
         return ChainFront(tuple(paths), self.work, self.dropped)
 
     def _limit(self) -> int | None:
-        """What the weighted time of a path of interest is at the most."""
         if len(self.net.chain.weights) > 1 or not self.best:
             return self.cap
         return self.best[0].time[0] * int(self.net.chain.weights[0]) - 1
@@ -133,14 +130,12 @@ class _Walk:
         return [(least, settled | {place: int(group)}) for group in groups]
 
     def _note(self, paths: Sequence[Path]) -> None:
-        """Keeps what is best of these paths and those known."""
         every = self.best + [path for path in paths if self.cap is None or self._weighted(path) <= self.cap]
         if every:
             rows = pareto_rows(np.array([path.time for path in every], dtype=np.int64))
             self.best = [every[row] for row in rows]
 
     def _beaten(self, path: Path) -> bool:
-        """Whether a path that is known is no slower in any criterion."""
         return any(all(a <= b for a, b in zip(known.time, path.time, strict=True)) for known in self.best)
 
     def _weighted(self, path: Path) -> int:
@@ -148,7 +143,6 @@ class _Walk:
 
 
 def _relaxed(net: Net, settled: Settled) -> _Relaxed:
-    """The chain that bounds a node."""
     layers = net.chain.layers
     free = np.arange(0)
     rows = [
@@ -195,7 +189,6 @@ def _priced(net: Net, relaxed: _Relaxed, path: Path) -> tuple[Path, dict[Pair, i
 
 
 def _most_underrated(under: Mapping[Pair, int]) -> int:
-    """The layer whose edges were most underrated together; the first of equals."""
     sums: dict[int, int] = {}
     for pair, missing in under.items():
         for place in pair:

@@ -98,7 +98,6 @@ def _beats(columns: NDArray[Any], others: NDArray[Any]) -> BoolArray:
 
 
 def _beaten(columns: NDArray[Any], front: NDArray[Any]) -> BoolArray:
-    """Which rows some row of ``front`` equals or beats in every column."""
     beaten = np.empty(columns.shape[1], dtype=bool)
     some = max(_PAIRS // max(front.shape[1], 1), 1)
     for begin in range(0, len(beaten), some):

@@ -231,7 +231,6 @@ def _refused(option: str, text: str, lacking: str, backend: Backend) -> InputErr
 
 
 def _lacking(name: str, text: str, backend: Backend) -> str:
-    """What the backend would need for one pin, in words; empty where it runs it."""
     pin = pin_named(name)
     value = pin.read(pin.name, text)
     if pin.field == "schedule":
@@ -359,7 +358,6 @@ class Pins:
         return replace(self.fixed, microbatches=batch // samples)
 
     def _samples(self, devices: int) -> int | None:
-        """Samples of a micro-batch over all devices of a stage."""
         if self.device_samples is None:
             return self.microbatch
         degree = self._batch_degree(devices)
@@ -434,7 +432,6 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
 
 
 def _delay(once: dict[str, object]) -> Delay | None:
-    """What is pinned of delayed gradients, taken from the other pins."""
     cyclic = once.get("schedule") is Schedule.CYCLIC
     if cyclic:
         del once["schedule"]
@@ -469,12 +466,10 @@ def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[t
 
 
 def _beats(meant: dict[str, list[str]], other: str, layers: str, one: str) -> bool:
-    """Whether another pin names a layer too, and fewer of them."""
     return one in meant[other] and len(meant[other]) < len(meant[layers])
 
 
 def _read(pin_text: str, graph: ModelGraph) -> tuple[str | None, PinName, object]:
-    """The layers that one pin names (None: all), its name and its value."""
     left, equals, text = pin_text.partition("=")
     if not equals or not text.strip():
         raise InputError("--fix", pin_text, "Write NAME=VALUE or LAYERS.NAME=VALUE: pp=4, layers.3.recompute=full.")
@@ -528,7 +523,6 @@ def _offered(
 
 
 def _unoffered(partly: Sequence[tuple[str, str, object]], graph: ModelGraph) -> tuple[str, ...]:
-    """Of pins that not all layers offer, the blocks that do not."""
     lines = []
     for field_name, value in dict.fromkeys((field_name, value) for _, field_name, value in partly):
         able = {layer for layer, name, pinned in partly if (name, pinned) == (field_name, value)}
@@ -569,7 +563,6 @@ def _put(pins: dict[str, object] | dict[tuple[str, str], object], key: object, v
 
 
 def _check_forbidden(forbidden: Sequence[str], pinned: Sequence[tuple[str, object]]) -> None:
-    """A pin must not ask for what is forbidden."""
     plain = Strategy()
     for name, value in pinned:
         for dimension in forbidden:

@@ -137,7 +137,6 @@ def _ordinary(
     effort: int,
     task: PlanTask,
 ) -> Plan:
-    """The fastest plan of stages in the model's order, for ``find_plan``."""
     kept, request, profile = task.session, task.request, task.session.profile
     check_batch(request)
     pricer = kept.pricer
@@ -213,7 +212,6 @@ def _certificate(result: SolvedPlan, progress: Progress | None) -> str:
 
 
 def _closed(pricer: LayerPricer, request: Request, ticks: float) -> float:
-    """Seconds of a step whose closed form takes so many picoseconds in a search."""
     return (ticks / TICKS + pricer.profile.overhead.step) * straggling(pricer.profile, request.devices)
 
 

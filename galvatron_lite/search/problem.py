@@ -134,7 +134,6 @@ class Problem:
     _sharings: dict[tuple[int, int], dict[int, ParameterSharing]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Indexes the tied layers."""
         self._tied = dict(self.choice.tied)
 
     @property
@@ -299,7 +298,6 @@ class Problem:
         return [sizes.get(place) for place in range(inside.stop + 1)]
 
     def _net(self, stage: int, inside: range, chain: Chain, tables: Sequence[StrategyTable]) -> Net:
-        """The chain of a stage with the tensors that skip layers in it."""
         if not self.graph.tensors:
             return Net(chain)
         own = self.tables[stage]
@@ -322,7 +320,6 @@ class Problem:
         return tuple(criteria)
 
     def _apart(self, criteria: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Parts and step of criteria."""
         *parts, last = criteria
         return tuple(parts), last - sum(ramp * part for ramp, part in zip(self.ramp, parts, strict=True))
 
@@ -392,7 +389,6 @@ class Problem:
         return self._told(net, best, built[1], sends), min(front.dropped, best.time[0]) + fixed
 
     def _told(self, net: Net, path: Path, tables: Sequence[StrategyTable], sends: tuple[int, int]) -> StagePlan:
-        """The way of a path of a scalar chain."""
         return self._stage_plan(Path(self._times(net, path.choices, tables), path.choices), tables, sends)
 
     def lightest(self, stage: int, inside: range) -> tuple[StagePlan | None, float]:
@@ -429,7 +425,6 @@ class Problem:
         return self._told(net, best, tables, sends), min(front.dropped, best.time[0]) + fixed
 
     def _times(self, net: Net, choices: Sequence[int], tables: Sequence[StrategyTable]) -> tuple[int, ...]:
-        """The criteria of a path of a scalar chain."""
         forward = backward = net.moved(choices)
         saved = step = 0
         for table, choice in zip(tables, choices, strict=True):
@@ -448,7 +443,6 @@ class Problem:
 
 
 def _fitting(table: StrategyTable, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> StrategyTable:
-    """The strategies with the layout and degrees that are settled."""
     found = table.lay_out_model(
         lambda own: (wire is None or own == wire) and (glue is None or glue_of(own) == glue)
     )  # fmt: skip

@@ -116,7 +116,6 @@ def shapes_of(request: Request) -> list[Shape]:
 
 
 def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
-    """Schedules and numbers of virtual stages to try on so many groups of devices."""
     if stages == 1:
         return [(Schedule.ONE_F_ONE_B, 1)]
     offered = []
@@ -190,7 +189,6 @@ def _open_problem(request: Request, pricer: LayerPricer, shape: Shape, fixed: Fi
 
 
 def _tables(request: Request, pricer: LayerPricer, shape: Shape, fixed: Fixed) -> Tables:
-    """The figures of a shape by one pricer, made once."""
     known, key = request.known, (id(pricer), shape, fixed)
     if key not in known.tables:
         if id(pricer) not in known.stores:

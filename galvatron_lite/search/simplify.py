@@ -79,7 +79,6 @@ def _like(request: Request, shape: Shape) -> Request:
 
 
 def _narrower(request: Request, shape: Shape) -> list[Request]:
-    """The request of simpler kinds of plans than those of a shape."""
     few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
     narrower = [replace(request, schedules=few)] if few and shape.schedule not in SIMPLE else []
     if shape.stages > 1 and request.fixed.pipeline is None and "pipeline" not in request.fixed.forbidden:
@@ -118,7 +117,6 @@ def _merged(request: Request, pricer: LayerPricer, result: SolvedPlan, limit: in
 
 
 def _changes(strategies: Sequence[Strategy]) -> tuple[int, int]:
-    """How often neighbours differ, and how many strategies there are."""
     return sum(a != b for a, b in pairwise(strategies)), len(set(strategies))
 
 
@@ -205,7 +203,6 @@ def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) ->
 
 
 def _keeps(request: Request, pricer: LayerPricer, plan: Plan) -> bool:
-    """Whether a plan has what is pinned, and nothing that the backend does not run."""
     fixed, backend = request.fixed, request.space.backend
     pins = (
         (fixed.pipeline, plan.pipeline),
@@ -222,7 +219,6 @@ def _keeps(request: Request, pricer: LayerPricer, plan: Plan) -> bool:
 
 
 def _as_result(request: Request, pricer: LayerPricer, plan: Plan) -> SolvedPlan:
-    """A plan with its closed form, in the search's own unit."""
     strategies = strategies_of(plan, pricer.profile)
     shape = shape_of(plan, strategies)
     sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]

@@ -182,7 +182,6 @@ class StrategyTable:
         return both
 
     def __len__(self) -> int:
-        """How many strategies."""
         return len(self.rows)
 
     def only(self, strategy: Strategy) -> StrategyTable:
@@ -297,7 +296,6 @@ class Store:
     _numbered: dict[int, IntArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Remembers what goes between layers."""
         self.crossing = self.pricer.profile.graph.crossings()
 
     def borrowed(self, inside: range) -> int:
@@ -379,7 +377,6 @@ class Tables:
     _between: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
 
     def __post_init__(self) -> None:
-        """Remembers the closed form of the shape."""
         shape, overlap = self.shape, self.pricer.profile.steps_overlap
         self.form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
         self._plain = Fixed(strategy=self.fixed.strategy, forbidden=self.fixed.forbidden)

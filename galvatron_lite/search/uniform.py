@@ -88,8 +88,6 @@ def _shares(count: int, chunks: int, first: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
-    """Which layers groups of devices hold."""
-
     stages_of: tuple[tuple[int, ...], ...]  # per group, the numbers of its stages
     held: tuple[frozenset[int], ...]  # per group, the places of all its layers
     positions: dict[int, int]  # in which of as many equal parts as there are of its group's blocks each block is
@@ -142,7 +140,6 @@ class Uniform:
     """The uniform plans of one shape with one way to share layers out."""
 
     def __init__(self, problem: Problem, cuts: tuple[int, ...]) -> None:
-        """The shape with its tables and budgets, and where chunks begin."""
         shape, store = problem.shape, problem.tables[0].store
         self.problem, self.cuts, self.store = problem, cuts, store
         self.ranges = parts_of(problem.graph)
@@ -198,7 +195,6 @@ class Uniform:
         return self.problem.tables[group].unpruned(layer.kind, layer.name, self.sharing.get(place, ALONE))
 
     def _part(self, places: range) -> Part:
-        """The strategies that all layers of a part may take."""
         pairs = [(group, place) for group, held in enumerate(self.chunks.held) for place in held.intersection(places)]
         tables = {place: self._table(group, place) for group, place in sorted(pairs, key=lambda pair: pair[1])}
         if not tables:
@@ -240,7 +236,6 @@ class Uniform:
         return known[key]
 
     def _blocks(self, rows: IntArray) -> Part:
-        """What blocks take under some of their choices."""
         own = self.mixtures
         if own is None:
             thinned = {id(table): table.at(rows) for table in self._every_block.values()}
@@ -342,7 +337,6 @@ class Uniform:
         return np.where(alive, total, np.inf)
 
     def _summed(self, parts: Parts, places: Iterable[int], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
-        """A figure of layers, added up."""
         total, places = _ZERO, list(places)
         for axis, part in enumerate(parts):
             tables = [part[place] for place in places if place in part]
@@ -352,7 +346,6 @@ class Uniform:
         return total
 
     def _group(self, parts: Parts, group: int) -> list[IntArray]:
-        """The parts of a group's micro-batch and its work once a step."""
         form, held = self.problem.form, self.chunks.held[group]
         passes = (lambda own: own.figures.forward, lambda own: own.figures.backward, lambda own: own.saved(form))
         forward, backward, saved = (self._summed(parts, held, figure) for figure in passes)
@@ -497,7 +490,6 @@ def _runs(parts: Parts, inside: range) -> Iterator[Run]:
 
 
 def _column(runs: Sequence[Run], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
-    """A figure of all layers of a chunk, added up."""
     return sum((_along(count * figure(table), axis) for axis, table, count in runs), start=_ZERO)
 
 

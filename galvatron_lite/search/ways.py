@@ -101,7 +101,6 @@ def _peak(plan: Plan) -> int:
 
 
 def _plans(ways: Sequence[Way], task: PlanTask) -> list[Plan]:
-    """Of all ways, quickest first."""
     return sorted((plan for way in ways for plan in way(task)), key=seconds_of)
 
 
@@ -122,7 +121,6 @@ def led(plans: Sequence[Plan], wanted: int) -> Plan:
 
 
 def _comparison(plan: Plan, beside: Plan) -> Alternative:
-    """What is told of a plan beside the one that was chosen."""
     without = "without delay: " if beside.cyclic is not None and plan.cyclic is None else ""
     source = plan.provenance
     ends = (source.least_seconds, source.most_seconds) if source else (0.0, 0.0)

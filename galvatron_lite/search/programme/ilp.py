@@ -98,7 +98,6 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
 
 
 def _priced(problem: Problem, sizes: Sequence[int], strategies: Sequence[Strategy]) -> tuple[float, bool]:
-    """Seconds of a step by the evaluator, and whether every stage fits."""
     pricer, shape = problem.pricer, problem.shape
     costs = price_stages(pricer, shape, sizes, strategies)
     seconds = bound_seconds(pricer.profile, shape, costs)
