@@ -1,34 +1,42 @@
-"""The least memory that a plan needs: what is reported where nothing fits.
+"""What is said where nothing fits: the least memory that a plan needs, and what alone would make one fit.
 
 A search that ends with the first plan it meets answers whether anything fits a budget. The smallest budget is found by
 halving the range between one that no plan fits and what a plan needs. Exact for models of few layers; for others
-searches end at 3 % from one that fits, or after some work, and the error says that the budget is the least found.
+searches end at 3 % from one that fits, or after some work, and the error says that the budget is the least found. Where
+devices of several types have budgets of their own, memory counts as a share of them.
 
-Where devices of several types have budgets of their own, memory counts as a share of them.
+Pins to lift, dimensions to allow again, other backends and more devices are searched, not guessed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
 from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.errors import InfeasibleError
+from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.parallelism.backends import ANY, backend_named
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
-from galvatron_lite.plans.schema import Plan
-from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.schema import Mode, Plan
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.search.best_first import ANY_TIME, finished, plain, search
 from galvatron_lite.search.checks import unglued
+from galvatron_lite.search.pins import typed_name
 from galvatron_lite.search.result import summary
+from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.space import Fixed
 from galvatron_lite.units import format_budget
 
 _EXACT_LAYERS = 8
 _SLACK = 0.03
 """Share of its memory within which the search for a leaner plan of a model with more layers ends."""
 _BOUNDLESS = 2**60
-_EFFORT, _ANY_TIME = 150_000_000, 2**62
-"""Labels, by layers, after which a search gives up as if nothing fitted; picoseconds that any plan takes."""
+_EFFORT = 150_000_000
+"""Labels, by layers, after which a search gives up as if nothing fitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,6 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
 
 
 def _needed(request: Request, lean: LeanPlan, slack: float) -> str:
-    """The smallest budget, or that of each type of device where they have budgets of their own."""
     share = (", the least found" if slack else "") + (f", {request.margin:.1%} of it free" if request.margin else "")
     if not as_budget(request.budget).own:
         needed = _with_margin(request, lean.budget.most)
@@ -89,7 +96,7 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeanPl
 
     def fitting(budget: Budget, exact: bool = True) -> LeanPlan | None:
         wanted = replace(request, budget=budget if asked.own else budget.least)
-        result = search(wanted, pricer, exact=exact, slack=1.0, effort=effort, below=_ANY_TIME)
+        result = search(wanted, pricer, exact=exact, slack=1.0, effort=effort, below=ANY_TIME)
         if result is None:
             return None
         plan = finished(wanted, pricer, result)
@@ -99,7 +106,7 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeanPl
         return LeanPlan(plan, unit.scaled(factor).plus(bool(asked.own)))
 
     boundless = unit.scaled(_BOUNDLESS / unit.most)
-    best, low = fitting(boundless, exact=False) or fitting(boundless), 0
+    best, low = fitting(boundless), 0
     if best is None:
         return None
     while (high := best.budget.most) - low > _SLACK * high:  # by quick searches, which prove nothing
@@ -113,3 +120,91 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeanPl
         best, low = (best, middle) if found is None else (found, low)
         step = max(slack, step / 2) if found is None else min(2 * step, 0.5)
     return best
+
+
+_FIRST_EFFORT = 300_000
+"""Labels after which a search gives up."""
+
+
+def relief(request: Request, session: Session, backend: str) -> str:
+    """Sentences on what alone makes a plan fit, each with such a plan; empty where nothing of it does.
+
+    Args:
+        request: that no plan fits.
+        session: of the profile.
+        backend: that the request is for.
+    """
+    found = []
+    for said, asked in _wider(request, session, backend):
+        plan = _first_plan(asked, session.pricer)
+        if plan:
+            found.append(f"It fits {said}: {plan}.")
+    for more in _larger(request, session):
+        asked, own = _on(request, more, backend, session.mode)
+        plan = _first_plan(asked, own.pricer)
+        if plan:
+            found.append(f"It fits on {asked.devices} devices: {plan}.")
+            break
+    return " ".join(found)
+
+
+def _larger(request: Request, session: Session) -> Iterator[Profile]:
+    """The profile on a cluster of half as many nodes more, of twice and of four times as many."""
+    profile, cluster = session.profile, session.profile.cluster
+    outer = cluster.levels[-1]
+    if not cluster.alike or len(cluster.levels) < 2 or request.devices < cluster.devices:
+        return
+    for size in (*([outer.size * 3 // 2] * (outer.size % 2 == 0)), 2 * outer.size, 4 * outer.size):
+        group = replace(cluster.groups[0], count=cluster.devices // outer.size * size)
+        levels = (*cluster.levels[:-1], replace(outer, size=size))
+        yield profile.on(replace(cluster, levels=levels, groups=(group,)))
+
+
+def _on(request: Request, profile: Profile, backend: str, mode: Mode) -> tuple[Request, Session]:
+    session = Session(profile, mode)
+    space, known = session.space(backend_named(backend))
+    return replace(request, devices=profile.cluster.devices, space=space, known=known), session
+
+
+def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[str, Request]]:
+    for said, fixed in _lifted(request.fixed):
+        yield said, replace(request, fixed=fixed)
+    if backend != ANY.name:
+        space, known = session.space(ANY)
+        yield f"with --backend {ANY.name}", replace(request, schedules=ANY.schedules, space=space, known=known)
+
+
+def _lifted(fixed: Fixed) -> Iterator[tuple[str, Fixed]]:
+    pinned = (
+        ("pp", fixed.pipeline, replace(fixed, pipeline=None)),
+        ("microbatches", fixed.microbatches, replace(fixed, microbatches=None)),
+        ("virtual", fixed.virtual, replace(fixed, virtual=None)),
+        ("schedule", fixed.schedule, replace(fixed, schedule=None)),
+    )
+    for name, value, without in pinned:
+        if value is not None:
+            yield f"without --fix {name}", without
+    for pin in fixed.strategy:
+        yield (
+            f"without --fix {typed_name(pin[0])}",
+            replace(fixed, strategy=tuple(own for own in fixed.strategy if own != pin)),
+        )
+    for own in fixed.layers:
+        layers, name, pinned_value = own
+        plain = getattr(Strategy(), name)
+        if pinned_value != plain:
+            rest = tuple((layers, name, plain) if other == own else other for other in fixed.layers)
+            said = getattr(plain, "value", plain)
+            yield f"with --fix {layers}.{typed_name(name)}={said}", replace(fixed, layers=rest)
+    for dimension in fixed.forbidden:
+        rest_of = tuple(other for other in fixed.forbidden if other != dimension)
+        yield f"without --forbid {dimension}", replace(fixed, forbidden=rest_of)
+
+
+def _first_plan(request: Request, pricer: LayerPricer) -> str:
+    """A plan in a line, the first that a search meets; empty where none is met."""
+    try:
+        found = search(request, pricer, slack=1.0, effort=_FIRST_EFFORT, below=ANY_TIME)
+    except InputError:
+        return ""
+    return "" if found is None else summary(plain(request, found))
