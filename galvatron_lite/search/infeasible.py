@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from math import ceil
 
 from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
@@ -139,6 +140,11 @@ def relief(request: Request, session: Session, backend: str) -> str:
         plan = _first_plan(asked, session.pricer)
         if plan:
             found.append(f"It fits {said}: {plan}.")
+    for said, asked in _reserved(request, session, backend):
+        plan = _first_plan(asked, session.pricer, 10 * _FIRST_EFFORT)  # the one remedy that needs no other machine
+        if plan:
+            found.append(f"It fits {said}: {plan}.")
+            break
     for more in _larger(request, session):
         asked, own = _on(request, more, backend, session.mode)
         plan = _first_plan(asked, own.pricer)
@@ -174,6 +180,20 @@ def _wider(request: Request, session: Session, backend: str) -> Iterator[tuple[s
         yield f"with --backend {ANY.name}", replace(request, schedules=ANY.schedules, space=space, known=known)
 
 
+def _reserved(request: Request, session: Session, backend: str) -> Iterator[tuple[str, Request]]:
+    """The request with what the backend tries only where it is asked for (host memory)."""
+    if not session.profile.cluster.device.host_bandwidth:
+        return
+    fixed, pinned = request.fixed, {name for name, _ in request.fixed.pinned}
+    for name, usual in backend_named(backend).reserved.items():
+        if name in pinned or name in fixed.forbidden or not isinstance(usual, Enum):
+            continue
+        for value in type(usual):
+            if value is not usual:
+                said = f"with --fix {typed_name(name)}={value.value}"
+                yield said, replace(request, fixed=replace(fixed, strategy=(*fixed.strategy, (name, value))))
+
+
 def _lifted(fixed: Fixed) -> Iterator[tuple[str, Fixed]]:
     pinned = (
         ("pp", fixed.pipeline, replace(fixed, pipeline=None)),
@@ -201,10 +221,10 @@ def _lifted(fixed: Fixed) -> Iterator[tuple[str, Fixed]]:
         yield f"without --forbid {dimension}", replace(fixed, forbidden=rest_of)
 
 
-def _first_plan(request: Request, pricer: LayerPricer) -> str:
+def _first_plan(request: Request, pricer: LayerPricer, effort: int = _FIRST_EFFORT) -> str:
     """A plan in a line, the first that a search meets; empty where none is met."""
     try:
-        found = search(request, pricer, slack=1.0, effort=_FIRST_EFFORT, below=ANY_TIME)
+        found = search(request, pricer, slack=1.0, effort=effort, below=ANY_TIME)
     except InputError:
         return ""
     return "" if found is None else summary(plain(request, found))
