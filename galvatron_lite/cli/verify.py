@@ -16,7 +16,7 @@ from galvatron_lite.units import format_bytes, format_count
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from galvatron_lite.plans.schema import MemoryBreakdown, Plan
+    from galvatron_lite.plans.schema import Plan
     from galvatron_lite.verify.schema import Message, RoleRun, Verification
 
 
@@ -24,83 +24,66 @@ _STYLES = {"passed": "green", "differs": "yellow", "failed": "bold red", "skippe
 
 
 def _print_verification(verification: Verification, plan: Plan, moments: bool) -> None:
-    console = wide_console()
-    _verdicts(console, verification)
-    if not verification.roles:
-        return
-    role = max(verification.roles, key=lambda run: run.peak.total)
-    _memory(console, role, plan)
-    _messages(console, role)
-    if moments:
-        _moments(console, role)
-
-
-def _verdicts(console: Console, verification: Verification) -> None:
     from rich.text import Text
 
+    console = wide_console()
     table = plain_table("check", "verdict", "")
     for check in verification.checks:
         table.add_row(Text(check.name), Text(check.verdict.value, style=_STYLES[check.verdict.value]), Text(check.said))
     console.print(table)
     for check in verification.checks:
         if check.details:
-            console.print(f"\n{check.name}", style="bold")
-            for line in check.details:
-                console.print(f"  {line}")
+            console.print("\n".join((f"\n{check.name}", *(f"  {line}" for line in check.details))))
+    if verification.roles:
+        role = max(verification.roles, key=lambda run: run.peak.total)
+        _print_memory(console, role, plan)
+        _print_messages(console, role)
+        if moments:
+            _print_moments(console, role)
 
 
-def _predicted_memory(plan: Plan, group: int) -> MemoryBreakdown | None:
+def _print_memory(console: Console, role: RoleRun, plan: Plan) -> None:
     from galvatron_lite.parallelism.pipeline.schedule import group_of
 
-    if plan.prediction is None:
-        return None
-    own = [
-        stage.memory
-        for number, stage in enumerate(plan.stages)
-        if group_of(plan.schedule, plan.pipeline, number) == group
-    ]
-    return max(own, key=lambda memory: memory.total)
-
-
-def _memory(console: Console, role: RoleRun, plan: Plan) -> None:
-
-    predicted = _predicted_memory(plan, role.stage)
+    predicted = None
+    if plan.prediction is not None:
+        groups = [group_of(plan.schedule, plan.pipeline, number) for number in range(len(plan.stages))]
+        stages = [stage for stage, group in zip(plan.stages, groups, strict=True) if group == role.stage]
+        predicted = max((stage.memory for stage in stages), key=lambda memory: memory.total)
     table = plain_table("memory at its worst", "dry run", "predicted")
-    names = [one.name for one in fields(role.peak) if one.name != "context"]
-    for name in names:
-        own, other = getattr(role.peak, name), None if predicted is None else getattr(predicted, name)
-        if own or other:
-            table.add_row(name, format_bytes(own), "" if other is None else format_bytes(other))
-    whole = None if predicted is None else predicted.total - predicted.context
-    off = "" if not whole else f" ({(role.peak.total - role.peak.context) / whole - 1:+.1%})"
-    total = format_bytes(role.peak.total - role.peak.context) + off
-    table.add_row("together", total, "" if whole is None else format_bytes(whole))
-    console.print(f"\nThe fullest of {_roles(role)}", style="bold")
+    for name in (item.name for item in fields(role.peak) if item.name != "context"):
+        size, other = getattr(role.peak, name), None if predicted is None else getattr(predicted, name)
+        if size or other:
+            table.add_row(name, format_bytes(size), "" if other is None else format_bytes(other))
+    total = role.peak.total - role.peak.context
+    expected = None if predicted is None else predicted.total - predicted.context
+    off = f" ({total / expected - 1:+.1%})" if expected else ""
+    table.add_row("together", format_bytes(total) + off, "" if expected is None else format_bytes(expected))
+    ranks = f"rank {role.rank}" + (f" (and {len(role.ranks) - 1} like it)" if len(role.ranks) > 1 else "")
+    name = f", {role.role}" if role.role else ""
+    console.print(f"\nThe fullest of all roles: {ranks}, stage {role.stage}{name}", style="bold")
     console.print(table)
 
 
-def _arriving(one: Message) -> int:
-    """Bytes of what this rank is sent; of another message nothing, where it gives nothing."""
+def _bytes_of(message: Message) -> int:
+    """What a message sends, or what this rank receives by it."""
     from galvatron_lite.verify.schema import MessageType
 
-    bits = "".join(filter(str.isdigit, one.dtype))
-    return prod(one.shape) * (int(bits) // 8 if bits else 1) if one.kind is MessageType.RECEIVE else 0
+    if message.bytes or message.kind is not MessageType.RECEIVE:
+        return message.bytes
+    bits = "".join(filter(str.isdigit, message.dtype))
+    return prod(message.shape) * (int(bits) // 8 if bits else 1)
 
 
-def _roles(role: RoleRun) -> str:
-    played = f"rank {role.rank}" if len(role.ranks) == 1 else f"rank {role.rank} (and {len(role.ranks) - 1} like it)"
-    return f"all roles: {played}, stage {role.stage}" + (f", {role.role}" if role.role else "")
-
-
-def _messages(console: Console, role: RoleRun) -> None:
+def _print_messages(console: Console, role: RoleRun) -> None:
     from galvatron_lite.verify.schema import During
 
     sums: dict[tuple[str, str, int], tuple[int, int]] = {}
-    for one in role.messages:
-        if one.phase is not During.SETUP:
-            key = one.kind.value, one.purpose, len(one.ranks)
+    for message in role.messages:
+        if message.phase is not During.SETUP:
+            key = message.kind.value, message.purpose, len(message.ranks)
             count, size = sums.get(key, (0, 0))
-            sums[key] = count + 1, size + (one.bytes or _arriving(one))
+            sums[key] = count + 1, size + _bytes_of(message)
     if not sums:
         console.print("\nIt sends nothing in a step.")
         return
@@ -111,14 +94,12 @@ def _messages(console: Console, role: RoleRun) -> None:
     console.print(table)
 
 
-def _moments(console: Console, role: RoleRun) -> None:
-    from rich.table import Table
-
-    table = Table("phase", "micro-batch", "layer", "memory", "activations", box=None, header_style="bold")
-    for one in role.samples:
-        number = str(one.microbatch) if one.microbatch >= 0 else ""
-        sizes = format_bytes(one.memory.total), format_bytes(one.memory.activations)
-        table.add_row(one.phase.value, number, one.layer, *sizes)
+def _print_moments(console: Console, role: RoleRun) -> None:
+    table = plain_table("phase", "micro-batch", "layer", "memory", "activations")
+    for sample in role.samples:
+        number = str(sample.microbatch) if sample.microbatch >= 0 else ""
+        sizes = format_bytes(sample.memory.total), format_bytes(sample.memory.activations)
+        table.add_row(sample.phase.value, number, sample.layer, *sizes)
     console.print()
     console.print(table)
 
