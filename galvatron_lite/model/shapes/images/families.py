@@ -345,13 +345,14 @@ def _xcit_block(flow: ImageFlow, heads: int) -> None:
 
 
 def _scaled_sum(flow: ImageFlow, x: ImageFlow) -> None:
-    """Under autocast the scale is fp32, and so are product, sum and what the next norm reads, which it need not cast.
+    """Scale and residual sum, which autocast leaves in fp32, so that the next norm need not cast its input.
 
-    In passes at half precision: product 1 more, sum 3 more, norm 2 less; backward 8 more, norm 2 less.
+    In passes at half precision, forward: product 1 more, sum 3 more, norm 2 less; backward: product 8 more, sum of both
+    gradients of ``x`` 3 more, norm 2 less.
     """
     flow.scale().add(x)
     if flow.value.item_bytes < FP32:
-        flow.mix("widen", (2, 6), count=0, keeps=False)
+        flow.mix("widen", (2, 9), count=0, keeps=False)
 
 
 def _class_layer(flow: ImageFlow) -> None:
