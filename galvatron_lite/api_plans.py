@@ -219,8 +219,6 @@ def verify_plan(
     checks: str | Sequence[str] = tuple(Checks),
     processes: int | None = None,
     progress: Progress | None = None,
-    journal: Path | None = None,
-    identity: str = "",
     profile: Profile | str | Path | None = None,
 ) -> Verification:
     """Whether a plan does what it says; no GPU and no cluster are needed.
@@ -238,8 +236,6 @@ def verify_plan(
         processes: the most that ``numbers`` may start; if not given 4, or 8 where 4 have no room for all that the plan
             uses.
         progress: called with (done, total, label).
-        journal: file that keeps what is done until all is, so that a run that was interrupted can go on from there.
-        identity: tells one model from others of its name, for the journal.
         profile: that communication is priced with, or its file; the one that the plan was made from if not given, where
             it is found.
 
@@ -254,10 +250,8 @@ def verify_plan(
         raise InputError("--processes", processes, "At least 2 are needed to split anything.")
     source = find_source(given, model, batch, loss_fn, sequence)
     known = profile if profile is None or isinstance(profile, Profile) else read_profile(Path(profile))
-    return run_checks(
-        source, given, wanted, processes=processes, progress=progress or (lambda *_: None), journal=journal,
-        identity=identity, profile=known,
-    )  # fmt: skip
+    progress = progress or (lambda *_: None)
+    return run_checks(source, given, wanted, processes=processes, progress=progress, profile=known)
 
 
 def find_source(plan: Plan, model: Any, batch: Any, loss_fn: Any, sequence: int | None) -> ModelSource:

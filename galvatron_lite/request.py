@@ -21,8 +21,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import backend_named
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.pin_names import check_backend, near, schedules_named
-from galvatron_lite.search.user_pins import Pins, read_pins
+from galvatron_lite.search.pins import Pins, check_backend, near, read_pins, schedules_named
 from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:

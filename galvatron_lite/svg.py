@@ -255,6 +255,50 @@ def byte_words(values: list[float]) -> list[str]:
     return _same_unit(values, lambda value: format_bytes(value).replace(".0 ", " "))
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A figure with two linear axes, drawn in its own units."""
+
+    width: float
+    height: float
+    margins: tuple[float, float, float, float]  # left, right, top, bottom
+    x_end: float  # values at the right and at the top
+    y_end: float
+    x_start: float = 0.0  # values at the left and at the bottom
+    y_start: float = 0.0
+
+    def at(self, x: float, y: float) -> Point:
+        """The place of a value."""
+        left, right, top, bottom = self.margins
+        across = (self.width - left - right) / (self.x_end - self.x_start)
+        up = (self.height - top - bottom) / (self.y_end - self.y_start)
+        return left + (x - self.x_start) * across, self.height - bottom - (y - self.y_start) * up
+
+    def horizontal(self, values: Sequence[float], words: Sequence[str]) -> list[Markup]:
+        """Lines of the grid at values of the upward axis, with their words."""
+        drawn = []
+        for value, word in zip(values, words, strict=True):
+            left, y = self.at(self.x_start, value)
+            line = element("path", d=f"M{left} {y:.1f}H{self.width - self.margins[1]}", class_="grid")
+            drawn += [line, text(left - 6, y + 4, word, anchor="end")]
+        return drawn
+
+    def below(self, values: Sequence[float], words: Sequence[str]) -> list[Markup]:
+        """Words at values of the lower axis; those at the ends stay within the figure."""
+        drawn = []
+        for value, word in zip(values, words, strict=True):
+            x, y = self.at(value, self.y_start)
+            anchor = "start" if value == self.x_start else "end" if x > self.width - 40 else "middle"
+            drawn.append(text(x, y + 16, word, anchor=anchor))
+        return drawn
+
+    def limit(self, value: float, word: str) -> list[Markup]:
+        """A line across the figure at a value of the upward axis, with a word above it."""
+        (left, y), right = self.at(self.x_start, value), self.width - self.margins[1]
+        line = element("path", d=f"M{left} {y:.1f}H{right}", class_="limit")
+        return [line, text(right, y - 3, word, anchor="end", class_="limit-word")]
+
+
 def percent(share: float) -> str:
     """A share: ``4.2 %``, ``37 %``."""
     value = 100 * share

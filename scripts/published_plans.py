@@ -156,7 +156,7 @@ def left_out(case: Sequence[Published]) -> tuple[str, ...]:
 
 def compare(case: Sequence[Published], calibration: Calibration, chosen: argparse.Namespace) -> Row:
     """The quickest published plan of a case, and ours."""
-    best = min(case, key=lambda one: one.known.seconds)
+    best = min(case, key=lambda one: one.known.prediction.step_seconds)
     session = Session(profile_of(case, calibration))
     theirs = price_plan(session.pricer, best.known.plan)
     budget = max(best.known.cluster.device.memory, peak_of(theirs))
@@ -178,7 +178,7 @@ def compare(case: Sequence[Published], calibration: Calibration, chosen: argpars
         theirs.global_batch, len(case), seconds_of(theirs), seconds_of(ours), seconds_of(ours) / seconds_of(theirs),
         given, seconds_of(alone) / seconds_of(theirs), ours.provenance.proof is Proof.PROVEN, ours.provenance.gap,
         budget, summary(theirs), summary(ours), time.process_time() - started,
-        abs(seconds_of(theirs) / best.known.seconds - 1),
+        abs(seconds_of(theirs) / best.known.prediction.step_seconds - 1),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ most that could be saved, and the neighbours that would be quicker and do not fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from statistics import median
 
@@ -46,13 +46,12 @@ from galvatron_lite.cluster.budget import Budget, as_budget
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.timeline import untimed
 from galvatron_lite.errors import InfeasibleError, InputError
-from galvatron_lite.parallelism.backends import Backend, backend_named
+from galvatron_lite.parallelism.backends import backend_named
 from galvatron_lite.plans.describe import headline
-from galvatron_lite.plans.schema import Plan, Prediction
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.search.planner import request_of
 from galvatron_lite.search.result import summary
-from galvatron_lite.search.shapes import Request
 from galvatron_lite.units import format_budget, format_bytes, format_seconds
 
 
@@ -232,17 +231,9 @@ def _balance(priced: PricedStages) -> Iterator[Bound]:
     yield Bound(Constraint.BALANCE, text, longer, longer > WORTH * priced.prediction.step_seconds)
 
 
-SECONDS = 120.0  # for planning anew, where nobody says
+SECONDS = 120.0  # for new searches, where nobody says
 MOST_ASKED = 24  # searches that an explanation makes, about
 _NOT_WANTED = "searches for prices, runner-ups and what-ifs (--no-what-if)"
-
-
-@dataclass(slots=True)
-class _Anew:
-    price: MemoryPrice | None = None
-    what_ifs: tuple[WhatIf, ...] = ()
-    runners_up: tuple[RunnerUp, ...] = ()
-    left_out: tuple[str, ...] = ()
 
 
 def explain_plan(
@@ -258,31 +249,52 @@ def explain_plan(
     Args:
         setting: what the plan was chosen from; its budget is the plan's.
         plan: with its prediction, priced with the setting's profile.
-        what_if: whether to plan anew for prices, runner-ups and what-ifs; else the price is among plans of the plan's
-            own pipeline and micro-batches.
-        seconds: for planning anew; what there was no time for is said. None: no end.
+        what_if: whether to search again for prices, runner-ups and what-ifs; else the price is among plans of the
+            plan's own pipeline and micro-batches.
+        seconds: for new searches; what there is no time for is listed as skipped. None: no limit.
         progress: called with (done, in all, what is looked at).
     """
+    prediction = plan.prediction
+    if prediction is None:
+        raise InputError("plan", plan.model, "It has no prediction: price it first (galvatron evaluate).")
     if plan.provenance is not None:
         setting = replace(setting, tolerance=plan.provenance.tolerance, margin=plan.provenance.margin)
     budget = as_budget(setting.budget_at(plan.devices))
-    clock = TimeLimit(seconds, progress, MOST_ASKED)
-    priced = taken_apart(setting.session(plan.devices).pricer, plan) if explained_in_parts(plan) else None
-    anew = _anew(setting, plan, budget, clock, what_if=what_if)
-    return _put_together(setting, plan, budget, priced, anew)
+    clock, session = TimeLimit(seconds, progress, MOST_ASKED), setting.session(plan.devices)
+    backend, in_parts = backend_named(setting.backend), explained_in_parts(plan)
+    priced = taken_apart(session.pricer, plan) if in_parts else None
+    skipped = _not_explained(plan)
 
+    price, changes, others = None, tuple[WhatIf, ...](), tuple[RunnerUp, ...]()
+    if what_if or in_parts:
+        try:
+            price = price_of_memory(setting, clock, plan, budget, same_shape=not what_if)
+        except (OutOfTimeError, InfeasibleError, InputError) as error:
+            skipped.append(f"the price of memory: {error}")
+    if what_if:
+        fastest = prediction.step_seconds if price is None else price.step_seconds
+        changes = what_ifs(setting, clock, plan, budget, plan.global_batch / fastest if fastest else inf)
+        reason = "runner-ups by dimension: they are looked for among plans of stages alone"
+        if in_parts:
+            fixed = setting.pins.at(plan.devices, plan.global_batch)
+            request = request_of(session, plan.devices, plan.global_batch, budget, fixed, setting.schedules, backend)
+            others, reason = runners_up(session, request, clock, plan)
+        skipped += [reason] * bool(reason)
+    else:
+        skipped.append(_NOT_WANTED)
+    if price is not None:
+        price = with_less(price, setting, clock, plan, budget) if what_if else price
+        price = with_stairs(price, setting if what_if else in_its_shape(setting, plan), clock, plan, budget)
 
-def _put_together(
-    setting: PlanSetting, plan: Plan, budget: Budget, priced: PricedStages | None, anew: _Anew
-) -> Explanation:
-    prediction = _prediction(plan)
-    session, backend = setting.session(plan.devices), backend_named(setting.backend)
-    time = memory = runs = bound = None
+    time, runs, bound = None, tuple[RunChoice, ...](), tuple[Bound, ...]()
+    memory = tuple(
+        StageMemory(number, (number,), stage.memory.total, budget.of(stage.device), "", "", -1, stage.memory)
+        for number, stage in enumerate(plan.stages)
+    )  # of a plan that is not taken apart no moment is known
     if priced is not None:
         time, memory = account(priced), memory_of(priced, budget)
         runs = choices(priced, session.space(backend)[0], lambda other: _fits(other, budget))
-        bound = bounds(priced, time, runs, memory, anew.price, anew.what_ifs)
-    price = anew.price
+        bound = bounds(priced, time, runs, memory, price, changes)
     return Explanation(
         model=plan.model,
         headline=headline(plan),
@@ -294,89 +306,33 @@ def _put_together(
         samples_per_second=prediction.samples_per_second,
         best_step_seconds=None if price is None or price.same_shape else price.step_seconds,
         time=time,
-        runs=runs or (),
-        memory=memory or _plain_memory(plan, budget),
-        bounds=bound or (),
+        runs=runs,
+        memory=memory,
+        bounds=bound,
         price=price,
-        runners_up=anew.runners_up,
-        what_ifs=anew.what_ifs,
+        runners_up=others,
+        what_ifs=changes,
         trust=_trust_in(session.profile),
-        left_out=(*_unsaid(plan), *anew.left_out),
+        left_out=tuple(skipped),
         notes=plan.provenance.notes if plan.provenance else (),
     )
-
-
-def _prediction(plan: Plan) -> Prediction:
-    if plan.prediction is None:
-        raise InputError("plan", plan.model, "It has no prediction: price it first (galvatron evaluate).")
-    return plan.prediction
 
 
 def _fits(plan: Plan, budget: Budget) -> bool:
     return all(stage.memory.total <= budget.of(stage.device) for stage in plan.stages)
 
 
-def _plain_memory(plan: Plan, budget: Budget) -> tuple[StageMemory, ...]:
-    """Memory of the stages of a plan that is not taken apart: no moment is known."""
-    return tuple(
-        StageMemory(number, (number,), stage.memory.total, budget.of(stage.device), "", "", -1, stage.memory)
-        for number, stage in enumerate(plan.stages)
-    )
-
-
-def _unsaid(plan: Plan) -> list[str]:
-    said = []
+def _not_explained(plan: Plan) -> list[str]:
+    """What is not explained of plans of its kind."""
+    skipped = []
     if plan.branches:
-        said.append("time by part, runs of layers and bounds: branches on devices of their own are priced as regions")
+        skipped.append(
+            "time by part, runs of layers and bounds: branches on devices of their own are priced as regions"
+        )
     if plan.cyclic is not None:
-        said.append("time by part, runs of layers and bounds: passes of delayed gradients go round, and are priced so")
+        skipped.append(
+            "time by part, runs of layers and bounds: passes of delayed gradients go round, and are priced so"
+        )
     if explained_in_parts(plan) and untimed(plan):
-        said.append(f"the moment of the worst memory: {untimed(plan)}")
-    return said
-
-
-def _anew(setting: PlanSetting, plan: Plan, budget: Budget, clock: TimeLimit, *, what_if: bool) -> _Anew:
-    if not what_if:
-        told = _Anew(left_out=(_NOT_WANTED,))
-        if explained_in_parts(plan):
-            told.price, left = _price(setting, plan, budget, clock, same_shape=True)
-            told.left_out += left
-            if told.price is not None:
-                told.price = with_stairs(told.price, in_its_shape(setting, plan), clock, plan, budget)
-        return told
-    told = _Anew()
-    told.price, left = _price(setting, plan, budget, clock, same_shape=False)
-    rate = _rate(plan, told.price)
-    told.what_ifs = what_ifs(setting, clock, plan, budget, rate)
-    said = ""
-    if explained_in_parts(plan):
-        session, backend = setting.session(plan.devices), backend_named(setting.backend)
-        request = _request(setting, plan, budget, backend)
-        told.runners_up, said = runners_up(session, request, clock, plan)
-    else:
-        said = "runner-ups by dimension: they are looked for among plans of stages alone"
-    if told.price is not None:
-        told.price = with_stairs(with_less(told.price, setting, clock, plan, budget), setting, clock, plan, budget)
-    told.left_out = (*left, *filter(None, (said,)))
-    return told
-
-
-def _request(setting: PlanSetting, plan: Plan, budget: Budget, backend: Backend) -> Request:
-    session = setting.session(plan.devices)
-    fixed = setting.pins.at(plan.devices, plan.global_batch)
-    return request_of(session, plan.devices, plan.global_batch, budget, fixed, setting.schedules, backend)
-
-
-def _rate(plan: Plan, price: MemoryPrice | None) -> float:
-    """Samples a second of the fastest plan now, or of the plan where that is not known."""
-    seconds = _prediction(plan).step_seconds if price is None else price.step_seconds
-    return plan.global_batch / seconds if seconds else inf
-
-
-def _price(
-    setting: PlanSetting, plan: Plan, budget: Budget, clock: TimeLimit, *, same_shape: bool
-) -> tuple[MemoryPrice | None, tuple[str, ...]]:
-    try:
-        return price_of_memory(setting, clock, plan, budget, same_shape=same_shape), ()
-    except (OutOfTimeError, InfeasibleError, InputError) as error:
-        return None, (f"the price of memory: {error}",)
+        skipped.append(f"the moment of the worst memory: {untimed(plan)}")
+    return skipped

@@ -11,9 +11,9 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.plans.schema import Mode, Plan, Prediction, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import MOST_WORK
+from galvatron_lite.search.pins import NOTHING, Pins
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.session import Session
-from galvatron_lite.search.user_pins import NOTHING, Pins
 from galvatron_lite.search.ways import Delay
 
 

@@ -22,8 +22,8 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import CollectiveFit, CollectivePoint, OriginKind, Profile
 from galvatron_lite.search.best_first import MOST_WORK
+from galvatron_lite.search.pins import Pins
 from galvatron_lite.search.result import summary
-from galvatron_lite.search.user_pins import Pins
 from galvatron_lite.units import format_budget
 
 RUNNERS_UP = 5

@@ -30,8 +30,8 @@ def accuracy(profile: Profile) -> str:
         return ""
     found = expected_error(profile.graph, load_calibration())
     if found.error is None:
-        return f"the error of step times estimated so was not measured for {found.models}"
-    return f"step times of {found.models} estimated so are off by {found.error:.0%} on average ({found.source})"
+        return f"the error of estimated step times is unknown for {found.models}"
+    return f"estimated step times of {found.models} are off by {found.error:.0%} on average ({found.source})"
 
 
 @dataclass(frozen=True, slots=True)

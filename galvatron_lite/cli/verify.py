@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from galvatron_lite.verify.schema import Message, RoleRun, Verification
 
 
-INTERRUPTED = (
-    "interrupted; ranks that were run of a plan of one stage are kept, and the same command goes on from there"
-)
-
-
 _STYLES = {"passed": "green", "differs": "yellow", "failed": "bold red", "skipped": "yellow"}
 
 
@@ -167,10 +162,10 @@ def verify_command(
     from galvatron_lite.verify.schema import Checks, checks_named
 
     wanted, given = tuple(Checks) if checks is None else checks_named(checks), read_plan(plan)
-    with interruptible(INTERRUPTED), progress_bar("Verifying", quiet=as_json, lines=True) as progress:
+    with interruptible("interrupted"), progress_bar("Verifying", quiet=as_json, lines=True) as progress:
         found = verify_plan(
             given, _target(model), sequence=sequence, checks=wanted, processes=processes, progress=progress,
-            journal=plan.with_name(f".{plan.name}.verify"), identity=_identity(model, sequence), profile=profile,
+            profile=profile,
         )  # fmt: skip
     if as_json:
         print_json(found, passed=found.passed)
@@ -182,10 +177,3 @@ def verify_command(
 
 def _target(model: str | None) -> Any:
     return model if model is None or not is_factory(model) else find_factory(model)
-
-
-def _identity(model: str | None, sequence: int | None) -> str:
-    """What the model is made of, so that roles of another one are not taken for its."""
-    file = Path("" if model is None else model.rpartition(":")[0])
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    return f"{model} {sequence} {text}"

@@ -21,7 +21,7 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.pin_names import typed_name
+from galvatron_lite.search.pins import typed_name
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.search.ways import PlanTask, led, seconds_of
 
@@ -120,7 +120,6 @@ def _block_ways(task: PlanTask, pins: Pins) -> Iterator[tuple[tuple[str, str, ob
 
 
 def _globs(graph: ModelGraph, kind: str) -> list[str]:
-    """Globs that name the layers of a kind and no others."""
     names = [layer.name for layer in graph.layers if layer.kind == kind]
     glob = f"{os.path.commonprefix(names)}*"  # noqa: RUF071 - of names, not paths
     matching = fnmatch.filter([layer.name for layer in graph.layers], glob)
@@ -154,7 +153,6 @@ def _pinned(task: PlanTask, pins: Pins) -> Fixed:
 
 
 def _fields(task: PlanTask) -> tuple[str, ...]:
-    """What is the same in all layers: names of attributes of ``Strategy``."""
     samples = ("batch_degree",) if task.request.graph.folded and task.backend.uniform == () else ()
     return (*task.backend.uniform, *samples)
 

@@ -1,27 +1,115 @@
-"""Finalists: the plan of least closed form, and good plans of other, well-known shapes, compared by simulation."""
+"""Finalists: the plan of least closed form and good plans of other shapes, compared by simulation and over scenarios.
+
+Scenarios are where things are not as the cost model assumes: slow links, less that hides, other kernels. Nobody has
+measured these on a cluster that is planned for by its data sheet. Each plan is priced again by the closed form under
+each scenario; what that is more or less than as assumed, its simulated time is, too.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
+from operator import mul
 
 from galvatron_lite.cluster.budget import as_budget, bytes_on
+from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
+from galvatron_lite.cost.step import bound_seconds, shape_of, strategies_of
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.registry import SHAPES
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Alternative, Plan, Schedule
+from galvatron_lite.profiler.schema import LayerPoint, OriginKind, Profile
 from galvatron_lite.search.best_first import MOST_WORK, SolvedPlan, finished, search
 from galvatron_lite.search.result import summary
-from galvatron_lite.search.scenarios import Range
 from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.space import Fixed, microbatch_counts
+from galvatron_lite.search.space import Fixed
 from galvatron_lite.units import format_budget
+
+LINKS, HIDDEN, KERNELS = 0.5, 0.6, 0.1
+"""Factors on the bandwidth beyond a node and on what compute hides, and by how much kernels are quicker or slower: the
+average error of estimated step times of published runs is about as much."""
+_OVERLAPPING = ("data", "zero")
+"""Causes of communication that hides wholly where a profile says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Seconds of a step over all scenarios."""
+
+    least: float  # least, most: of any
+    most: float
+    mean: float  # the expected step, all alike
+
+
+def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:
+    """The range of each plan, which has its prediction."""
+    profile = pricer.profile
+    others = [LayerPricer(other) for other in scenarios_of(profile)]
+    found = []
+    for plan in plans:
+        strategies = strategies_of(plan, profile)
+        shape = shape_of(plan, strategies)
+        assumed = _closed_seconds(pricer, plan, shape, strategies)
+        step = plan.prediction.step_seconds if plan.prediction else assumed
+        seconds = [step, *(step * _closed_seconds(other, plan, shape, strategies) / assumed for other in others)]
+        found.append(Range(min(seconds), max(seconds), sum(seconds) / len(seconds)))
+    return found
+
+
+def _closed_seconds(pricer: LayerPricer, plan: Plan, shape: Shape, strategies: Sequence[Strategy]) -> float:
+    sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
+    return bound_seconds(pricer.profile, shape, price_stages(pricer, shape, sizes, strategies, memory=False))
+
+
+def scenarios_of(profile: Profile) -> list[Profile]:
+    """The profile as it would be under each scenario; kernels that were measured are as they are."""
+    found = [_slow_links(profile), _less_hidden(profile)]
+    if profile.origin.kind is OriginKind.ESTIMATED:
+        found += [_kernels(profile, 1.0 - KERNELS), _kernels(profile, 1.0 + KERNELS)]
+    return found
+
+
+def _slow_links(profile: Profile) -> Profile:
+    cluster = profile.cluster
+    inside = list(accumulate((level.size for level in cluster.levels), mul))
+    first = min(1, len(inside) - 1)
+    node = inside[0] if first else 1
+    levels = [
+        replace(level, bandwidth=LINKS * level.bandwidth) if place >= first else level
+        for place, level in enumerate(cluster.levels)
+    ]
+    groups = tuple(
+        replace(group, levels=tuple(
+            replace(level, bandwidth=LINKS * level.bandwidth) if place >= first else level
+            for place, level in enumerate(group.levels)
+        ))
+        for group in cluster.groups
+    )  # fmt: skip
+    far = [fit for fit in profile.fits if (fit.group - 1) * fit.stride >= node]
+    fits = tuple(replace(fit, bandwidth=LINKS * fit.bandwidth) if fit in far else fit for fit in profile.fits)
+    near = tuple(point for point in profile.collectives if (point.group - 1) * point.stride < node)
+    slow = replace(cluster, levels=tuple(levels), groups=groups)
+    return replace(profile, cluster=slow, fits=fits, collectives=near)
+
+
+def _less_hidden(profile: Profile) -> Profile:
+    shares = {**dict.fromkeys(_OVERLAPPING, 1.0), **profile.hidden}
+    return replace(profile, hidden={cause: HIDDEN * share for cause, share in shares.items()})
+
+
+def _kernels(profile: Profile, factor: float) -> Profile:
+    def scaled(points: Sequence[LayerPoint]) -> tuple[LayerPoint, ...]:
+        return tuple(replace(one, forward=factor * one.forward, backward=factor * one.backward) for one in points)
+
+    types = tuple(replace(one, layers=scaled(one.layers)) for one in profile.types)
+    return replace(profile, layers=scaled(profile.layers), types=types)
+
 
 UNBOUNDED = 2**60
 _ROUNDING = 1e-9
@@ -71,8 +159,8 @@ def finalists(
     """What the search found, first, and good plans that differ materially from it and one another, not proven ones.
 
     They are the best plans of other pipeline degrees and schedules that the search has met, then well-known plans
-    without a pipeline, neighbouring pipeline degrees, and plans with other micro-batches or recomputation, from quick
-    searches of the same space. A shape of which no plan is met that fits has its quickest plan, marked as not fitting.
+    without a pipeline from quick searches. A shape of which no plan is met that fits has its quickest plan, marked as
+    not fitting.
 
     Args:
         request: what was planned.
@@ -96,7 +184,7 @@ def finalists(
     others = [other for other in best.others if other.partition is not best.partition]
     for other in sorted(others, key=lambda other: other.partition.time)[:wanted]:
         _add(options, _finalist(request, pricer, _name(other.problem.shape), other))
-    for name, fixed in _others(request, best.problem.shape):
+    for name, fixed in _others(request):
         if len({option.name for option in options} - {"given"}) > wanted:
             break
         if name not in {option.name for option in options}:
@@ -129,7 +217,7 @@ def _less_interleaved(request: Request, pricer: LayerPricer, first: Finalist) ->
     """Plans like one, with fewer stages a group, that are quicker: the closed form knows less of uneven ones, which
     waits show in simulation."""
     shape = first.found.problem.shape
-    if shape.schedule is not Schedule.INTERLEAVED or request.fixed.virtual is not None:
+    if shape.schedule.virtual_stages is not None or request.fixed.virtual is not None:
         return
     below = int(first.found.partition.time * (1.0 + _REACH))
     for virtual in range(shape.virtual - 1, max(shape.virtual - 1 - _TRIES, 1), -1):
@@ -146,7 +234,7 @@ def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[
     """Plans that fit, where the one found holds more once its passes are in order (zero-bubble): the best of the other
     schedules, of which the search knows every byte, and one of its own that was made for less room.
     """
-    others = tuple(schedule for schedule in request.schedules if schedule not in ZERO_BUBBLE)
+    others = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
     known = _searched(replace(request, schedules=others), pricer) if others else None
     if known is not None:
         yield _finalist(request, pricer, _name(known.problem.shape), known)
@@ -163,7 +251,6 @@ def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[
 
 
 def _add(options: list[Finalist], more: Finalist | None) -> None:
-    """Add a plan that differs materially from the others."""
     if more is not None and all(traits(more.plan) != traits(option.plan) for option in options):
         options.append(more)
 
@@ -235,29 +322,12 @@ def alternatives_to(options: Sequence[Finalist], chosen: Finalist, wanted: int) 
     return tuple(told.values())[1 : 1 + max(wanted, 0)]
 
 
-def _others(request: Request, shape: Shape) -> Iterator[tuple[str, Fixed]]:
-    """Named plans without a pipeline, then the pipeline degrees next to the shape's, then the shape's own degree with
-    other micro-batches, and with recomputation nowhere and everywhere; all within the declared space."""
-    if request.fixed != Fixed():
-        return
-    if request.devices > 1:
-        for name, fields in SHAPES:
-            fixed = Fixed(pipeline=1, strategy=tuple(fields.items()))
-            if _declared(request, fixed, request.devices):
-                yield name, fixed
-    degrees = request.pipelines
-    here = degrees.index(shape.stages)
-    for degree in degrees[max(here - 1, 0) : here] + degrees[here + 1 : here + 2]:
-        yield "no pipeline" if degree == 1 else f"pipeline {degree}", Fixed(pipeline=degree)
-    counts = microbatch_counts(request.global_batch, request.fixed)
-    place = counts.index(shape.microbatches)
-    for count in counts[place + 1 : place + 2] + counts[max(place - 1, 0) : place]:
-        parts = f"{count} micro-batch{'es' * (count > 1)}"
-        yield f"{_name(shape)}, {parts}", Fixed(pipeline=shape.stages, microbatches=count)
-    for name, value in (("no recomputation", Recompute.NONE), ("full recomputation", Recompute.FULL)):
-        fixed = Fixed(pipeline=shape.stages, strategy=(("recompute", value),))
-        if _declared(request, fixed, request.devices // shape.stages):
-            yield f"{_name(shape)}, {name}", fixed
+def _others(request: Request) -> Iterator[tuple[str, Fixed]]:
+    """Well-known plans without a pipeline, within the declared space."""
+    for name, fields in SHAPES if request.fixed == Fixed() and request.devices > 1 else ():
+        fixed = Fixed(pipeline=1, strategy=tuple(fields.items()))
+        if _declared(request, fixed, request.devices):
+            yield name, fixed
 
 
 def _declared(request: Request, fixed: Fixed, devices: int) -> bool:

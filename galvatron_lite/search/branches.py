@@ -1,4 +1,4 @@
-"""Plans whose branches have devices of their own: a way to plan (``ways``).
+"""Plans whose branches have devices of their own (``ways``).
 
 Every branch is searched by itself, exactly, on each number of devices that a group may have: one stage of its layers,
 within the memory that the trunk leaves. The branches of a region are then assigned to groups
@@ -8,32 +8,231 @@ so stay in the trunk, unless all are. Micro-batches are as few as fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from galvatron_lite.cost.branched import PartPricer
+from galvatron_lite.cluster.budget import bytes_on
+from galvatron_lite.cost.branched import PartCost, PartPricer
+from galvatron_lite.cost.memory import resting, stage_memory
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.branch.assign import Assignment, assign
-from galvatron_lite.parallelism.branch.find import BranchRegion
+from galvatron_lite.parallelism.branch.assign import Assignment, Option, Phases, assign
+from galvatron_lite.parallelism.branch.cost import BranchSite, BranchTraffic, border_of, buffer_bytes
+from galvatron_lite.parallelism.branch.find import Branch, BranchRegion
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.describe import device_range
 from galvatron_lite.plans.notes import plan_notes
-from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Plan, Proof, Schedule, Stage
+from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Schedule, Stage
 from galvatron_lite.profiler.schema import spread_note
-from galvatron_lite.search.branch_course import BranchCourse
-from galvatron_lite.search.branch_notes import branch_notes
-from galvatron_lite.search.branch_options import BranchOptions, Choices
+from galvatron_lite.search.best_first import search
 from galvatron_lite.search.programme.ilp_branches import certify_assignment
-from galvatron_lite.search.result import provenance, runs_of
+from galvatron_lite.search.result import provenance, runs_of, summary
+from galvatron_lite.search.shapes import PriceCache, Request
 from galvatron_lite.search.space import microbatch_counts
 from galvatron_lite.search.ways import PlanTask, seconds_of
+from galvatron_lite.units import format_seconds
+
+Strategies = tuple[Strategy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BranchCourse:
+    """A number of micro-batches."""
+
+    request: Request  # what is planned
+    parts: PartPricer  # prices parts of the model
+    count: int  # micro-batches of a step
+
+    @property
+    def microbatch(self) -> int:
+        """Samples of one."""
+        return self.request.global_batch // self.count
+
+    @property
+    def spread(self) -> bool:
+        """Whether all devices share the samples in the trunk; else every one works on all of them."""
+        shared = Strategy(data=self.request.devices)
+        return self.microbatch % self.request.devices == 0 and self.request.fixed.allows(shared)
+
+    @property
+    def trunk_strategy(self) -> Strategy:
+        """What layers outside branches do."""
+        return Strategy(data=self.request.devices) if self.spread else Strategy()
+
+    @property
+    def context(self) -> int:
+        """Bytes taken on a device before the first tensor."""
+        return self.parts.pricer.profile.cluster.device.context
+
+    def trunk(self, apart: Sequence[BranchRegion]) -> PartCost:
+        """All layers but those of some regions, on all devices."""
+        taken = {name for region in apart for name in region.layers}
+        names = [layer.name for layer in self.request.graph.layers if layer.name not in taken]
+        world = self.request.devices if self.spread else 1
+        site = BranchSite(self.request.devices, world, world, self.spread, self.microbatch)
+        strategies = [self.trunk_strategy] * len(names)
+        return self.parts.price(names, strategies, range(self.request.devices), site, self.count)
+
+    def in_trunk(self, region: BranchRegion) -> float:
+        """Seconds of a step that a region takes as part of the trunk: its branches one after another everywhere."""
+        rest = [other for other in self.parts.regions if other is not region]
+        return sum(self.phases(self.trunk(rest))) - sum(self.phases(self.trunk(self.parts.regions)))
+
+    def calling(self, region: BranchRegion) -> float:
+        """Seconds of a step that the host takes to put off the calls of a region's branches."""
+        return self.count * self.parts.calling(region.branches)
+
+    def phases(self, part: PartCost) -> Phases:
+        """Seconds of a step: forward, backward, and what is done once."""
+        forward, backward, once = part.seconds
+        return self.count * forward, self.count * backward, once
+
+    def placed(self, branch: Branch, devices: int, strategies: Strategies) -> PartCost:
+        """A branch on so many devices, with what moves in and out."""
+        site = self._site(devices, strategies[0].batch_degree)
+        return self.parts.with_moves(self.parts.price(branch.layers, strategies, range(devices), site, self.count))
+
+    def _site(self, devices: int, sharing: int) -> BranchSite:
+        return BranchSite(self.request.devices, devices, sharing, self.spread, self.microbatch)
+
+    def room(self) -> tuple[int, int]:
+        """Bytes that branches may hold on a device beside the trunk, and those that the trunk works with."""
+        trunk = self.trunk(self.parts.regions)
+        held, working = self._memory(trunk)
+        outside = self._site(1, 1)
+        sent = sum(
+            self._buffers(self._border(branch), outside, holds_input=False)
+            for region in self.parts.regions
+            for branch in region.branches
+        )
+        return bytes_on(self.request.budget, "") - self.context - held - sent, working
+
+    def option(self, branch: Branch, devices: int, strategies: Strategies, least: int) -> Option:
+        """A branch on so many devices as one of its options; ``least``: bytes that the trunk works with."""
+        part = self.placed(branch, devices, strategies)
+        held, working = self._memory(part)
+        entering = self._buffers(part.border, part.site, holds_input=True) - self._buffers(
+            part.border, part.site, holds_input=False
+        )
+        return Option(self.phases(part), held + entering, max(working, least))
+
+    def _memory(self, part: PartCost) -> tuple[int, int]:
+        """Bytes that a part holds while others run, and those beyond them while it runs itself."""
+        costs = part.cost.layers
+        held = sum(int(resting(cost, self.count)) + cost.kept + cost.gathered for cost in costs)
+        peak = stage_memory(costs, 1, self.count, 0, 0).total if costs else 0
+        return held, max(peak - held, 0)
+
+    def _border(self, branch: Branch) -> BranchTraffic:
+        return border_of(self.parts.pricer.profile.graph, set(branch.layers))
+
+    def _buffers(self, border: BranchTraffic, site: BranchSite, holds_input: bool) -> int:
+        return buffer_bytes(border, site, holds_input, self.parts.training)
+
+    def of_branch(self, branch: Branch, devices: int, room: int) -> Request:
+        """What is searched of a branch by itself, within so many bytes."""
+        graph = self.parts.of(branch.layers).profile.graph
+        fixed = replace(self.request.fixed, pipeline=1, microbatches=self.count)
+        return replace(self.request, graph=graph, devices=devices, budget=room + self.context, fixed=fixed)
+
+
+_SMALL = 8
+"""Devices up to which groups may have any size; of more, sizes that divide them."""
+
+Choices = Mapping[int, Mapping[Option, Strategies]]
+"""By devices of a group what a branch may do, and the strategies that it is."""
+
+
+@dataclass(slots=True)
+class BranchOptions:
+    """Options of branches under one course; those of branches that are alike are searched once."""
+
+    course: BranchCourse  # the number of micro-batches
+    _known: dict[tuple[object, ...], Strategies | None] = field(default_factory=dict)
+    _figures: dict[tuple[str, ...], PriceCache] = field(default_factory=dict)
+
+    def of(self, branch: Branch, room: int, working: int, beside: int) -> Choices:
+        """What a branch may do: the quickest within all of the room, and within an even share of it.
+
+        Args:
+            branch: of the model.
+            room: bytes that the branches of a device may take.
+            working: bytes of that which the trunk needs while it works.
+            beside: branches that may share them.
+        """
+        found: dict[int, dict[Option, Strategies]] = {}
+        for devices in self._sizes():
+            ways = [self._searched(branch, devices, size) for size in (room, room // beside)]
+            for strategies in (own for own in dict.fromkeys(ways) if own is not None):
+                option = self.course.option(branch, devices, strategies, working)
+                found.setdefault(devices, {})[option] = strategies
+        return found
+
+    def _sizes(self) -> list[int]:
+        """Devices that a group may have; one at least is left to another group."""
+        devices = self.course.request.devices
+        sizes = range(1, devices) if devices <= _SMALL else divisors(devices)
+        return [size for size in sizes if size < devices]
+
+    def _searched(self, branch: Branch, devices: int, room: int) -> Strategies | None:
+        if room < 1:
+            return None
+        request = self.course.of_branch(branch, devices, room)
+        pins = tuple(request.fixed.pins_of(name) for name in branch.layers)
+        key = (likeness(request.graph), pins, devices, room)
+        if key not in self._known:
+            figures = self._figures.setdefault(branch.layers, PriceCache())
+            self._known[key] = self._solved(branch, replace(request, known=figures))
+        return self._known[key]
+
+    def _solved(self, branch: Branch, request: Request) -> Strategies | None:
+        try:
+            found = search(request, self.course.parts.of(branch.layers))
+        except InputError:  # samples that its devices cannot share, or pins that leave it nothing
+            return None
+        if found is None:
+            return None
+        return tuple(strategy for stage in found.partition.stages for strategy in stage.strategies)
+
+
+def likeness(graph: ModelGraph) -> tuple[object, ...]:
+    """Equal for parts of equal layers between which the same goes."""
+    place = {layer.name: number for number, layer in enumerate(graph.layers)}
+    sent = tuple(
+        (place[one.producer], tuple(place[name] for name in one.readers), one.size, one.borrowed)
+        for one in graph.tensors
+    )
+    ties = tuple((place[tie.first], place[tie.second], tie.parameters) for tie in graph.ties)
+    return tuple((layer.kind, layer.role) for layer in graph.layers), sent, ties
+
+
+def branch_notes(plan: Plan, ordinary: Plan | None) -> tuple[str, ...]:
+    """A line on all branches, and what they gain over the ordinary plan.
+
+    Args:
+        plan: with its prediction.
+        ordinary: the best plan without; None where none fits.
+    """
+    apart = ", ".join(f"{one.name} on {device_range(one)} ({format_seconds(one.seconds)})" for one in plan.branches)
+    return (f"independent branches run at the same time: {apart}; {_gain(plan, ordinary)}",)
+
+
+def _gain(plan: Plan, ordinary: Plan | None) -> str:
+    if plan.prediction is None:
+        return "nothing is predicted"
+    if ordinary is None or ordinary.prediction is None:
+        return "without, no plan fits the budget"
+    what = "a pass" if plan.mode is Mode.INFERENCE else "a step"
+    own, other = plan.prediction.step_seconds, ordinary.prediction.step_seconds
+    otherwise = f"{format_seconds(other)} without ({summary(ordinary)})"
+    return f"{what} takes {format_seconds(own)} instead of {otherwise}: {other / own:.2f}x"
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A region whose branches have devices of their own."""
-
     region: BranchRegion  # of the model
     assigned: Assignment  # its branches to groups
     choices: tuple[Choices, ...]  # of each branch
@@ -81,7 +280,6 @@ def _open(task: PlanTask) -> bool:
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:
-    """Plans that fit first, then by time."""
     return not plan.fits, seconds_of(plan)
 
 
@@ -114,7 +312,6 @@ def _splits(course: BranchCourse, certify: bool) -> Iterator[_Split]:
 
 
 def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> Plan:
-    """The plan of some regions' branches on their groups, with its prediction."""
     request, graph = course.request, course.request.graph
     trunk = course.trunk([split.region for split in chosen])
     plan = Plan(
@@ -136,7 +333,6 @@ def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> P
 
 
 def _described(task: PlanTask, plan: Plan) -> Plan:
-    """A priced plan with what is to be said of it."""
     made_from, ordinary = plan.provenance, task.ordinary
     unsure = spread_note(task.session.profile.origin)
     notes = (*branch_notes(plan, ordinary), *plan_notes(task.request.graph, plan), *unsure)

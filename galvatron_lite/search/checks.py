@@ -12,7 +12,7 @@ from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import CHOSEN, REFUSING
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.pin_names import typed_name
+from galvatron_lite.search.pins import typed_name
 from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.shapes import Request, shapes_of
 from galvatron_lite.search.space import Fixed, microbatch_counts
@@ -35,7 +35,6 @@ def check_layers(request: Request) -> None:
 
 
 def _check_degree(request: Request, layer: Layer, field: str, value: object) -> None:
-    """One pin by itself."""
     own = {one.degree: one for one in REFUSING}
     if field not in own or not isinstance(value, int) or value <= 1:
         return
@@ -48,7 +47,6 @@ def _check_degree(request: Request, layer: Layer, field: str, value: object) -> 
 
 
 def _check_together(layer: Layer, pins: Mapping[str, object]) -> None:
-    """Pins that no layer can have side by side."""
     used = [field for field, value in pins.items() if field in (*_PIXELS, *_CHANNELS, *_BESIDE) and value not in (1,)]
     ways = {"pixels" if field in _PIXELS else field for field in used if field not in _BESIDE}
     beside = [field for field in used if field in _BESIDE]
@@ -90,7 +88,6 @@ def _fix_options(layer: Layer, fields: Sequence[str]) -> str:
 
 
 def _taken(request: Request, layer: Layer, devices: int) -> tuple[Strategy, ...]:
-    """What a layer may do on a stage of so many devices under all that is pinned for it."""
     return request.space.strategies(layer.kind, devices, request.fixed.at_layer(layer.name))
 
 
@@ -163,7 +160,6 @@ def _kinds(request: Request) -> set[str]:
 
 
 def _unlike(request: Request) -> list[Layer]:
-    """A layer of every kind and everything that is pinned for one."""
     return [*{(one.kind, request.fixed.pins_of(one.name)): one for one in request.graph.layers}.values()]
 
 
@@ -199,7 +195,6 @@ def _widest(sizes: set[int], node: int) -> list[int]:
 
 
 def _work(strategy: Strategy) -> str:
-    """What of a strategy the profile must cover."""
     return str(Strategy(tensor=strategy.tensor, sequence_parallel=strategy.sequence_parallel,
                         recompute=strategy.recompute, filters=strategy.filters,
                         channels=strategy.channels))  # fmt: skip

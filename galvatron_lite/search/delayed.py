@@ -87,7 +87,6 @@ def _never(task: PlanTask) -> str:
 
 
 def _why_not(task: PlanTask, setting: CyclicSetting) -> str:
-    """Why a setting has no plan; empty where it has."""
     request, counts = task.request, _counts(task, setting)
     if not counts:
         return _devices_of(setting, request.devices)
@@ -104,7 +103,6 @@ def _why_not(task: PlanTask, setting: CyclicSetting) -> str:
 
 
 def _too_few(graph: ModelGraph, count: int) -> str:
-    """Why the layers do not make so many stages."""
     shared = [tie for tie in graph.ties if tie.parameters]
     if not shared:
         return f"{len(graph.layers)} layers do not make {count} stages"
@@ -113,7 +111,6 @@ def _too_few(graph: ModelGraph, count: int) -> str:
 
 
 def _devices_of(setting: CyclicSetting, devices: int) -> str:
-    """What devices a setting takes, and that these are others."""
     if setting is CyclicSetting.SINGLE:
         return f"it is of one device, not {devices}"
     if setting is not CyclicSetting.STAGES:
@@ -124,7 +121,6 @@ def _devices_of(setting: CyclicSetting, devices: int) -> str:
 
 
 def _counts(task: PlanTask, setting: CyclicSetting) -> list[int]:
-    """How many stages there may be."""
     request = task.request
     if setting is CyclicSetting.SINGLE:
         most = min(MOST_STAGES, len(request.graph.layers))
@@ -134,7 +130,6 @@ def _counts(task: PlanTask, setting: CyclicSetting) -> list[int]:
 
 
 def _pinned(task: PlanTask, setting: CyclicSetting, count: int) -> bool:
-    """Whether a number of stages is what pins ask for."""
     fixed = task.request.fixed
     groups = count if setting is CyclicSetting.STAGES else 1
     return fixed.pipeline in (None, groups) and fixed.microbatches in (None, count)
@@ -178,7 +173,6 @@ def _promising(task: PlanTask, setting: CyclicSetting) -> list[int]:
 
 
 def _least_seconds(task: PlanTask, count: int) -> float:
-    """Seconds of compute of all micro-batches, one after the other."""
     from galvatron_lite.cost.cyclic_stages import layer_costs
 
     costs = layer_costs(task.session.pricer, task.request.global_batch // count)
@@ -198,7 +192,6 @@ def _hopeless(task: PlanTask, setting: CyclicSetting, count: int) -> bool:
 
 
 def _plan(task: PlanTask, cyclic: Cyclic, count: int) -> Plan:
-    """Without prediction."""
     request = task.request
     plan = plan_of(
         request.graph, devices=request.devices, global_batch=request.global_batch, microbatches=count,
@@ -221,7 +214,6 @@ def _seconds(plan: Plan) -> float:
 
 
 def _with_origin(task: PlanTask, plans: Sequence[Plan]) -> list[Plan]:
-    """With what they were made from."""
     ordinary = task.ordinary
     known = None if ordinary is None else ordinary.provenance
     base = known or provenance(task.session.profile, task.budget, 0.0)

@@ -69,7 +69,6 @@ def choose(
 
 
 def _from(seconds: Sequence[float], steps: int, last: int, place: int, switching: Callable[[int, int], float]) -> float:
-    """Seconds of a phase under a candidate behind another one; infinite where that is not allowed."""
     if seconds[place] == inf or place == last:
         return steps * seconds[place]
     cost = switching(last, place)
@@ -115,7 +114,6 @@ def _plans(table: Sequence[Sequence[Plan | None]], path: Sequence[int]) -> list[
 
 
 def _always(seconds: Sequence[Sequence[float]], steps: Sequence[int], cost: Callable[[int, int], SwitchCost]) -> float:
-    """Seconds of the run with the fastest plan in every phase."""
     path = [min(range(len(row)), key=row.__getitem__) for row in seconds]
     moving = sum(cost(a, b).seconds for a, b in pairwise(path))
     return moving + sum(row[own] * count for row, own, count in zip(seconds, path, steps, strict=True))
@@ -130,7 +128,6 @@ def fitted(case: PhaseCase, split: Plan) -> Plan | None:
 
 
 def _priced(case: PhaseCase, split: Plan, microbatches: int) -> Plan | None:
-    """A split in so many micro-batches with its prediction; None where it does not run or fit."""
     wanted = replace(split, global_batch=case.phase.batch, microbatches=microbatches, alternatives=(), left_out=())
     profile = case.session.profile
     try:
@@ -147,7 +144,6 @@ def _seconds(plan: Plan | None) -> float:
 
 
 def _distinct(plans: Sequence[Plan]) -> list[Plan]:
-    """Plans that split the model in different ways, the first of each."""
     found: list[Plan] = []
     for plan in plans:
         if not any(same_split(plan, known) for known in found):
@@ -156,7 +152,6 @@ def _distinct(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _check_layers(cases: Sequence[PhaseCase]) -> None:
-    """Refuse profiles of several models."""
     first = [layer.name for layer in cases[0].session.profile.graph.layers]
     for case in cases:
         if [layer.name for layer in case.session.profile.graph.layers] != first:

@@ -1,16 +1,247 @@
-"""What the user pinned and ruled out, checked against itself before anything is searched."""
+"""What a user pins (``pp=4``, ``layers.3.recompute=full``) or forbids (``tp``), read and checked.
+
+A pin is ``NAME=VALUE`` for the whole plan, or ``LAYERS.NAME=VALUE`` for some layers: the name of one, or a pattern with
+``*`` and ``?`` (``layers.*.tensor=2``). Names are ours and those of Megatron, DeepSpeed and torchtitan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from math import prod
+from types import MappingProxyType
 
+from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.backends import Backend
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute, Role
+from galvatron_lite.parallelism.backends import ANY, Backend
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
+from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.registry import CHOSEN
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
+from galvatron_lite.search.ways import Delay
+
+Reader = Callable[[str, str], object]
+"""From (name, text) to a value; raises InputError."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinName:
+    """A thing that can be pinned."""
+
+    name: str  # as the project calls it
+    aliases: tuple[str, ...]  # what else it is called
+    read: Reader  # reads a value
+    field: str  # of ``Fixed`` or ``Pins`` for what is chosen once; of ``Strategy`` for what every layer chooses
+    once: bool = False  # whether it is chosen once for the whole plan
+    splits: bool = False  # whether its value multiplies into the devices of a stage
+    means: str = ""  # for people
+
+
+NO_OTHERS: Mapping[str, str] = MappingProxyType({})
+
+
+def _number(name: str, text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise InputError(f"--fix {name}", text, f"Give a whole number, {least} or more.")
+    return int(text)
+
+
+def _stage(name: str, text: str) -> int:
+    number = _number(name, text, 0)
+    if number > 3:
+        raise InputError(f"--fix {name}", text, "ZeRO has stages 0 (off), 1, 2 and 3.")
+    return number
+
+
+def _switch(name: str, text: str) -> bool:
+    words = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+    if text not in words:
+        raise InputError(f"--fix {name}", text, "Give on or off.")
+    return words[text]
+
+
+def _word(words: dict[str, object]) -> Reader:
+    def read(name: str, text: str) -> object:
+        if text not in words:
+            raise InputError(f"--fix {name}", text, f"{near(text, words)}Give one of {', '.join(words)}.")
+        return words[text]
+
+    return read
+
+
+_SCHEDULES: dict[str, object] = {
+    **{schedule.value: schedule for schedule in Schedule},
+    "interleaved": Schedule.INTERLEAVED, "zb1p": Schedule.ZERO_BUBBLE_1P, "zb2p": Schedule.ZERO_BUBBLE_2P,
+    "zbv": Schedule.ZERO_BUBBLE_V,
+}  # fmt: skip
+_RECOMPUTE: dict[str, object] = {choice.value: choice for choice in Recompute}
+_RECOMPUTE |= {"off": Recompute.NONE, "on": Recompute.FULL}
+_OFFLOAD: dict[str, object] = {choice.value: choice for choice in Offload}
+_OFFLOAD |= {"off": Offload.NONE, "on": Offload.ALL, "optimizer": Offload.STATES}
+_RULES: dict[str, object] = {rule.value: rule for rule in CyclicRule}
+_RULES |= {"v1": CyclicRule.V1, "v2": CyclicRule.V2}
+_SETTINGS: dict[str, object] = {setting.value: setting for setting in CyclicSetting}
+
+NAMES: tuple[PinName, ...] = (
+    PinName("pipeline", ("pp", "stages"), _number, "pipeline", once=True, means="pipeline stages (groups of devices)"),
+    PinName("microbatches", ("m", "ga", "gradient_accumulation", "num_microbatches"), _number, "microbatches",
+            once=True, means="micro-batches a step"),
+    PinName("microbatch", ("micro_batch",), _number, "microbatch", once=True,
+            means="samples of a micro-batch over all devices of a stage"),
+    PinName("mbs", ("micro_batch_size",), _number, "device_samples", once=True,
+            means="samples of a micro-batch on one data-parallel rank; needs dp, or pp, tp and cp"),
+    PinName("schedule", (), _word(_SCHEDULES), "schedule", once=True, means="order of micro-batches in the pipeline"),
+    PinName("virtual", ("vpp", "virtual_stages"), _number, "virtual", once=True, means="stages each group runs"),
+    PinName("rule", (), _word(_RULES), "rule", once=True, means="cdp-v1 or cdp-v2, of delayed gradients"),
+    PinName("setting", (), _word(_SETTINGS), "setting", once=True,
+            means="where delayed gradients run: single, data, zero or stages"),
+    PinName("dp", ("batch_degree",), _number, "batch_degree", splits=True, means="replicas times shards"),
+    PinName("data", ("ddp", "replicas"), _number, "data", means="replicas that hold all states"),
+    PinName("zero", ("zero_stage",), _stage, "zero_stage", means="ZeRO stage, 0 to 3"),
+    PinName("shards", ("fsdp", "zero_degree"), _number, "zero", means="devices that share states"),
+    PinName("tensor", ("tp",), _number, "tensor", splits=True, means="tensor-parallel degree"),
+    PinName("sequence", ("sp", "sequence_parallel"), _switch, "sequence_parallel", means="on or off, beside tensor"),
+    PinName("context", ("cp",), _number, "context", splits=True, means="context-parallel degree"),
+    PinName("ulysses", (), _switch, "ulysses", means="on or off: heads for tokens instead of a ring"),
+    PinName("expert", ("ep",), _number, "expert", means="expert-parallel degree"),
+    PinName("expert_tensor", ("etp",), _number, "expert_tensor", means="tensor degree of experts"),
+    PinName("depth", (), _number, "depth", splits=True, means="devices that share the planes of a volume"),
+    PinName("height", (), _number, "height", splits=True, means="devices that share the rows of a picture"),
+    PinName("width", (), _number, "width", splits=True, means="devices that share the columns of a picture"),
+    PinName("filters", (), _number, "filters", splits=True, means="devices that share convolutions' output channels"),
+    PinName("channels", (), _number, "channels", splits=True, means="devices that share convolutions' input channels"),
+    PinName("recompute", ("ckpt", "checkpointing", "ac"), _word(_RECOMPUTE), "recompute",
+            means="none, selective or full"),
+    PinName("offload", (), _word(_OFFLOAD), "offload", means="none, states, activations or all"),
+)  # fmt: skip
+"""Everything that ``--fix`` takes."""
+
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "pipeline": ("pipeline",), "pp": ("pipeline",), "data": ("data",), "ddp": ("data",), "zero": ("zero",),
+    "fsdp": ("zero",), "dp": ("data", "zero"), "tensor": ("tensor",), "tp": ("tensor",), "sequence": ("sequence",),
+    "sp": ("sequence",), "context": ("context",), "cp": ("context",), "ulysses": ("ulysses",), "expert": ("expert",),
+    "ep": ("expert",), "recompute": ("recompute",), "ckpt": ("recompute",), "offload": ("offload",),
+    "spatial": ("spatial",), "filters": ("filters",), "channels": ("channels",),
+    "channel": ("filters", "channels"), "branches": ("branches",), "branch": ("branches",),
+}  # fmt: skip
+"""What ``--forbid`` takes, and the dimensions that it leaves out."""
+
+
+_OTHER_PINS = {
+    **dict.fromkeys(("spatial", "pixels", "picture", "image", "grid"), "height, width or depth"),
+    "rows": "height", "columns": "width", "planes": "depth", "filter": "filters", "channel": "filters or channels",
+}  # fmt: skip
+_OTHER_DIMENSIONS = dict.fromkeys(
+    ("pixels", "picture", "image", "grid", "height", "width", "depth", "rows", "columns", "planes"), "spatial"
+)
+"""Words that people may try, and what to say instead."""
+
+
+def pin_named(text: str) -> PinName:
+    """The pin of a name; case and ``-`` for ``_`` do not matter."""
+    known = {alias: pin for pin in NAMES for alias in (pin.name, *pin.aliases)}
+    name = text.lower().replace("-", "_")
+    if name not in known:
+        every = ", ".join("/".join((pin.name, *pin.aliases[:1])) for pin in NAMES)
+        raise InputError("--fix", text, f"{near(name, known, _OTHER_PINS)}Known: {every}.")
+    return known[name]
+
+
+def dimensions_named(text: str) -> tuple[str, ...]:
+    """The dimensions that forbidding a name leaves out."""
+    name = text.lower()
+    if name not in FORBIDDEN:
+        raise InputError("--forbid", text, f"{near(name, FORBIDDEN, _OTHER_DIMENSIONS)}Known: {', '.join(FORBIDDEN)}.")
+    return FORBIDDEN[name]
+
+
+def typed_name(field: str) -> str:
+    """How a user writes a pin of a field."""
+    return next((pin.name for pin in NAMES if pin.field == field), field)
+
+
+def near(text: str, names: Iterable[str], others: Mapping[str, str] = NO_OTHERS) -> str:
+    """``Did you mean X?`` and a space; empty where nothing known is like it and ``others`` does not tell."""
+    close = [others[text]] if text in others else get_close_matches(text, list(names), n=1)
+    return f"Did you mean {close[0]}? " if close else ""
+
+
+def schedules_named(wanted: Sequence[Schedule | str] | None, pinned: Schedule | None) -> tuple[Schedule, ...] | None:
+    """The schedules to choose from, in the order given; None where that is left to the search.
+
+    Args:
+        wanted: names; None or none: not said.
+        pinned: the only one that is wanted.
+    """
+    named = tuple(dict.fromkeys(_schedule(name) for name in wanted or ()))
+    if pinned is None:
+        return named or None
+    if named and pinned not in named:
+        raise InputError("--fix schedule", pinned.value, f"It is not among --schedule {', '.join(named)}.")
+    return (pinned,)
+
+
+def _schedule(name: str) -> Schedule:
+    try:
+        schedule = Schedule(str(pin_named("schedule").read("schedule", name.lower())))
+    except InputError as error:
+        raise InputError("--schedule", name, error.remedy) from None
+    if not schedule.executable:
+        raise InputError("--schedule", name, "It is of no pipeline: --allow-delay --fix schedule=cyclic.")
+    return schedule
+
+
+_LACKING_WORDS = {
+    "context": "context parallelism", "ulysses": "context parallelism", "expert": "expert parallelism",
+    "zero_stage": "ZeRO-1", "offload": "offload",
+    "virtual": "several stages a group of devices",
+}  # fmt: skip
+"""What fields of ``Strategy`` and of ``Fixed`` stand for where a backend lacks them."""
+
+
+def check_backend(fix: Sequence[str], schedules: Sequence[str], backend: Backend) -> None:
+    """Refuse what is pinned or asked for and the backend does not run.
+
+    Args:
+        fix: pins as they were typed: ``cp=2``, ``layers.3.offload=on``.
+        schedules: names of the schedules asked for.
+        backend: what is to run the plan.
+    """
+    for given in fix:
+        left, equals, text = given.partition("=")
+        name = left.strip().rpartition(".")[2]
+        lacking = _lacking(name, text.strip().lower(), backend) if equals and text.strip() else ""
+        if lacking:
+            raise _refused("--fix", given, lacking, backend)
+    for given in schedules:
+        lacking = _lacking("schedule", given.lower(), backend)
+        if lacking:
+            raise _refused("--schedule", given, lacking, backend)
+
+
+def _refused(option: str, text: str, lacking: str, backend: Backend) -> InputError:
+    other = f"; --backend {ANY.name} offers it" if backend.name != ANY.name else ""
+    return InputError(option, text, f"Backend {backend.name} cannot run {lacking}{other}.")
+
+
+def _lacking(name: str, text: str, backend: Backend) -> str:
+    pin = pin_named(name)
+    value = pin.read(pin.name, text)
+    if pin.field == "schedule":
+        return "" if value in (*backend.schedules, Schedule.CYCLIC) else f"the {Schedule(str(value)).value} schedule"
+    if pin.field == "virtual":
+        runs = value == 1 or any(order.virtual_stages != 1 for order in backend.schedules)
+    elif pin.field == "ulysses":
+        runs = value is False or backend.values.get("context") != (1,)
+    else:
+        runs = value in backend.values.get(pin.field, (value,))
+    return "" if runs else _LACKING_WORDS.get(pin.field, pin.means)
+
 
 Pin = tuple[str, str, object]
 """What the user wrote, field of ``Strategy``, value."""
@@ -18,15 +249,15 @@ Pin = tuple[str, str, object]
 
 def check_pins(graph: ModelGraph, fixed: Fixed) -> None:
     """Raise InputError where pins contradict one another or what is forbidden, or name no layer."""
-    for names, field, value in fixed.layers:
+    for names, name, value in fixed.layers:
         if not any(fnmatchcase(layer.name, names) for layer in graph.layers):
             some = ", ".join(layer.name for layer in graph.layers[:3])
-            raise InputError(f"--fix {names}.{field}", value, f"No layer has that name; there are {some}, ...")
+            raise InputError(f"--fix {names}.{name}", value, f"No layer has that name; there are {some}, ...")
     if "pipeline" in fixed.forbidden and (fixed.pipeline or 1) > 1:
         raise InputError("--fix pp", fixed.pipeline, "--forbid pipeline rules it out; lift one of the two.")
     if fixed.pipeline == 1 and (fixed.virtual or 1) > 1:
         raise InputError("--fix virtual", fixed.virtual, "It needs a pipeline, and --fix pp=1 rules that out.")
-    whole = [(f"--fix {field}", field, value) for field, value in fixed.strategy]
+    whole = [(f"--fix {name}", name, value) for name, value in fixed.strategy]
     _check_against(whole, fixed.forbidden)
     _check_one_another(whole)
     for layer in graph.layers:
@@ -36,23 +267,23 @@ def check_pins(graph: ModelGraph, fixed: Fixed) -> None:
 
 
 def _check_against(pins: Sequence[Pin], forbidden: Sequence[str]) -> None:
-    for (said, field, value), (dimension, plain) in ((pin, off) for pin in pins for off in _off(forbidden, pin[1])):
+    for (said, name, value), (dimension, plain) in ((pin, off) for pin in pins for off in _off(forbidden, pin[1])):
         if value != plain:
-            raise InputError(said, _shown(value), f"--forbid {dimension} rules {field} out; lift one of the two.")
+            raise InputError(said, _shown(value), f"--forbid {dimension} rules {name} out; lift one of the two.")
 
 
-def _off(forbidden: Sequence[str], field: str) -> Iterator[tuple[str, object]]:
-    """Forbidden dimensions that set a field of ``Strategy``, with the value that is left."""
+def _off(forbidden: Sequence[str], name: str) -> Iterator[tuple[str, object]]:
+    """Forbidden dimensions that set a name of ``Strategy``, with the value that is left."""
     for dimension in forbidden:
-        if field in STRATEGY_FIELDS.get(dimension, ()):
-            yield dimension, getattr(Strategy(), field)
+        if name in STRATEGY_FIELDS.get(dimension, ()):
+            yield dimension, getattr(Strategy(), name)
 
 
 def _check_one_another(pins: Sequence[Pin]) -> None:
     first: dict[str, Pin] = {}
     for pin in pins:
-        said, field, value = pin
-        other = first.setdefault(field, pin)
+        said, name, value = pin
+        other = first.setdefault(name, pin)
         if other[2] != value:
             raise InputError(said, _shown(value), f"{other[0]}={_shown(other[2])} asks for another; lift one of them.")
 
@@ -83,8 +314,270 @@ def schedules_for(fixed: Fixed, schedules: Sequence[Schedule] | None, backend: B
         if fixed.schedule not in asked:
             raise InputError("--fix schedule", fixed.schedule.value, f"Backend {backend.name} offers {offered}.")
         asked = (fixed.schedule,)
-    several = [own for own in asked if own in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V)]
+    several = [own for own in asked if own.virtual_stages != 1]
     if (fixed.virtual or 1) > 1 and not several:
         said = ", ".join(own.value for own in asked)
         raise InputError("--fix virtual", fixed.virtual, f"Schedule {said} runs one stage a group of devices.")
     return asked
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What is not left to the search, before the devices and the batch are known."""
+
+    fixed: Fixed = field(default_factory=Fixed)  # what depends on neither
+    microbatch: int | None = None  # samples of a micro-batch over all devices of a stage; None: searched
+    # samples of a micro-batch on one rank that works on whole samples; None: searched
+    device_samples: int | None = None
+    delay: Delay | None = None  # what is said of delayed gradients; None: nothing
+    notes: tuple[str, ...] = ()  # pins that some blocks do not offer, a line each
+
+    def delay_where(self, *, allowed: bool) -> Delay | None:
+        """Which rules of delayed gradients may be used; None: none."""
+        if self.delay is None:
+            return Delay() if allowed else None
+        if not allowed:
+            said = (("setting", self.delay.setting), ("rule", self.delay.rule))
+            name, value = next(((name, own.value) for name, own in said if own is not None), ("schedule", "cyclic"))
+            remedy = "It trains by delayed gradients: the training rule changes. Allow that: --allow-delay."
+            raise InputError(f"--fix {name}", value, remedy)
+        return self.delay
+
+    def at(self, devices: int, batch: int) -> Fixed:
+        """What is fixed for so many devices and samples a step."""
+        self._check_degrees(devices)
+        samples = self._samples(devices)
+        if samples is None:
+            return self.fixed
+        if batch % samples:
+            near_by = " or ".join(str(d) for d in _around(divisors(batch), samples))
+            raise InputError(
+                "--fix microbatch", samples, f"It must divide the batch of {batch} samples; the nearest: {near_by}."
+            )
+        return replace(self.fixed, microbatches=batch // samples)
+
+    def _samples(self, devices: int) -> int | None:
+        if self.device_samples is None:
+            return self.microbatch
+        degree = self._batch_degree(devices)
+        if degree is None:
+            raise InputError(
+                "--fix mbs", self.device_samples, "How many ranks share a micro-batch is open: fix dp too, or pp, tp "
+                "and cp; or fix microbatch, the samples over all devices of a stage.",
+            )  # fmt: skip
+        return self.device_samples * degree
+
+    def _batch_degree(self, devices: int) -> int | None:
+        known = dict(self.fixed.strategy)
+        if "batch_degree" in known:
+            return int(str(known["batch_degree"]))
+        off = {name for dimension in self.fixed.forbidden for name in STRATEGY_FIELDS.get(dimension, ())}
+        degrees = [1 if name in off else known.get(name) for name in ("tensor", "context")]
+        if self.fixed.pipeline is None or None in degrees:
+            return None
+        return devices // prod([self.fixed.pipeline, *(int(str(degree)) for degree in degrees)])
+
+    def _check_degrees(self, devices: int) -> None:
+        """Degrees that are pinned for one layer, and those for all, must multiply to a divisor of the devices."""
+        splitting = {pin.field: pin.name for pin in NAMES if pin.splits}
+        degrees = {splitting[name]: int(str(value)) for name, value in self.fixed.strategy if name in splitting}
+        if self.fixed.pipeline is not None:
+            degrees = {"pipeline": self.fixed.pipeline, **degrees}
+        some = {(splitting[name], int(str(value))) for _, name, value in self.fixed.layers if name in splitting}
+        for known in (degrees, *(degrees | {name: value} for name, value in sorted(some))):
+            if devices % prod(known.values()):
+                said = " ".join(f"--fix {name}={value}" for name, value in known.items())
+                raise InputError(
+                    said.partition("=")[0] if len(known) == 1 else said, prod(known.values()),
+                    f"It must divide the {devices} devices: one of {', '.join(map(str, divisors(devices)))}.",
+                )  # fmt: skip
+
+
+NOTHING = Pins()
+"""Everything is left to the search."""
+
+
+def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> Pins:
+    """The pins and forbidden dimensions that a user wrote.
+
+    Args:
+        fix: ``NAME=VALUE`` or ``LAYERS.NAME=VALUE``.
+        forbid: names of dimensions.
+        graph: whose layers may be named.
+    """
+    forbidden = tuple(dict.fromkeys(name for given in forbid for name in dimensions_named(given)))
+    once: dict[str, object] = {"pipeline": 1} if "pipeline" in forbidden else {}
+    every: dict[str, object] = {}
+    some: dict[tuple[str, str], object] = {}
+    for given in fix:
+        layers, pin, value = _read(given, graph)
+        if layers is not None:
+            _put(some, (layers, pin.field), value, given)
+        else:
+            _put(once if pin.once else every, pin.field, value, given)
+    some = _narrowest(some, graph)
+    _check_forbidden(forbidden, [*every.items(), *((name, value) for (_, name), value in some.items())])
+    _check_counts(once)
+    own = {name: once.pop(name, None) for name in ("microbatch", "device_samples")}
+    own["delay"] = _delay(once)
+    whole, partly = _offered(every, some, graph)
+    fixed = Fixed(
+        **once,  # type: ignore[arg-type]
+        strategy=whole,
+        layers=(*partly, *((layers, name, value) for (layers, name), value in some.items())),
+        forbidden=forbidden,
+    )
+    return Pins(fixed, **own, notes=_unoffered(partly, graph))  # type: ignore[arg-type]
+
+
+def _delay(once: dict[str, object]) -> Delay | None:
+    cyclic = once.get("schedule") is Schedule.CYCLIC
+    if cyclic:
+        del once["schedule"]
+    rule, setting = once.pop("rule", None), once.pop("setting", None)
+    if not cyclic and rule is None and setting is None:
+        return None
+    return Delay(rule, setting, only=True)  # type: ignore[arg-type]
+
+
+def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[tuple[str, str], object]:
+    """Pins of layers such that no two say otherwise of one: the one that names fewer layers holds."""
+    names = [layer.name for layer in graph.layers]
+    meant = {layers: [one for one in names if fnmatchcase(one, layers)] for layers, _ in some}
+    known = dict[tuple[str, str], object]()
+    for (layers, field_name), value in some.items():
+        rivals = [(other, said) for (other, name), said in some.items() if name == field_name and said != value]
+        own = [one for one in meant[layers] if not any(_beats(meant, other, layers, one) for other, _ in rivals)]
+        equal = [
+            (other, said) for other, said in rivals
+            if len(meant[other]) == len(meant[layers]) and set(own) & set(meant[other])
+        ]  # fmt: skip
+        if equal:
+            typed = next(pin.name for pin in NAMES if pin.field == field_name)
+            other, said = equal[0]
+            raise InputError(
+                "--fix", f"{layers}.{typed}={_shown(value)}",
+                f"--fix {other}.{typed}={_shown(said)} asks for another of the same layer; lift one of them.",
+            )  # fmt: skip
+        kept = [layers] if own == meant[layers] else own
+        known |= {(one, field_name): value for one in kept}
+    return known
+
+
+def _beats(meant: dict[str, list[str]], other: str, layers: str, one: str) -> bool:
+    return one in meant[other] and len(meant[other]) < len(meant[layers])
+
+
+def _read(pin_text: str, graph: ModelGraph) -> tuple[str | None, PinName, object]:
+    left, equals, text = pin_text.partition("=")
+    if not equals or not text.strip():
+        raise InputError("--fix", pin_text, "Write NAME=VALUE or LAYERS.NAME=VALUE: pp=4, layers.3.recompute=full.")
+    layers, _, name = left.strip().rpartition(".")
+    pin = pin_named(name)
+    value = pin.read(pin.name, text.strip().lower())
+    if not layers:
+        return None, pin, value
+    if pin.once:
+        raise InputError("--fix", pin_text, f"{pin.name} is chosen once for the whole plan: write {name}={text}.")
+    names = [layer.name for layer in graph.layers]
+    if not any(fnmatchcase(one, layers) for one in names):
+        raise InputError("--fix", pin_text, f"{near(layers, names)}Layers of {graph.name}: {_few(names)}.")
+    return layers, pin, value
+
+
+def _offered(
+    every: dict[str, object], some: Mapping[tuple[str, str], object], graph: ModelGraph
+) -> tuple[tuple[tuple[str, object], ...], tuple[tuple[str, str, object], ...]]:
+    """Pins of every layer as those that all layers offer, and those of the layers that do.
+
+    An embedding has no experts and nothing to recompute: ``recompute=full`` means the layers that can be. What is said
+    of some layers (``some``) holds there instead.
+    """
+    whole, partly = list[tuple[str, object]](), list[tuple[str, str, object]]()
+    for field_name, value in every.items():
+        known = {kind: _values(graph.kinds[kind], field_name, value) for kind in {one.kind for one in graph.layers}}
+        able = [layer.name for layer in graph.layers if value in known[layer.kind]]
+        # layers that share parameters have one strategy, those around the blocks one layout: a pin holds for all
+        # or for none of them
+        tied = [{graph.layers[place].name for place in group} for group in tied_groups(graph)]
+        if any(pin.field == field_name and pin.splits for pin in NAMES):
+            tied.append({one.name for one in graph.layers if one.role is not Role.BLOCK})
+        for group in tied:
+            able = able if group <= {*able} else [name for name in able if name not in group] or able
+        if not able:
+            others = {one for values in known.values() for one in values} - {getattr(Strategy(), field_name, None)}
+            offered = ", ".join(sorted((str(_shown(one)) for one in others), key=_by_length))
+            owners = [one for one in CHOSEN if field_name in STRATEGY_FIELDS.get(one.name, ())]
+            kinds = [graph.kinds[layer.kind] for layer in graph.layers if layer.role is Role.BLOCK]
+            reason = next((why for kind in kinds for one in owners if (why := one.reason(kind))), "")
+            remedy = f"No layer of {graph.name} offers it{f', only {offered}' if offered else ''}. {reason}".rstrip()
+            raise InputError(f"--fix {typed_name(field_name)}", str(_shown(value)), remedy)
+        apart = [layers for layers, name in some if name == field_name]
+        able = [name for name in able if not any(fnmatchcase(name, layers) for layers in apart)]
+        if len(able) == len(graph.layers):
+            whole.append((field_name, value))
+        else:
+            partly += [(name, field_name, value) for name in able]
+    return tuple(whole), tuple(partly)
+
+
+def _unoffered(partly: Sequence[tuple[str, str, object]], graph: ModelGraph) -> tuple[str, ...]:
+    lines = []
+    for field_name, value in dict.fromkeys((field_name, value) for _, field_name, value in partly):
+        able = {layer for layer, name, pinned in partly if (name, pinned) == (field_name, value)}
+        unable = [one.name for one in graph.layers if one.role is Role.BLOCK and one.name not in able]
+        if unable:
+            name = next(pin.name for pin in NAMES if pin.field == field_name)
+            lines.append(
+                f"--fix {name}={_shown(value)} is not possible for {_few(unable)}, and holds for the other layers"
+            )
+    return tuple(lines)
+
+
+def _values(kind: LayerKind, field_name: str, value: object) -> set[object]:
+    """What a kind of layer offers of a field of ``Strategy``, on as many devices as the value may ask for."""
+    if field_name not in Strategy.__slots__:
+        return {value}
+    devices = _MANY * value if isinstance(value, int) and value > 1 else _MANY
+    choices = (choice for dimension in CHOSEN for choice in dimension.choices(kind, devices))
+    return {choice[field_name] for choice in choices if field_name in choice}
+
+
+_MANY = 64
+"""Devices on which every dimension of a kind of layer has choices."""
+
+
+def _by_length(text: str) -> tuple[int, str]:
+    return len(text), text
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, …, {', '.join(names[-2:])}"
+
+
+def _put(pins: dict[str, object] | dict[tuple[str, str], object], key: object, value: object, text: str) -> None:
+    table: dict[object, object] = pins  # type: ignore[assignment]
+    if table.setdefault(key, value) != value:
+        raise InputError("--fix", text, f"It is also fixed to {table[key]}, or forbidden: give one of them.")
+
+
+def _check_forbidden(forbidden: Sequence[str], pinned: Sequence[tuple[str, object]]) -> None:
+    plain = Strategy()
+    for name, value in pinned:
+        for dimension in forbidden:
+            if name in STRATEGY_FIELDS.get(dimension, ()) and value != getattr(plain, name):
+                raise InputError("--forbid", dimension, f"It is also fixed to {value}: give one of them.")
+
+
+def _check_counts(once: dict[str, object]) -> None:
+    """The micro-batches are told by one of three pins."""
+    told = [pin.name for pin in NAMES if pin.field in once and pin.field in _COUNTED]
+    if len(told) > 1:
+        raise InputError("--fix", told[1], f"It says the same as {told[0]}: give one of them.")
+
+
+_COUNTED = ("microbatches", "microbatch", "device_samples")
+
+
+def _around(numbers: Sequence[int], wanted: int) -> list[int]:
+    return sorted(sorted(numbers, key=lambda number: abs(number - wanted))[:2])

@@ -33,22 +33,20 @@ from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Mode, Plan, Schedule, TrainedBy
 from galvatron_lite.profiler.schema import Profile, spread_note
 from galvatron_lite.search.alike import with_alike
-from galvatron_lite.search.all_ways import WAYS, WHY
-from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, pipelines, quickest
+from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, pipelines, quickest, ranges_of
 from galvatron_lite.search.best_first import MOST_WORK, Progress, SolvedPlan, search
+from galvatron_lite.search.branches import branch_plans
 from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
-from galvatron_lite.search.figures import TICKS
-from galvatron_lite.search.one_device import with_one_device
+from galvatron_lite.search.delayed import delayed_plans, why_not_delayed
+from galvatron_lite.search.infeasible import relief
 from galvatron_lite.search.pins import check_pins, schedules_for
-from galvatron_lite.search.relief import relief
 from galvatron_lite.search.result import provenance
-from galvatron_lite.search.scenarios import ranges_of
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.simplify import SLACK, simple, simplest
+from galvatron_lite.search.simplify import SLACK, given_plans, simple, simplest
 from galvatron_lite.search.space import Fixed, reasons
-from galvatron_lite.search.warm_start import given_plans
-from galvatron_lite.search.ways import Delay, PlanTask, with_ways
+from galvatron_lite.search.tables import TICKS
+from galvatron_lite.search.ways import Delay, PlanTask, with_one_device, with_ways
 
 
 def find_plan(
@@ -121,14 +119,14 @@ def find_plan(
     )
     searched = partial(_ordinary, runners_up, progress, stoppable, known, effort)
     looked = partial(with_alike, searched, asked, runners_up)
-    plan = with_one_device(with_ways(looked, asked, runners_up, WAYS if runner.beside else ()), asked)
-    missing = [line for why in WHY for line in why(asked)]
+    ways = (branch_plans, delayed_plans) if runner.beside else ()
+    plan = with_one_device(with_ways(looked, asked, runners_up, ways), asked)
     trainer = next((one for one in TrainedBy if one == runner.name), TrainedBy.GALVATRON)
     source = plan.provenance and replace(
         plan.provenance, budget=bytes_on(budget, ""), budgets=dict(as_budget(budget).own), margin=margin,
         tolerance=asked.tolerance,
     )  # fmt: skip
-    return replace(plan, backend=trainer, left_out=(*plan.left_out, *missing), provenance=source)
+    return replace(plan, backend=trainer, left_out=(*plan.left_out, *why_not_delayed(asked)), provenance=source)
 
 
 def _ordinary(
@@ -139,7 +137,6 @@ def _ordinary(
     effort: int,
     task: PlanTask,
 ) -> Plan:
-    """The fastest plan of stages in the model's order, for ``find_plan``."""
     kept, request, profile = task.session, task.request, task.session.profile
     check_batch(request)
     pricer = kept.pricer
@@ -160,7 +157,7 @@ def _ordinary(
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
     found = (looked(exact=False) if effort == 0 else None) or looked()
     if found is None:
-        from galvatron_lite.search.least_memory import infeasible
+        from galvatron_lite.search.infeasible import infeasible
 
         error = infeasible(request, pricer)
         more = relief(request, kept, task.backend.name) if runners_up else ""
@@ -215,7 +212,6 @@ def _certificate(result: SolvedPlan, progress: Progress | None) -> str:
 
 
 def _closed(pricer: LayerPricer, request: Request, ticks: float) -> float:
-    """Seconds of a step whose closed form takes so many picoseconds in a search."""
     return (ticks / TICKS + pricer.profile.overhead.step) * straggling(pricer.profile, request.devices)
 
 

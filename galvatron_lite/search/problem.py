@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from galvatron_lite.arrays import IntArray
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
 from galvatron_lite.cost.layout import NEAR, of_layout
 from galvatron_lite.cost.schedule import Figure, Form
@@ -25,15 +25,13 @@ from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills, in_flight
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.chains.chain import Chain, ChainLayer
-from galvatron_lite.search.chains.frontier import ChainFront, Path
-from galvatron_lite.search.graphs import Net, net_paths
+from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, Path
+from galvatron_lite.search.nets import Net, good_way, net_paths
 from galvatron_lite.search.tables import Glue, Layout, StrategyTable, Tables, glue_of, ticks
 
 if TYPE_CHECKING:
     from galvatron_lite.search.uniform import Uniform
 
-IntArray = NDArray[np.int64]
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
 HEAVY = 4096
 """See ``Problem.lightest``."""
@@ -57,6 +55,35 @@ class StagePlan:
     strategies: tuple[Strategy, ...]  # of its layers
 
 
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A complete plan of one shape."""
+
+    time: int  # picoseconds a step, without fixed host time
+    cuts: tuple[int, ...]  # (0, ..., L)
+    stages: tuple[StagePlan, ...]
+
+
+def step_time(stages: Sequence[StagePlan], form: Form) -> int:
+    """Picoseconds of a step."""
+    slowest = [max(parts) for parts in zip(*(stage.bottleneck for stage in stages), strict=True)]
+    ramp = sum(weighted(form.ramp, stage.bottleneck) for stage in stages)
+    return ramp + weighted(form.rounds, slowest) + max(stage.step for stage in stages)
+
+
+def weighted(weights: Sequence[float], values: Sequence[int]) -> int:
+    """Sum of whole weights times values."""
+    return sum(int(weight) * value for weight, value in zip(weights, values, strict=True))
+
+
+def even_cuts(graph: ModelGraph, stages: int) -> tuple[int, ...]:
+    """Boundaries (0, ..., L) of stages with equally many blocks; empty where their number does not divide."""
+    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
+    if not blocks or len(blocks) % stages:
+        return ()
+    return (0, *blocks[:: len(blocks) // stages][1:], len(graph.layers))
+
+
 def is_glued(graph: ModelGraph) -> bool:
     """Whether rule 2 binds a model: it has layers around its blocks, and matmuls that can be split."""
     edges = sum(layer.role is not Role.BLOCK for layer in graph.layers)
@@ -73,25 +100,20 @@ def part_of(graph: ModelGraph) -> list[int]:
 class Answers:
     """What is known of stages under one shape, whatever else is settled."""
 
-    glanced: float = 0.0  # glanced, averaged: first bounds (``bounds.glance``, ``bounds.relax``), once known
+    glanced: float = 0.0  # first bounds (``bounds``), once known
     averaged: float = 0.0
-    # with some of the strategies, by table and what is settled
-    tables: dict[tuple[int, object], StrategyTable] = field(default_factory=dict)
-    # by problem of a stage, the cap it was asked with and ``Problem.plans``
-    plans: dict[tuple[object, ...], tuple[int, list[StagePlan], float]] = field(default_factory=dict)
-    # the same of ``Problem.quickest``
+    tables: dict[tuple[int, object], StrategyTable] = field(default_factory=dict)  # by table and what is settled
+    # by problem of a stage, the greatest cap it was asked with and the answer of ``Problem.plans``, ``good``, ...
+    plans: dict[tuple[object, ...], tuple[float, list[StagePlan], float]] = field(default_factory=dict)
+    good: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
     quickest: dict[tuple[object, ...], tuple[float, StagePlan | None, float]] = field(default_factory=dict)
-    # by problem of a stage, ``Problem.lightest``
     lightest: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
-    # by layout at boundaries, stages that cost the same (``alike``)
-    alike: dict[Layout | None, list[list[int]]] = field(default_factory=dict)
-    runs: list[tuple[int, int]] = field(default_factory=list)  # of equal layers, once known (``alike``)
-    # by layout at boundaries, stage and bytes of the tensor, ``Problem.send``
-    sends: dict[tuple[Layout | None, int, int], tuple[int, float]] = field(default_factory=dict)
-    uniform: list[Uniform] = field(default_factory=list)  # the plans of several stages a group, by cuts, once asked for
-    # by layout at boundaries, ``Problem.least_sends``
+    alike: dict[Layout | None, list[list[int]]] = field(default_factory=dict)  # by wire, stages that cost the same
+    runs: list[tuple[int, int]] = field(default_factory=list)  # of equal layers
+    sends: dict[tuple[Layout | None, int, int], tuple[int, float]] = field(default_factory=dict)  # ``Problem.send``
     least_sends: dict[Layout | None, list[int]] = field(default_factory=dict)
-    alike_parts: bool | None = None  # ``Problem.alike_parts``, once known
+    uniform: list[Uniform] = field(default_factory=list)  # the plans of several stages a group, by cuts
+    alike_parts: bool | None = None  # ``Problem.alike_parts``
 
 
 @dataclass(slots=True)
@@ -112,7 +134,6 @@ class Problem:
     _sharings: dict[tuple[int, int], dict[int, ParameterSharing]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Indexes the tied layers."""
         self._tied = dict(self.choice.tied)
 
     @property
@@ -208,25 +229,17 @@ class Problem:
 
     def least_sends(self) -> list[int]:
         """Picoseconds that sends and host work add to a micro-batch of each stage at the least."""
-        if self.choice.wire not in self.answers.least_sends:
-            self.answers.least_sends[self.choice.wire] = self._least_sends()
-        return self.answers.least_sends[self.choice.wire]
-
-    def _least_sends(self) -> list[int]:
-        smallest = min(self.tables[0].store.crossing[1:-1], default=0)
-        sends = []
-        for stage in range(self.shape.stages):
-            ends = (stage > 0, stage + 1 < self.shape.stages)
-            overhead = self.tables[stage].pricer.profile.overhead
-            total = ticks(sum(ends) * overhead.pipeline + overhead.microbatch / 2) * 2 - 2
-            if self.choice.wire is not None:
-                total += sum(
-                    ticks(self.send(side, smallest)[1]) - 1
-                    for side, there in zip((stage, stage + 1), ends, strict=True)
-                    if there
-                )
-            sends.append(max(total, 0))
-        return sends
+        known, wire = self.answers.least_sends, self.choice.wire
+        if wire not in known:
+            smallest, known[wire] = min(self.tables[0].store.crossing[1:-1], default=0), []
+            for stage in range(self.shape.stages):
+                sides = [side for side in (stage, stage + 1) if 0 < side < self.shape.stages]
+                overhead = self.tables[stage].pricer.profile.overhead
+                total = ticks(len(sides) * overhead.pipeline + overhead.microbatch / 2) * 2 - 2
+                if wire is not None:
+                    total += sum(ticks(self.send(side, smallest)[1]) - 1 for side in sides)
+                known[wire].append(max(total, 0))
+        return known[wire]
 
     def least_move(self, stage: int) -> int:
         """Picoseconds in one pass of the cheapest move away from the layout that is settled at the ends, or back."""
@@ -285,7 +298,6 @@ class Problem:
         return [sizes.get(place) for place in range(inside.stop + 1)]
 
     def _net(self, stage: int, inside: range, chain: Chain, tables: Sequence[StrategyTable]) -> Net:
-        """The chain of a stage with the tensors that skip layers in it."""
         if not self.graph.tensors:
             return Net(chain)
         own = self.tables[stage]
@@ -308,7 +320,6 @@ class Problem:
         return tuple(criteria)
 
     def _apart(self, criteria: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Parts and step of criteria."""
         *parts, last = criteria
         return tuple(parts), last - sum(ramp * part for ramp, part in zip(self.ramp, parts, strict=True))
 
@@ -321,64 +332,70 @@ class Problem:
 
     def plans(self, stage: int, inside: range, cap: int) -> tuple[list[StagePlan], float]:
         """Every Pareto-best way to run a stage that fits the budget and alone takes at most ``cap`` picoseconds, and a
-        time alone that no way left out beats (infinite where none was).
-
-        Answers are remembered with the cap they were asked for.
-        """
+        time alone that no way left out beats (infinite where none was)."""
         key, known = self.key(stage, inside), self.answers.plans
         if key not in known or known[key][0] < cap:
-            built = self.chain(stage, inside, scalar=False)
-            sends = self.fixed_costs(stage, inside)[:2]
-            alone = cap - self.shape.microbatches * sum(sends)
-            found = (
-                ChainFront(())
-                if built is None
-                else net_paths(self._net(stage, inside, *built), alone, widest(built[0]))
-            )
-            tables = [] if built is None else built[1]
+            built, sends = self.chain(stage, inside, scalar=False), self.fixed_costs(stage, inside)[:2]
+            fixed, found = self.shape.microbatches * sum(sends), ChainFront(())
+            if built is not None:
+                found = net_paths(self._net(stage, inside, *built), cap - fixed, widest(built[0]))
             self.work += found.work
-            options = [self._stage_plan(path, tables, sends) for path in found.paths]
-            known[key] = (cap, options, found.dropped + self.shape.microbatches * sum(sends))
+            options = [self._stage_plan(path, built[1], sends) for path in found.paths] if built else []
+            known[key] = (cap, options, found.dropped + fixed)
         return known[key][1:]
+
+    def good(self, stage: int, inside: range) -> tuple[StagePlan | None, float]:
+        """A good way to run a stage, soon, and a time that no way takes less than alone; None where none is met."""
+        key, known = self.key(stage, inside), self.answers.good
+        if key not in known:
+            built = self.chain(stage, inside, scalar=True)
+            if built is None:
+                known[key] = (None, np.inf)
+            else:
+                net, fixed = self._net(stage, inside, *built), self.fixed_costs(stage, inside)[:2]
+                path, least = good_way(net)
+                plan = None if path is None else self._told(net, path, built[1], fixed)
+                known[key] = (plan, least + self.shape.microbatches * sum(fixed))
+        return known[key]
 
     def quickest(self, stage: int, inside: range, cap: int | None) -> tuple[StagePlan | None, float]:
         """The way to run a stage that takes least time alone, and a time that no other way beats.
 
-        None where none fits or none is within the cap. Answers are remembered.
+        None where none fits or none is within the cap.
         """
         key, known, most = self.key(stage, inside), self.answers.quickest, np.inf if cap is None else cap
         if key not in known or (known[key][1] is None and known[key][0] < most):
-            known[key] = (most, *self.good(stage, inside, cap))
+            known[key] = (most, *self._quickest(stage, inside, cap))
         _, plan, least = known[key]
         return (None, np.inf) if least > most else (plan, least)
 
     def met(self, stage: int, inside: range) -> StagePlan | None:
-        """The answer of ``quickest`` if it is known."""
-        return self.answers.quickest.get(self.key(stage, inside), (0.0, None, 0.0))[1]
+        """The best answer of ``quickest`` and ``good`` that is known."""
+        key = self.key(stage, inside)
+        return self.answers.quickest.get(key, (0.0, None, 0.0))[1] or self.answers.good.get(key, (None, 0.0))[0]
 
-    def good(
-        self, stage: int, inside: range, cap: int | None, beam: int | None = None
-    ) -> tuple[StagePlan | None, float]:
-        """``quickest``, not remembered; with a beam a good way, soon, and None where none is met."""
+    def _quickest(self, stage: int, inside: range, cap: int | None) -> tuple[StagePlan | None, float]:
         built = self.chain(stage, inside, scalar=True)
         if built is None:
             return None, np.inf
         sends = self.fixed_costs(stage, inside)[:2]
         fixed = self.shape.microbatches * sum(sends)
         net = self._net(stage, inside, *built)
-        front = net_paths(net, None if cap is None else cap - fixed, beam or widest(built[0]), beam is None)
+        front = net_paths(net, None if cap is None else cap - fixed, widest(built[0]))
         self.work += front.work
         if not front.paths:
             return None, front.dropped + fixed
-        best, tables = front.paths[0], built[1]
-        least = min(front.dropped, best.time[0]) + fixed
-        return self._stage_plan(Path(self._times(net, best.choices, tables), best.choices), tables, sends), least
+        best = front.paths[0]
+        return self._told(net, best, built[1], sends), min(front.dropped, best.time[0]) + fixed
+
+    def _told(self, net: Net, path: Path, tables: Sequence[StrategyTable], sends: tuple[int, int]) -> StagePlan:
+        return self._stage_plan(Path(self._times(net, path.choices, tables), path.choices), tables, sends)
 
     def lightest(self, stage: int, inside: range) -> tuple[StagePlan | None, float]:
         """The way to run a stage that delays the step least where another stage is the slowest (of equal ones the
         quickest), and the least there is of ``HEAVY`` times picoseconds of that delay + picoseconds of the time alone.
 
-        None and infinite where none fits. Answers are remembered.
+        None and infinite where none fits.
         """
         key, known = self.key(stage, inside), self.answers.lightest
         if key not in known:
@@ -405,11 +422,9 @@ class Problem:
             return None, front.dropped
         sends, best = self.fixed_costs(stage, inside)[:2], front.paths[0]
         fixed = (HEAVY + self.shape.microbatches) * sum(sends) - HEAVY * len(layers)
-        plan = self._stage_plan(Path(self._times(net, best.choices, tables), best.choices), tables, sends)
-        return plan, min(front.dropped, best.time[0]) + fixed
+        return self._told(net, best, tables, sends), min(front.dropped, best.time[0]) + fixed
 
     def _times(self, net: Net, choices: Sequence[int], tables: Sequence[StrategyTable]) -> tuple[int, ...]:
-        """The criteria of a path of a scalar chain."""
         forward = backward = net.moved(choices)
         saved = step = 0
         for table, choice in zip(tables, choices, strict=True):
@@ -428,7 +443,6 @@ class Problem:
 
 
 def _fitting(table: StrategyTable, wire: Layout | None, glue: Glue | None, tied: Strategy | None) -> StrategyTable:
-    """The strategies with the layout and degrees that are settled."""
     found = table.lay_out_model(
         lambda own: (wire is None or own == wire) and (glue is None or glue_of(own) == glue)
     )  # fmt: skip

@@ -23,7 +23,6 @@ class Session:
     _known: dict[str, tuple[Space, PriceCache]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Makes the pricer."""
         self.pricer = LayerPricer(for_mode(self.profile, self.mode))
 
     def space(self, backend: Backend) -> tuple[Space, PriceCache]:

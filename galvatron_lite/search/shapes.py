@@ -21,8 +21,7 @@ from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.bounds.glance import Glance
-from galvatron_lite.search.bounds.relax import Relaxed, averaged, relaxed
+from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
 from galvatron_lite.search.problem import Choice, Problem, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
 from galvatron_lite.search.tables import Glue, Layout, Store, StrategyTable, Tables, glue_of
@@ -117,7 +116,6 @@ def shapes_of(request: Request) -> list[Shape]:
 
 
 def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
-    """Schedules and numbers of virtual stages to try on so many groups of devices."""
     if stages == 1:
         return [(Schedule.ONE_F_ONE_B, 1)]
     offered = []
@@ -191,7 +189,6 @@ def _open_problem(request: Request, pricer: LayerPricer, shape: Shape, fixed: Fi
 
 
 def _tables(request: Request, pricer: LayerPricer, shape: Shape, fixed: Fixed) -> Tables:
-    """The figures of a shape by one pricer, made once."""
     known, key = request.known, (id(pricer), shape, fixed)
     if key not in known.tables:
         if id(pricer) not in known.stores:
@@ -225,7 +222,7 @@ def with_edges(problem: Problem) -> Iterator[Problem]:
             yield replace(problem, choice=Choice(glue, wire, tied))
 
 
-def bounds_of(problem: Problem) -> Relaxed | None:
+def bounds_of(problem: Problem) -> StageBounds | None:
     """Lower bounds of a problem; None where nothing fits."""
     return relaxed(problem, tables_by_stage(problem))
 

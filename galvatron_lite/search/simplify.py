@@ -1,4 +1,4 @@
-"""The simplest plan within a tolerance of the best: a choice that gains less than costs can tell is not made.
+"""The simplest plan within a tolerance of the best, and plans that the user has: what searches begin and end with.
 
 The search over everything ends with a time that no plan beats. Plans whose layers change their strategy nowhere within
 a stage (the layers before, among and after the blocks apart) are searched next, for one within the tolerance of that
@@ -13,23 +13,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.layout import layout
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
-from galvatron_lite.cost.step import bound_seconds, straggling
+from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.search.best_first import SolvedPlan, search
-from galvatron_lite.search.figures import ticks
-from galvatron_lite.search.partition import Partition
-from galvatron_lite.search.problem import StagePlan, is_glued, part_of
-from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.tables import glue_of
+from galvatron_lite.search.problem import Partition, StagePlan, is_glued, part_of
+from galvatron_lite.search.shapes import Request, open_problem
+from galvatron_lite.search.tables import glue_of, ticks
 
 SLACK = 0.5
 """Share of the tolerance that the search over everything may leave open."""
@@ -78,7 +79,6 @@ def _like(request: Request, shape: Shape) -> Request:
 
 
 def _narrower(request: Request, shape: Shape) -> list[Request]:
-    """The request of simpler kinds of plans than those of a shape."""
     few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
     narrower = [replace(request, schedules=few)] if few and shape.schedule not in SIMPLE else []
     if shape.stages > 1 and request.fixed.pipeline is None and "pipeline" not in request.fixed.forbidden:
@@ -117,7 +117,6 @@ def _merged(request: Request, pricer: LayerPricer, result: SolvedPlan, limit: in
 
 
 def _changes(strategies: Sequence[Strategy]) -> tuple[int, int]:
-    """How often neighbours differ, and how many strategies there are."""
     return sum(a != b for a, b in pairwise(strategies)), len(set(strategies))
 
 
@@ -183,3 +182,48 @@ def _priced(
     seconds = bound_seconds(pricer.profile, shape, costs) / straggling(pricer.profile, request.devices)
     stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(cuts))
     return Partition(ticks(seconds - pricer.profile.overhead.step), cuts, stages)
+
+
+def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) -> tuple[SolvedPlan, ...]:
+    """The plans that fit the budget and keep the pins, as what a search might have ended with, quickest first.
+
+    They need not be in the declared space: what its rules leave out is priced all the same.
+
+    Raises:
+        InputError: a plan of other devices or another batch, of another model, or that cannot be run on it.
+    """
+    for plan in plans:
+        for name in ("devices", "global_batch"):
+            if getattr(plan, name) != getattr(request, name):
+                raise InputError(f"known plan, {name}", getattr(plan, name), f"Asked is {getattr(request, name)}.")
+        if plan.cyclic is not None:
+            raise InputError("known plan, cyclic", plan.cyclic.rule.value, "The search finds such plans itself.")
+    wanted = (plan for plan in plans if _keeps(request, pricer, plan) and request.fits(price_plan(pricer, plan)))
+    return tuple(sorted((_as_result(request, pricer, plan) for plan in wanted), key=lambda found: found.partition.time))
+
+
+def _keeps(request: Request, pricer: LayerPricer, plan: Plan) -> bool:
+    fixed, backend = request.fixed, request.space.backend
+    pins = (
+        (fixed.pipeline, plan.pipeline),
+        (fixed.microbatches, plan.microbatches),
+        (fixed.schedule if plan.pipeline > 1 else None, plan.schedule),
+        (fixed.virtual if plan.pipeline > 1 else None, plan.virtual_stages),
+    )
+    if any(pin is not None and pin != value for pin, value in pins):
+        return False
+    if plan.pipeline > 1 and ("pipeline" in fixed.forbidden or plan.schedule not in request.schedules):
+        return False
+    pairs = zip(request.graph.layers, strategies_of(plan, pricer.profile), strict=True)
+    return all(backend.runs(own) and fixed.allows(own) and fixed.allows_in(layer.name, own) for layer, own in pairs)
+
+
+def _as_result(request: Request, pricer: LayerPricer, plan: Plan) -> SolvedPlan:
+    strategies = strategies_of(plan, pricer.profile)
+    shape = shape_of(plan, strategies)
+    sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
+    seconds = bound_seconds(pricer.profile, shape, price_stages(pricer, shape, sizes, strategies))
+    work = seconds / straggling(pricer.profile, plan.devices) - pricer.profile.overhead.step
+    cuts = (0, *accumulate(sizes))
+    stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(cuts))
+    return SolvedPlan(open_problem(request, pricer, shape), Partition(ticks(work), cuts, stages), given=True)

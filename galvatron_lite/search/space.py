@@ -149,13 +149,11 @@ class Space:
         return self._kept(every, fixed)
 
     def _kept(self, every: Iterable[Strategy], fixed: Fixed) -> tuple[Strategy, ...]:
-        """Those that have the pinned values and that the backend runs."""
         pins = fixed.pinned
         pinned = [own for own in every if all(getattr(own, name) == value for name, value in pins)] if pins else every
         return tuple(own for own in pinned if self.backend.says(own))
 
     def _legal(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
-        """What is pinned, beyond the rules."""
         plain = {"offload": (Offload.NONE,)}
         wanted = Narrowed({**plain, **self._narrowed(fixed).values})
         every = strategies_for(self.graph.kinds[kind], devices, narrowed=wanted)
@@ -237,7 +235,6 @@ def reasons(graph: ModelGraph) -> tuple[str, ...]:
 
 
 def _named(graph: ModelGraph, kinds: Collection[str]) -> list[str]:
-    """Layers of some kinds, in runs; each by itself where all are before or after the blocks."""
     own = [layer for layer in graph.layers if layer.kind in kinds]
     if not any(layer.role is Role.BLOCK for layer in own):
         return list(dict.fromkeys(layer.name for layer in own))

@@ -1,4 +1,4 @@
-"""Figures of every strategy of a kind of layer as whole numbers, for the frontier."""
+"""Figures of every strategy of a kind of layer as whole numbers: picoseconds and bytes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,81 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 
 import numpy as np
-from numpy.typing import NDArray
 
-from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
+from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
+from galvatron_lite.cost.layer import ALONE, LayerCosts, LayerPricer, ParameterSharing
 from galvatron_lite.cost.layout import Layout, layout
+from galvatron_lite.cost.memory import late_gradients, resting, terms
 from galvatron_lite.cost.schedule import Form, form_of
-from galvatron_lite.cost.stage import Shape
+from galvatron_lite.cost.stage import Shape, weight_seconds
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.chains.chain import ChainLayer
-from galvatron_lite.search.chains.pareto import pairs_within, undominated_rows
-from galvatron_lite.search.figures import PREFIX, REST, TICKS, StrategyFigures, all_ticks, figures_of, ticks
+from galvatron_lite.search.chain import MEMORY, ChainLayer
+from galvatron_lite.search.pareto import pareto_within
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
-__all__ = ["TICKS", "Glue", "Layout", "Store", "StrategyOptions", "StrategyTable", "Tables", "glue_of", "ticks"]
+__all__ = ["Glue", "Layout", "Store", "StrategyOptions", "StrategyTable", "Tables", "glue_of", "ticks"]
 
-IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
+TICKS = 10**12
+"""Search counts time in picoseconds, so that sums do not depend on their order."""
+REST, PREFIX, PEAK, MIDDLE, PREFETCHED, PENDING, UPDATED = range(len(MEMORY))
+
+
+def ticks(seconds: float) -> int:
+    """Seconds as whole picoseconds.
+
+    Raises:
+        InputError: more than 64 bits hold.
+    """
+    if not seconds * TICKS < 2**63:
+        remedy = "A step of 100 days is beyond what is searched: look at the rates of the profile or the cluster."
+        raise InputError("step", f"{seconds:.3g} s", remedy)
+    return round(seconds * TICKS)
+
+
+def all_ticks(seconds: FloatArray) -> IntArray:
+    """``ticks`` of each."""
+    return np.rint(seconds * TICKS).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrategyFigures:
+    """What S strategies cost a layer."""
+
+    # forward, backward, weight, step: (S,) picoseconds a micro-batch (``weight``: of ``backward``, the gradients of
+    # weights) and a step
+    forward: IntArray
+    backward: IntArray
+    weight: IntArray
+    step: IntArray
+    kept: IntArray  # (S,) bytes
+    memory: IntArray  # (S, 7) bytes with one micro-batch in flight, columns as ``chain.MEMORY``
+    # (S,) bytes by which prefix is less in the first backward, where that has all of several micro-batches in memory
+    late: IntArray
+    # (S, 2) bytes of states, parameters and gradients while other layers compute, and gathered beside them
+    resting: IntArray
+
+    def at(self, rows: IntArray) -> StrategyFigures:
+        """Of some of the strategies."""
+        return StrategyFigures(*(getattr(self, name)[rows] for name in self.__slots__))
+
+
+def _figures(costs: LayerCosts, single: bool) -> StrategyFigures:
+    memory = terms(costs, 1, 1 if single else 2)
+    return StrategyFigures(
+        all_ticks(costs.forward_seconds),
+        all_ticks(costs.backward_seconds),
+        all_ticks(weight_seconds(costs.forward, costs.backward)),
+        all_ticks(costs.step_seconds),
+        costs.kept,
+        np.column_stack([getattr(memory, name) for name in MEMORY]),
+        np.zeros_like(costs.kept) if single else np.asarray(late_gradients(costs)),
+        np.column_stack((resting(costs, 1 if single else 2), costs.gathered)),
+    )
+
+
 _FEW = 512
 """Strategies that are priced in little more time than one."""
 Glue = tuple[int, int, int, int]
@@ -49,7 +106,6 @@ class StrategyOptions:
     samples: tuple[Strategy, ...]  # a strategy of each layout
     places: dict[Strategy, int]  # of the strategies
     _parts: dict[bytes, Strategies] = field(default_factory=dict, repr=False)
-    _alike: dict[bytes, tuple[IntArray, IntArray]] = field(default_factory=dict, repr=False)
     _allowed: dict[Fixed, BoolArray] = field(default_factory=dict, repr=False)
 
     def part(self, rows: IntArray) -> Strategies:
@@ -58,13 +114,6 @@ class StrategyOptions:
         if key not in self._parts:
             self._parts[key] = self.many.at(rows)
         return self._parts[key]
-
-    def alike(self, rows: IntArray) -> tuple[IntArray, IntArray]:
-        """Places of all pairs of the same layout among some of the strategies."""
-        key = rows.tobytes()
-        if key not in self._alike:
-            self._alike[key] = pairs_within(self.codes[rows])
-        return self._alike[key]
 
     def allowed(self, fixed: Fixed) -> BoolArray:
         """(S,): which of the strategies have what is pinned for every layer."""
@@ -133,7 +182,6 @@ class StrategyTable:
         return both
 
     def __len__(self) -> int:
-        """How many strategies."""
         return len(self.rows)
 
     def only(self, strategy: Strategy) -> StrategyTable:
@@ -190,7 +238,7 @@ class StrategyTable:
             others: tables with the same strategies that must agree (layers with shared parameters).
         """
         keys = np.column_stack([table.keys(form) for table in (self, *others)])
-        return self.at(undominated_rows(keys, self.options.alike(self.rows)))
+        return self.at(pareto_within(keys, self.codes))
 
     def held(self, in_flight: int, filled: bool) -> IntArray:
         """(S, 7): ``Figures.memory`` with so many micro-batches in flight.
@@ -248,7 +296,6 @@ class Store:
     _numbered: dict[int, IntArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Remembers what goes between layers."""
         self.crossing = self.pricer.profile.graph.crossings()
 
     def borrowed(self, inside: range) -> int:
@@ -310,11 +357,9 @@ class Store:
     def _table(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing) -> StrategyTable:
         options = self.options(kind, shape.stage_devices, fixed)
         rows = np.flatnonzero(shape.microbatch % options.batch == 0)
-        asked = options.part(rows)
-        valid, figures = figures_of(
-            self.pricer, kind, asked, shape.microbatch, shape.stages, sharing, shape.microbatches == 1
-        )
-        return StrategyTable(options, rows[valid], figures)
+        costs = self.pricer.price_many(kind, options.part(rows), shape.microbatch, shape.stages, sharing)
+        valid = np.flatnonzero(costs.valid)
+        return StrategyTable(options, rows[valid], _figures(costs, shape.microbatches == 1).at(valid))
 
 
 @dataclass(slots=True)
@@ -332,7 +377,6 @@ class Tables:
     _between: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
 
     def __post_init__(self) -> None:
-        """Remembers the closed form of the shape."""
         shape, overlap = self.shape, self.pricer.profile.steps_overlap
         self.form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
         self._plain = Fixed(strategy=self.fixed.strategy, forbidden=self.fixed.forbidden)

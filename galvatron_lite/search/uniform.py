@@ -7,42 +7,49 @@ for blocks one, or two that differ in what they recompute: of the blocks of ever
 eighths have the one, the others the other. Layers that share parameters have one strategy.
 
 With e, b, h the strategies before the blocks, of the blocks and after them, the time is the closed form of
-``cost.schedule`` over groups: sums of figures of b, and of e and h in the groups that hold them. So many candidates are
-timed at once as arrays, and so is their memory (``uniform_memory``). Strategies that another one of their layout equals
-or beats in everything are left out first. Choices of b are taken in the order of what their blocks take by themselves.
+``cost.schedule`` over groups: sums of figures of b, and of e and h in the groups that hold them. So all candidates of
+some b are timed at once as (E, B, H) arrays, and so is their memory (``cost.memory.group_memory``); axes have length 1
+where a figure does not depend on a part. Strategies that another one of their layout equals or beats in everything are
+left out first. Choices of b are taken in the order of what their blocks take by themselves.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
 from galvatron_lite.cost.layer import ALONE, ParameterSharing
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.cost.stage import transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, chunks_in_flight, stride_between
-from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.pipeline.cost import (
+    boundary_bytes,
+    chunks_in_flight,
+    held_messages,
+    stride_between,
+)
+from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of, stage_at
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.chains.pareto import pairs_within, pareto_rows
-from galvatron_lite.search.figures import ticks
-from galvatron_lite.search.partition import Partition
-from galvatron_lite.search.problem import Problem, StagePlan
-from galvatron_lite.search.tables import Mixtures, StrategyTable
-from galvatron_lite.search.uniform_memory import along, group_bytes
+from galvatron_lite.search.chain import worst_moment
+from galvatron_lite.search.pareto import pairs_within, pareto_within
+from galvatron_lite.search.problem import Partition, Problem, StagePlan
+from galvatron_lite.search.tables import REST, UPDATED, Mixtures, StrategyTable, ticks
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-_HALF = 0.5
+Part = dict[int, StrategyTable]
+"""Figures of each layer before the blocks, of the blocks, or after them, under each choice; empty without layers."""
+Parts = Sequence[Part]
+Send = tuple[int, int, int, int, int]
+"""Whether blocks send, a layer that does, bytes a sample, and the groups of devices on both sides of the boundary."""
+_HALF, _TINY = 0.5, 1e-9
 _PARTS, _AT_ONCE = 8, 64
 """Parts that the blocks of a group are in; choices for blocks that are timed at once."""
+_ZERO = np.zeros((1, 1, 1), dtype=np.int64)
 
 
 def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
@@ -80,34 +87,14 @@ def _shares(count: int, chunks: int, first: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """What all layers before the blocks, all blocks, or all layers after them may take."""
-
-    size: int  # number of choices; one without meaning where there are no layers
-    tables: dict[int, StrategyTable]  # figures of each layer under each choice
-
-    def at(self, rows: IntArray) -> _Part:
-        """Some of the choices."""
-        own = {id(table): table.at(rows) for table in self.tables.values()}
-        return _Part(len(rows), {place: own[id(table)] for place, table in self.tables.items()})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
-    """Which layers groups of devices hold."""
-
     stages_of: tuple[tuple[int, ...], ...]  # per group, the numbers of its stages
     held: tuple[frozenset[int], ...]  # per group, the places of all its layers
     positions: dict[int, int]  # in which of as many equal parts as there are of its group's blocks each block is
     # (groups, chunks, 2, parts) blocks of each chunk that have the first strategy and the second, where those of the
     # first so many parts have the first
     placed: IntArray
-    # per group, of what it sends forward and back: whether blocks send, a layer that does, bytes a sample, the groups
-    # of devices on both sides of the boundary, and how often that is
-    sends: tuple[tuple[Counter[_Send], Counter[_Send]], ...]
-
-
-_Send = tuple[int, int, int, int, int]
+    sends: tuple[tuple[Counter[Send], Counter[Send]], ...]  # per group, what it sends forward and back, how often
 
 
 @lru_cache(maxsize=4096)
@@ -128,7 +115,7 @@ def _chunks(
                 counts[group, chunk, positions[place]] += 1
     first = np.cumsum(counts, axis=-1) - counts
     placed = np.stack((first, counts.sum(axis=-1, keepdims=True) - first), axis=2)
-    sides: list[_Send | None] = [None]
+    sides: list[Send | None] = [None]
     for stage in range(1, len(cuts) - 1):
         left, right = (group_of(schedule, groups, side) for side in (stage - 1, stage))
         inner = cuts[stage] > blocks.start
@@ -143,77 +130,89 @@ def _chunks(
     return _Chunks(stages_of, held, positions, placed, sends)
 
 
-@dataclass(eq=False)
+def uniform_plans(problem: Problem) -> list[Uniform]:
+    """The uniform plans of a shape, by cuts."""
+    shape = problem.shape
+    return [Uniform(problem, cuts) for cuts in cuts_of(problem.graph, shape.stages * shape.virtual)]
+
+
 class Uniform:
-    """The uniform plans of one shape."""
+    """The uniform plans of one shape with one way to share layers out."""
 
-    problem: Problem  # the shape, its tables and budgets
-    cuts: tuple[int, ...]  # where chunks begin
-    settled: list[_Part] = field(default_factory=list)  # ``parts``, where they are known
-    _kept: IntArray = field(default_factory=lambda: np.arange(0), init=False)  # see ``_first``
-    _looked: int = field(default=0, init=False)
-
-    @cached_property
-    def ranges(self) -> tuple[range, range, range]:
-        """``parts_of`` the model."""
-        return parts_of(self.problem.graph)
-
-    @cached_property
-    def chunks(self) -> _Chunks:
-        """Which layers groups of devices hold."""
-        shape = self.problem.shape
-        crossing = self.problem.tables[0].store.crossing
-        return _chunks(shape.schedule, shape.stages, shape.virtual, self.cuts, self.ranges[1], crossing)
-
-    @cached_property
-    def sharing(self) -> dict[int, ParameterSharing]:
-        """Of layers that share parameters."""
-        found: dict[int, ParameterSharing] = {}
+    def __init__(self, problem: Problem, cuts: tuple[int, ...]) -> None:
+        shape, store = problem.shape, problem.tables[0].store
+        self.problem, self.cuts, self.store = problem, cuts, store
+        self.ranges = parts_of(problem.graph)
+        self.chunks = _chunks(shape.schedule, shape.stages, shape.virtual, cuts, self.ranges[1], store.crossing)
+        self.sharing: dict[int, ParameterSharing] = {}
         for places in self.chunks.held:
-            found |= sharing_of(self.problem.graph, places)
-        return found
+            self.sharing |= sharing_of(problem.graph, places)
+
+    def bound(self, runs: int | None = None) -> float:
+        """A time that no uniform plan of so many runs beats, quickly."""
+        rows = self._ordered(runs)
+        return float(self._least[rows[0]]) if len(rows) else np.inf
+
+    def best(self, limit: int | None, runs: int | None = None) -> Partition | None:
+        """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none.
+
+        Args:
+            limit: picoseconds; None: any plan will do.
+            runs: see ``Problem``.
+        """
+        best, top, rows = None, np.inf if limit is None else limit - _HALF, self._ordered(runs)
+        for begin in range(0, len(rows), _AT_ONCE):
+            some = rows[begin : begin + _AT_ONCE]
+            some = some[self._least[some] < top]
+            if not len(some):
+                break
+            parts = [self._edges[0], self._blocks(some), self._edges[1]]
+            time = self._times(parts, top)
+            place = int(np.argmin(time)) if time.size else 0
+            if time.size and np.isfinite(time.flat[place]):
+                top = float(time.flat[place]) - _HALF
+                chosen = [int(index) for index in np.unravel_index(place, time.shape)]
+                strategies = [
+                    part[place].options.strategies[part[place].rows[own]]
+                    for part, own, places in zip(parts, chosen, self.ranges, strict=True)
+                    for place in places
+                ]
+                # Stages carry no figures of their own.
+                stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(self.cuts))
+                best = Partition(round(top + _HALF), self.cuts, stages)
+        return best
 
     @cached_property
-    def parts(self) -> list[_Part]:
-        """The parts of the model."""
-        if self.settled:
-            return self.settled
-        own = self.mixtures
-        blocks = self._part(self.ranges[1]) if own is None else self._mixed(own, np.arange(len(own.first)))
-        return [self._edges[0], blocks, self._edges[1]]
-
-    @cached_property
-    def _edges(self) -> tuple[_Part, _Part]:
+    def _edges(self) -> tuple[Part, Part]:
         return self._part(self.ranges[0]), self._part(self.ranges[2])
 
-    def _part(self, places: range) -> _Part:
-        tables: dict[int, StrategyTable] = {}
-        for group, held in enumerate(self.chunks.held):
-            for place in held.intersection(places):
-                layer = self.problem.graph.layers[place]
-                own = self.problem.tables[group]
-                tables[place] = own.unpruned(layer.kind, layer.name, self.sharing.get(place, ALONE))
-        if not tables:
-            return _Part(1, {})
-        distinct = list({id(table): table for _, table in sorted(tables.items())}.values())
-        every = self.problem.tables[0].store.common(distinct)
-        kept = self._useful(every, distinct, bool(self.sharing.keys() & set(places)))
-        thinned = {id(table): own.at(kept) for table, own in zip(distinct, every, strict=True)}
-        return _Part(len(kept), {place: thinned[id(table)] for place, table in tables.items()})
+    @cached_property
+    def _every_block(self) -> Part:
+        return self._part(self.ranges[1])
 
-    def _useful(self, tables: Sequence[StrategyTable], of: Sequence[StrategyTable], shared: bool) -> IntArray:
+    def _table(self, group: int, place: int) -> StrategyTable:
+        layer = self.problem.graph.layers[place]
+        return self.problem.tables[group].unpruned(layer.kind, layer.name, self.sharing.get(place, ALONE))
+
+    def _part(self, places: range) -> Part:
+        pairs = [(group, place) for group, held in enumerate(self.chunks.held) for place in held.intersection(places)]
+        tables = {place: self._table(group, place) for group, place in sorted(pairs, key=lambda pair: pair[1])}
+        if not tables:
+            return {}
+        distinct = list({id(table): table for table in tables.values()}.values())
+        every = self.store.common(distinct)
+        kept = np.arange(len(every[0])) if self.sharing.keys() & set(places) else self._useful(every, distinct)
+        thinned = {id(table): own.at(kept) for table, own in zip(distinct, every, strict=True)}
+        return {place: thinned[id(table)] for place, table in tables.items()}
+
+    def _useful(self, tables: Sequence[StrategyTable], of: Sequence[StrategyTable]) -> IntArray:
         """Rows that no other of the same layout equals or beats in every figure of all tables, parts of some others."""
-        first, form, known = tables[0], self.problem.form, self.problem.tables[0].store.useful
-        if shared:
-            return np.arange(len(first))
-        rounds = form.microbatches if form.freed else 0
-        key = (form.freed, rounds, form.apart, *map(id, of))
+        form, known = self.problem.form, self.store.useful
+        key = (form.freed, form.microbatches if form.freed else 0, form.apart, *map(id, of))
         if key not in known:
             judged = [table.keys(form) for table in tables]
             keys = np.column_stack((*judged, *(table.figures.resting for table in tables)))
-            groups = [np.flatnonzero(first.codes == code) for code in first.present]
-            kept = [rows[pareto_rows(keys[rows])] for rows in groups]
-            known[key] = np.sort(np.concatenate(kept)) if kept else np.array([], dtype=np.int64)
+            known[key] = pareto_within(keys, tables[0].codes)
         return known[key]
 
     @cached_property
@@ -224,11 +223,11 @@ class Uniform:
         kinds = {(layers[place].kind, fixed.pins_of(layers[place].name) if fixed.layers else ()) for place in blocks}
         if len(kinds) > 1 or len({id(own) for own in tables}) > 1 or self.sharing.keys() & set(blocks):
             return None
-        whole, parts = tables[0].unpruned(layers[blocks[0]].kind, layers[blocks[0]].name), self.chunks.placed.shape[-1]
-        form, known = self.problem.form, tables[0].store.mixtures
-        key = (id(whole), parts, form.freed, form.microbatches if form.freed else 0)
+        free = tables[0].unpruned(layers[blocks[0]].kind, layers[blocks[0]].name)
+        form, known, parts = self.problem.form, self.store.mixtures, self.chunks.placed.shape[-1]
+        key = (id(free), parts, form.freed, form.microbatches if form.freed else 0)
         if key not in known:
-            table = whole.at(self._useful([whole], [whole], shared=False))
+            table = free.at(self._useful([free], [free]))
             every, (a, b) = np.arange(len(table)), pairs_within(table.options.degrees[table.rows])
             pairs = (np.concatenate(own) for own in ((a, b), (b, a)))
             first, second = (np.concatenate((every, np.tile(own, parts - 1))) for own in pairs)
@@ -236,20 +235,45 @@ class Uniform:
             known[key] = Mixtures(table, first, second, counts)
         return known[key]
 
-    def _mixed(self, mixtures: Mixtures, rows: IntArray) -> _Part:
-        """What blocks take under some of the choices."""
-        first, second, count = mixtures.first[rows], mixtures.second[rows], mixtures.count[rows]
+    def _blocks(self, rows: IntArray) -> Part:
+        own = self.mixtures
+        if own is None:
+            thinned = {id(table): table.at(rows) for table in self._every_block.values()}
+            return {place: thinned[id(table)] for place, table in self._every_block.items()}
+        first, second, count = own.first[rows], own.second[rows], own.count[rows]
         parts = range(self.chunks.placed.shape[-1])
-        tables = [mixtures.table.at(np.where(number < count, first, second)) for number in parts]
-        return _Part(len(rows), {place: tables[number] for place, number in self.chunks.positions.items()})
+        tables = [own.table.at(np.where(number < count, first, second)) for number in parts]
+        return {place: tables[number] for place, number in self.chunks.positions.items()}
+
+    def _ordered(self, runs: int | None) -> IntArray:
+        """Choices for blocks that the first and the last group may hold, in the order of ``_least``."""
+        order, mixtures = self._order, self.mixtures
+        return order if runs != 1 or mixtures is None else order[order < len(mixtures.table)]
 
     @cached_property
-    def least(self) -> FloatArray:
+    def _order(self) -> IntArray:
+        rows, own, shape = np.arange(len(self._least)), self.mixtures, self.problem.shape
+        for group in (0, shape.stages - 1) if own is not None and shape.microbatches > 1 else ():
+            assert own is not None
+            room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
+            moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+            placed = self.chunks.placed[group]
+            flying = np.array([*{counts for _, counts in moments}]) @ placed.reshape(len(placed), -1)
+            flying, held = flying.reshape(-1, *placed.shape[1:]), placed.sum(axis=0)
+            first, second, count = own.first[rows], own.second[rows], own.count[rows]
+            kept, states = own.table.figures.kept, own.table.figures.resting[:, 0]
+            flown = flying[:, 0, count] * kept[first] + flying[:, 1, count] * kept[second]
+            resting = held[0, count] * states[first] + held[1, count] * states[second]
+            rows = rows[resting + flown.max(axis=0) <= room]
+        return rows[np.argsort(self._least[rows], kind="stable")]
+
+    @cached_property
+    def _least(self) -> FloatArray:
         """(B,): a time that no plan with each choice for blocks beats: layers around them at their least, moves between
         these and blocks left out, and memory too."""
         if self.mixtures is None:
-            return np.zeros(self.parts[1].size)
-        form, table, groups = self.problem.form, self.mixtures.table, list(self.alike.values())
+            return np.zeros(len(next(iter(self._every_block.values()))))
+        form, table, groups = self.problem.form, self.mixtures.table, list(self._alike.values())
         first, second = self.mixtures.first, self.mixtures.second
         placed = np.stack([self.chunks.placed[own[0]].sum(axis=0) for own in groups])[:, :, self.mixtures.count]
         around = list(zip(*(self._around_blocks(own[0], table) for own in groups), strict=True))
@@ -260,102 +284,23 @@ class Uniform:
         counts, time = np.array([len(own) for own in groups]), columns[-1].max(axis=0)
         for ramp, rounds, column in zip(form.ramp, form.rounds, columns, strict=False):
             time = time + ramp * (counts @ column) + rounds * column.max(axis=0)
-        return np.asarray(time * (1 - 1e-9))
+        return np.asarray(time * (1 - _TINY))
 
     def _around_blocks(self, group: int, blocks: StrategyTable) -> list[FloatArray]:
         """(S,) each, of the parts of a group's micro-batch and its work once a step: sends by the strategy of blocks,
         and other layers at the least."""
-        form, size = self.problem.form, len(blocks)
-        only = replace(self, settled=[_Part(1, {}), _Part(size, dict.fromkeys(self.ranges[1], blocks)), _Part(1, {})])
-        sends = only._sends(group)
+        form = self.problem.form
+        sends = self._sends([{}, dict.fromkeys(self.ranges[1], blocks), {}], group)
         sent = (*form.parts(*sends, 0 * sends[0]), 0 * sends[0])
-        total = [np.zeros(size) + own.reshape(-1) for own in sent]
-        tables = self.problem.tables[group]
+        total = [np.zeros(len(blocks)) + own.reshape(-1) for own in sent]
         for place in self.chunks.held[group].difference(self.ranges[1]):
-            layer = self.problem.graph.layers[place]
-            table = tables.unpruned(layer.kind, layer.name, self.sharing.get(place, ALONE))
+            table = self._table(group, place)
             for own, figure in zip(total, (*table.parts(form), table.figures.step), strict=True):
                 own += figure.min() if len(table) else np.inf
         return total
 
     @cached_property
-    def _order(self) -> IntArray:
-        return np.argsort(self.least, kind="stable")
-
-    def _first(self, count: int, top: float, runs: int | None) -> IntArray:
-        """At least so many choices for blocks, if there are, that the first and the last group can hold, in the order
-        of ``least``; none is left out that takes less than ``top`` and has no more runs."""
-        while True:
-            kept = (
-                self._kept if runs != 1 or self.mixtures is None else self._kept[self._kept < len(self.mixtures.table)]
-            )
-            if len(kept) >= count or self._looked >= len(self._order):
-                return kept
-            rows = self._order[self._looked : 2 * max(self._looked, _AT_ONCE)]
-            if self.least[rows[0]] >= top:
-                return kept
-            self._kept = np.concatenate((self._kept, rows[self._held(rows)]))
-            self._looked += len(rows)
-
-    def _held(self, rows: IntArray) -> NDArray[np.bool_]:
-        """Which choices for blocks the first and the last group can hold, for all that is known of blocks alone."""
-        fits, own = np.ones(len(rows), dtype=bool), self.mixtures
-        if own is None:
-            return fits
-        first, second, count = own.first[rows], own.second[rows], own.count[rows]
-        kept, states = own.table.figures.kept, own.table.figures.resting[:, 0]
-        for room, held, flying in self._rooms:
-            resting = held[0, count] * states[first] + held[1, count] * states[second]
-            flown = flying[:, 0, count] * kept[first] + flying[:, 1, count] * kept[second]
-            fits &= resting + flown.max(axis=0) <= room
-        return fits
-
-    @cached_property
-    def _rooms(self) -> list[tuple[int, IntArray, IntArray]]:
-        """Of the first and the last group: bytes, (2, parts) blocks, and (moments, 2, parts) micro-batches of them."""
-        shape, found = self.problem.shape, list[tuple[int, IntArray, IntArray]]()
-        for group in (0, shape.stages - 1) if shape.microbatches > 1 else ():
-            room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
-            moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-            placed = self.chunks.placed[group]
-            flying = np.array([*{counts for _, counts in moments}]) @ placed.reshape(len(placed), -1)
-            found.append((room, placed.sum(axis=0), flying.reshape(-1, *placed.shape[1:])))
-        return found
-
-    def bound(self, limit: float = np.inf, runs: int | None = None) -> float:
-        """A time that no uniform plan of less than the limit and of so many runs beats, quickly."""
-        rows = self._first(1, limit, runs)
-        ahead = self.least[self._order[self._looked]] if self._looked < len(self._order) else np.inf
-        return float(self.least[rows[0]] if len(rows) else ahead)
-
-    def best(self, limit: int | None, runs: int | None = None) -> Partition | None:
-        """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none.
-
-        Args:
-            limit: picoseconds; None: any plan will do.
-            runs: see ``Problem``.
-        """
-        best, top, start = None, np.inf if limit is None else limit - _HALF, 0
-        while len(rows := self._first(start + _AT_ONCE, top, runs)[start : start + _AT_ONCE]):
-            if self.least[rows[0]] >= top:
-                break
-            start += len(rows)
-            rows, mixtures = rows[self.least[rows] < top], self.mixtures
-            blocks = self.parts[1].at(rows) if mixtures is None else self._mixed(mixtures, rows)
-            own = replace(self, settled=[self._edges[0], blocks, self._edges[1]])
-            time = own.times(top)
-            place = int(np.argmin(time)) if time.size else 0
-            if time.size and np.isfinite(time.flat[place]):
-                top = float(time.flat[place]) - _HALF
-                chosen = [int(index) for index in np.unravel_index(place, time.shape)]
-                # Stages carry no figures of their own.
-                strategies = own.strategies(chosen)
-                stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(self.cuts))
-                best = Partition(round(float(time.flat[place])), self.cuts, stages)
-        return best
-
-    @cached_property
-    def alike(self) -> dict[object, list[int]]:
+    def _alike(self) -> dict[object, list[int]]:
         """Groups by what their time depends on."""
         shape, found = self.problem.shape, dict[object, list[int]]()
         node = self.problem.pricer.profile.cluster.levels[0].size
@@ -371,136 +316,188 @@ class Uniform:
             found.setdefault(key if simple and self.mixtures is not None else group, []).append(group)
         return found
 
-    def times(self, limit: float = np.inf) -> FloatArray:
+    def _times(self, parts: Parts, limit: float) -> FloatArray:
         """(E, B, H): picoseconds of every candidate below the limit that fits; infinite for the others, and where
         layers that share parameters differ."""
-        form, counts = self.problem.form, [len(groups) for groups in self.alike.values()]
-        columns = [self._group(groups[0]) for groups in self.alike.values()]
+        form, counts = self.problem.form, [len(groups) for groups in self._alike.values()]
+        columns = [self._group(parts, groups[0]) for groups in self._alike.values()]
         total: FloatArray = reduce(np.maximum, (own[-1] for own in columns)).astype(np.float64)
         for part, (ramp, rounds) in enumerate(zip(form.ramp, form.rounds, strict=True)):
             own = [column[part] for column in columns]
             each = (count * column for count, column in zip(counts, own, strict=True))
             total = total + ramp * reduce(np.add, each) + rounds * reduce(np.maximum, own)
-        shape = [part.size for part in self.parts]
-        alive = self.agreeing() & (np.broadcast_to(total, shape) < limit)
+        total = np.broadcast_to(total, [len(next(iter(part.values()))) if part else 1 for part in parts])
+        alive = self._agreeing(parts) & (total < limit)
         # Under interleaved 1F1B later groups hold no more micro-batches of any chunk.
         ahead = self.problem.shape.schedule is Schedule.INTERLEAVED
-        for group in (group for groups in self.alike.values() for group in groups[: 1 if ahead else None]):
+        for group in (group for groups in self._alike.values() for group in groups[: 1 if ahead else None]):
             if not alive.any():
                 break
-            alive = alive & self._fitting(group)
-        return np.where(alive, np.broadcast_to(total, shape), np.inf)
+            alive = alive & (self.group_bytes(parts, group) <= self.problem.budgets[group])
+        return np.where(alive, total, np.inf)
 
-    def group_bytes(self, group: int) -> IntArray:
-        """(E, B, H): bytes on each device of a group; axes of length 1 where alike."""
-        chunks = {stage: range(self.cuts[stage], self.cuts[stage + 1]) for stage in self.chunks.stages_of[group]}
-        return group_bytes(self.problem, [part.tables for part in self.parts], group, chunks)
-
-    def _fitting(self, group: int) -> NDArray[np.bool_]:
-        fits: NDArray[np.bool_] = self.group_bytes(group) <= self.problem.budgets[group]
-        return fits
-
-    def _summed(self, places: Iterable[int], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
-        """A figure of layers, added up; axes as ``times``, of length 1 where alike."""
-        total = np.zeros((1, 1, 1), dtype=np.int64)
-        for axis, part in enumerate(self.parts):
-            tables = [part.tables[place] for place in places if place in part.tables]
+    def _summed(self, parts: Parts, places: Iterable[int], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
+        total, places = _ZERO, list(places)
+        for axis, part in enumerate(parts):
+            tables = [part[place] for place in places if place in part]
             counts = Counter(map(id, tables))
             for table in {id(own): own for own in tables}.values():
-                total = total + along(counts[id(table)] * figure(table), axis)
+                total = total + _along(counts[id(table)] * figure(table), axis)
         return total
 
-    def _group(self, group: int) -> list[IntArray]:
-        """The parts of a group's micro-batch and its work once a step; axes as ``times``, of length 1 where alike."""
+    def _group(self, parts: Parts, group: int) -> list[IntArray]:
         form, held = self.problem.form, self.chunks.held[group]
         passes = (lambda own: own.figures.forward, lambda own: own.figures.backward, lambda own: own.saved(form))
-        forward, backward, saved = (self._summed(held, figure) for figure in passes)
-        moves, sends = self._moves(group), self._sends(group)
-        parts = form.parts(forward + moves + sends[0], backward + moves + sends[1], saved)
-        return [*parts, self._summed(held, lambda own: own.figures.step)]
+        forward, backward, saved = (self._summed(parts, held, figure) for figure in passes)
+        moves, sends = self._moves(parts, group), self._sends(parts, group)
+        micro = form.parts(forward + moves + sends[0], backward + moves + sends[1], saved)
+        return [*micro, self._summed(parts, held, lambda own: own.figures.step)]
 
-    def _moves(self, group: int) -> IntArray:
-        """Picoseconds of redistribution in one pass: between blocks and the layers around them."""
-        total = np.zeros((1, 1, 1), dtype=np.int64)
+    def _moves(self, parts: Parts, group: int) -> IntArray:
+        """Picoseconds of redistribution in one pass: between blocks and the layers around them, or where tensors skip
+        layers, of each to its readers."""
+        total, inside = _ZERO, self.problem.tables[group]
+        axes = [number for number, places in enumerate(self.ranges) for _ in places]
+        moved: list[tuple[int, int, int]] = []
         if self.problem.graph.tensors:
-            return reduce(np.add, (self._exchanged(group, stage) for stage in self.chunks.stages_of[group]), total)
-        blocks = self.ranges[1]
-        for axis, right in ((0, blocks.start), (1, blocks.stop)):
-            if (
-                right - 1 in self.parts[axis].tables
-                and right in self.parts[axis + 1].tables
-                and right in self.chunks.held[group]
-            ):
-                left, own = self.parts[axis].tables[right - 1], self.parts[axis + 1].tables[right]
-                size = self.problem.tables[0].store.crossing[right]
-                moved = self.problem.tables[group].moves(left, own, size)[np.ix_(left.groups, own.groups)]
-                total = total + np.expand_dims(moved, 2 if axis == 0 else 0)
+            for stage in self.chunks.stages_of[group]:
+                start, stop = self.cuts[stage : stage + 2]
+                entering = [(start - 1, start, inside.store.crossing[start])] if start else []
+                pairs = inside.store.exchanges(range(start, stop))
+                moved += [*entering, *((start + left, start + right, size) for left, right, size in pairs)]
+        else:
+            cuts = [place for place in (self.ranges[1].start, self.ranges[1].stop) if 0 < place < len(axes)]
+            held = self.chunks.held[group]
+            moved += [(cut - 1, cut, inside.store.crossing[cut]) for cut in cuts if cut in held]
+        for left, right, size in moved:
+            if axes[left] != axes[right]:
+                a, b = parts[axes[left]][left], parts[axes[right]][right]
+                seconds = inside.moves(a, b, size)[np.ix_(a.groups, b.groups)]
+                total = total + np.expand_dims(seconds, ({0, 1, 2} - {axes[left], axes[right]}).pop())
         return total
 
-    def _exchanged(self, group: int, stage: int) -> IntArray:
-        """The same of one stage where tensors skip layers: each goes straight to its readers."""
-        total, start = np.zeros((1, 1, 1), dtype=np.int64), self.cuts[stage]
-        axis = [number for number, places in enumerate(self.ranges) for _ in places]
-        inside = self.problem.tables[group]
-        entering = [(-1, 0, inside.store.crossing[start])] if start else []
-        for left, right, size in (*entering, *inside.store.exchanges(range(start, self.cuts[stage + 1]))):
-            ends = (axis[start + left], axis[start + right])
-            if ends[0] != ends[1]:
-                a, b = (self.parts[end].tables[start + place] for end, place in zip(ends, (left, right), strict=True))
-                moved = inside.moves(a, b, size)[np.ix_(a.groups, b.groups)]
-                total = total + np.expand_dims(moved, ({0, 1, 2} - {*ends}).pop())
-        return total
-
-    def _sends(self, group: int) -> tuple[IntArray, IntArray]:
-        """Picoseconds of sends and host work of a micro-batch, forward and backward; axes as ``times``."""
+    def _sends(self, parts: Parts, group: int) -> tuple[IntArray, IntArray]:
+        """Picoseconds of sends and host work of a micro-batch, forward and backward."""
         overhead, own = self.problem.tables[group].pricer.profile.overhead, self.chunks.stages_of[group]
-        ends = [len({0, len(self.cuts) - 2} & {*own}), len(own)]
+        ends = len({0, len(self.cuts) - 2} & {*own})
         host = sum(
             count * ticks(sides * overhead.pipeline + overhead.microbatch / 2)
-            for sides, count in ((1, ends[0]), (2, ends[1] - ends[0]))
+            for sides, count in ((1, ends), (2, len(own) - ends))
         )
-        sums = [np.full((1, 1, 1), host) for _ in range(2)]
+        sums = [_ZERO + host, _ZERO + host]
         for number, sends in enumerate(self.chunks.sends[group]):
             for (axis, place, *boundary), count in sends.items():
-                if place in self.parts[axis].tables:
-                    sent = self._sent_over(self.parts[axis].tables[place], *boundary)
-                    sums[number] = sums[number] + count * along(sent, axis)
+                if place in parts[axis]:
+                    sums[number] = sums[number] + count * _along(self.sent(parts[axis][place], *boundary), axis)
         return sums[0], sums[1]
 
-    def _sent_over(self, table: StrategyTable, output: int, left: int, right: int) -> IntArray:
+    def sent(self, table: StrategyTable, output: int, left: int, right: int) -> IntArray:
         """Picoseconds of sending so many bytes a sample from one group of devices to another, by sender's strategy."""
-        pricer, shape, sends = self.problem.pricer, self.problem.shape, self.problem.tables[0].store.sends
+        pricer, shape, sends = self.problem.pricer, self.problem.shape, self.store.sends
         stride = stride_between(left, right, shape.stage_devices, pricer.profile.cluster.levels[0].size)
         ends = (id(pricer.of_group(shape.stage_devices, group)) for group in (left, right))
         key = (id(table.options), output, shape.microbatch, shape.stage_devices, stride, *ends)
         if key not in sends:
-            sizes = [boundary_bytes(output, shape.microbatch, sender) for sender in table.options.samples]
-            pairs = zip(sizes, table.options.samples, strict=True)
+            pairs = [(boundary_bytes(output, shape.microbatch, own), own) for own in table.options.samples]
             sends[key] = np.array([ticks(transfer_seconds(pricer, *own, shape, (left, right))) for own in pairs])
         return sends[key][table.codes]
 
-    def agreeing(self) -> NDArray[np.bool_]:
+    def _agreeing(self, parts: Parts) -> BoolArray:
         """Candidates whose layers that share parameters have one strategy."""
         agree = np.ones((1, 1, 1), dtype=bool)
         for places in tied_groups(self.problem.graph):
-            axes = sorted({axis for axis, part in enumerate(self.parts) for place in places if place in part.tables})
-            for a, b in pairwise(axes):
-                left, right = (self._tied(axis, places) for axis in (a, b))
+            tables = [next((part[place] for place in places if place in part), None) for part in parts]
+            named = [(axis, self.store.numbers(table)) for axis, table in enumerate(tables) if table is not None]
+            for (a, left), (b, right) in pairwise(named):
                 agree = agree & np.expand_dims(left[:, None] == right, ({0, 1, 2} - {a, b}).pop())
         return agree
 
-    def _tied(self, axis: int, places: Sequence[int]) -> IntArray:
-        """Numbers of the strategies of the layers of a part that share parameters."""
-        tables = self.parts[axis].tables
-        return self.problem.tables[0].store.numbers(next(tables[place] for place in places if place in tables))
+    def group_bytes(self, parts: Parts, group: int) -> IntArray:
+        """Bytes on each device of a group: while one of its stages computes, the others rest."""
+        shape, stages = self.problem.shape, self.chunks.stages_of[group]
+        runs = [list(_runs(parts, range(*self.cuts[stage : stage + 2]))) for stage in stages]
+        kinds = [tuple((axis, id(table), count) for axis, table, count in own) for own in runs]
+        of = dict(zip(kinds, runs, strict=True))
+        sums = {kind: [_column(own, figure) for figure in _FIGURES] for kind, own in of.items()}
+        held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+        peak = sum((sums[kind][0] for kind in kinds), start=_ZERO)
+        computing = {(kinds[own], max(counts[own], 1)) for own, counts in held}
+        worst = {pair: _worst(of[pair[0]], pair[1]) for pair in computing}
+        for own, counts in held:
+            moment = worst[kinds[own], max(counts[own], 1)]
+            for kind, (_, states, kept, gathered) in sums.items():
+                waiting = [count for other, count in enumerate(counts) if other != own and kinds[other] == kind]
+                in_flight, busy = sum(waiting), len(waiting) - waiting.count(0)
+                moment = moment + len(waiting) * states + in_flight * kept + busy * gathered
+            peak = np.maximum(peak, moment)
+        context = self.problem.tables[group].pricer.profile.cluster.device.context
+        return peak + self._buffers(parts, stages, held) + context
 
-    def strategies(self, chosen: Sequence[int]) -> list[Strategy]:
-        """Of every layer."""
-        return [
-            part.tables[place].options.strategies[part.tables[place].rows[own]]
-            for part, own, places in zip(self.parts, chosen, self.ranges, strict=True)
-            for place in places
-        ]  # fmt: skip
+    def _buffers(self, parts: Parts, stages: Sequence[int], held: Moments) -> IntArray:
+        """Buffers of the boundaries, by their senders' strategies; copies of tensors made before, by the readers'."""
+        shape, counted = self.problem.shape, not self.problem.pricer.profile.unbuffered
+        total = _ZERO
+        for stage, count in zip(stages, most_of(held), strict=True):
+            inside = range(*self.cuts[stage : stage + 2])
+            cuts = [self._sent_over(side, cut) for side, cut in ((stage, inside.start), (stage + 1, inside.stop))]
+            left, right = (self._boundary(parts, cut - 1, self.store.crossing[cut]) if cut else _ZERO for cut in cuts)
+            ahead, behind = held_messages(shape.microbatches)
+            total = total + counted * (ahead * left + behind * right)
+            borrowed = self.store.borrowed(inside)
+            if borrowed:
+                total = total + count * self._boundary(parts, inside.start, borrowed)
+        return total
+
+    def _boundary(self, parts: Parts, place: int, size: int) -> IntArray:
+        """``boundary_bytes`` of so many bytes a sample, by the strategies of a layer."""
+        axis, table = next((axis, part[place]) for axis, part in enumerate(parts) if place in part)
+        own = np.zeros(len(table.options.samples), dtype=np.int64)
+        for code in table.present:
+            own[code] = boundary_bytes(size, self.problem.shape.microbatch, table.options.samples[code])
+        return _along(own[table.codes], axis)
+
+    def _sent_over(self, stage: int, cut: int) -> int:
+        """The place before which a stage begins, 0 where nothing is sent there."""
+        shape = self.problem.shape
+        if cut in (0, len(self.problem.graph.layers)):
+            return 0
+        left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
+        return 0 if left == right else cut
+
+
+_FIGURES: tuple[Callable[[StrategyTable], IntArray], ...] = (
+    lambda table: table.figures.memory[:, UPDATED],
+    lambda table: table.figures.resting[:, 0],
+    lambda table: table.figures.kept,
+    lambda table: table.figures.resting[:, 1],
+)
+"""Bytes of a layer: while the optimizer runs, at rest, of each micro-batch in flight, with any in flight besides."""
+Run = tuple[int, StrategyTable, int]
+"""Axis, table and number of neighbouring layers with one table."""
+
+
+def _along(values: IntArray, axis: int) -> IntArray:
+    shape = [1, 1, 1]
+    shape[axis] = len(values)
+    return values.reshape(shape)
+
+
+def _runs(parts: Parts, inside: range) -> Iterator[Run]:
+    own = [(axis, part[place]) for place in inside for axis, part in enumerate(parts) if place in part]
+    for (axis, _), same in groupby(own, key=lambda pair: (pair[0], id(pair[1]))):
+        layers = list(same)
+        yield axis, layers[0][1], len(layers)
+
+
+def _column(runs: Sequence[Run], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
+    return sum((_along(count * figure(table), axis) for axis, table, count in runs), start=_ZERO)
+
+
+def _worst(runs: Sequence[Run], held: int) -> IntArray:
+    """The worst moment of a chunk that computes (``cost.memory.worst_moment``), the optimizer's aside."""
+    figures = [([_along(column, axis) for column in table.figures.memory.T], count) for axis, table, count in runs]
+    rest = _column(runs, lambda own: own.figures.memory[:, REST] + (held - 1) * own.figures.kept)
+    return rest + worst_moment(figures)
 
 
 def averaged(problems: Sequence[Problem]) -> FloatArray:
@@ -523,7 +520,7 @@ def averaged(problems: Sequence[Problem]) -> FloatArray:
     # Sends go over each boundary forth and back, but for one that other layers may send over; whole picoseconds differ.
     pairs = ((0, 1), (shape.stages - 1, 0))
     outputs = min(tables[0].store.crossing[blocks.start + 1 : blocks.stop], default=0)
-    sent = np.min([uniform._sent_over(table, outputs, *pair) for pair in pairs], axis=0)
+    sent = np.min([uniform.sent(table, outputs, *pair) for pair in pairs], axis=0)
     overhead = own.pricer.profile.overhead
     host = (4 * stages - 4) * ticks(overhead.pipeline) + stages * ticks(overhead.microbatch) - 8 * stages
     layers = len(blocks) * table.both + sum(int(other.both.min()) for other in around)
@@ -543,4 +540,4 @@ def averaged(problems: Sequence[Problem]) -> FloatArray:
         span = np.maximum(over[:, b] - over[:, a], 1)
         mixed = time[:, a] + np.minimum(-over[:, a] / span, 1.0) * (time[:, b] - time[:, a])
         least = np.minimum(least, np.where((over[:, a] <= 0) & (over[:, b] > 0), mixed, np.inf).min(axis=1))
-    return np.asarray(least * (1 - 1e-9))
+    return np.asarray(least * (1 - _TINY))

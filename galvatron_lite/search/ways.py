@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.cluster.budget import Budget
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import Backend
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.plans.schema import Alternative, Plan
-from galvatron_lite.search.result import summary
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.schema import PLAN_VERSION, Alternative, Plan, Schedule, Stage
+from galvatron_lite.search.result import provenance, runs_of, summary
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
-from galvatron_lite.units import format_budget
+from galvatron_lite.units import format_budget, format_seconds
 
 _ROUNDING = 1e-9
 
@@ -43,9 +45,6 @@ class PlanTask:
 
 Way = Callable[[PlanTask], Sequence[Plan]]
 """Plans of one way with their prediction and provenance, whether they fit or not; none where it offers none."""
-
-Why = Callable[[PlanTask], Sequence[str]]
-"""What a way does not offer and why, a line each; nothing where it was not allowed."""
 
 
 def with_ways(ordinary: Callable[[], Plan], task: PlanTask, runners_up: int, ways: Sequence[Way]) -> Plan:
@@ -102,7 +101,6 @@ def _peak(plan: Plan) -> int:
 
 
 def _plans(ways: Sequence[Way], task: PlanTask) -> list[Plan]:
-    """Of all ways, quickest first."""
     return sorted((plan for way in ways for plan in way(task)), key=seconds_of)
 
 
@@ -123,7 +121,6 @@ def led(plans: Sequence[Plan], wanted: int) -> Plan:
 
 
 def _comparison(plan: Plan, beside: Plan) -> Alternative:
-    """What is told of a plan beside the one that was chosen."""
     without = "without delay: " if beside.cyclic is not None and plan.cyclic is None else ""
     source = plan.provenance
     ends = (source.least_seconds, source.most_seconds) if source else (0.0, 0.0)
@@ -133,3 +130,38 @@ def _comparison(plan: Plan, beside: Plan) -> Alternative:
 def seconds_of(plan: Plan) -> float:
     """Of a step; infinite without a prediction."""
     return plan.prediction.step_seconds if plan.prediction else float("inf")
+
+
+def with_one_device(plan: Plan, task: PlanTask) -> Plan:
+    """The plan, with a note where one device with no strategy at all is predicted to take less and fits.
+
+    Args:
+        plan: found, on all devices.
+        task: what was planned.
+    """
+    if plan.devices == 1 or plan.provenance is None or task.request.cluster is not None:
+        return plan
+    counts = sorted({1, plan.microbatches})
+    quickest = min((one for count in counts if (one := _alone(task, count)) is not None), key=seconds_of, default=None)
+    if quickest is None or seconds_of(quickest) >= seconds_of(plan):
+        return plan
+    what = f"one device alone is predicted quicker, {format_seconds(seconds_of(quickest))}"
+    note = f"{what} instead of {format_seconds(seconds_of(plan))}: plan for 1 device"
+    return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, note)))
+
+
+def _alone(task: PlanTask, count: int) -> Plan | None:
+    """The whole batch on one device in so many micro-batches; None where it does not fit or cannot be priced."""
+    request = task.request
+    layers = request.graph.layers
+    stage = Stage(runs_of(layers, [Strategy()] * len(layers)))
+    plan = Plan(
+        PLAN_VERSION, request.graph.name, 1, request.global_batch, count, Schedule.ONE_F_ONE_B,
+        request.graph.precision, (stage,), mode=task.session.mode,
+    )  # fmt: skip
+    try:
+        priced = price_plan(task.session.pricer, plan)
+    except InputError:
+        return None
+    known = replace(priced, provenance=provenance(task.session.profile, task.budget, 0.0))
+    return known if known.fits else None

@@ -16,7 +16,7 @@ from galvatron_lite.cost.step import straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
-from galvatron_lite.oracle.pricing import LayerLayout, lay_out_model, profile_on
+from galvatron_lite.oracle.pricing import lay_out_model, profile_on
 from galvatron_lite.oracle.rows import Method
 from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.parallelism.pictures import is_picture
@@ -87,23 +87,16 @@ def predict_shared(
     if isinstance(question, Skipped):
         return question
     pricer = LayerPricer(profile_on(graph, cluster, precision, question.batch, stack, calibration))
-    laid = lay_out_model(pricer, question)
-    (seconds,) = busy_seconds(pricer.profile, laid.shape, laid.costs)
-    (cost,) = laid.costs
-    host = pricer.profile.overhead.step
-    whole = (seconds + cost.step + host) * straggling(pricer.profile, question.devices)
+    layout = lay_out_model(pricer, question)
+    (seconds,), (cost,) = busy_seconds(pricer.profile, layout.shape, layout.costs), layout.costs
+    step = (seconds + cost.step + pricer.profile.overhead.step) * straggling(pricer.profile, question.devices)
+    names = ("forward", "backward", "recompute", "update")
+    forward, backward, again, update = (sum(getattr(layer, name) for layer in cost.layers) for name in names)
+    other = step - forward - backward - again - update - layout.moved.total
+    time = TimeBreakdown(forward, backward, again, layout.moved.total, 0.0, update, other)
     memory, device = cost.memory, cluster.device
     counted = memory.total - memory.context + workspace_bytes(stack, device)
-    return Predicted(whole, counted, memory.total, device.memory, _parts(laid, whole), memory)
-
-
-def _parts(layout: LayerLayout, seconds: float) -> TimeBreakdown:
-    layers = layout.costs[0].layers
-    forward, backward, again, update = (
-        sum(getattr(one, name) for one in layers) for name in ("forward", "backward", "recompute", "update")
-    )
-    left = seconds - forward - backward - again - update - layout.moved.total
-    return TimeBreakdown(forward, backward, again, layout.moved.total, 0.0, update, left)
+    return Predicted(step, counted, memory.total, device.memory, time, memory)
 
 
 MOST_PASSES = 1_000_000
@@ -128,16 +121,6 @@ class Understood:
         """Of the plan."""
         assert self.plan.prediction is not None
         return self.plan.prediction
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.prediction.step_seconds
-
-    @property
-    def peak(self) -> int:
-        """Bytes on the fullest device."""
-        return self.prediction.peak_memory
 
 
 @dataclass(slots=True)
@@ -166,9 +149,11 @@ class Predictor:
         if run.problem is not None:
             return Skipped("a field cannot be read", run.problem)
         try:
+            if (skipped := not_understood(run)) is not None:
+                return skipped
             if _shares_samples(run):
-                return not_understood(run) or self._predict_shared(run)
-            understood = not_understood(run) or self.understand(run)
+                return self._predict_shared(run)
+            understood = self.understand(run)
             return understood if isinstance(understood, Skipped) else _outcome(run, understood)
         except GalvatronError as error:
             name = getattr(error, "field", "")
@@ -176,12 +161,22 @@ class Predictor:
         except Exception as error:  # one odd row must not cost the scores of the others; it is counted by what broke
             return Skipped(f"internal error: {type(error).__name__}", str(error))
 
-    def _predict_shared(self, run: PublishedRun) -> Predicted | Skipped:
-        cluster = self._cluster(run)
+    def _setting(self, run: PublishedRun) -> tuple[Cluster, str, Stack] | Skipped:
+        """Where a run trains, in which precision and with which software."""
+        key = (run.gpu, run.n_gpus, run.gpus_per_node, run.intra_link, run.inter_net, run.inter_node_gbps)
+        if key not in self._clusters:
+            self._clusters[key] = cluster_of(run, self.calibration)
+        cluster = self._clusters[key]
         if isinstance(cluster, Skipped):
             return cluster
         precision = compute_precision(run.precision, cluster.device)
-        stack = stack_of(run, precision, self.calibration)
+        return cluster, precision, stack_of(run, precision, self.calibration)
+
+    def _predict_shared(self, run: PublishedRun) -> Predicted | Skipped:
+        setting = self._setting(run)
+        if isinstance(setting, Skipped):
+            return setting
+        cluster, precision, stack = setting
         graph = self._graph(run, stack, precision)
         if isinstance(graph, Skipped):
             return graph
@@ -189,13 +184,14 @@ class Predictor:
 
     def understand(self, run: PublishedRun) -> Understood | Skipped:
         """What a run trains, where, with which software and by which plan; or why it cannot be represented."""
-        cluster = self._cluster(run)
-        if isinstance(cluster, Skipped):
-            return cluster
-        precision = compute_precision(run.precision, cluster.device)
-        stack = stack_of(run, precision, self.calibration)
+        setting = self._setting(run)
+        if isinstance(setting, Skipped):
+            return setting
+        cluster, precision, stack = setting
         first = self._planned(run, stack, precision, cluster)
-        if isinstance(first, Skipped) or first.peak <= cluster.device.memory or not stack.regathers_at_need:
+        if isinstance(first, Skipped) or not stack.regathers_at_need:
+            return first
+        if first.prediction.peak_memory <= cluster.device.memory:
             return first
         regathering = replace(stack, kernels=replace(stack.kernels, regather=True, regather_recomputed=True))
         return self._planned(run, regathering, precision, cluster)
@@ -219,12 +215,6 @@ class Predictor:
         if priced.prediction is None or not 0 < priced.prediction.step_seconds < inf:
             return Skipped("not priced")
         return Understood(graph, cluster, stack, precision, priced)
-
-    def _cluster(self, run: PublishedRun) -> Cluster | Skipped:
-        key = (run.gpu, run.n_gpus, run.gpus_per_node, run.intra_link, run.inter_net, run.inter_node_gbps)
-        if key not in self._clusters:
-            self._clusters[key] = cluster_of(run, self.calibration)
-        return self._clusters[key]
 
     def _graph(self, run: PublishedRun, stack: Stack, precision: str) -> ModelGraph | Skipped:
         if any(word in (run.arch or "").lower() for word in ("cnn", "vit", "unet", "image")):
@@ -288,9 +278,9 @@ def _outcome(run: PublishedRun, understood: Understood) -> Predicted:
     device = understood.cluster.device
     stage, peak = _peak_of(run, understood.stack, understood.plan, device)
     return Predicted(
-        step_seconds=understood.seconds,
+        step_seconds=understood.prediction.step_seconds,
         peak_memory=peak,
-        device_memory=understood.peak,
+        device_memory=understood.prediction.peak_memory,
         capacity=device.memory,
         time=understood.prediction.time,
         memory=stage,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +38,6 @@ GRADES = ("A", "B", "A-mem", "C")  # what ``quality`` may be
 
 NOT_USED = ("tflops_per_gpu", "tflops_kind", "mfu", "hfu")
 """Fields that published rows have and nothing here reads: every source counts FLOPs in its own way."""
-
-
-def _checked(name: str, value: Any, kind: str, place: str) -> Any:
-    if not _of_kind(value, kind) or not _within(name, value):
-        raise FileFormatError(f"{place}, {name}", value, f"Give {_allowed(name, kind)}, or leave it out.")
-    return int(value) if kind == "int" else value
-
-
-def _allowed(name: str, kind: str) -> str:
-    if name == "quality":
-        return f"one of {', '.join(GRADES)}"
-    if name in WHOLE:
-        return f"a whole number of {WHOLE[name][0]:,} to {WHOLE[name][1]:,}"
-    return f"a number above 0, up to {REAL[name]:,.0f}" if name in REAL else WANTED[kind]
-
-
-def _of_kind(value: Any, kind: str) -> bool:
-    if kind in ("str", "bool"):
-        return isinstance(value, {"str": str, "bool": bool}[kind])
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return kind == "float" or isinstance(value, int) or value.is_integer()
-
-
-def _within(name: str, value: Any) -> bool:
-    if name in WHOLE:
-        least, largest = WHOLE[name]
-        return bool(least <= value <= largest)
-    if name in REAL:
-        return bool(0 < value <= REAL[name]) and isfinite(value)
-    return name != "quality" or value in GRADES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +119,30 @@ KINDS = {
 }
 """The kind of every field that a row may have: a key of ``WANTED``."""
 
+
+def _checked(name: str, value: Any, place: str) -> Any:
+    """A field's value as its kind."""
+    kind = KINDS[name]
+    if kind in ("str", "bool"):
+        good = isinstance(value, str if kind == "str" else bool) and (name != "quality" or value in GRADES)
+    else:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        least, largest = WHOLE.get(name, (0, REAL.get(name, 0)))
+        good = number and least <= value <= largest and (name in WHOLE or value > 0)
+        good = good and (kind == "float" or float(value).is_integer())
+    if not good:
+        raise FileFormatError(f"{place}, {name}", value, f"Give {_allowed(name)}, or leave it out.")
+    return int(value) if kind == "int" else value
+
+
+def _allowed(name: str) -> str:
+    if name == "quality":
+        return f"one of {', '.join(GRADES)}"
+    if name in WHOLE:
+        return f"a whole number of {WHOLE[name][0]:,} to {WHOLE[name][1]:,}"
+    return f"a number above 0, up to {REAL[name]:,.0f}" if name in REAL else WANTED[KINDS[name]]
+
+
 _NEEDED = ("family", "run_id", "framework")
 _NO_RUN = "a line that is no run"
 
@@ -183,16 +176,14 @@ def parse_lines(lines: Iterable[str], place: str) -> Iterator[tuple[int, dict[st
     """The objects of lines that are not empty, with their numbers from 1; a run with its problem for others."""
     for number, line in enumerate(lines, 1):
         if line.strip():
+            field = f"{place}, line {number}"
             try:
-                yield number, _object(line, f"{place}, line {number}")
+                data = parse_line(line, field)
+                if not isinstance(data, dict):
+                    raise FileFormatError(field, line[:40], "Give one JSON object a line.")
+                yield number, data
             except FileFormatError as error:
-                yield number, _unread(number, error)
-
-
-def _unread(number: int, error: FileFormatError) -> PublishedRun:
-    """What stands for a line that holds no run, so that it is counted."""
-    named = {"family": _NO_RUN, "run_id": f"line {number}", "framework": ""}
-    return PublishedRun(**named, line=number, problem=str(error))  # type: ignore[arg-type]
+                yield number, _with_problem({}, number, error)
 
 
 def readable(data: dict[str, Any], number: int, place: str) -> PublishedRun:
@@ -200,23 +191,17 @@ def readable(data: dict[str, Any], number: int, place: str) -> PublishedRun:
     try:
         return run_from_data(data, f"{place}, line {number}", number)
     except FileFormatError as error:
-        good = {name: data[name] for name in KINDS.keys() & data.keys() if _good(name, data[name])}
-        named = {"family": _NO_RUN, "run_id": f"line {number}", "framework": ""} | good
-        return PublishedRun(**named, line=number, problem=str(error))
+        good: dict[str, Any] = {}
+        for name in KINDS.keys() & data.keys():
+            with suppress(FileFormatError):
+                good |= {} if data[name] is None else {name: _checked(name, data[name], "")}
+        return _with_problem(good, number, error)
 
 
-def _good(name: str, value: Any) -> bool:
-    try:
-        return value is not None and _checked(name, value, KINDS[name], "") is not None
-    except FileFormatError:
-        return False
-
-
-def _object(line: str, place: str) -> dict[str, Any]:
-    data = parse_line(line, place)
-    if not isinstance(data, dict):
-        raise FileFormatError(place, line[:40], "Give one JSON object a line.")
-    return data
+def _with_problem(data: dict[str, Any], number: int, error: FileFormatError) -> PublishedRun:
+    """What stands for a line that cannot be used, so that it is counted."""
+    names = {"family": _NO_RUN, "run_id": f"line {number}", "framework": ""}
+    return PublishedRun(**names | data, line=number, problem=str(error))
 
 
 def run_from_data(data: dict[str, Any], place: str = "run", line: int | None = None) -> PublishedRun:
@@ -225,4 +210,4 @@ def run_from_data(data: dict[str, Any], place: str = "run", line: int | None = N
         if data.get(name) is None:
             raise FileFormatError(f"{place}, {name}", None, "Every run needs it.")
     known = {name: data[name] for name in KINDS if data.get(name) is not None}
-    return PublishedRun(**{name: _checked(name, value, KINDS[name], place) for name, value in known.items()}, line=line)
+    return PublishedRun(**{name: _checked(name, value, place) for name, value in known.items()}, line=line)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
-from galvatron_lite import __version__
 from galvatron_lite.analysis.report.gather import profile_of
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.files import from_data, to_data
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
-from galvatron_lite.profiler.measure_tasks import Journal
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.profiler.store import data_hash
 from galvatron_lite.verify.conformance.groups import gradients_summed, groups_fit
 from galvatron_lite.verify.conformance.layers import layer_checks
 from galvatron_lite.verify.conformance.volume import VOLUME, volume
@@ -26,7 +21,7 @@ from galvatron_lite.verify.dry.roles import named_for, run_roles
 from galvatron_lite.verify.dry.step import Subject, subject_of
 from galvatron_lite.verify.match.meeting import match
 from galvatron_lite.verify.numbers.check import check_numbers
-from galvatron_lite.verify.numbers.world import Nursery
+from galvatron_lite.verify.numbers.train import TrainingFork
 from galvatron_lite.verify.schema import Check, Checks, RoleRun, Verdict, Verification
 from galvatron_lite.verify.source import ModelSource, example_of
 
@@ -36,12 +31,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def check_dry(
-    source: ModelSource,
-    plan: Plan,
-    progress: Progress,
-    journal: Path | None = None,
-    identity: str = "",
-    profile: Profile | None = None,
+    source: ModelSource, plan: Plan, progress: Progress, profile: Profile | None = None
 ) -> tuple[list[Check], list[RoleRun]]:
     """Run one rank of each role through a step, and hold messages, splits and memory against the plan.
 
@@ -49,27 +39,20 @@ def check_dry(
         source: the model that the plan is for.
         plan: of any size.
         progress: called with (done, total, label).
-        journal: file that keeps the roles that are done until all are, so that a second run goes on from there.
-        identity: tells what is verified from all else.
         profile: that communication is priced with; the one that the plan was made from if not given, where it is found.
     """
     beside = plan.cyclic is not None or bool(plan.branches)
     if beside or plan.backend is not TrainedBy.GALVATRON or plan.mode is not Mode.TRAINING:
-        said = "Only plans of stages that galvatron itself trains are run without data."
-        return [Check(NAME, Verdict.SKIPPED, said)], []
-    made = source.on_meta()
-    batch = example_of(made)
-    named = named_for(plan, discover_layers(made[0], batch))
-    subject, graph = subject_of(made[0], named, batch, loss_fn=made[2]), trace(made[0], batch, loss_fn=made[2])
-    resumes = journal is not None and plan.pipeline == 1  # stages must hear one another: all are run anew
-    about = data_hash([to_data(plan), source.name, identity, __version__])
-    kept = Journal(journal, about) if journal is not None and resumes else None
+        text = "Only plans of stages that galvatron itself trains are run without data."
+        return [Check(NAME, Verdict.SKIPPED, text)], []
+    parts = source.on_meta()
+    model, batch, loss_fn = parts[0], example_of(parts), parts[2]
+    named = named_for(plan, discover_layers(model, batch))
+    subject, graph = subject_of(model, named, batch, loss_fn=loss_fn), trace(model, batch, loss_fn=loss_fn)
     try:
-        runs = run_all(subject, named, kept, progress, chained=not graph.tensors)
+        runs = run_all(subject, named, progress, chained=not graph.tensors)
     except DryRunError as error:
         return [Check(NAME, Verdict.SKIPPED, f"The model cannot be run without data. {error}")], []
-    if kept is not None:
-        kept.remove()
     progress(len(runs), len(runs), "messages")
     return held_against(runs, named, graph, profile or profile_of(plan)), runs
 
@@ -107,23 +90,17 @@ def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
     return Check(VOLUME, Verdict.SKIPPED, reason)
 
 
-def run_all(
-    subject: Subject, plan: Plan, kept: Journal | None, progress: Progress, *, chained: bool = False
-) -> list[RoleRun]:
-    """One rank of each role; those that a journal has are not run again. See ``run_roles``."""
-    finished = {} if kept is None else kept.finished
-    done = {int(rank): from_data(RoleRun, data, "journal") for rank, data in finished.items()}
-    count = len(done)
+def run_all(subject: Subject, plan: Plan, progress: Progress, *, chained: bool = False) -> list[RoleRun]:
+    """One rank of each role. See ``run_roles``."""
+    done = 0
 
     def each(run: RoleRun, total: int) -> None:
-        nonlocal count
-        count += 1
-        progress(count, total, f"rank {run.rank}")
-        if kept is not None:
-            kept.add(str(run.rank), to_data(run))
+        nonlocal done
+        done += 1
+        progress(done, total, f"rank {run.rank}")
 
     try:
-        return run_roles(subject, plan, done=done, each=each, chained=chained)
+        return run_roles(subject, plan, each=each, chained=chained)
     except (GalvatronError, MemoryError):
         raise
     except Exception as error:  # whatever an operator, or a user's model, does that has no meaning without data
@@ -142,8 +119,6 @@ def run_checks(
     *,
     processes: int | None = None,
     progress: Progress = lambda *_: None,
-    journal: Path | None = None,
-    identity: str = "",
     profile: Profile | None = None,
 ) -> Verification:
     """The verdicts on a plan; see ``api_plans.verify_plan`` and ``check_dry``."""
@@ -151,10 +126,10 @@ def run_checks(
     roles: list[RoleRun] = []
     with ExitStack() as stack:
         # before anything else: later this process may not be fit to fork any more
-        nursery = stack.enter_context(Nursery(source)) if Checks.NUMBERS in checks else None
+        training = stack.enter_context(TrainingFork(source)) if Checks.NUMBERS in checks else None
         if Checks.DRY in checks:
-            found, roles = check_dry(source, plan, progress, journal, identity, profile)
-        if nursery is not None:
+            found, roles = check_dry(source, plan, progress, profile)
+        if training is not None:
             progress(len(roles), len(roles) + 1, "numbers")
-            found = [*found, check_numbers(source, plan, nursery, processes)]
+            found = [*found, check_numbers(source, plan, training, processes)]
     return Verification(tuple(found), tuple(roles))

@@ -1,7 +1,7 @@
-"""A plan verified where it is about to be trained: by a fork of rank 0 that has no part in the launched world.
+"""Verify a plan in a fork of this process: the fork is made early, and knows nothing of the world joined later.
 
-The fork is made before this process joins the world, so that it holds no connection of it; it does nothing until it is
-given a plan. What it finds is told to all ranks, which go on or raise together.
+A process that has run a backward pass beside a GPU, or whose threads have shared work, must not fork any more.
+``Verifier`` forks rank 0 before it joins the world; all ranks get what the fork finds, and go on or raise together.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import nn
@@ -33,18 +33,87 @@ TIMEOUT = 600.0
 Verify = Callable[[ModelSource, Plan], Sequence[Check]]
 
 
+def fork(work: Callable[[], None]) -> int:
+    """Do something in a fork of this process; gloo's threads may abort a normal exit, so it ends at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    return pid
+
+
+class ForkedServer:
+    """A fork of this process that answers requests.
+
+    Args:
+        answer: called in the fork with a request, and with a function that tells whether nobody waits any more.
+    """
+
+    def __init__(self, answer: Callable[[Any, Callable[[], bool]], Any]) -> None:
+        self._connection, theirs = Pipe()
+
+        def serve() -> None:
+            self._connection.close()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
+            while True:
+                try:
+                    request = theirs.recv()
+                except (EOFError, OSError):
+                    return
+                theirs.send(answer(request, theirs.poll))
+
+        self._pid = fork(serve)
+        theirs.close()
+
+    def ask(self, request: Any, timeout: float) -> Any:
+        """The answer to a request.
+
+        Raises:
+            TimeoutError: it takes more than ``timeout`` seconds.
+            OSError, EOFError: the fork has ended.
+        """
+        self._connection.send(request)
+        if not self._connection.poll(timeout):
+            raise TimeoutError(f"it takes more than {timeout:g} seconds.")
+        return self._connection.recv()
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the fork; ``kill`` even where it still works on an answer."""
+        self._connection.close()
+        if kill:
+            os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Verifier:
     """Verifies one plan for a model, on rank 0; made on every rank before the world is joined."""
 
     def __init__(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, verify: Verify) -> None:
-        self._connection: Connection | None = None
-        self._pid, self.seconds = 0, 0.0
-        if _rank() != 0:
-            return
-        self._connection, theirs = Pipe()
+        self.seconds = 0.0
         source = module_source(model, batch, loss_fn)
-        self._pid = _fork(lambda: _serve(theirs, source, verify))
-        theirs.close()
+
+        def answer(plan: Plan, _gone: Callable[[], bool]) -> str | list[Check]:
+            try:
+                with without_world():
+                    return list(verify(source, plan))
+            except Exception as error:
+                return f"{type(error).__name__}: {error}."
+
+        self._server = ForkedServer(answer) if _rank() == 0 else None
 
     def check(self, plan: Plan) -> None:
         """Go on where the plan is as it should be; all ranks call it, once.
@@ -54,7 +123,7 @@ class Verifier:
             LaunchError: there was no verdict; on every rank.
         """
         begun = time.monotonic()
-        box: list[Any] = [None if self._connection is None else self._answer(plan)]
+        box: list[Any] = [None if self._server is None else self._answer(self._server, plan)]
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast_object_list(box)
         self.seconds = time.monotonic() - begun
@@ -67,24 +136,19 @@ class Verifier:
         if _rank() == 0:
             say(_summary(answer, self.seconds))
 
-    def _answer(self, plan: Plan) -> str | Sequence[Check]:
-        """What the fork found, or why it found nothing."""
-        assert self._connection is not None
-        answer: str | Sequence[Check]
+    @staticmethod
+    def _answer(server: ForkedServer, plan: Plan) -> str | Sequence[Check]:
         try:
-            self._connection.send(plan)
-            ended = self._connection.poll(TIMEOUT)
-            answer = self._connection.recv() if ended else f"it takes more than {TIMEOUT:g} seconds."
+            answer: str | Sequence[Check] = server.ask(plan, TIMEOUT)
+        except TimeoutError as error:
+            answer = str(error)
         except (EOFError, OSError):
             answer = "the process that does it ended."
-        self._connection.close()
-        os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        server.close(kill=True)
         return answer
 
 
 def _summary(checks: Sequence[Check], seconds: float) -> str:
-    """What came of checks none of which failed."""
     passed = sum(check.verdict is Verdict.PASSED for check in checks)
     others = [
         f"{check.name}: {check.verdict.value}. {check.said}" for check in checks if check.verdict is not Verdict.PASSED
@@ -96,48 +160,19 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
-def _fork(work: Callable[[], None]) -> int:
-    """Do something in a fork of this process, which then ends without the interpreter's last steps."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    return pid
-
-
-def _serve(connection: Connection, source: ModelSource, verify: Verify) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        plan = connection.recv()
-    except (EOFError, OSError):
-        return
-    answer: str | list[Check]
-    try:
-        with without_world():
-            answer = list(verify(source, plan))
-    except Exception as error:
-        answer = f"{type(error).__name__}: {error}."
-    connection.send(answer)
-
-
-class without_world:  # noqa: N801 - reads as what it is: a context
+@contextmanager
+def without_world() -> Iterator[None]:
     """As if no world had been joined; only in a fork, whose copy of the world's group is dead.
 
     torch has no public way to forget a default process group: destroying it waits for threads that a fork does not
     have. This is the only place that relies on a private one. The group is kept, so that nothing destroys it.
     """
-
-    def __enter__(self) -> None:
-        self._group = dist.group.WORLD if dist.is_initialized() else None
-        if self._group is not None:
-            distributed_c10d._update_default_pg(None)
-
-    def __exit__(self, *_: object) -> None:
-        if self._group is not None:
-            distributed_c10d._update_default_pg(self._group)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        yield
+        return
+    distributed_c10d._update_default_pg(None)
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(group)

@@ -48,18 +48,40 @@ def build_named(name: str, sequence: int | None = None) -> nn.Module:
 def build_shape(shape: Shape, sequence: int | None = None) -> nn.Module:
     """A module of a shape."""
     match shape:
-        case MoeShape():
-            return _mixture(shape, sequence or shape.seq_len)
-        case DecoderShape():
+        case MoeShape() | DecoderShape():
             return _decoder(shape, sequence or shape.seq_len)
         case EncoderShape():
-            return _encoder(shape, sequence or shape.seq_len)
+            calm = {"hidden_dropout_prob": shape.dropout, "attention_probs_dropout_prob": shape.dropout}
+            return _transformers(
+                "BertForMaskedLM", "BertConfig", vocab_size=shape.entries, hidden_size=shape.hidden,
+                num_hidden_layers=shape.layers, num_attention_heads=shape.heads, type_vocab_size=shape.segments,
+                intermediate_size=shape.ffn_hidden or 4 * shape.hidden,
+                max_position_embeddings=max(sequence or shape.seq_len, shape.position_entries), **calm,
+            )  # fmt: skip
         case EncoderDecoderShape():
-            return _both(shape)
+            return _transformers(
+                "T5ForConditionalGeneration", "T5Config", vocab_size=shape.entries, d_model=shape.hidden,
+                d_kv=shape.head_dim or shape.hidden // shape.heads, d_ff=shape.ffn_hidden or 4 * shape.hidden,
+                num_layers=shape.layers, num_decoder_layers=shape.decoder_layers or shape.layers,
+                num_heads=shape.heads, dropout_rate=shape.dropout, use_cache=False, decoder_start_token_id=0,
+                tie_word_embeddings=shape.tied_embeddings, relative_attention_num_buckets=shape.buckets,
+            )  # fmt: skip
         case VitShape():
-            return _vit(shape)
+            calm = {"hidden_dropout_prob": shape.dropout, "attention_probs_dropout_prob": shape.dropout}
+            return _transformers(
+                "ViTForImageClassification", "ViTConfig", hidden_size=shape.hidden, num_hidden_layers=shape.layers,
+                num_attention_heads=shape.heads, intermediate_size=shape.ffn_hidden or 4 * shape.hidden,
+                image_size=shape.image_size, patch_size=shape.patch, num_channels=shape.channels,
+                num_labels=shape.classes, **calm,
+            )  # fmt: skip
         case PictureShape():
             return build_image(shape)
+
+
+def _transformers(model: str, config: str, **fields: Any) -> nn.Module:
+    transformers: Any = import_module("transformers")
+    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**fields))
+    return built
 
 
 def _refuse(shape: TransformerShape, why: str) -> InputError:
@@ -67,78 +89,25 @@ def _refuse(shape: TransformerShape, why: str) -> InputError:
     return InputError("--model", shape.name, remedy)
 
 
-def _sizes(shape: TransformerShape, tokens: int) -> dict[str, Any]:
+def _decoder(shape: DecoderShape | MoeShape, tokens: int) -> nn.Module:
     if shape.kv_rank or shape.head_dim not in (0, shape.hidden // shape.heads):
         raise _refuse(shape, "latent attention, or of heads of another width")
-    return {
+    sizes = {
         "vocab": shape.entries, "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads,
-        "sequence": tokens, "dropout": shape.dropout,
+        "sequence": tokens, "dropout": shape.dropout, "kv_heads": shape.kv_heads or shape.heads,
     }  # fmt: skip
-
-
-def _is_llama(shape: TransformerShape) -> bool:
-    told = (shape.gated_mlp, shape.activation, shape.norm, shape.biases, shape.qkv_bias, shape.positions)
-    return told == (True, "silu", "rmsnorm", False, False, "rotary")
-
-
-def _decoder(shape: DecoderShape, tokens: int) -> nn.Module:
-    sizes = _sizes(shape, tokens) | {"kv_heads": shape.kv_heads or shape.heads, "ffn_hidden": shape.ffn_hidden}
-    if _is_llama(shape):
-        return build("llama-tiny", **sizes, tied=shape.tied_embeddings)
-    is_gpt = (shape.gated_mlp, shape.activation, shape.norm, shape.biases, shape.positions) == (
-        False, "gelu", "layernorm", True, "learned",
-    )  # fmt: skip
-    if is_gpt and shape.tied_embeddings:
-        return build("gpt-tiny", **sizes)
+    kinds = (shape.gated_mlp, shape.activation, shape.norm, shape.biases, shape.positions)
+    is_llama = kinds == (True, "silu", "rmsnorm", False, "rotary") and not shape.qkv_bias
+    if isinstance(shape, MoeShape):
+        if not is_llama or shape.shared_ffn or shape.dense_layers:
+            raise _refuse(shape, "such mixtures")
+        experts = {"experts": shape.n_experts, "choices": shape.moe_topk, "tied": shape.tied_embeddings}
+        return build("moe-tiny", **sizes, ffn_hidden=shape.moe_ffn or shape.ffn_hidden, **experts)
+    if is_llama:
+        return build("llama-tiny", **sizes, ffn_hidden=shape.ffn_hidden, tied=shape.tied_embeddings)
+    if kinds == (False, "gelu", "layernorm", True, "learned") and shape.tied_embeddings:
+        return build("gpt-tiny", **sizes, ffn_hidden=shape.ffn_hidden)
     raise _refuse(shape, "these kinds of MLP, norm and positions together")
-
-
-def _mixture(shape: MoeShape, tokens: int) -> nn.Module:
-    if not _is_llama(shape) or shape.shared_ffn or shape.dense_layers:
-        raise _refuse(shape, "such mixtures")
-    kv = {"kv_heads": shape.kv_heads or shape.heads, "ffn_hidden": shape.moe_ffn or shape.ffn_hidden}
-    experts = {"experts": shape.n_experts, "choices": shape.moe_topk, "tied": shape.tied_embeddings}
-    return build("moe-tiny", **_sizes(shape, tokens), **kv, **experts)
-
-
-def _encoder(shape: EncoderShape, tokens: int) -> nn.Module:
-    transformers: Any = import_module("transformers")
-
-    calm = {"hidden_dropout_prob": shape.dropout, "attention_probs_dropout_prob": shape.dropout}
-    config = transformers.BertConfig(
-        vocab_size=shape.entries, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, intermediate_size=shape.ffn_hidden or 4 * shape.hidden,
-        max_position_embeddings=max(tokens, shape.position_entries), type_vocab_size=shape.segments, **calm,
-    )  # fmt: skip
-    model: nn.Module = transformers.BertForMaskedLM(config)
-    return model
-
-
-def _both(shape: EncoderDecoderShape) -> nn.Module:
-    transformers: Any = import_module("transformers")
-
-    config = transformers.T5Config(
-        vocab_size=shape.entries, d_model=shape.hidden, d_kv=shape.head_dim or shape.hidden // shape.heads,
-        d_ff=shape.ffn_hidden or 4 * shape.hidden, num_layers=shape.layers, num_heads=shape.heads,
-        num_decoder_layers=shape.decoder_layers or shape.layers, dropout_rate=shape.dropout, use_cache=False,
-        decoder_start_token_id=0, tie_word_embeddings=shape.tied_embeddings,
-        relative_attention_num_buckets=shape.buckets,
-    )  # fmt: skip
-    model: nn.Module = transformers.T5ForConditionalGeneration(config)
-    return model
-
-
-def _vit(shape: VitShape) -> nn.Module:
-    transformers: Any = import_module("transformers")
-
-    config = transformers.ViTConfig(
-        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        intermediate_size=shape.ffn_hidden or 4 * shape.hidden, image_size=shape.image_size, patch_size=shape.patch,
-        num_channels=shape.channels, num_labels=shape.classes, hidden_dropout_prob=shape.dropout,
-        attention_probs_dropout_prob=shape.dropout,
-    )  # fmt: skip
-    model: nn.Module = transformers.ViTForImageClassification(config)
-    return model
 
 
 ModelParts = tuple[nn.Module, Any, LossFn | None]

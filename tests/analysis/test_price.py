@@ -16,9 +16,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import backend_named
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.search.pins import Pins
 from galvatron_lite.search.result import plan_of
 from galvatron_lite.search.space import UNPINNED, Fixed
-from galvatron_lite.search.user_pins import Pins
 from tests.factories import random_profile
 
 STAGES = Pins(fixed=Fixed(forbidden=("pipeline",)))

@@ -98,7 +98,7 @@ def test_evaluate_says_whether_it_fits_and_how_far_off_it_may_be(hand: Path) -> 
     assert figures is not None
     assert float(figures[1]) < float(figures[2])
     assert float(figures[2]) == pytest.approx(80 * 0.75, rel=0.02)
-    assert "step times of language models estimated so are off by" in told
+    assert "estimated step times of language models are off by" in told
     assert "Note" not in told
 
 

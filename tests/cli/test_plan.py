@@ -100,7 +100,7 @@ def test_without_a_precision_the_best_of_the_devices_is_taken(
 def accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
     """The lines that say how far off the costs are."""
     assert run(monkeypatch, "plan", *options) == 0
-    return [line for line in capsys.readouterr().out.splitlines() if "off by" in line or "was not measured" in line]
+    return [line for line in capsys.readouterr().out.splitlines() if "off by" in line or "is unknown" in line]
 
 
 def test_estimates_say_how_far_off_they_are(
@@ -109,12 +109,12 @@ def test_estimates_say_how_far_off_they_are(
     scores = json.loads((Path(__file__).parents[2] / "profiles" / "published" / "scores.json").read_text())
     error = scores["macro"]["grade A"]["without family"]
     (said,) = accuracy(monkeypatch, capsys, *SMALL)
-    assert f"step times of language models estimated so are off by {error:.0f}% on average" in said
+    assert f"estimated step times of language models are off by {error:.0f}% on average" in said
 
     shipped = load_calibration()
     monkeypatch.setattr(store, "load_calibration", lambda path=None: replace(shipped, expected_error={}))
     (said,) = accuracy(monkeypatch, capsys, *SMALL)
-    assert said.strip().endswith("the error of step times estimated so was not measured for language models")
+    assert said.strip().endswith("the error of estimated step times is unknown for language models")
 
     measured = api.find_profile(model="gpt2", cluster="a100-40gb", gpus=8)
     measured = replace(measured, origin=replace(measured.origin, kind=OriginKind.MEASURED))

@@ -51,7 +51,6 @@ def test_the_command_of_the_page() -> None:
     assert skipped == {"memory is as predicted", "memory fits the budget", "communication is as priced"}
     assert "dry run" in verdicts
     assert [role["ranks"] for role in found["roles"]] == [[0, 1]]
-    assert not Path(".plan.yaml.verify").exists()
 
 
 def test_what_fails_is_told_and_is_the_exit_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

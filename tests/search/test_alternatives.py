@@ -14,7 +14,7 @@ from galvatron_lite.plans.schema import Proof, Schedule
 from galvatron_lite.search import planner
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest, traits
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.least_memory import leanest
+from galvatron_lite.search.infeasible import leanest
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import random_profile

@@ -6,7 +6,7 @@ import pytest
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import ANY, DEEPSPEED, GALVATRON
-from galvatron_lite.search.pin_names import check_backend
+from galvatron_lite.search.pins import check_backend
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.bounds.glance import Glance
+from galvatron_lite.search.bounds import Glance
 from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, settled, shapes_of
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.search.uniform import Uniform, averaged, cuts_of

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.search.chains.chain import Chain, ChainLayer
-from galvatron_lite.search.chains.frontier import ChainFront, pareto_paths
-from galvatron_lite.search.chains.one_run import best_of_parts
+from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, best_of_parts, good_path, pareto_paths
 
 QUIET = {"deadline": None, "derandomize": True}
 Times = tuple[int, ...]
@@ -117,6 +115,16 @@ def check(chain: Chain, front: ChainFront, best: list[Times]) -> None:
         assert weighted(chain, time) >= front.dropped or any(beats(other, time) for other in times)
 
 
+def check_good(chain: Chain, best: list[Times], cap: int | None) -> None:
+    """A path that is met soon fits and is what it says; the bound beside it holds."""
+    path, least = good_path(chain, cap)
+    assert not best or least <= weighted(chain, best[0])
+    if path is not None:
+        assert moments_peak(chain, path.choices) <= chain.room
+        assert path_time(chain, path.choices) == path.time
+        assert weighted(chain, path.time) >= least
+
+
 @settings(max_examples=250, **QUIET)
 @given(st.integers(0, 10**9))
 def test_every_sequence(seed: int) -> None:
@@ -132,6 +140,8 @@ def test_every_sequence(seed: int) -> None:
         cap = weighted(chain, draw.choice(fitting)) if fitting and draw.random() < 0.5 else None
         best = pareto([time for time in fitting if cap is None or weighted(chain, time) <= cap])
         check(own, pareto_paths(own, cap, draw.choice([None, None, 1, 2, 5])), best)
+        if criteria == 1:
+            check_good(own, best, cap)
 
 
 def plain_labels(chain: Chain) -> list[Times]:
@@ -172,7 +182,10 @@ def test_runs_of_equal_layers(seed: int) -> None:
     low, high = sorted((moments_peak(chain, lean), moments_peak(chain, quick.choices)))
     for share in (0.0, 0.3, 0.7):
         own = with_room(chain, int(low + share * (high - low)))
-        check(own, pareto_paths(own), plain_labels(own))
+        best = plain_labels(own)
+        check(own, pareto_paths(own), best)
+        if len(own.weights) == 1:
+            check_good(own, best, None)
 
 
 def test_the_same_answer_again() -> None:
@@ -201,6 +214,6 @@ def test_one_strategy_a_part_equals_every_choice_of_one(seed: int) -> None:
         least = min(time for time, peak in paths.values() if peak <= room)
         found = best_of_parts(replace(chain, room=room), float(least * chain.weights[0]))
         assert found is not None
-        assert (found[0], paths[found[1]][0]) == (least, least)
-        assert paths[found[1]][1] <= room
+        assert (found.time[0], paths[found.choices][0]) == (least, least)
+        assert paths[found.choices][1] <= room
         assert best_of_parts(replace(chain, room=room), least * chain.weights[0] - 0.5) is None

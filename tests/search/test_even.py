@@ -12,9 +12,8 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.best_first import SolvedPlan, search
-from galvatron_lite.search.even import even_cuts
 from galvatron_lite.search.planner import find_plan, request_of
-from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.problem import Problem, even_cuts
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import settled
 from galvatron_lite.search.space import Fixed

@@ -13,7 +13,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.search.best_first import finished, search
-from galvatron_lite.search.least_memory import leanest
+from galvatron_lite.search.infeasible import leanest
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Space
 from tests.search.brute import Brute, bound_of, brute_of, every_plan

@@ -16,9 +16,9 @@ from galvatron_lite.parallelism.registry import REFUSING
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.search.pins import read_pins
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import reasons
-from galvatron_lite.search.user_pins import read_pins
 from tests.parallelism.test_spatial_cost import CHANNELS, HEIGHT, WIDTH, convolved, stack
 
 DEVICES = 8

@@ -7,10 +7,9 @@ from galvatron_lite.model.graph import Recompute, Tie
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.pin_names import FORBIDDEN, NAMES, schedules_named
+from galvatron_lite.search.pins import FORBIDDEN, NAMES, NOTHING, Pins, read_pins, schedules_named
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
-from galvatron_lite.search.user_pins import NOTHING, Pins, read_pins
 from tests.analysis.cases import small
 from tests.factories import make_graph, make_kind
 

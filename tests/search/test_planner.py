@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from galvatron_lite import api
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InfeasibleError, InputError
@@ -245,3 +246,13 @@ def test_layers_may_take_minutes() -> None:
     found = find_plan(profile, devices=2, global_batch=1, budget=2**29, fixed=fixed)
     assert found.prediction is not None
     assert found.prediction.step_seconds == pytest.approx(1500.0, rel=1e-6)
+
+
+def test_where_nothing_fits_host_memory_is_named_where_it_helps() -> None:
+    asked = {"model": "gpt2", "cluster": "h100", "gpus": 1, "batch": 4, "mem": "3GB"}
+    with pytest.raises(InfeasibleError, match="It fits with --fix offload=states: "):
+        api.plan(**asked)  # type: ignore[arg-type]
+    assert api.plan(fix="offload=states", **asked).prediction is not None  # type: ignore[arg-type]
+    with pytest.raises(InfeasibleError) as error:
+        api.plan(forbid="offload", **asked)  # type: ignore[arg-type]
+    assert "with --fix offload" not in str(error.value)

@@ -10,9 +10,8 @@ import pytest
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.profiler.schema import OriginKind
-from galvatron_lite.search.alternatives import Finalist, quickest
+from galvatron_lite.search.alternatives import Finalist, Range, quickest, ranges_of, scenarios_of
 from galvatron_lite.search.planner import find_plan
-from galvatron_lite.search.scenarios import Range, ranges_of, scenarios_of
 from tests.factories import random_profile
 
 

@@ -17,8 +17,8 @@ from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.backends import ANY, GALVATRON, Backend
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import LayerPoint
-from galvatron_lite.search.chains.pareto import pairs_within, pareto_rows, undominated_rows
 from galvatron_lite.search.checks import unprofiled
+from galvatron_lite.search.pareto import pareto_rows, pareto_within
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 from galvatron_lite.search.tables import Store
@@ -29,12 +29,12 @@ ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 4
 
 
 @given(ROWS)
-def test_undominated_rows_are_those_of_each_group_alone(rows: list[tuple[int, ...]]) -> None:
+def test_rows_are_pareto_best_within_their_group_alone(rows: list[tuple[int, ...]]) -> None:
     values = np.array(rows, dtype=np.int64).reshape(-1, 3)
     groups, figures = values[:, 0], values[:, 1:]
     own = [np.flatnonzero(groups == group) for group in np.unique(groups)]
     alone = sorted(int(row) for places in own for row in places[pareto_rows(figures[places])])
-    assert list(undominated_rows(figures, pairs_within(groups))) == alone
+    assert list(pareto_within(figures, groups)) == alone
 
 
 @pytest.mark.parametrize("pins", [(("zero_stage", 3),), (("tensor", 2),), (("recompute", Recompute.FULL), ("zero", 1))])

@@ -26,7 +26,7 @@ from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import finished, search
-from galvatron_lite.search.bounds.glance import Glance
+from galvatron_lite.search.bounds import Glance
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space

@@ -50,7 +50,7 @@ def verify(family: str, plan: Plan) -> list[Check]:
     """Every check of the dry run; what the model or torch raises is a check that failed."""
     model, batch, graph = subject(family)
     try:
-        runs = run_all(subject_of(model, plan, batch), plan, None, lambda *_: None, chained=not graph.tensors)
+        runs = run_all(subject_of(model, plan, batch), plan, lambda *_: None, chained=not graph.tensors)
         return held_against(runs, plan, graph, profile_of(family, plan.devices))
     except DryRunError as error:
         return [Check("dry run", Verdict.SKIPPED, str(error))]

@@ -9,7 +9,7 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.verify.numbers.check import check_numbers
-from galvatron_lite.verify.numbers.world import Nursery
+from galvatron_lite.verify.numbers.train import TrainingFork
 from galvatron_lite.verify.schema import Check, Verdict
 from galvatron_lite.verify.source import ModelSource, named_source
 from tests.equivalence.plans import write_plan
@@ -26,8 +26,8 @@ def plan_for(source: ModelSource, text: str, *, stages: int = 1, devices: int, *
 
 
 def checked(source: ModelSource, plan: Plan, **options: object) -> Check:
-    with Nursery(source, patience=120) as nursery:
-        return check_numbers(source, plan, nursery, timeout=240, **options)  # type: ignore[arg-type]
+    with TrainingFork(source, patience=120) as fork:
+        return check_numbers(source, plan, fork, timeout=240, **options)  # type: ignore[arg-type]
 
 
 LLAMA = named_source("llama-tiny")

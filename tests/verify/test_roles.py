@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import gcd
 
 import pytest
 import torch
@@ -57,10 +58,19 @@ UNLIKE = {
     | dict.fromkeys(NAMES[2:3], Strategy(zero=2, zero_stage=1, context=2, tensor=2)),
     "tokens of all": dict.fromkeys(NAMES, Strategy(zero=4, zero_stage=1, context=2)),
     "sequence": {"blocks.0": Strategy(data=4, tensor=2, sequence_parallel=True), "blocks.1": Strategy(data=8)},
+    "shared tokens and edges": dict.fromkeys(NAMES, Strategy(data=2, context=2, tensor=2, sequence_parallel=True))
+    | dict.fromkeys(EDGES, Strategy(data=2, context=2, tensor=2)),
+    "wider tensor groups": dict.fromkeys(NAMES, Strategy(data=2, context=2, tensor=2, sequence_parallel=True))
+    | dict.fromkeys(EDGES, Strategy(zero=2, zero_stage=1, tensor=4)),
+    "tokens split otherwise": {
+        "blocks.0": Strategy(data=2, tensor=4, sequence_parallel=True),
+        "blocks.1": Strategy(data=2, context=2, tensor=2, sequence_parallel=True),
+    }
+    | dict.fromkeys(EDGES, Strategy(data=2, tensor=4)),
 }
 
 
-@pytest.mark.parametrize(("name", "stages"), list(zip(UNLIKE, (1, 2, 1, 2, 1, 2), strict=True)))
+@pytest.mark.parametrize(("name", "stages"), list(zip(UNLIKE, (1, 2, 1, 2, 1, 2, 2, 2, 2), strict=True)))
 def test_every_rank_of_a_role_does_the_same(name: str, stages: int) -> None:
     """Each rank is run, and compared with the one that stands for it."""
     strategies = dict.fromkeys(NAMES, Strategy(zero=8, zero_stage=3)) | UNLIKE[name]
@@ -79,15 +89,21 @@ def test_every_rank_of_a_role_does_the_same(name: str, stages: int) -> None:
         for rank in role.ranks[1:]:
             other = runs[rank]
             assert (other.peak, other.kept) == (known.peak, known.kept)
-            expected = [_shown(one, role.rank, rank) for one in known.messages]
-            assert [_shown(one, rank, rank) for one in other.messages] == expected
+            inner = gcd(*(one.strategy.tensor for one in plan.stages[role.stage].runs))
+            expected = [_shown(one, role.rank, rank, inner) for one in known.messages]
+            assert [_shown(one, rank, rank, inner) for one in other.messages] == expected
 
 
-def _shown(one: Message, rank: int, target: int) -> tuple[object, ...]:
-    """What a message of one rank is to another; parts for the ranks of a stage, from this rank's own on."""
-    size = len(one.ranks)
-    at = one.ranks.index(rank)
-    parts = [tuple(own[(at + step) % size] for step in range(size)) if own else () for own in (one.sent, one.taken)]
+def _shown(one: Message, rank: int, target: int, inner: int) -> tuple[object, ...]:
+    """What a message of one rank is to another; parts by how many tensor groups, and places in one, further on."""
+
+    def further(other: int) -> tuple[int, int]:
+        return (other // inner - rank // inner) % (8 // inner), (other - rank) % inner
+
+    parts = [
+        sorted((further(other), part) for other, part in zip(one.ranks, own, strict=False))
+        for own in (one.sent, one.taken)
+    ]
     group = moved_group(one.ranks, rank, target, 8)
     given = 0 if one.kind is MessageType.BROADCAST else one.bytes  # its root alone gives any
     return one.kind, group, one.purpose, one.tag, one.shape, one.dtype, given, one.phase, one.layer, *parts

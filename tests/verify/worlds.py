@@ -105,7 +105,7 @@ class World:
         return [run_of(rank, own, self.size) for rank, own in enumerate(self.lists)]
 
 
-def goes_well(runs: Sequence[RoleRun], *, in_order: bool) -> bool:
+def goes_well(runs: Sequence[RoleRun]) -> bool:
     """Plain simulation, one message at a time: whether all messages meet, fit, and every rank comes to its end."""
     started = {run.rank: 0 for run in runs}
     lists = {run.rank: run.messages for run in runs}
@@ -121,12 +121,12 @@ def goes_well(runs: Sequence[RoleRun], *, in_order: bool) -> bool:
                 moved = True
         for rank, own in lists.items():
             for number in range(started[rank]):
-                if (rank, number) in done or not _active(own, number, rank, done, in_order):
+                if (rank, number) in done or not _active(own, number, rank, done):
                     continue
                 partners = _partners(rank, number, lists)
                 if partners is None:
                     return False
-                there = [number < started[rank] and _active(lists[rank], number, rank, done, in_order)
+                there = [number < started[rank] and _active(lists[rank], number, rank, done)
                          for rank, number in partners]  # fmt: skip
                 if all(there):
                     if not _fits([lists[rank][number] for rank, number in partners], partners):
@@ -172,10 +172,10 @@ def _lane(own: Sequence[Message], number: int) -> tuple[object, ...]:
     return one.purpose, one.ranks, one.peer if alone else None
 
 
-def _active(own: Sequence[Message], number: int, rank: int, done: set[tuple[int, int]], in_order: bool) -> bool:
+def _active(own: Sequence[Message], number: int, rank: int, done: set[tuple[int, int]]) -> bool:
     before = [n for n in range(number) if _lane(own, n) == _lane(own, number)]
     batch = set() if own[number].purpose == "pipeline" else _batch(own, number)
-    return not in_order or all((rank, n) in done for n in before if n not in batch)
+    return all((rank, n) in done for n in before if n not in batch)
 
 
 def _partners(rank: int, number: int, lists: dict[int, tuple[Message, ...]]) -> list[tuple[int, int]] | None:

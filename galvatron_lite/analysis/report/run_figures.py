@@ -13,11 +13,10 @@ from markupsafe import Markup
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runs.read import RecordedRun
 from galvatron_lite.runs.schema import StepRecord
-from galvatron_lite.svg import byte_marks, byte_words, element, figure, marks, path, percent, second_words, text
+from galvatron_lite.svg import Frame, byte_marks, byte_words, element, figure, marks, path, percent, second_words, text
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
-WIDTH, HEIGHT = 640.0, 330.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 20.0, 16.0, 46.0
+WIDTH, HEIGHT, MARGINS = 640.0, 330.0, (76.0, 20.0, 16.0, 46.0)
 _FAR = 1.6, 2.5
 """Factors on the budget and on the plan's step time beyond which others are left to the table."""
 _SIZES = {"front": 4.0, "plan": 7.0, "other": 4.0, "overfull": 4.0}
@@ -36,24 +35,27 @@ class PlanMark:
 def front_figure(shown: Sequence[PlanMark], budget: int) -> Markup:
     """The figure; marks far beyond the others are left to the table."""
     near = _near_marks(shown, budget)
-    most = 1.1 * max(budget, *(mark.memory for mark in near))
     quick, slow = _range([mark.seconds for mark in near])
-    across, up = (WIDTH - _LEFT - _RIGHT) / most, (HEIGHT - _TOP - _BOTTOM) / (slow - quick)
-    low = HEIGHT - _BOTTOM
-
-    def at(mark: PlanMark) -> tuple[float, float]:
-        return _LEFT + mark.memory * across, low - (mark.seconds - quick) * up
-
-    line = [at(mark) for mark in sorted(near, key=lambda mark: -mark.memory) if mark.kind in ("front", "plan")]
+    most = 1.1 * max(budget, *(mark.memory for mark in near))
+    frame = Frame(WIDTH, HEIGHT, MARGINS, most, slow, y_start=quick)
+    line = [frame.at(mark.memory, mark.seconds) for mark in sorted(near, key=lambda mark: -mark.memory)
+            if mark.kind in ("front", "plan")]  # fmt: skip
     drawn = [element("path", d=path(_stairs(line)), class_="front-line")] if len(line) > 1 else []
     if budget:
-        x = _LEFT + budget * across
-        drawn += [element("path", d=f"M{x:.1f} {_TOP}V{low}", class_="limit"),
-                  text(x - 5, _TOP + 10, "budget", anchor="end", class_="limit-word")]  # fmt: skip
+        (x, low), (_, top) = frame.at(budget, quick), frame.at(budget, slow)
+        drawn += [element("path", d=f"M{x:.1f} {top}V{low}", class_="limit"),
+                  text(x - 5, top + 10, "budget", anchor="end", class_="limit-word")]  # fmt: skip
     order = sorted(near, key=lambda mark: mark.kind == "plan")
-    drawn += [_mark(mark, *at(mark)) for mark in order]
+    drawn += [_mark(mark, *frame.at(mark.memory, mark.seconds)) for mark in order]
     label = f"Step time against memory of {len(near)} plans; the table beside it says the same."
-    return figure(WIDTH, HEIGHT, label, *_axes(most, (quick, slow), across, up), *drawn)
+    sizes, unit = byte_marks(most, 5), marks(slow - quick, 5)[1]
+    seconds = [unit * number for number in range(ceil(quick / unit - 1e-9), int(slow / unit) + 1)]
+    left, right = MARGINS[:2]
+    middle = left + (WIDTH - left - right) / 2
+    words = [text(middle, HEIGHT - 8, "memory of the fullest device", anchor="middle", class_="axis-word"),
+             text(left, 10, "step time", anchor="end", class_="axis-word")]  # fmt: skip
+    axes = [*frame.below(sizes, byte_words(sizes)), *frame.horizontal(seconds, second_words(seconds))]
+    return figure(WIDTH, HEIGHT, label, *axes, *words, *drawn)
 
 
 def _near_marks(shown: Sequence[PlanMark], budget: int) -> list[PlanMark]:
@@ -94,24 +96,7 @@ def _stairs(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def _axes(most: float, between: tuple[float, float], across: float, up: float) -> list[Markup]:
-    drawn, low = [], HEIGHT - _BOTTOM
-    sizes = byte_marks(most, 5)
-    for value, word in zip(sizes, byte_words(sizes), strict=True):
-        drawn.append(text(_LEFT + value * across, low + 16, word, anchor="middle"))
-    unit = marks(between[1] - between[0], 5)[1]
-    seconds = [unit * number for number in range(ceil(between[0] / unit - 1e-9), int(between[1] / unit) + 1)]
-    for value, word in zip(seconds, second_words(seconds), strict=True):
-        y = low - (value - between[0]) * up
-        drawn += [element("path", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}", class_="grid"),
-                  text(_LEFT - 6, y + 4, word, anchor="end")]  # fmt: skip
-    middle = _LEFT + (WIDTH - _LEFT - _RIGHT) / 2
-    return [*drawn, text(middle, HEIGHT - 8, "memory of the fullest device", anchor="middle", class_="axis-word"),
-            text(_LEFT, 10, "step time", anchor="end", class_="axis-word")]  # fmt: skip
-
-
-RUN_WIDTH, RUN_HEIGHT = 640.0, 220.0
-_RUN_LEFT, _RUN_RIGHT, _RUN_TOP, _RUN_BOTTOM = 70.0, 14.0, 14.0, 30.0
+RUN_WIDTH, RUN_HEIGHT, RUN_MARGINS = 640.0, 220.0, (70.0, 14.0, 14.0, 30.0)
 _POINTS = 400
 _LENGTH, _SIZE = ("too long", "too short"), ("too high", "too low")
 _PARTS = {
@@ -144,7 +129,7 @@ class RunMeasurement:
 
 def measured(run: RecordedRun, plan: Plan) -> RunMeasurement | None:
     """What a run measured under its last plan; None where it has no steps."""
-    steps = _counted_steps(run.own_steps)
+    steps = _counted_steps(run.plan_steps)
     if not steps or plan.prediction is None:
         return None
     words = (
@@ -220,25 +205,15 @@ def _picture(steps: Sequence[StepRecord], predicted: float) -> Markup:
     every = -(-len(steps) // _POINTS)
     means = [steps[at : at + every] for at in range(0, len(steps), every)]
     points = [(mean(step.step for step in own), mean(step.seconds for step in own)) for own in means]
+    first, last = points[0][0], max(points[-1][0], points[0][0] + 1.0)
     top = 1.15 * max(predicted, *(seconds for _, seconds in points))
-    low = RUN_HEIGHT - _RUN_BOTTOM
-    first, last = points[0][0], points[-1][0]
-    across = (RUN_WIDTH - _RUN_LEFT - _RUN_RIGHT) / max(last - first, 1.0)
-    up = (low - _RUN_TOP) / top
-    places = [(_RUN_LEFT + (at - first) * across, low - seconds * up) for at, seconds in points]
-    drawn: list[Markup] = []
+    frame = Frame(RUN_WIDTH, RUN_HEIGHT, RUN_MARGINS, last, top, x_start=first)
     values = marks(top, 4)
-    for value, word in zip(values, second_words(values), strict=True):
-        y = low - value * up
-        drawn += [element("path", d=f"M{_RUN_LEFT} {y:.1f}H{RUN_WIDTH - _RUN_RIGHT}", class_="grid"),
-                  text(_RUN_LEFT - 6, y + 4, word, anchor="end")]  # fmt: skip
-    y = low - predicted * up
-    drawn += [
-        element("path", d=f"M{_RUN_LEFT} {y:.1f}H{RUN_WIDTH - _RUN_RIGHT}", class_="limit"),
-        text(RUN_WIDTH - _RUN_RIGHT, y + 13, "predicted", anchor="end", class_="limit-word"),
-        element("path", d=path(places), class_="measured-line"),
-        text(_RUN_LEFT, RUN_HEIGHT - 8, f"step {steps[0].step}"),
-        text(RUN_WIDTH - _RUN_RIGHT, RUN_HEIGHT - 8, f"step {steps[-1].step}", anchor="end"),
+    drawn = [
+        *frame.horizontal(values, second_words(values)),
+        *frame.limit(predicted, "predicted"),
+        element("path", d=path([frame.at(step, seconds) for step, seconds in points]), class_="measured-line"),
+        *frame.below([first, last], [f"step {steps[0].step}", f"step {steps[-1].step}"]),
     ]
     return figure(
         RUN_WIDTH, RUN_HEIGHT, f"Seconds of {len(steps)} steps, beside the predicted {predicted:.3g} s.", *drawn

@@ -9,11 +9,10 @@ from markupsafe import Markup
 
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.plans.schema import MemoryBreakdown
-from galvatron_lite.svg import area, byte_marks, byte_words, element, figure, marks, second_words, text
+from galvatron_lite.svg import Frame, area, byte_marks, byte_words, element, figure, marks, second_words
 from galvatron_lite.units import format_bytes
 
-WIDTH, HEIGHT = 480.0, 190.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, 12.0, 16.0, 22.0
+WIDTH, HEIGHT, MARGINS = 480.0, 190.0, (62.0, 12.0, 16.0, 22.0)
 _COLUMNS = 200
 _ALL, _FEW = 8, 4  # so many groups are all drawn; of more, a few
 ORDER = ("context", "parameters", "optimizer", "gradients", "activations", "communication", "temporary")
@@ -40,13 +39,10 @@ def shown_groups(step: Timeline) -> list[GroupTimeline]:
 
 def course_of(group: GroupTimeline, step: Timeline, budget: int) -> MemoryCurve:
     """The memory of one group over a step."""
-    top = 1.06 * max(group.peak.memory.total, budget)
-    right, low = WIDTH - _RIGHT, HEIGHT - _BOTTOM
-    across, up = (right - _LEFT) / step.span, (low - _TOP) / top
+    frame = Frame(WIDTH, HEIGHT, MARGINS, step.span, 1.06 * max(group.peak.memory.total, budget))
     steps = _steps(group, step.span)
-    lines = [[(_LEFT + at * across, low - size * up) for at, size in line] for line in _stacked(steps)]
-    floor = [(_LEFT, low), (right, low)]
-    below = [floor, *lines[:-1]]
+    lines = [[frame.at(at, size) for at, size in line] for line in _stacked(steps)]
+    below = [[frame.at(0.0, 0.0), frame.at(step.span, 0.0)], *lines[:-1]]
     drawn = [
         element("path", element("title", f"{name}"), d=area(line, under), class_=f"memory-{name}")
         for name, line, under in zip(ORDER, lines, below, strict=True)
@@ -56,37 +52,15 @@ def course_of(group: GroupTimeline, step: Timeline, budget: int) -> MemoryCurve:
     label = f"Memory of a device of {name_of(group)} over a step: {words}" + (
         f", of {format_bytes(budget)}." if budget else "."
     )
-    return MemoryCurve(
-        name_of(group),
-        figure(WIDTH, HEIGHT, label, *_grid(step.span, top, across, up), *drawn, *_limit(budget, low - budget * up)),
-    )
+    sizes, seconds = byte_marks(frame.y_end), marks(step.span, 4)
+    axes = [*frame.horizontal(sizes, byte_words(sizes)), *frame.below(seconds, second_words(seconds))]
+    limit = frame.limit(budget, "budget") if budget else []
+    return MemoryCurve(name_of(group), figure(WIDTH, HEIGHT, label, *axes, *drawn, *limit))
 
 
 def name_of(group: GroupTimeline) -> str:
     """A group of devices by the stages it runs."""
     return f"stage{'s' * (len(group.stages) > 1)} {', '.join(map(str, group.stages))}"
-
-
-def _limit(budget: int, y: float) -> list[Markup]:
-    if not budget:
-        return []
-    line = element("path", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}", class_="limit")
-    return [line, text(WIDTH - _RIGHT, y - 3, "budget", anchor="end", class_="limit-word")]
-
-
-def _grid(span: float, top: float, across: float, up: float) -> list[Markup]:
-    drawn, low = [], HEIGHT - _BOTTOM
-    sizes = byte_marks(top)
-    for value, word in zip(sizes, byte_words(sizes), strict=True):
-        y = low - value * up
-        drawn += [element("path", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}", class_="grid"),
-                  text(_LEFT - 6, y + 4, word, anchor="end")]  # fmt: skip
-    seconds = marks(span, 4)
-    for value, word in zip(seconds, second_words(seconds), strict=True):
-        x = _LEFT + value * across
-        anchor = "start" if value == 0.0 else "end" if x > WIDTH - 40 else "middle"
-        drawn.append(text(x, HEIGHT - 6, word, anchor=anchor))
-    return drawn
 
 
 Level = tuple[float, MemoryBreakdown]  # from when on, and what there is

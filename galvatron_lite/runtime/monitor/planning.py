@@ -21,8 +21,8 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import data_hash
 from galvatron_lite.runtime.monitor.correct import corrected, corrected_budget
 from galvatron_lite.runtime.monitor.schema import Adapt, Corrections
+from galvatron_lite.search.pins import read_pins
 from galvatron_lite.search.planner import find_plan
-from galvatron_lite.search.user_pins import read_pins
 
 _NICE = 10
 

@@ -18,8 +18,7 @@ from galvatron_lite.cost.step import bound_seconds, straggling
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.partition import Partition
-from galvatron_lite.search.problem import Problem
+from galvatron_lite.search.problem import Partition, Problem
 from galvatron_lite.search.programme.ilp_model import SCALE, ShapeModel, choosable
 from galvatron_lite.search.programme.ilp_uniform import UniformModel, first_blocks
 from galvatron_lite.search.programme.pulp_adapter import SolverVerdict, solve
@@ -99,7 +98,6 @@ def solve_shape(problem: Problem, partition: Partition, seconds: float = SECONDS
 
 
 def _priced(problem: Problem, sizes: Sequence[int], strategies: Sequence[Strategy]) -> tuple[float, bool]:
-    """Seconds of a step by the evaluator, and whether every stage fits."""
     pricer, shape = problem.pricer, problem.shape
     costs = price_stages(pricer, shape, sizes, strategies)
     seconds = bound_seconds(pricer.profile, shape, costs)

@@ -85,7 +85,6 @@ def _place(
 def _time(
     programme: IntegerProgramme, groups: Sequence[range], offered: Mapping[tuple[int, int, int], Option], chosen: Chosen
 ) -> None:
-    """Each phase lasts as long as its slowest group."""
     phases = max((len(option.seconds) for option in offered.values()), default=0)
     for phase in range(phases):
         whole = programme.variable(binary=False)

@@ -37,10 +37,9 @@ from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_byte
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import HostOverhead
-from galvatron_lite.search.figures import PREFIX, REST
 from galvatron_lite.search.problem import Problem, is_glued
 from galvatron_lite.search.programme.pulp_adapter import IntegerProgramme
-from galvatron_lite.search.tables import TICKS, Layout, StrategyTable, glue_of
+from galvatron_lite.search.tables import PREFIX, REST, TICKS, Layout, StrategyTable, glue_of
 
 Terms = dict[int, float]
 SCALE = 1e4
@@ -79,7 +78,6 @@ class ShapeModel:
     _stages: list[_Stage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Builds the programme."""
         for place in range(self.count):
             for stage in self._stages_of(place):
                 table = self._table(place, stage)
@@ -98,7 +96,6 @@ class ShapeModel:
         return self.problem.shape.stages * self.problem.shape.virtual
 
     def _group(self, stage: int) -> int:
-        """The group of devices that runs a stage."""
         return group_of(self.problem.shape.schedule, self.problem.shape.stages, stage)
 
     @property
@@ -147,11 +144,9 @@ class ShapeModel:
         return (tables.unpruned if tied else tables.table)(layer.kind, layer.name, sharing)
 
     def _pricer(self, stage: int) -> LayerPricer:
-        """Of the devices that run a stage."""
         return self.problem.tables[self._group(stage)].pricer
 
     def _add_flows(self) -> None:
-        """The path, and what its steps cost."""
         if self.problem.graph.tensors:
             self._add_net()
             return
@@ -206,7 +201,6 @@ class ShapeModel:
                 self.programme.equal.append((through | dict.fromkeys(held, -1.0), 0.0))
 
     def _by_layout(self, place: int, stage: int) -> dict[Layout, list[int]]:
-        """The variables of a layer in a stage by layout; empty where it cannot lie there."""
         result: dict[Layout, list[int]] = {}
         if (place, stage) in self.layers:
             table, own = self.layers[place, stage]
@@ -272,7 +266,6 @@ class ShapeModel:
             self._agree(edges, lambda table, row: glue_of(table.layouts[row]))
 
     def _add_wire(self) -> None:
-        """One layout at all boundaries."""
         for first, second in pairwise(range(self.chunks - 1)):
             for wire in sorted({key[2] for key in self._edges}):
                 every = {n: 1.0 for (_, stage, own, _), n in self._edges.items() if (stage, own) == (first, wire)}
@@ -329,7 +322,6 @@ class ShapeModel:
         return [self._stages[stage] for stage in stages]
 
     def _parts(self, sums: _Stage, number: int) -> tuple[float, ...]:
-        """What a variable adds to the parts of its stage's time."""
         form = self.problem.form
         passes = (sums.forward.get(number, 0.0), sums.backward.get(number, 0.0))
         return form.parts(*passes, form.freed * sums.weight.get(number, 0.0))

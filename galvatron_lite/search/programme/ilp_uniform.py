@@ -38,7 +38,6 @@ class UniformModel(ShapeModel):
     first: frozenset[int] = frozenset()  # blocks that have a strategy of their own
 
     def _places(self, group: int) -> list[int]:
-        """Layers that a group of devices holds."""
         return [place for place, stage in self.layers_in_order if self._group(stage) == group]
 
     @property
@@ -84,7 +83,6 @@ class UniformModel(ShapeModel):
         return [(place, stage) for place, stage in self.layers_in_order if stage in stages]
 
     def _resting(self, stage: int, count: int) -> Terms:
-        """Bytes of a stage that does not compute, with so many micro-batches in flight."""
         total: Terms = {}
         shape = self.problem.shape
         for place, _ in self._in([stage]):

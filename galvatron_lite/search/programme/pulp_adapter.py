@@ -89,7 +89,6 @@ def _bound(problem: Any, outcome: Any) -> float:
 
 
 def _offered(pulp: Any) -> list[str]:
-    """The solvers that can be used here, the best first."""
     there = pulp.listSolvers(onlyAvailable=True)
     return [name for name in (HIGHS, *CBC) if name in there] or [CBC[0]]
 

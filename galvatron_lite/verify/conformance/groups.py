@@ -54,7 +54,6 @@ _PURPOSES = ("gradients", "states", "activations", "pixels", "tokens", "experts"
 
 
 def _groups(strategy: Strategy, rank: int) -> Iterator[tuple[str, Ranks]]:
-    """Purposes and ranks of the groups of one rank under a strategy."""
     shards = [name for name in OTHERS if name != "data"]
     start = rank - rank % strategy.devices
     stage = tuple(range(start, start + strategy.devices))
@@ -138,7 +137,6 @@ def _missing_text(run: RoleRun, wanted: Sequence[Needed], ranks: Ranks, left: in
 
 
 def _take(sums: dict[tuple[Ranks, bool], int], ranks: Ranks, scattered: bool | None, items: int) -> int:
-    """Of what was summed over these ranks or more, so many items; larger groups last."""
     taken = 0
     for key in sorted(sums, key=lambda key: len(key[0])):
         if scattered in (None, key[1]) and set(ranks) <= set(key[0]):
@@ -149,7 +147,6 @@ def _take(sums: dict[tuple[Ranks, bool], int], ranks: Ranks, scattered: bool | N
 
 
 def _summed_items(run: RoleRun) -> dict[tuple[Ranks, bool], int]:
-    """Items that the rank gave to sums behind and during backward, by group and whether they were scattered."""
     found: dict[tuple[Ranks, bool], int] = defaultdict(int)
     for one in run.messages:
         reduces = one.kind in (MessageType.ALL_REDUCE, MessageType.REDUCE_SCATTER)
@@ -176,7 +173,6 @@ Sums = Iterator[tuple[Ranks, bool | None, int]]
 
 
 def _sums_of(run: RoleRun, one: ParameterSplit, strategy: Strategy, planned: PlannedLayers) -> Sums:
-    """Of one parameter: over which ranks, whether scattered, and how many items."""
     if strategy.expert > 1 and _is_expert(one, strategy):
         if strategy.state_shards == 1:
             yield holders_of_experts(strategy, run.rank), False, prod(one.held)
@@ -222,6 +218,5 @@ def _apart(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
 
 
 def _homes(planned: PlannedLayers) -> Mapping[str, int]:
-    """By layer: its group of devices."""
     groups = range(planned.plan.pipeline)
     return {name: group for group in groups for stage in planned.stages_of(group) for name in planned.stages[stage]}

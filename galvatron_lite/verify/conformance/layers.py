@@ -225,7 +225,6 @@ def _other_split(
 
 
 def _held_together(rank: int, layer: str, homes: Mapping[int, RoleRun], planned: PlannedLayers) -> tuple[int, int]:
-    """Items of a layer that a rank and those that share its parameters out hold, and update."""
     strategy, run = planned.strategies[layer], homes[rank]
     shards = strategy.state_shards > 1
     members = together(strategy, rank, ("zero", "context", "spatial")) if shards else (rank,)
@@ -297,7 +296,6 @@ def _other_kept(runs: Sequence[RoleRun], planned: PlannedLayers) -> Iterator[str
 
 
 def _other_forwards(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
-    """Blocks that are computed again, or not, other than planned."""
     for split in run.splits:
         layer, times = planned.layers.get(split.layer), planned.plan.microbatches
         if layer is None or layer.role is not Role.BLOCK or not split.forwards:

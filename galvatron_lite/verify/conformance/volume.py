@@ -77,7 +77,6 @@ def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
 
 
 def _most(runs: Sequence[RoleRun], planned: PlannedLayers) -> dict[str, float]:
-    """By class: bytes of the rank that sends most."""
     each = [sent_bytes(run, planned) for run in runs]
     names = dict.fromkeys([*CLASSES, *(name for one in each for name in one)])
     return {name: max(one.get(name, 0.0) for one in each) for name in names}
@@ -160,7 +159,6 @@ def _caused(one: Communication) -> str:
 
 
 def _priced_bytes(one: Communication, microbatches: int) -> float:
-    """Wire bytes of a communication in a step."""
     ways, times = int(one.group.size), 1 if one.moment is Moment.STEP else microbatches
     factors = {Collective.ALL_REDUCE: 2 * (ways - 1) / ways, Collective.BROADCAST: 1.0, Collective.SEND_RECV: 1.0}
     return float(one.size) * factors.get(one.collective, (ways - 1) / ways) * float(one.count) * times

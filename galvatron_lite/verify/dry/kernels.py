@@ -63,7 +63,6 @@ def _attention(function: Function, *args: Any, **kwargs: Any) -> Any:
 def _dropout(
     function: Function, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False  # noqa: A002
 ) -> Any:  # fmt: skip
-    """Keeps a mask of one byte an item."""
     if not training or not p or inplace:
         return function(input, p, training, inplace)
     return torch.native_dropout(input, p, training)[0]

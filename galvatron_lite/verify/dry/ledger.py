@@ -58,8 +58,8 @@ class Ledger:
     operations: int = 0  # that made a tensor, so far
     samples: list[Sample] = field(default_factory=list)  # since ``watch``
     _entries: dict[int, LiveStorage] = field(default_factory=dict)
-    _fresh: list[LiveStorage] = field(default_factory=list)  # made since a layer's forward began
-    _backward: list[LiveStorage] = field(default_factory=list)  # made since a backward pass began
+    # made since a layer's forward, or a backward pass, began
+    _made: dict[During, list[LiveStorage]] = field(default_factory=lambda: {During.FORWARD: [], During.BACKWARD: []})
     _high: int = 0
     _at_high: tuple[int, ...] = (0,) * len(Use)
     _stride: int = 1
@@ -77,10 +77,8 @@ class Ledger:
         entry.weak = weakref.ref(storage, partial(self._gone, key))
         self._entries[key] = entry
         self.operations += 1
-        if place.phase is During.FORWARD:
-            self._fresh.append(entry)
-        elif place.phase is During.BACKWARD:
-            self._backward.append(entry)
+        if place.phase in self._made:
+            self._made[place.phase].append(entry)
         self._add(Use.TEMPORARY, entry.size)
 
     def _gone(self, key: int, _weak: Any) -> None:
@@ -97,28 +95,27 @@ class Ledger:
         if self.total > self._high:
             self._high, self._at_high = self.total, tuple(self.totals)
 
-    def entry(self, tensor: Tensor) -> LiveStorage | None:
-        """Of a tensor's storage, where it is known."""
+    def _entry(self, tensor: Tensor) -> LiveStorage | None:
         return self._entries.get(id(tensor.untyped_storage()))
 
     def use(self, tensors: Iterable[Tensor], use: Use, only: frozenset[Use] | None = None) -> None:
         """From now on the storages of these tensors count as this."""
         for tensor in tensors:
-            entry = self.entry(tensor)
+            entry = self._entry(tensor)
             if entry is not None and entry.use is not use and (only is None or entry.use in only):
                 self._move(entry, use)
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """These do not lie on the device."""
         for tensor in tensors:
-            entry = self.entry(tensor)
+            entry = self._entry(tensor)
             if entry is not None:
                 self._add(entry.use, -entry.size)
                 entry.size = 0
 
     def copied(self, tensor: Tensor, copy: Tensor) -> None:
         """A tensor was cast: the copy of a parameter in the precision of compute is for the same."""
-        entry = self.entry(tensor)
+        entry = self._entry(tensor)
         if entry is not None and entry.use is Use.PARAMETERS:
             self.use([copy], Use.PARAMETERS)
 
@@ -128,7 +125,7 @@ class Ledger:
         entry.use = use
         self._add(use, entry.size)
         if self._high == high == self.total:
-            self._at_high = tuple(self.totals)
+            self._rise()
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """A storage is given room, or loses it: those are parameters that ZeRO gathers."""
@@ -139,19 +136,19 @@ class Ledger:
         entry.size, entry.use = size, Use.PARAMETERS if entry.use is not Use.HOST else Use.HOST
         self._add(entry.use, size)
 
-    def keep_fresh(self) -> None:
+    def end_forward(self) -> None:
         """A layer's forward is over: what it made and is still there is kept for backward."""
-        self._keep(self._fresh, Use.ACTIVATIONS)
+        self._keep(During.FORWARD, Use.ACTIVATIONS)
 
     def end_backward(self, use: Use) -> None:
         """A backward pass is over: what it made and is still there waits for a later one, as ``use``."""
-        self._keep(self._backward, use)
+        self._keep(During.BACKWARD, use)
 
-    def _keep(self, made: list[LiveStorage], use: Use) -> None:
-        for entry in made:
+    def _keep(self, phase: During, use: Use) -> None:
+        for entry in self._made[phase]:
             if entry.size and entry.use is Use.TEMPORARY:
                 self._move(entry, use)
-        made.clear()
+        self._made[phase].clear()
 
     def kept(self, microbatch: int) -> dict[str, int]:
         """Bytes by layer that the forward passes of a micro-batch made, and that are still there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import lcm
+from math import gcd, lcm
 
 from torch import Tensor
 
@@ -14,12 +14,13 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.graph import Role as LayerRole
 from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.parallelism.zero.cut import cut_dim
+from galvatron_lite.parallelism.zero.cost import cut_dim
 from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.verify.dry.mode import DryRunError
 from galvatron_lite.verify.dry.repeat import UnlikeError
-from galvatron_lite.verify.dry.step import DryRunError, Subject, dry_run
-from galvatron_lite.verify.dry.world import Announced, Hear, UnheardError
+from galvatron_lite.verify.dry.step import Subject, dry_run
+from galvatron_lite.verify.dry.world import Announced, UnheardError
 from galvatron_lite.verify.schema import RoleRun
 
 SHARED = frozenset({"before", "after"})  # names that layers of all models have
@@ -123,10 +124,10 @@ def roles_of(plan: Plan, even: bool = True, chained: bool = False, apart: bool =
 def _places(
     strategies: Sequence[Strategy], entering: Sequence[Strategy], width: int, *, even: bool, apart: bool
 ) -> dict[str, list[int]]:
-    """Places of a stage whose ranks do the same."""
     if not _alike([*strategies, *entering]):
         repeats = width if apart else _repeats([*strategies, *entering])
-        inner = strategies[0].tensor if even and not apart and _tokens_alike([*strategies, *entering]) else 1
+        alike = even and not apart and _tensor_peers_alike([*strategies, *entering])
+        inner = gcd(*(one.tensor for one in (*strategies, *entering))) if alike else 1
         said = f"of {width}" if repeats == width else f"of every {repeats}"
         return {
             f"place {place} {said}": [one for one in range(width) if one % repeats // inner == place // inner]
@@ -148,14 +149,20 @@ def _alike(strategies: Sequence[Strategy]) -> bool:
     return len(degrees) == 1 and not places
 
 
-def _tokens_alike(strategies: Sequence[Strategy]) -> bool:
-    """Whether all layers share samples and tokens alike, and nothing else; tensor groups are the innermost then."""
-    layouts = {(one.batch_degree, one.context, one.tensor, one.sequence_parallel) for one in strategies}
-    return len(layouts) == 1 and all(one.spatial * one.slices * one.expert == 1 for one in strategies)
+def _tensor_peers_alike(strategies: Sequence[Strategy]) -> bool:
+    """Whether the ranks of a tensor group, of the narrowest, do the same.
+
+    They do where tokens that are split anywhere are split over the same ranks everywhere, or not at all: elsewhere it
+    depends on a rank's place which of its tokens another layer wants.
+    """
+    if len({one.batch_degree for one in strategies}) > 1 or any(
+        one.spatial * one.slices * one.expert > 1 for one in strategies
+    ):
+        return False
+    return len({(one.context, one.tensor) for one in strategies if one.context > 1 or one.sequence_parallel}) < 2
 
 
 def _repeats(strategies: Sequence[Strategy]) -> int:
-    """After how many ranks of a stage places begin anew."""
     inner = [one.devices // one.batch_degree for one in strategies]
     experts = [int(expert_slices(one)) * one.expert for one in strategies if one.expert > 1]
     return lcm(*inner, *experts)
@@ -165,7 +172,6 @@ def run_roles(
     subject: Subject,
     plan: Plan,
     *,
-    done: Mapping[int, RoleRun] | None = None,
     each: Each | None = None,
     chained: bool = False,
 ) -> list[RoleRun]:
@@ -182,60 +188,45 @@ def run_roles(
     """
     roles = roles_of(plan, _is_even(subject, plan), chained, apart=not _shards_alike(subject, plan))
     try:
-        return _run_roles(subject, plan, roles, done, each, brief=True)
+        return _run_roles(subject, plan, roles, each, brief=True)
     except UnlikeError:
-        return _run_roles(subject, plan, roles, done, each, brief=False)
+        return _run_roles(subject, plan, roles, each, brief=False)
 
 
 def _run_roles(
-    subject: Subject,
-    plan: Plan,
-    roles: Sequence[RankClass],
-    done: Mapping[int, RoleRun] | None,
-    each: Each | None,
-    *,
-    brief: bool,
+    subject: Subject, plan: Plan, roles: Sequence[RankClass], each: Each | None, *, brief: bool
 ) -> list[RoleRun]:
-    kept = {} if done is None or plan.pipeline > 1 else done
-    found = {role.rank: _as(role, kept[role.rank]) for role in roles if role.rank in kept}
-    said: dict[int, Announced] = {}
-    homes = {rank: role.rank for role in roles for rank in role.ranks}
-    waiting = [role for role in roles if role.rank not in found]
+    runs: dict[int, RoleRun] = {}
+    announced: dict[int, Announced] = {}
+    first = {rank: role.rank for role in roles for rank in role.ranks}
+
+    def hear(source: int, purpose: str, place: int, number: int) -> Tensor | None:
+        """What a rank announced is what the one that was run of its role did."""
+        values = announced.get(first[source], {}).get((purpose, place), [])
+        return values[number] if number < len(values) else None
+
+    waiting = list(roles)
     while waiting:
-        before, late = _amount(said), list[RankClass]()
+        before, late = _amount(announced), list[RankClass]()
         for role in waiting:
-            own: Announced = {}
+            words: Announced = {}
             try:
-                run, _ = dry_run(subject, plan, role.rank, _hearing(said, homes), own, brief=brief)
+                run, _ = dry_run(subject, plan, role.rank, hear, words, brief=brief)
             except UnheardError:
                 late.append(role)
             else:
-                found[role.rank] = _as(role, run)
+                runs[role.rank] = replace(run, role=role.text, ranks=role.ranks)
                 if each is not None:
-                    each(found[role.rank], len(roles))
-            said[role.rank] = own
-        if late and _amount(said) == before:
+                    each(runs[role.rank], len(roles))
+            announced[role.rank] = words
+        if late and _amount(announced) == before:
             raise DryRunError("Ranks wait for what others announce, and none comes any further.")
         waiting = late
-    return [found[role.rank] for role in roles]
-
-
-def _as(role: RankClass, run: RoleRun) -> RoleRun:
-    return replace(run, role=role.text, ranks=role.ranks)
+    return [runs[role.rank] for role in roles]
 
 
 def _amount(announced: Mapping[int, Announced]) -> int:
     return sum(len(values) for own in announced.values() for values in own.values())
-
-
-def _hearing(announced: Mapping[int, Announced], homes: Mapping[int, int]) -> Hear:
-    """What a rank announced is what the one that was run of its role did."""
-
-    def hear(source: int, purpose: str, place: int, number: int) -> Tensor | None:
-        values = announced.get(homes[source], {}).get((purpose, place), [])
-        return values[number] if number < len(values) else None
-
-    return hear
 
 
 def _shards_alike(subject: Subject, plan: Plan) -> bool:
@@ -269,7 +260,6 @@ def _paths_above(name: str) -> Iterator[str]:
 
 
 def _is_even(subject: Subject, plan: Plan) -> bool:
-    """Whether every tensor degree divides what it splits."""
     rows = {len(one) for name, one in subject.model.named_parameters() if name.endswith("weight") and one.dim() > 1}
     degrees = {run.strategy.tensor for stage in plan.stages for run in stage.runs}
     return all(size % degree == 0 for size in rows for degree in degrees)

@@ -138,7 +138,7 @@ def dry_run(
         made = _Run(subject, run, place, log, ledger)
         made.step()
         splits, kept, stage = made.splits(plan.microbatches), made.kept, made.parallel.runtime.meshes.stage_index
-        messages = lengthened(log.messages, made.starts, plan, stage) if run is not plan else tuple(log.messages)
+        messages = lengthened(log.messages, made.watch.starts, plan, stage) if run is not plan else tuple(log.messages)
         del made
     return RoleRun(
         rank=rank, stage=stage, role="", ranks=(rank,), messages=messages, samples=tuple(ledger.samples),
@@ -149,7 +149,6 @@ def dry_run(
 
 @contextmanager
 def _explain_refusals(place: RankPlace) -> Iterator[None]:
-    """What torch refuses without data, in words."""
     try:
         yield
     except GalvatronError:
@@ -160,14 +159,14 @@ def _explain_refusals(place: RankPlace) -> Iterator[None]:
 
 
 def _notes(plan: Plan, run: Plan) -> tuple[str, ...]:
-    """What a dry run takes for granted."""
     notes = ["All numbers are taken to be finite, as a step without an overflow has them."]
     if any(one.strategy.expert > 1 for stage in plan.stages for one in stage.runs):
         notes.append("Routers are taken to send every expert as many tokens as every other.")
-    if run.microbatches < plan.microbatches:
-        left = plan.microbatches - run.microbatches
-        said = f"{run.microbatches} of {plan.microbatches} micro-batches were run; the other {left} send and hold what"
-        notes.append(f"{said} two in the middle were seen to do alike.")
+    if left := plan.microbatches - run.microbatches:
+        notes.append(
+            f"{run.microbatches} of {plan.microbatches} micro-batches were run; the other {left} send and hold what "
+            "two in the middle were seen to do alike."
+        )
     return tuple(notes)
 
 
@@ -186,7 +185,7 @@ class DryWatch(Watch):
         """This rank comes to a phase."""
         super().at(phase, number, step)
         ledger, place = self._ledger, self._place
-        ledger.keep_fresh()
+        ledger.end_forward()
         ledger.sample()
         if place.phase is During.BACKWARD:
             ledger.end_backward(self._outlives)
@@ -202,10 +201,13 @@ class DryWatch(Watch):
         yield
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What was seen of a layer: shapes, and how often it ran, and modules in it, in forward and again in backward."""
+@dataclass(slots=True, eq=False)
+class _LayerHooks:
+    """What is seen of a layer: shapes, and how often it ran, and modules in it, in forward and again in backward."""
 
+    name: str
+    place: RankPlace
+    mark: Callable[[str], None]  # called when the layer begins or ends
     taken: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
     forwards: int = 0
@@ -217,19 +219,53 @@ class _Seen:
         """How often forward ran, parts of it that were recomputed included."""
         return self.forwards + (-(-self.forwards * self.again // self.inside) if self.inside else 0)
 
+    def attach(self, module: nn.Module) -> None:
+        """Put hooks before all others when the layer begins, behind all others when it ends."""
+        module.register_forward_pre_hook(self._enter, prepend=True)
+        module.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
+        module.register_forward_hook(self._note_outputs, prepend=True)
+        module.register_forward_hook(self._leave)
+        for leaf in module.modules():
+            if leaf is not module and next(leaf.children(), None) is None:
+                leaf.register_forward_pre_hook(self._count)
+
+    def _enter(self, _module: nn.Module, _args: Any) -> None:
+        self.mark(self.name)
+        self.forwards += 1
+
+    def _note_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.taken = _shape((args, kwargs))  # behind the runtime's hooks: what the layer's own code is given
+
+    def _note_outputs(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self.returned = _shape(output)
+
+    def _count(self, _module: nn.Module, _args: Any) -> None:
+        if self.place.phase is During.FORWARD:
+            self.inside += 1
+        else:
+            self.again += 1
+
+    def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self.mark(self.name)
+        # as it lies: looking at it would move it to where code between layers works
+        made = (one.piece.tensor if isinstance(one, LayoutTensor) else one for one in tensors_of(output))
+        for tensor in made:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: self.mark(self.name))  # type: ignore[no-untyped-call]
+                return
+
 
 class _Run:
-    """One rank, set up."""
-
     def __init__(self, subject: Subject, plan: Plan, place: RankPlace, log: MessageLog, ledger: Ledger) -> None:
         self.subject, self.plan, self.place, self.ledger, self._log = subject, plan, place, ledger, log
         self.kept: dict[str, int] = {}
         self._wholes = {name: tuple(one.shape) for name, one in subject.model.named_parameters(remove_duplicate=False)}
-        model = without_values(subject.model)
+        model = _without_values(subject.model)
         whole = map_tensors(subject.batch, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=DEVICE))
         ledger.forget(tensors_of(whole))  # a loop's data are in host memory, until a rank takes its own of them
         self.batch = _first_of(whole, plan.global_batch)
-        self.parallel: Any = _model_of(plan)(
+        _check_kind(plan)
+        self.parallel: Any = ParallelModel(
             model,
             plan,
             subject.layers,
@@ -242,7 +278,7 @@ class _Run:
         self.watch = self.parallel.watch = DryWatch(place, log, ledger, splits_backward=plan.schedule.splits_backward)
         self.watch.forwards_over = self._forward_over
         self.optimizer = self.parallel.optimizer(subject.optimizer)
-        self._seen = {layer.name: _Seen() for layer in subject.layers}
+        self._seen = {layer.name: _LayerHooks(layer.name, place, self._mark) for layer in subject.layers}
         self._attach()
 
     def step(self) -> None:
@@ -270,7 +306,6 @@ class _Run:
         del self._log.messages[sent:]
 
     def _sort(self) -> None:
-        """What everything at rest is for."""
         ledger, owned = self.ledger, self._owned()
         for structure in self.parallel.structures:
             tensors = [*structure.parameters(), *structure.buffers()]
@@ -293,19 +328,11 @@ class _Run:
             self.kept = {name: size for name, size in self.ledger.kept(microbatch).items() if name}
 
     def _attach(self) -> None:
-        """Hooks before all others when a layer begins, behind all others when it ends."""
         # in place of layers of other stages a structure has modules that pass on what they are given
         for runtime, structure in zip(self.parallel.runtimes, self.parallel.structures, strict=True):
             for layer in [placed.layer for placed in runtime.stage]:
                 for path in layer.modules:
-                    module = structure.get_submodule(path)
-                    module.register_forward_pre_hook(self._entering(layer.name), prepend=True)
-                    module.register_forward_pre_hook(self._note_inputs(layer.name), with_kwargs=True)
-                    module.register_forward_hook(self._note_outputs(layer.name), prepend=True)
-                    module.register_forward_hook(self._leaving(layer.name))
-                    for leaf in module.modules():
-                        if leaf is not module and next(leaf.children(), None) is None:
-                            leaf.register_forward_pre_hook(self._inside(layer.name))
+                    self._seen[layer.name].attach(structure.get_submodule(path))
         for one in self._owned():
             if one.parameter.requires_grad:
                 one.parameter.register_post_accumulate_grad_hook(self._accumulated)
@@ -314,86 +341,26 @@ class _Run:
         if parameter.grad is not None:
             self.ledger.use([local_tensor(parameter.grad)], Use.GRADIENTS)
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        seen = self._seen[name]
-
-        def enter(_module: nn.Module, _args: Any) -> None:
-            self._mark(name)
-            seen.forwards += 1
-
-        return enter
-
-    def _note_inputs(self, name: str) -> Callable[..., None]:
-        """Behind the runtime's hooks: what the layer's own code is given."""
-        seen = self._seen[name]
-
-        def note(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            seen.taken = _shape((args, kwargs))
-
-        return note
-
-    def _note_outputs(self, name: str) -> Callable[..., None]:
-        seen = self._seen[name]
-
-        def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            seen.returned = _shape(output)
-
-        return note
-
-    def _inside(self, name: str) -> Callable[..., None]:
-        seen = self._seen[name]
-
-        def count(_module: nn.Module, _args: Any) -> None:
-            if self.place.phase is During.FORWARD:
-                seen.inside += 1
-            else:
-                seen.again += 1
-
-        return count
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._mark(name)
-            # as it lies: looking at it would move it to where code between layers works
-            made = (one.piece.tensor if isinstance(one, LayoutTensor) else one for one in tensors_of(output))
-            for tensor in made:
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _gradient: self._mark(name))  # type: ignore[no-untyped-call]
-                    return
-
-        return leave
-
     def _mark(self, name: str) -> None:
-        """A layer begins or ends."""
         if self.place.phase is During.FORWARD:
-            self.ledger.keep_fresh()
+            self.ledger.end_forward()
         else:
             self._sort_gradients()
         self.ledger.sample()
         self.place.layer = name
 
-    @property
-    def starts(self) -> list[int]:
-        """How many messages there were when each micro-batch's forward began."""
-        return self.watch.starts
-
     def splits(self, microbatches: int) -> tuple[LayerSplit, ...]:
         """What was done to the layers that this rank has, in a step of so many micro-batches."""
-        homes: dict[str, list[ParameterSplit]] = {}
-        placed = [one for runtime in self.parallel.runtimes for one in runtime.stage]
-        layers = [one.layer for one in placed]
+        layers = [one.layer for runtime in self.parallel.runtimes for one in runtime.stage]
+        splits: dict[str, list[ParameterSplit]] = {layer.name: [] for layer in layers}
         for one in self._owned():
-            homes.setdefault(layer_of(one.names[0], layers), []).append(self._split_of(one))
-        return tuple(
-            LayerSplit(
-                name,
-                seen.taken,
-                seen.returned,
-                seen.runs * microbatches // self.plan.microbatches,
-                tuple(homes.get(name, ())),
-            )
-            for name, seen in ((p.layer.name, self._seen[p.layer.name]) for p in placed)
-        )
+            splits[layer_of(one.names[0], layers)].append(self._split_of(one))
+        found = []
+        for name, parameters in splits.items():
+            seen = self._seen[name]
+            forwards = seen.runs * microbatches // self.plan.microbatches
+            found.append(LayerSplit(name, seen.taken, seen.returned, forwards, tuple(parameters)))
+        return tuple(found)
 
     def _split_of(self, one: Any) -> ParameterSplit:
         updated, held = local_tensor(one.updated.detach()), local_tensor(one.parameter.detach())
@@ -404,8 +371,7 @@ class _Run:
         )  # fmt: skip
 
 
-def _model_of(plan: Plan) -> type[ParallelModel]:
-    """What trains under a plan."""
+def _check_kind(plan: Plan) -> None:
     if plan.cyclic is not None:
         raise DryRunError("Plans of cyclic data parallelism have no dry run yet.")
     if plan.branches:
@@ -414,7 +380,6 @@ def _model_of(plan: Plan) -> type[ParallelModel]:
         raise DryRunError(f"What {plan.backend.value} does with a plan has no dry run.")
     if plan.mode is not Mode.TRAINING:
         raise DryRunError("Plans of inference have no dry run: it is a training step.")
-    return ParallelModel
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -430,23 +395,16 @@ def _first_of(batch: Any, samples: int) -> Any:
     return map_tensors(batch, lambda one: one.narrow(0, 0, samples) if one.dim() and len(one) == size else one)
 
 
-def without_values(model: nn.Module) -> nn.Module:
+def _without_values(model: nn.Module) -> nn.Module:
     """A copy of a model whose tensors are made anew, without data where a dry run's mode is active.
 
     Whole numbers that have values (``dry_mode.SMALL``) are 0: places and kinds of tokens, which something looks up.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        for tensor in own + [value for value in vars(module).values() if isinstance(value, Tensor)]:
-            if id(tensor) not in memo:
-                memo[id(tensor)] = _without_values(tensor)
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        for one in tensors + [value for value in vars(module).values() if isinstance(value, Tensor)]:
+            if id(one) not in memo:
+                empty = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=DEVICE).zero_()
+                memo[id(one)] = nn.Parameter(empty, one.requires_grad) if isinstance(one, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE).zero_()
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-
-__all__ = ["DryRunError", "Subject", "dry_run", "subject_of"]

@@ -3,7 +3,7 @@
 Its process groups are made by ``torch.distributed`` itself, through the public registry of backends; so whoever sends
 (this project's runtime, FSDP2, functional collectives), the call ends here. What arrives has the right shape, and no
 values: it is made for tensors without data. Where the runtime must know what another rank says (which shapes a stage
-sends), it is told what the rank that was run before said (``Letters``).
+sends), it is told what the rank that was run before said (``Announced``).
 """
 
 from __future__ import annotations
@@ -73,34 +73,30 @@ class MessageLog:
                 self.messages[number] = replace(one, waited=len(self.messages), used=self.place.microbatch)
 
 
-class DoneWork(dist.Work):
-    """A collective that is over."""
+class _DoneWork(dist.Work):
+    """A collective that is over; who waits for it is noted."""
 
     def __init__(self, log: MessageLog, numbers: Sequence[int], result: object) -> None:
         super().__init__()
-        self._log, self._numbers, self._result = log, tuple(numbers), result
+        self._log, self.numbers, self._result = log, tuple(numbers), result
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 - torch's signature
-        """Note that the rank waits here."""
-        self._log.waited(self._numbers)
+        self._log.waited(self.numbers)
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
         return True
 
     def is_success(self) -> bool:
-        """It was."""
         return True
 
     def get_future(self) -> Future[Any]:
-        """Its result, which is there."""
         future: Future[Any] = Future()
         future.set_result(self._result)
         return future
 
 
-class DryGroup(dist.ProcessGroup):
+class _DryGroup(dist.ProcessGroup):
     """A process group of which this rank alone is there.
 
     Its methods are those that ``torch.distributed`` calls of every group; names of 2.11 and of 2.13.
@@ -108,20 +104,17 @@ class DryGroup(dist.ProcessGroup):
 
     def __init__(self, options: Any, log: MessageLog) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
-        self._log, self._name, self._own = log, str(options.group_id), int(options.group_rank)
+        self._log, self._name, self._place = log, str(options.group_id), int(options.group_rank)
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Of the backend."""
         return DRY_BACKEND
 
     def getGroupName(self) -> str:  # noqa: N802
-        """By which functional collectives find the group."""
         return self._name
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """The same."""
         return self._name
 
     @property
@@ -129,156 +122,126 @@ class DryGroup(dist.ProcessGroup):
         return EVERYONE if self.group_desc == "default_pg" else str(self.group_desc)
 
     def _note(
-        self,
-        kind: MessageType,
-        tensor: Tensor | None,
-        nbytes: int | None = None,
-        *,
-        peer: int = NOBODY,
-        tag: int = 0,
-        result: object = None,
-        **more: Any,
-    ) -> DoneWork:
+        self, kind: MessageType, tensor: Tensor | None, nbytes: int | None = None, *, result: object = None, **more: Any
+    ) -> _DoneWork:
         place, log = self._log.place, self._log
         message = Message(
-            number=len(log.messages), kind=kind, ranks=self._ranks, purpose=self._purpose, peer=peer, tag=tag,
+            number=len(log.messages), kind=kind, ranks=self._ranks, purpose=self._purpose,
             shape=() if tensor is None else tuple(tensor.shape),
             dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
             bytes=(0 if tensor is None else tensor.nbytes) if nbytes is None else nbytes,
-            phase=place.phase, microbatch=place.microbatch, layer=place.layer, **more,
+            phase=place.phase, microbatch=place.microbatch, layer=place.layer,
+            **({"peer": NOBODY, "tag": 0} | more),
         )  # fmt: skip
         log.messages.append(message)
-        return DoneWork(log, [message.number], result)
+        return _DoneWork(log, [message.number], result)
 
-    def _notes(self, works: Sequence[DoneWork], result: object) -> DoneWork:
-        return DoneWork(self._log, [number for work in works for number in work._numbers], result)
+    def _together(self, works: Sequence[_DoneWork], result: object) -> _DoneWork:
+        return _DoneWork(self._log, [number for work in works for number in work.numbers], result)
 
-    def _world(self, place: int) -> int:
-        return int(self._ranks[place])
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
-        """Sums, in place."""
-        one = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
-        return self._note(MessageType.ALL_REDUCE, one, operator=_operator(opts), result=tensors)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> DoneWork:
-        """Several at once."""
-        return self._notes([self.allreduce([one], opts) for one in tensors], tensors)
-
-    def broadcast(self, tensors: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
-        """From one rank to all."""
-        one = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+    def _root(self, opts: Any) -> tuple[int, int]:
+        """The place of a collective's root in the group, and its rank in the world."""
         root = 0 if opts is None else int(opts.rootRank)
-        nbytes = one.nbytes if root == self._own else 0
-        return self._note(MessageType.BROADCAST, one, nbytes, peer=self._world(root), result=tensors)
+        return root, self._ranks[root]
 
-    def reduce(self, tensors: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
-        """A sum for one rank."""
-        one = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
-        root = 0 if opts is None else int(opts.rootRank)
-        return self._note(MessageType.REDUCE, one, peer=self._world(root), operator=_operator(opts), result=tensors)
+    def allreduce(self, tensors: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
+        tensor = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+        return self._note(MessageType.ALL_REDUCE, tensor, operator=_operator(opts), result=tensors)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # noqa: ARG002
-        """Every rank's part for all: here this rank's, as often as there are ranks."""
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _DoneWork:
+        return self._together([self.allreduce([one], opts) for one in tensors], tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
+        tensor = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+        root, rank = self._root(opts)
+        nbytes = tensor.nbytes if root == self._place else 0
+        return self._note(MessageType.BROADCAST, tensor, nbytes, peer=rank, result=tensors)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
+        tensor = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+        peer = self._root(opts)[1]
+        return self._note(MessageType.REDUCE, tensor, peer=peer, operator=_operator(opts), result=tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # noqa: ARG002
         works = [self._note(MessageType.ALL_GATHER, one) for one in inputs]
-        for made, one in zip(outputs, inputs, strict=True):
-            for part in made:
-                _fill(part, one)
-        return self._notes(works, outputs)
+        for gathered, tensor in zip(outputs, inputs, strict=True):
+            for part in gathered:
+                _fill(part, tensor)
+        return self._together(works, outputs)
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
-        """Several at once."""
-        return self.allgather(outputs, inputs, opts)
+    allgather_coalesced = allgather  # type: ignore[assignment]
 
-    def _allgather_base(self, output: Tensor, part: Tensor, opts: Any = None) -> DoneWork:  # noqa: ARG002
+    def _allgather_base(self, output: Tensor, part: Tensor, opts: Any = None) -> _DoneWork:  # noqa: ARG002
         return self._note(MessageType.ALL_GATHER, part, result=output)
 
-    def all_gather_single(self, output: Tensor, part: Tensor, opts: Any = None) -> DoneWork:
-        """Equal parts, into one tensor."""
-        return self._allgather_base(output, part, opts)
+    all_gather_single = _allgather_base  # type: ignore[assignment]
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
-        """Several at once."""
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:
         pairs = zip(outputs, inputs, strict=True)
-        return self._notes([self._allgather_base(made, one, opts) for made, one in pairs], outputs)
+        return self._together([self._allgather_base(output, part, opts) for output, part in pairs], outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
-        """Sums, a part for each rank."""
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
         works = []
         for parts in inputs:
             nbytes, operator = sum(one.nbytes for one in parts), _operator(opts)
             works.append(self._note(MessageType.REDUCE_SCATTER, parts[0], nbytes, operator=operator))
-        return self._notes(works, outputs)
+        return self._together(works, outputs)
 
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> _DoneWork:
         return self._note(MessageType.REDUCE_SCATTER, tensor, operator=_operator(opts), result=output)
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> DoneWork:
-        """Equal parts, of one tensor."""
-        return self._reduce_scatter_base(output, tensor, opts)
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
-        """Several at once."""
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:
         pairs = zip(outputs, inputs, strict=True)
-        return self._notes([self._reduce_scatter_base(made, one, opts) for made, one in pairs], outputs)
+        return self._together([self._reduce_scatter_base(output, one, opts) for output, one in pairs], outputs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
-    ) -> DoneWork:
-        """A part of this rank's for each other; where that has values, all are taken to give this one the same."""
+    ) -> _DoneWork:
         del opts
         if has_value(tensor):
-            _fill_from_each(output, tensor, input_sizes, len(self._ranks), self._own)
-        return self._note(MessageType.ALL_TO_ALL, tensor, result=output, **_splits(input_sizes, output_sizes))
+            _fill_from_each(output, tensor, input_sizes, len(self._ranks), self._place)
+        splits = _splits(input_sizes, output_sizes)
+        return self._note(MessageType.ALL_TO_ALL, tensor, result=output, **splits)
 
-    def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
-    ) -> DoneWork:
-        """The same."""
-        return self.alltoall_base(output, tensor, output_sizes, input_sizes, opts)
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> DoneWork:
-        """The same of lists."""
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> _DoneWork:
         del opts
         splits = _splits(*([one.numel() for one in tensors] for tensors in (inputs, outputs)))
         nbytes = sum(one.nbytes for one in inputs)
         return self._note(MessageType.ALL_TO_ALL, inputs[0], nbytes, result=outputs, **splits)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
-        """Every rank's part for one."""
-        root = 0 if opts is None else int(opts.rootRank)
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
         for part in outputs[0] if outputs else ():
             _fill(part, inputs[0])
-        return self._note(MessageType.GATHER, inputs[0], peer=self._world(root), result=outputs)
+        return self._note(MessageType.GATHER, inputs[0], peer=self._root(opts)[1], result=outputs)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:  # type: ignore[override]
-        """One rank's parts for all."""
-        root = 0 if opts is None else int(opts.rootRank)
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _DoneWork:  # type: ignore[override]
         nbytes = sum(one.nbytes for one in inputs[0]) if inputs else 0
-        return self._note(MessageType.SCATTER, outputs[0], nbytes, peer=self._world(root), result=outputs)
+        return self._note(MessageType.SCATTER, outputs[0], nbytes, peer=self._root(opts)[1], result=outputs)
 
-    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> DoneWork:
-        """To one rank. What has a value is kept for whoever runs that rank."""
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> _DoneWork:
+        """What has a value is kept for whoever runs the other rank."""
         if has_value(tensors[0]):
             self._log.said.setdefault((self._purpose, target), []).append(tensors[0].clone())
-        return self._note(MessageType.SEND, tensors[0], peer=self._world(target), tag=tag, result=tensors)
+        return self._note(MessageType.SEND, tensors[0], peer=self._ranks[target], tag=tag, result=tensors)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> DoneWork:
-        """From one rank. What is to have a value has that which the rank sent when it was run."""
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _DoneWork:
+        """What is to have a value has that which the other rank sent when it was run."""
         if has_value(tensors[0]):
-            tensors[0].copy_(self._log.listen(self._world(source), self._purpose, self._own))
-        return self._note(MessageType.RECEIVE, tensors[0], 0, peer=self._world(source), tag=tag, result=tensors)
+            tensors[0].copy_(self._log.listen(self._ranks[source], self._purpose, self._place))
+        return self._note(MessageType.RECEIVE, tensors[0], 0, peer=self._ranks[source], tag=tag, result=tensors)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> DoneWork:
-        """From any rank."""
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> _DoneWork:
         return self._note(MessageType.RECEIVE, tensors[0], 0, tag=tag, result=tensors)
 
-    def barrier(self, opts: Any = None) -> DoneWork:
-        """All ranks wait for one another."""
+    def barrier(self, opts: Any = None) -> _DoneWork:
         del opts
         return self._note(MessageType.BARRIER, None)
 
@@ -289,12 +252,10 @@ def has_value(tensor: Tensor) -> bool:
 
 
 def _splits(input_sizes: Sequence[int], output_sizes: Sequence[int]) -> dict[str, Any]:
-    """Items of uneven parts for and from every rank."""
     return {"sent": tuple(map(int, input_sizes)), "taken": tuple(map(int, output_sizes))}
 
 
 def _operator(opts: Any) -> str:
-    """Of a sum: ``sum`` for ``RedOpType.SUM``."""
     found = getattr(opts, "reduceOp", None)
     return "sum" if found is None else str(getattr(found, "op", found)).rpartition(".")[-1].lower()
 
@@ -342,5 +303,5 @@ _LOG: ContextVar[MessageLog] = ContextVar("galvatron_dry_log")
 """Of the world that this process plays in: torch's registry of backends hands on no arguments."""
 
 
-def _create_group(options: Any, _more: Any) -> DryGroup:
-    return DryGroup(options, _LOG.get())
+def _create_group(options: Any, _more: Any) -> _DryGroup:
+    return _DryGroup(options, _LOG.get())

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.match.places import PAIRED, RankRole, Stream, parts_of, script_of
-from galvatron_lite.verify.match.replay import RankMessage, Replay, ReplayResult, StartedMessage, rank_message
+from galvatron_lite.verify.match.places import PAIRED, RankRole, Stream, role_of, script_of
+from galvatron_lite.verify.match.replay import RankMessage, Replay, StartedMessage, rank_message
 from galvatron_lite.verify.schema import NOBODY, Check, During, Message, MessageType, RoleRun, Verdict
 
 _MOST = 8  # lines of one sort that are shown
@@ -53,11 +53,12 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def mismatch_text(ended: ReplayResult) -> tuple[str, list[str]]:
+def mismatch_text(ended: Replay) -> tuple[str, list[str]]:
     """Messages that met and do not fit: a line, and more of them."""
     assert ended.clash is not None
     assert ended.meeting is not None
-    clash, (stream, way, count) = ended.clash, ended.meeting
+    clash, (group, way, count) = ended.clash, ended.meeting
+    stream = ended.streams[group]
     odd = clash.odd[0]
     names = rank_list([one.rank for one in clash.odd])
     common = f"What {names} and rank {clash.other.rank} give one another" if way else f"What {names} and others give"
@@ -72,7 +73,7 @@ def _described(one: RankMessage, stream: Stream) -> str:
     return f"rank {one.rank} ({where(one.stage, one.message)}): {what(one.message, stream, one.peer)}{parts}"
 
 
-def _left_out(ended: ReplayResult, stream: Stream, odd: RankMessage, other: RankMessage, count: int) -> str:
+def _left_out(ended: Replay, stream: Stream, odd: RankMessage, other: RankMessage, count: int) -> str:
     """Whether one of two ranks has left a message out, or two are in another order."""
     own, theirs = (_looks(ended.actors[rank].part, stream)[count - 1 :] for rank in (odd.rank, other.rank))
     if len(own) > 1 and own[:2] == theirs[1::-1]:
@@ -84,17 +85,16 @@ def _left_out(ended: ReplayResult, stream: Stream, odd: RankMessage, other: Rank
 
 
 def _looks(part: RankRole, stream: Stream) -> list[tuple[object, ...]]:
-    """What the collectives of a rank on a group look like, in order."""
     pairs = zip(part.script.lines, part.script.messages, strict=True)
     own = [message for line, message in pairs if part.streams[line] == stream and message.kind not in PAIRED]
     return [(one.kind, one.shape, one.dtype, one.layer, one.microbatch) for one in own]
 
 
-def missing_group_text(ended: ReplayResult) -> tuple[str, list[str]]:
+def missing_group_text(ended: Replay) -> tuple[str, list[str]]:
     """A message of a group some of whose ranks have no such group."""
     assert ended.strangers is not None
     given, strangers = ended.strangers
-    stream = given.meeting[0]
+    stream = ended.streams[given.meeting[0]]
     said = f"Rank {given.rank} uses the group of {rank_list(stream[1])} ({stream[0]}), which {rank_list(strangers)} "
     said += f"{'do' if len(strangers) > 1 else 'does'} not use."
     lines = [_line(ended, given)]
@@ -105,26 +105,26 @@ def missing_group_text(ended: ReplayResult) -> tuple[str, list[str]]:
     return said, lines
 
 
-def _line(ended: ReplayResult, message: StartedMessage) -> str:
-    return _described(rank_message(ended.actors[message.rank].part, message.number), message.meeting[0])
+def _line(ended: Replay, message: StartedMessage) -> str:
+    return _described(rank_message(ended.actors[message.rank].part, message.number), ended.streams[message.meeting[0]])
 
 
-def deadlock_text(ended: ReplayResult) -> tuple[str, list[str]]:
+def deadlock_text(ended: Replay) -> tuple[str, list[str]]:
     """Ranks that wait for ever: for one that has ended, or in a circle."""
     waiting = _waiting(ended)
     for rank, (given, missing) in waiting.items():
         gone = [one for one in missing if ended.actors[one].ended]
         if gone:
             ends = f"{rank_list(gone)} {'end' if len(gone) > 1 else 'ends'} without it"
-            lines = [_line(ended, given), *(_why_gone(ended, one, given.meeting[0]) for one in gone[:_MOST])]
+            stream = ended.streams[given.meeting[0]]
+            lines = [_line(ended, given), *(_why_gone(ended, one, stream) for one in gone[:_MOST])]
             return f"Rank {rank} waits for ever: {ends}.", lines
     circle = _circle(waiting)
     said = f"Ranks wait for one another for ever: {' → '.join(map(str, (*circle, circle[0])))}."
     return said, [f"{_line(ended, waiting[one][0])}, waits for {rank_list(waiting[one][1])}" for one in circle]
 
 
-def _why_gone(ended: ReplayResult, rank: int, stream: Stream) -> str:
-    """What a rank gave last on a group, and what it never gives."""
+def _why_gone(ended: Replay, rank: int, stream: Stream) -> str:
     part = ended.actors[rank].part
     own = [number for number, line in enumerate(part.script.lines) if part.streams[line] == stream]
     if not own:
@@ -137,17 +137,19 @@ Waiting = dict[int, tuple[StartedMessage, list[int]]]
 """By rank: a message that it waits for, and the ranks that do not come to it."""
 
 
-def _waiting(ended: ReplayResult) -> Waiting:
+def _waiting(ended: Replay) -> Waiting:
     found: Waiting = {}
     for rank, actor in ended.actors.items():
-        held = [one for one in actor.open.values() if NOBODY != actor.messages[one.number].waited <= actor.next]
+        held = [
+            one for one in actor.open.values() if NOBODY != actor.part.script.messages[one.number].waited <= actor.next
+        ]
         first = next((one for given in held for one in _heads(ended, given) if _missing(ended, one)), None)
         if first is not None:
             found[rank] = first, _missing(ended, first)
     return found
 
 
-def _heads(ended: ReplayResult, message: StartedMessage) -> Iterator[StartedMessage]:
+def _heads(ended: Replay, message: StartedMessage) -> Iterator[StartedMessage]:
     """What a message waits for on its own rank, where others are before it; else itself."""
     for queue in ended.actors[message.rank].lanes.values():
         if any(message in batch for batch in queue):
@@ -156,15 +158,14 @@ def _heads(ended: ReplayResult, message: StartedMessage) -> Iterator[StartedMess
     yield message
 
 
-def _missing(ended: ReplayResult, message: StartedMessage) -> list[int]:
-    stream, way, _ = message.meeting
+def _missing(ended: Replay, message: StartedMessage) -> list[int]:
+    group, way, _ = message.meeting
     there = {one.rank for one in ended.present[message.meeting]}
-    wanted = stream[1] if way is None else way[:2]
+    wanted = ended.streams[group][1] if way is None else way[:2]
     return [rank for rank in wanted if rank not in there]
 
 
 def _circle(waiting: Waiting) -> list[int]:
-    """Ranks each of which waits for the next."""
     way: list[int] = []
     rank = next(iter(waiting))
     while rank not in way:
@@ -175,11 +176,11 @@ def _circle(waiting: Waiting) -> list[int]:
     return [*circle[first:], *circle[:first]]
 
 
-def unmatched_text(ended: ReplayResult) -> tuple[str, list[str]]:
+def unmatched_text(ended: Replay) -> tuple[str, list[str]]:
     """Messages that nobody waits for, and that never arrive."""
     held = ended.open
     given = held[0]
-    message = ended.actors[given.rank].messages[given.number]
+    message = ended.actors[given.rank].part.script.messages[given.number]
     missing = rank_list(_missing(ended, given)) if _missing(ended, given) else "its partners"
     verb = {MessageType.SEND: "never receives it", MessageType.RECEIVE: "never sends it"}.get(
         message.kind, "never gives it"
@@ -230,17 +231,14 @@ FIT = "messages fit"
 PROGRESS = "no rank waits for ever"
 
 
-def match(runs: Sequence[RoleRun], plan: Plan, *, in_order: bool = True) -> list[Check]:
-    """Replay the messages of all ranks.
+def match(runs: Sequence[RoleRun], plan: Plan) -> list[Check]:
+    """Replay the messages of all ranks from the runs of one rank of each role.
 
-    Args:
-        runs: of one rank of each role.
-        plan: that they ran.
-        in_order: whether the messages of one group happen one after the other on each rank, those from rank to rank
-            that start alone in order with the ones of the same partner, as NCCL runs them; else as gloo does.
+    As in NCCL, messages of one group happen one after the other on each rank, those from rank to rank that start alone
+    in order with the ones of the same partner.
     """
     scripts = [script_of(run) for run in runs]
-    parts = {part.rank: part for script in scripts for part in parts_of(script, plan.stage_devices)}
+    parts = {rank: role_of(script, rank, plan.stage_devices) for script in scripts for rank in script.run.ranks}
     unknown = [rank for rank in range(plan.devices) if rank not in parts]
     if unknown:
         said = f"Of {rank_list(unknown)} it is not known what they do."
@@ -248,7 +246,9 @@ def match(runs: Sequence[RoleRun], plan: Plan, *, in_order: bool = True) -> list
     lost = [part for part in parts.values() if None in part.streams]
     if lost:
         return _ended(Check(FIT, Verdict.FAILED, *_lost_text(lost[0])))
-    return _verdicts(Replay(parts, in_order=in_order).run(), parts)
+    ended = Replay(parts)
+    ended.run()
+    return _verdicts(ended, parts)
 
 
 def _passed(parts: Mapping[int, RankRole]) -> list[Check]:
@@ -260,7 +260,7 @@ def _passed(parts: Mapping[int, RankRole]) -> list[Check]:
     ]
 
 
-def _verdicts(ended: ReplayResult, parts: Mapping[int, RankRole]) -> list[Check]:
+def _verdicts(ended: Replay, parts: Mapping[int, RankRole]) -> list[Check]:
     if ended.clash is not None:
         return _ended(_failed(FIT, mismatch_text(ended)))
     if ended.strangers is not None:
@@ -283,7 +283,6 @@ def _ended(failed: Check) -> list[Check]:
 
 
 def _lost_text(part: RankRole) -> tuple[str, tuple[str, ...]]:
-    """A group that belongs to the place of the recorded rank alone."""
     place = part.streams.index(None)
     purpose, ranks = part.script.groups[place]
     run = part.script.run

@@ -30,11 +30,7 @@ class Script:
     places: tuple[int, ...]  # by message: its partner's or root's place in the group; -1 where it has none
     # by message from rank to rank: number of the batch that it starts with; -1 where it starts alone
     batches: tuple[int, ...]
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """In the order in which they start."""
-        return self.run.messages
+    messages: tuple[Message, ...]  # in the order in which they start
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ def script_of(run: RoleRun) -> Script:
     groups: dict[Stream, int] = {}
     lines = [groups.setdefault((one.purpose, one.ranks), len(groups)) for one in run.messages]
     places = [one.ranks.index(one.peer) if one.peer in one.ranks else -1 for one in run.messages]
-    return Script(run, tuple(groups), tuple(lines), tuple(places), _batches(run.messages))
+    return Script(run, tuple(groups), tuple(lines), tuple(places), _batches(run.messages), run.messages)
 
 
 def _batches(messages: Sequence[Message]) -> tuple[int, ...]:
@@ -80,12 +76,8 @@ def _batches(messages: Sequence[Message]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def parts_of(script: Script, width: int) -> list[RankRole]:
-    """What every rank of a role does."""
-    return [_part(script, rank, width) for rank in script.run.ranks]
-
-
-def _part(script: Script, rank: int, width: int) -> RankRole:
+def role_of(script: Script, rank: int, width: int) -> RankRole:
+    """What one rank of a role does."""
     source = script.run.rank
     moved = [(purpose, moved_group(ranks, source, rank, width)) for purpose, ranks in script.groups]
     streams = tuple(None if ranks is None else (purpose, ranks) for purpose, ranks in moved)
@@ -101,36 +93,28 @@ def moved_group(ranks: Ranks, source: int, target: int, width: int) -> Ranks | N
     if source == target:
         return ranks
     stages = {rank // width for rank in ranks}
-    moved: Ranks | None
-    if len(ranks) == len(stages) * width:
-        moved = _to_stage(ranks, source, target, width) if len(stages) == 1 else ranks
+    by = target % width - source % width  # places further
+    if len(ranks) == len(stages) * width:  # all of these stages
+        stage = (target // width - source // width) * width
+        moved: Ranks | None = tuple(rank + stage for rank in ranks) if len(stages) == 1 else ranks
     elif len(stages) == 1:
         moved = _in_stage(ranks, target, width)
     else:
-        moved = _over_stages(ranks, target % width - source % width, width)
+        fits = all(0 <= rank % width + by < width for rank in ranks)
+        moved = tuple(rank + by for rank in ranks) if fits else None
     return moved if moved is not None and target in moved else None
-
-
-def _to_stage(ranks: Ranks, source: int, target: int, width: int) -> Ranks:
-    by = (target // width - source // width) * width
-    return tuple(rank + by for rank in ranks)
-
-
-def _over_stages(ranks: Ranks, by: int, width: int) -> Ranks | None:
-    fits = all(0 <= rank % width + by < width for rank in ranks)
-    return tuple(rank + by for rank in ranks) if fits else None
 
 
 def _in_stage(ranks: Ranks, target: int, width: int) -> Ranks | None:
     least, place = min(ranks), target % width
-    steps = steps_of(sorted(rank - least for rank in ranks))
+    steps = _steps_of(sorted(rank - least for rank in ranks))
     if steps is None:
         return None
     first = target - sum(place // stride % size * stride for stride, size in steps)
     return tuple(first + rank - least for rank in ranks)
 
 
-def steps_of(offsets: Sequence[int]) -> list[tuple[int, int]] | None:
+def _steps_of(offsets: Sequence[int]) -> list[tuple[int, int]] | None:
     """Strides and sizes of the dims whose sums are these offsets, innermost first; None where there are none."""
     steps: list[tuple[int, int]] = []
     made = [0]
@@ -138,12 +122,9 @@ def steps_of(offsets: Sequence[int]) -> list[tuple[int, int]] | None:
         stride = offsets[len(made)]
         if steps and stride % (steps[-1][0] * steps[-1][1]):
             return None
-        size = next((n for n in range(2, len(offsets) + 1) if not _goes_on(offsets, len(made), stride, n)), 0)
+        inner, size = len(made), 2
+        while size * inner < len(offsets) and offsets[size * inner] == size * stride:
+            size += 1
         steps.append((stride, size))
         made = [number * stride + one for number in range(size) for one in made]
     return steps if made == list(offsets) else None
-
-
-def _goes_on(offsets: Sequence[int], inner: int, stride: int, number: int) -> bool:
-    """Whether after ``number`` repetitions of the inner dims there is one more."""
-    return number * inner < len(offsets) and offsets[number * inner] == number * stride

@@ -114,8 +114,8 @@ def _even(parts: tuple[int, ...]) -> bool:
 
 
 Way = tuple[int, int, int]  # sender, receiver and tag of a message from rank to rank
-Meeting = tuple[Stream, Way | None, int]
-"""A group, the way of a message from rank to rank or None, and its number among those."""
+Meeting = tuple[int, Way | None, int]
+"""The number of a group, the way of a message from rank to rank or None, and its number among those."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +125,9 @@ class StartedMessage:
     rank: int  # that started it
     number: int  # of the rank's messages
     meeting: Meeting  # where it meets those of other ranks
+    # messages of a rank that go one after the other: those of a group, but for single ones from rank to rank, which go
+    # in order with those of the same partner only
+    lane: Hashable
     batch: list[StartedMessage]  # the messages that it starts with
     done: bool = False  # whether it has happened
 
@@ -134,6 +137,7 @@ class _Actor:
     """A rank on its way: its next message, and how many of those that it must wait for have not happened."""
 
     part: RankRole
+    groups: list[int]  # numbers of the role's groups in the world
     next: int = 0
     owed: int = 0
     later: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -143,31 +147,9 @@ class _Actor:
     counts: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
 
     @property
-    def messages(self) -> tuple[Message, ...]:
-        """Of the rank's role."""
-        return self.part.script.messages
-
-    @property
     def ended(self) -> bool:
         """Whether all messages were started, and all that were waited for have happened."""
-        return self.next == len(self.messages) and not self.owed
-
-
-@dataclass(slots=True)
-class ReplayResult:
-    """How a replay ended."""
-
-    actors: dict[int, _Actor]  # how far each rank came
-    present: dict[Meeting, list[StartedMessage]]  # by meeting: what was given there
-    clash: MessageMismatch | None = None  # what met and does not fit; None: all that met fits
-    meeting: Meeting | None = None  # where
-    # ranks that a group's message is given without, and the message; they have no such group
-    strangers: tuple[StartedMessage, tuple[int, ...]] | None = None
-
-    @property
-    def open(self) -> list[StartedMessage]:
-        """Messages that never happened."""
-        return [one for actor in self.actors.values() for one in actor.open.values()]
+        return self.next == len(self.part.script.messages) and not self.owed
 
 
 def rank_message(part: RankRole, number: int) -> RankMessage:
@@ -180,106 +162,126 @@ def rank_message(part: RankRole, number: int) -> RankMessage:
 
 
 class Replay:
-    """Plays the world."""
+    """Plays the world, and holds how that ended.
 
-    def __init__(self, parts: Mapping[int, RankRole], *, in_order: bool) -> None:
-        self._in_order = in_order
-        self._homes = {rank: set(part.streams) for rank, part in parts.items()}
-        self._strangers: dict[Stream, tuple[int, ...]] = {}
+    Attributes:
+        actors: by rank, how far it came.
+        present: by meeting, the messages that came to it, until all have.
+        clash: what met and does not fit; None: all that met fits.
+        meeting: where the clash is.
+        strangers: a message, and ranks of its group that have no such group.
+    """
+
+    def __init__(self, parts: Mapping[int, RankRole]) -> None:
+        numbers: dict[Stream | None, int] = {}
+        self.actors = {
+            rank: _Actor(part, [numbers.setdefault(stream, len(numbers)) for stream in part.streams])
+            for rank, part in parts.items()
+        }
+        self.streams = [stream for stream in numbers if stream is not None]
+        homes = {rank: set(actor.groups) for rank, actor in self.actors.items()}
+        # by group: its ranks that say nothing in it
+        self._without = [
+            [rank for rank in ranks if number not in homes[rank]] for number, (_, ranks) in enumerate(self.streams)
+        ]
+        self.present: dict[Meeting, list[StartedMessage]] = defaultdict(list)
+        self.clash: MessageMismatch | None = None
+        self.meeting: Meeting | None = None
+        self.strangers: tuple[StartedMessage, list[int]] | None = None
         self._ready = deque(parts)
-        self._end = ReplayResult({rank: _Actor(part) for rank, part in parts.items()}, defaultdict(list))
 
-    def run(self) -> ReplayResult:
-        """Play until the end."""
+    @property
+    def open(self) -> list[StartedMessage]:
+        """Messages that never happened."""
+        return [one for actor in self.actors.values() for one in actor.open.values()]
+
+    def run(self) -> None:
+        """Play until all have ended, two messages do not fit, or nobody can go on."""
         while self._ready and not self._stopped:
-            self._go(self._end.actors[self._ready.popleft()])
-        return self._end
+            self._go(self.actors[self._ready.popleft()])
 
     @property
     def _stopped(self) -> bool:
-        return self._end.clash is not None or self._end.strangers is not None
+        return self.clash is not None or self.strangers is not None
 
     def _go(self, actor: _Actor) -> None:
-        """A rank starts messages until it must wait."""
-        while not actor.owed and actor.next < len(actor.messages) and not self._stopped:
+        part, script = actor.part, actor.part.script
+        while not actor.owed and actor.next < len(script.messages) and not self._stopped:
             number = actor.next
-            message = actor.messages[number]
-            given = self._create(actor, number, message)
-            actor.open[number] = given
+            message, line = script.messages[number], script.lines[number]
+            way: Way | None = None
+            lane: Hashable = line
+            key: Hashable = line
+            if message.kind in PAIRED:
+                place = part.partner(number)
+                other = self.streams[actor.groups[line]][1][place]
+                ends = (part.rank, other) if message.kind is MessageType.SEND else (other, part.rank)
+                way = (*ends, message.tag)
+                key = line, way
+                lane = (line, place) if script.batches[number] == NOBODY else line
+            actor.counts[key] += 1
+            started = StartedMessage(part.rank, number, (actor.groups[line], way, actor.counts[key]), lane, [])
+            actor.open[number] = started
             if message.waited != NOBODY:
                 actor.later[max(message.waited, number + 1)] += 1
             actor.next += 1
-            self._start(actor, given)
+            self._start(actor, started)
             actor.owed += actor.later.pop(actor.next, 0)
 
-    def _create(self, actor: _Actor, number: int, message: Message) -> StartedMessage:
-        part, line = actor.part, actor.part.script.lines[number]
-        stream = part.streams[line]
-        assert stream is not None
-        way: Way | None = None
-        if message.kind in PAIRED:
-            other = stream[1][part.partner(number)]
-            way = (*((part.rank, other) if message.kind is MessageType.SEND else (other, part.rank)), message.tag)
-        key = line, way, message.kind if way is not None else None
-        actor.counts[key] += 1
-        return StartedMessage(part.rank, number, (stream, way, actor.counts[key]), [])
-
     def _start(self, actor: _Actor, message: StartedMessage) -> None:
-        strangers = self._strangers_of(message.meeting)
-        if strangers:
-            self._end.strangers = message, strangers
-            return
-        if not self._in_order:
-            self._meet(message)
-            return
-        lane = lane_of(actor.part, message.number)
-        queue = actor.lanes[lane]
-        batch = actor.part.script.batches[message.number]
-        if queue and batch != NOBODY and actor.batches.get(lane) == batch:
+        group, way, _ = message.meeting
+        if self._without[group]:
+            strangers = [rank for rank in self._without[group] if way is None or rank in way[:2]]
+            if strangers:
+                self.strangers = message, strangers
+                return
+        queue, batch = actor.lanes[message.lane], actor.part.script.batches[message.number]
+        if queue and batch != NOBODY and actor.batches.get(message.lane) == batch:
             message.batch = queue[-1]
         else:
             queue.append(message.batch)
-        actor.batches[lane] = batch
+        actor.batches[message.lane] = batch
         message.batch.append(message)
         if queue[0] is message.batch:
             self._meet(message)
 
-    def _strangers_of(self, meeting: Meeting) -> tuple[int, ...]:
-        """Partners of a message that never say anything in its group."""
-        stream, way, _ = meeting
-        if stream not in self._strangers:
-            self._strangers[stream] = tuple(rank for rank in stream[1] if stream not in self._homes[rank])
-        known = self._strangers[stream]
-        return tuple(rank for rank in known if way is None or rank in way[:2]) if known else ()
-
     def _meet(self, message: StartedMessage) -> None:
-        """A message is there for its partners."""
-        found = self._end.present[message.meeting]
+        found = self.present[message.meeting]
         found.append(message)
-        stream, way, _ = message.meeting
-        if len(found) < (len(stream[1]) if way is None else 2):
+        group, way, _ = message.meeting
+        if len(found) < (len(self.streams[group][1]) if way is None else 2):
             return
-        spoken = [rank_message(self._end.actors[one.rank].part, one.number) for one in sorted(found, key=self._place)]
-        clash = collective_mismatch(spoken) if way is None else pair_mismatch(*spoken)
+        clash = None if self._same_message(found) else self._mismatch(found, way)
         if clash is not None:
-            self._end.clash, self._end.meeting = clash, message.meeting
+            self.clash, self.meeting = clash, message.meeting
             return
-        del self._end.present[message.meeting]
+        del self.present[message.meeting]
         for one in found:
             self._happen(one)
 
+    def _same_message(self, found: Sequence[StartedMessage]) -> bool:
+        """Whether all are one message of one role, which fits itself; parts of an all-to-all may still differ."""
+        first = found[0]
+        script = self.actors[first.rank].part.script
+        return script.messages[first.number].kind is not MessageType.ALL_TO_ALL and all(
+            one.number == first.number and self.actors[one.rank].part.script is script for one in found
+        )
+
+    def _mismatch(self, found: Sequence[StartedMessage], way: Way | None) -> MessageMismatch | None:
+        spoken = [rank_message(self.actors[one.rank].part, one.number) for one in sorted(found, key=self._place)]
+        return collective_mismatch(spoken) if way is None else pair_mismatch(*spoken)
+
     def _place(self, message: StartedMessage) -> int:
-        """Senders first, or the place in the group."""
-        (_, ranks), way, _ = message.meeting
+        group, way, _ = message.meeting
         if way is None:
-            return ranks.index(message.rank)
-        return int(self._end.actors[message.rank].messages[message.number].kind is MessageType.RECEIVE)
+            return self.streams[group][1].index(message.rank)
+        return int(self.actors[message.rank].part.script.messages[message.number].kind is MessageType.RECEIVE)
 
     def _happen(self, message: StartedMessage) -> None:
         message.done = True
-        actor = self._end.actors[message.rank]
+        actor = self.actors[message.rank]
         del actor.open[message.number]
-        waited = actor.messages[message.number].waited
+        waited = actor.part.script.messages[message.number].waited
         if waited != NOBODY:
             waited = max(waited, message.number + 1)
             if waited <= actor.next:
@@ -288,20 +290,8 @@ class Replay:
                 actor.later[waited] -= 1
         if not actor.owed:
             self._ready.append(message.rank)
-        if self._in_order and all(one.done for one in message.batch):
-            self._next_batch(actor, message)
-
-    def _next_batch(self, actor: _Actor, message: StartedMessage) -> None:
-        queue = actor.lanes[lane_of(actor.part, message.number)]
-        if queue and queue[0] is message.batch:
+        queue = actor.lanes[message.lane]
+        if queue and queue[0] is message.batch and all(one.done for one in message.batch):
             queue.popleft()
             for one in list(queue[0]) if queue else ():
                 self._meet(one)
-
-
-def lane_of(part: RankRole, number: int) -> Hashable:
-    """Messages of a rank that go one after the other: those of a group, but for single ones from rank to rank, which go
-    in order with those of the same partner only."""
-    script, line = part.script, part.script.lines[number]
-    alone = script.messages[number].kind in PAIRED and script.batches[number] == NOBODY
-    return line, part.partner(number) if alone else -1

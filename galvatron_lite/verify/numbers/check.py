@@ -6,23 +6,21 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.verify.numbers.shrink import Recipe, TooLargeError, shrink
-from galvatron_lite.verify.numbers.world import HANGS, Nursery
+from galvatron_lite.verify.numbers.train import ALONE, HANGS, Result, TrainingFork
 from galvatron_lite.verify.schema import Check, Verdict
 from galvatron_lite.verify.source import ModelSource
 
 NAME = "numbers"
 TIMEOUT = 300.0  # seconds for the reference, and for the ranks
-_SHOWN = 12  # differences that are listed
-
-Result = Mapping[str, Any]
+_MOST = 12  # differences that are listed
+_HANGING: Result = {"error": HANGS}
 
 
 def check_numbers(
-    source: ModelSource, plan: Plan, nursery: Nursery, processes: int | None = None, timeout: float = TIMEOUT
+    source: ModelSource, plan: Plan, fork: TrainingFork, processes: int | None = None, timeout: float = TIMEOUT
 ) -> Check:
     """Train a small model under a small plan on gloo processes, and hold loss, gradients and weights against one."""
     reason = _not_run(plan)
@@ -33,8 +31,8 @@ def check_numbers(
     except TooLargeError as error:
         return Check(NAME, Verdict.SKIPPED, f"{error} Nothing was run.")
     with tempfile.TemporaryDirectory(prefix="galvatron-numbers-") as folder:
-        results = nursery.train(recipe, Path(folder), timeout)
-    return judged(recipe, results)
+        results = fork.train(recipe, Path(folder), timeout)
+    return _judged(recipe, results)
 
 
 def _not_run(plan: Plan) -> str:
@@ -50,36 +48,26 @@ def _not_run(plan: Plan) -> str:
     return ""
 
 
-def judged(recipe: Recipe, results: Mapping[int, Result]) -> Check:
-    """The verdict on what the ranks wrote.
-
-    Args:
-        recipe: what was run.
-        results: by rank; -1 is the one process that trained alone.
-    """
-    details = recipe.said
-    alone = results.get(-1, {"error": HANGS})
+def _judged(recipe: Recipe, results: Mapping[int, Result]) -> Check:
+    details, alone = recipe.changes, results.get(ALONE, _HANGING)
     if "error" in alone:
-        said = f"The small model does not train in one process either: {alone['error']} Nothing was compared."
-        return Check(NAME, Verdict.SKIPPED, said, (*details, *_trace(alone)))
+        text = f"The small model does not train in one process either: {alone['error']} Nothing was compared."
+        return Check(NAME, Verdict.SKIPPED, text, (*details, *_trace(alone)))
     if alone["draws"]:
-        said = (
-            "The model draws random numbers that dropout does not explain: two runs of it differ. Nothing was compared."
-        )
-        return Check(NAME, Verdict.SKIPPED, said, details)
-    world = recipe.plan.devices
-    failed = {rank: results.get(rank, {"error": HANGS}) for rank in range(world)}
-    failed = {rank: result for rank, result in failed.items() if "error" in result}
+        text = "The model draws random numbers that dropout does not explain: two runs of it differ."
+        return Check(NAME, Verdict.SKIPPED, f"{text} Nothing was compared.", details)
+    ranks = {rank: results.get(rank, _HANGING) for rank in range(recipe.plan.devices)}
+    failed = {rank: result for rank, result in ranks.items() if "error" in result}
     if failed:
-        return _broken(failed, world, details)
-    wrong = {rank: lines for rank in range(world) if (lines := results[rank]["wrong"])}
-    missing = _missing(alone, [results[rank] for rank in range(world)])
+        return _broken(failed, len(ranks), details)
+    wrong = {rank: lines for rank, result in ranks.items() if (lines := result["wrong"])}
+    missing = _missing(alone, list(ranks.values()))
     if wrong or missing:
         return _different(wrong, missing, details)
     lost = f" Not kept small: {', '.join(recipe.lost)}." if recipe.lost else ""
-    processes = f"{world} gloo process{'es' * (world > 1)}"
-    said = f"Loss, gradients and updated weights of a shrunken plan on {processes} equal those of one process.{lost}"
-    return Check(NAME, Verdict.PASSED, said, details)
+    processes = f"{len(ranks)} gloo process{'es' * (len(ranks) > 1)}"
+    text = f"Loss, gradients and updated weights of a shrunken plan on {processes} equal those of one process.{lost}"
+    return Check(NAME, Verdict.PASSED, text, details)
 
 
 def _broken(failed: Mapping[int, Result], world: int, details: Sequence[str]) -> Check:
@@ -87,40 +75,38 @@ def _broken(failed: Mapping[int, Result], world: int, details: Sequence[str]) ->
     raised = {rank: result for rank, result in failed.items() if result["error"] != HANGS}
     rank, first = next(iter((raised or failed).items()))
     if raised:
-        said = f"Rank {rank} of {world} of the shrunken plan fails: {first['error']}"
+        text = f"Rank {rank} of {world} of the shrunken plan fails: {first['error']}"
     else:
-        ranks = ", ".join(str(one) for one in failed)
-        said = f"The shrunken plan hangs: rank{'s' * (len(failed) > 1)} {ranks} of {world} did not come to an end."
-    return Check(NAME, Verdict.FAILED, said, (*details, *_trace(first)))
+        ranks = ", ".join(map(str, failed))
+        text = f"The shrunken plan hangs: rank{'s' * (len(failed) > 1)} {ranks} of {world} did not come to an end."
+    return Check(NAME, Verdict.FAILED, text, (*details, *_trace(first)))
 
 
-def _trace(result: Result) -> tuple[str, ...]:
-    return tuple(str(result.get("trace", "")).splitlines()[-_SHOWN:])
+def _trace(result: Result) -> list[str]:
+    return str(result.get("trace", "")).splitlines()[-_MOST:]
 
 
 def _different(wrong: Mapping[int, Sequence[str]], missing: Sequence[str], details: Sequence[str]) -> Check:
     """What differs from one process, each line with the ranks that found it."""
     lines = [*dict.fromkeys(line for some in wrong.values() for line in some)]
-    told = [f"{line} (rank {', '.join(str(rank) for rank, some in wrong.items() if line in some)})" for line in lines]
+    by_rank = [f"{line} (rank {', '.join(str(rank) for rank in wrong if line in wrong[rank])})" for line in lines]
     kinds = list(Counter(line.split(":")[0].split(" is ")[0] for line in lines))
     what = ", ".join(kinds[:4]) or missing[0]
     where = f"on rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}" if wrong else "on any rank"
-    said = f"The shrunken plan does not train like one process: {what} differ {where}."
-    more = [f"... and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
-    return Check(NAME, Verdict.FAILED, said, (*missing, *told[:_SHOWN], *more, *details))
+    text = f"The shrunken plan does not train like one process: {what} differ {where}."
+    more = [f"... and {len(lines) - _MOST} more"] * (len(lines) > _MOST)
+    return Check(NAME, Verdict.FAILED, text, (*missing, *by_rank[:_MOST], *more, *details))
 
 
 def _missing(alone: Result, ranks: Sequence[Result]) -> list[str]:
     """Tensors that all ranks together do not have whole."""
     lines = []
     for what in ranks[0]["held"]:
-        boxes: dict[str, dict[str, int]] = {}
-        for result in ranks:
-            for name, held in result["held"][what].items():
-                boxes.setdefault(name, {}).update(held)
-        expected = alone["items" if what.startswith("weights") else "graded"]
-        for name, items in expected.items():
-            found = sum(boxes.get(name, {}).values())
-            if found < items:
-                lines.append(f"{what}: of {name} all ranks together have {found} of {items} items")
+        for name, items in alone["items" if what.startswith("weights") else "graded"].items():
+            boxes: dict[str, int] = {}
+            for result in ranks:
+                boxes |= result["held"][what].get(name, {})
+            held = sum(boxes.values())
+            if held < items:
+                lines.append(f"{what}: of {name} all ranks together have {held} of {items} items")
     return lines

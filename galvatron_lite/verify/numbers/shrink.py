@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import GalvatronError, InputError
-from galvatron_lite.model.batch import LossFn, map_tensors, sequence_length, slice_batch, tensors_of
+from galvatron_lite.model.batch import LossFn, map_tensors, slice_batch, tensors_of
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role
+from galvatron_lite.model.trace_meta import BATCH_NORMS
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan
@@ -25,10 +26,8 @@ from galvatron_lite.verify.dry.roles import named_for
 from galvatron_lite.verify.numbers.shrink_model import (
     calmed,
     can_drop,
-    convolves,
-    cut_batch,
+    cut_for,
     dropped,
-    has_batch_norms,
     narrowed,
     with_samples,
 )
@@ -68,7 +67,7 @@ class Recipe:
     plan: Plan  # of the small model
     ways: int  # degree by which everything in it that is split divides; 0: it is as wide as the large one
     left_out: tuple[str, ...]  # paths of blocks that it does without
-    said: tuple[str, ...]  # what was made smaller, and what could not be, a line each
+    changes: tuple[str, ...]  # what was made smaller, and what could not be, a line each
     lost: tuple[str, ...]  # what the large plan uses and the small one does not
 
 
@@ -95,27 +94,28 @@ def shrink(source: ModelSource, plan: Plan, processes: int | None = None) -> Rec
     size = choose_size(named, strategies, processes or FEW)
     if processes is None and unkept(strategies, size.devices):
         size = choose_size(named, strategies, MANY)
-    room = {name for _, name in unkept(strategies, size.devices)}
-    found: list[Recipe] = []
-    reasons: list[str] = []
+    no_room = {*unkept(strategies, size.devices), STAGES}
+    recipes: list[Recipe] = []
+    reason = ""
     for ways in (FEW, MANY, 0):
         try:
-            found.append(_recipe(source, named, spots, size, ways))
-        except TooLargeError as reason:
-            reasons.append(str(reason))
+            recipes.append(_recipe(source, named, spots, size, ways))
+        except TooLargeError as error:
+            reason = str(error)
             continue
-        if set(found[-1].lost) <= {*room, STAGES}:
+        if set(recipes[-1].lost) <= no_room:
             break
-    if not found:
-        raise TooLargeError(reasons[-1])
-    return min(found, key=lambda recipe: len(recipe.lost))
+    if not recipes:
+        raise TooLargeError(reason)
+    return min(recipes, key=lambda recipe: len(recipe.lost))
 
 
 def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, ways: int) -> Recipe:
-    """One way to make it smaller."""
     try:
         model, batch, loss_fn, changes = _narrow(source, ways)
-        kept, left_out = _shorter(model, spots, size)
+        wanted = {spot.name for spot in kept_spots(spots, size)}
+        left_out = [spot.name for spot in spots if spot.name not in wanted and can_drop(model, spot.name)]
+        kept = [spot for spot in spots if spot.name not in left_out]
         graph = trace(dropped(model, left_out), batch, loss_fn=loss_fn)
     except TooLargeError:
         raise
@@ -132,46 +132,31 @@ def _recipe(source: ModelSource, plan: Plan, spots: Sequence[Spot], size: Size, 
         raise TooLargeError(f"No smaller plan runs: {error}") from error
     _check_work(graph, small)
     pairs = list(dict.fromkeys((spot.strategy, chosen[spot.name]) for spot in kept))
-    said = differences(plan, small, pairs) + changes + _size_lines(spots, kept, graph)
+    blocks, left = (sum(spot.role is Role.BLOCK for spot in some) for some in (spots, kept))
+    changes = [
+        *differences(plan, small, pairs),
+        *changes,
+        f"blocks: {blocks} -> {left}" if blocks > left else f"blocks: all {blocks}",
+        f"model: {format_count(graph.parameters)} parameters",
+    ]
     lost = {name for spot in kept for name in features(spot.strategy) - features(chosen[spot.name])}
     lost |= {STAGES} if len(small.stages) < len(plan.stages) else set()
-    return Recipe(small, ways, tuple(left_out), tuple(said), tuple(sorted(lost)))
+    return Recipe(small, ways, tuple(left_out), tuple(changes), tuple(sorted(lost)))
 
 
 def _narrow(source: ModelSource, ways: int) -> tuple[nn.Module, Any, LossFn | None, list[str]]:
     """The model without storages, with its example batch; narrower, and what changed, where ``ways`` is not 0."""
-    made = source.on_meta()
-    model, given, loss_fn = made
+    parts = source.on_meta()
+    model, batch, loss_fn = parts
     if ways == 0:
-        return model, example_of(made), loss_fn, ["sizes: as they are"]
+        return model, example_of(parts), loss_fn, ["sizes: as they are"]
     with torch.device("meta"):
-        found = narrowed(model, ways, source.configured)
-    if found is None:
+        narrow = narrowed(model, ways, source.configured)
+    if narrow is None:
         raise TooLargeError("The model is not made of a configuration with sizes that could be smaller.")
-    small, changes = found
-    batch = example_batch(small) if given is None else cut_for(given, small)
+    small, changes = narrow
+    batch = example_batch(small) if batch is None else cut_for(batch, small)
     return small, batch, loss_fn, [f"sizes: {', '.join(changes) or 'as they are'}"]
-
-
-def cut_for(batch: Any, small: nn.Module) -> Any:
-    """A user's batch for a narrower model."""
-    config = getattr(small, "config", None)
-    before, longest = sequence_length(batch), _longest(small)
-    tokens = None if longest is None or longest >= before else (before, longest)
-    return cut_batch(batch, tokens, getattr(config, "vocab_size", None) or getattr(config, "vocab", None))
-
-
-def _longest(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    names = ("max_position_embeddings", "n_positions", "sequence")
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
-
-
-def _shorter(model: nn.Module, spots: Sequence[Spot], size: Size) -> tuple[list[Spot], list[str]]:
-    """The layers that stay, and paths of those that go."""
-    wanted = {spot.name for spot in kept_spots(spots, size)}
-    gone = [spot.name for spot in spots if spot.name not in wanted and can_drop(model, spot.name)]
-    return [spot for spot in spots if spot.name not in gone], gone
 
 
 def _strategies(graph: ModelGraph, kept: Sequence[Spot], names: Sequence[str], size: Size) -> Chosen:
@@ -199,7 +184,6 @@ def _alone(strategy: Strategy, kind: LayerKind, devices: int) -> Strategy:
 
 
 def _check_work(graph: ModelGraph, plan: Plan) -> None:
-    """Raise TooLargeError where the small model is not small."""
     if graph.parameters > LARGEST:
         raise TooLargeError(
             f"It still has {format_count(graph.parameters)} parameters; up to {format_count(LARGEST)} are run. Models "
@@ -210,47 +194,33 @@ def _check_work(graph: ModelGraph, plan: Plan) -> None:
         raise TooLargeError(f"A step of it still takes {work:.1e} FLOPs; up to {MOST_WORK:.0e} are run.")
 
 
-def _size_lines(spots: Sequence[Spot], kept: Sequence[Spot], graph: ModelGraph) -> list[str]:
-    blocks, left = (sum(spot.role is Role.BLOCK for spot in some) for some in (spots, kept))
-    return [
-        f"blocks: {blocks} -> {left}" if blocks > left else f"blocks: all {blocks}",
-        f"model: {format_count(graph.parameters)} parameters",
-    ]
-
-
 def make_small(source: ModelSource, recipe: Recipe) -> Small:
     """The small model with values, always the same ones; its batches differ from one another."""
     torch.manual_seed(0)
-    model, given, loss_fn = source.on_meta() if recipe.ways else source.make()
-    made = narrowed(model, recipe.ways, source.configured) if recipe.ways else None
-    small = model if made is None else made[0]
-    samples = recipe.plan.global_batch * STEPS
-    given = _with_values(source, model, given)
-    cut = given if given is None or made is None else cut_for(given, small)
-    example = example_batch(small, samples) if cut is None else with_samples(cut, samples)
+    model, batch, loss_fn = source.on_meta() if recipe.ways else source.make()
+    narrow = narrowed(model, recipe.ways, source.configured) if recipe.ways else None
+    small = model if narrow is None else narrow[0]
+    each = recipe.plan.global_batch
+    batch = _with_values(source, model, batch)
+    if batch is not None and narrow is not None:
+        batch = cut_for(batch, small)
+    batch = example_batch(small, each * STEPS) if batch is None else with_samples(batch, each * STEPS)
     small = calmed(dropped(small, recipe.left_out)).float().train()
-    normed, long = has_batch_norms(small), convolves(small)
+    normed = any(isinstance(module, BATCH_NORMS) for module in small.modules())
     if normed:
         small = nn.SyncBatchNorm.convert_sync_batchnorm(small)  # type: ignore[no-untyped-call]
-    small = small.double() if long else small
-    layers = discover_layers(small, example)
-    each = samples // STEPS
-    batches = tuple(_as(slice_batch(example, start, start + each), long) for start in range(0, samples, each))
-    return Small(small, batches, loss_fn, layers, 10.0 if long else 1.0, normed)
+    # sums over pixels are long: in float32 another order of them shows
+    convolves = sum(isinstance(module, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)) for module in small.modules()) > 1
+    precision = torch.float64 if convolves else torch.float32
+    small = small.to(precision)
+    layers = discover_layers(small, batch)
+    batch = map_tensors(batch, lambda one: one.to(precision) if one.is_floating_point() else one)
+    batches = tuple(slice_batch(batch, number * each, (number + 1) * each) for number in range(STEPS))
+    return Small(small, batches, loss_fn, layers, 10.0 if convolves else 1.0, normed)
 
 
 def _with_values(source: ModelSource, model: nn.Module, batch: Any) -> Any:
     """The user's batch; made again beside the full model where it has no values and that is not too large; or None."""
     if batch is None or not any(tensor.is_meta for tensor in tensors_of(batch)):
         return batch
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    return source.make()[1] if whole <= BUILT else None
-
-
-def _as(batch: Any, double: bool) -> Any:
-    kind = torch.float64 if double else torch.float32
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(kind) if tensor.is_floating_point() else tensor
-
-    return map_tensors(batch, cast)
+    return source.make()[1] if sum(one.numel() for one in model.parameters()) <= BUILT else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.model.batch import batch_size, map_tensors
-from galvatron_lite.model.trace_meta import BATCH_NORMS
+from galvatron_lite.model.batch import batch_size, map_tensors, sequence_length
 
 CHANCES = ("drop", "jitter", "stochastic_depth", "mask_time_prob", "mask_feature_prob")
 """Fields and attributes with one of these in their names are chances when they are numbers."""
@@ -21,10 +20,10 @@ HEAD = 8  # items of an attention head of a narrow model
 PATCH = 8
 
 
-def targets(ways: int) -> dict[str, int]:
+def _targets(ways: int) -> dict[str, int]:
     """What sizes become where they are larger, so that each can be split so many ways."""
     hidden = 2 * ways * HEAD
-    wide: dict[str, int] = {
+    return {
         **dict.fromkeys(("vocab", "vocab_size", "n_vocab"), 16 * ways),
         **dict.fromkeys(("hidden", "hidden_size", "n_embd", "d_model", "dim", "embedding_size"), hidden),
         **dict.fromkeys(("heads", "num_attention_heads", "n_head", "n_heads", "num_heads"), 2 * ways),
@@ -37,7 +36,6 @@ def targets(ways: int) -> dict[str, int]:
         **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "sequence"), 8 * ways),
         **dict.fromkeys(("experts", "num_experts", "num_local_experts", "n_routed_experts"), 2 * ways),
     }
-    return wide
 
 
 def narrowed(model: nn.Module, ways: int, configured: bool = False) -> tuple[nn.Module, list[str]] | None:
@@ -65,27 +63,20 @@ def _made_of(model: nn.Module, config: Any) -> bool:
 
 
 def _smaller(config: Any, ways: int) -> tuple[Any, list[str]]:
-    """A configuration with smaller sizes, and each change in words."""
     changed = _pictures(config, ways) | _fields(config, ways)
-    told = [f"{name} {getattr(config, name)} -> {value}" for name, value in changed.items()]
+    lines = [f"{name} {getattr(config, name)} -> {value}" for name, value in changed.items()]
     if is_dataclass(config) and not isinstance(config, type):
-        return replace(config, **changed), told
+        return replace(config, **changed), lines
     smaller = copy.deepcopy(config)
     for name, value in changed.items():
         setattr(smaller, name, value)
-    for name, part in _parts(smaller):
-        inner, more = _smaller(part, ways)
-        setattr(smaller, name, inner)
-        told += [f"{name}.{line}" for line in more]
-    return smaller, told
-
-
-def _parts(config: Any) -> Iterator[tuple[str, Any]]:
-    """Configurations inside a configuration of transformers (a text and a vision tower)."""
-    for name in getattr(config, "sub_configs", {}):
-        part = getattr(config, name, None)
+    for name in getattr(smaller, "sub_configs", {}):  # a text and a vision tower
+        part = getattr(smaller, name, None)
         if part is not None:
-            yield name, part
+            inner, more = _smaller(part, ways)
+            setattr(smaller, name, inner)
+            lines += [f"{name}.{line}" for line in more]
+    return smaller, lines
 
 
 def _items(config: Any) -> Mapping[str, Any]:
@@ -95,7 +86,7 @@ def _items(config: Any) -> Mapping[str, Any]:
 
 
 def _fields(config: Any, ways: int) -> dict[str, Any]:
-    items, wanted = _items(config), targets(ways)
+    items, wanted = _items(config), _targets(ways)
     changed: dict[str, Any] = {}
     for name in {*items, *getattr(config, "attribute_map", {}).values()}:
         value = getattr(config, name, None)
@@ -148,15 +139,11 @@ def dropped(model: nn.Module, paths: Sequence[str]) -> nn.Module:
 
     Blocks behind them take their numbers.
     """
-    by_parent: dict[str, list[int]] = {}
-    for path in paths:
-        parent, _, number = path.rpartition(".")
-        by_parent.setdefault(parent, []).append(int(number))
-    for parent, numbers in by_parent.items():
+    places = [(parent, int(number)) for parent, _, number in (path.rpartition(".") for path in paths)]
+    for parent, number in sorted(places, reverse=True):
         holder = model.get_submodule(parent)
         assert isinstance(holder, (nn.ModuleList, nn.Sequential))
-        for place in sorted(numbers, reverse=True):
-            del holder[place]
+        del holder[number]
     return model
 
 
@@ -177,32 +164,18 @@ def calmed(model: nn.Module) -> nn.Module:
     return model
 
 
-def convolves(model: nn.Module) -> bool:
-    """Whether a model is a network of convolutions, whose sums over pixels are long."""
-    kinds = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    found = [module for module in model.modules() if isinstance(module, kinds)]
-    return len(found) > 1
-
-
-def has_batch_norms(model: nn.Module) -> bool:
-    """Whether statistics of the samples of a batch are taken."""
-    return any(isinstance(module, BATCH_NORMS) for module in model.modules())
-
-
-def cut_batch(batch: Any, tokens: tuple[int, int] | None, vocab: int | None) -> Any:
-    """A user's batch for a narrower model.
-
-    Args:
-        batch: with values.
-        tokens: of a sample, before and now; None: it has none.
-        vocab: entries of the vocabulary now; None: integers stay.
-    """
+def cut_for(batch: Any, small: nn.Module) -> Any:
+    """A user's batch for a narrower model: fewer tokens, of its vocabulary."""
+    config = getattr(small, "config", None)
+    sizes = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "sequence"))
+    before = sequence_length(batch)
+    tokens = min(next((one for one in sizes if isinstance(one, int)), before), before)
+    vocab = getattr(config, "vocab_size", None) or getattr(config, "vocab", None)
 
     def cut(tensor: Tensor) -> Tensor:
-        if tokens is not None:
-            for dim in range(1, tensor.dim()):
-                if tensor.shape[dim] == tokens[0]:
-                    tensor = tensor.narrow(dim, 0, tokens[1])
+        for dim in range(1, tensor.dim()):
+            if tensor.shape[dim] == before:
+                tensor = tensor.narrow(dim, 0, tokens)
         if vocab is not None and tensor.dtype in (torch.int64, torch.int32) and tensor.dim() > 1:
             tensor = torch.where(tensor >= 0, tensor % vocab, tensor)
         return tensor.contiguous()
@@ -210,21 +183,19 @@ def cut_batch(batch: Any, tokens: tuple[int, int] | None, vocab: int | None) -> 
     return map_tensors(batch, cut)
 
 
-def with_samples(batch: Any, samples: int, shift: int = 0) -> Any:
+def with_samples(batch: Any, samples: int) -> Any:
     """A batch of so many samples, no two of them alike: those that are missing are made from others."""
     size = batch_size(batch)
 
     def resized(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != size:
             return tensor
-        rows = [_changed(tensor[row % size], row // size + shift, row) for row in range(samples)]
-        return torch.stack(rows)
+        return torch.stack([_changed(tensor[row % size], row // size, row) for row in range(samples)])
 
     return map_tensors(batch, resized)
 
 
 def _changed(row: Tensor, times: int, seed: int) -> Tensor:
-    """One sample, or another that is like it."""
     if times == 0:
         return row
     if row.is_floating_point():

@@ -42,11 +42,6 @@ class Size:
     devices: int  # of each group
     stages: int  # of the plan
 
-    @property
-    def world(self) -> int:
-        """All processes."""
-        return self.groups * self.devices
-
     def stage_of(self, number: int, stages: int) -> int:
         """The stage that one of so many ``stages`` becomes part of."""
         return number * self.stages // stages
@@ -98,41 +93,34 @@ def _settled(smaller: Strategy, strategy: Strategy) -> Iterator[Strategy]:
 
 def reduced(strategy: Strategy, devices: int, legal: Legal = lambda _: True) -> Strategy | None:
     """The strategy on so many devices that uses most of what this one does; None where none is legal."""
-    found = [one for one in reductions(strategy, devices) if legal(one)]
-    return max(found, key=_worth, default=None)
 
+    def worth(smaller: Strategy) -> tuple[int, int, tuple[int, ...]]:
+        degrees = tuple(getattr(smaller, name) for name in DEGREES)  # they decide between equals
+        return len(features(smaller)), -max(degrees), degrees
 
-def _worth(strategy: Strategy) -> tuple[int, int, tuple[int, ...]]:
-    """What is used first, then even degrees; the last decides between equals."""
-    degrees = [getattr(strategy, name) for name in DEGREES]
-    return len(features(strategy)), -max(degrees), tuple(degrees)
+    return max(filter(legal, reductions(strategy, devices)), key=worth, default=None)
 
 
 def choose_size(plan: Plan, strategies: Sequence[Strategy], processes: int) -> Size:
-    """How few processes keep most of what a plan uses: its pipeline, the features of its strategies, its stages."""
-    choices = [
-        (groups, devices)
-        for groups in range(min(2, plan.pipeline), min(plan.pipeline, processes) + 1)
-        for devices in divisors(plan.stage_devices)
-        if groups * devices <= processes
-    ]
-
-    def worth(choice: tuple[int, int]) -> tuple[int, int, int]:
-        groups, devices = choice
-        return -len(unkept(strategies, devices)), groups, -groups * devices
-
-    groups, devices = max(choices, key=worth)
-    virtual = min(plan.virtual_stages, 2)
-    return Size(groups, devices, groups * virtual)
+    """How few processes keep most of what a plan uses: the features of its strategies, its pipeline, its stages."""
+    groups, devices = max(
+        (
+            (groups, devices)
+            for groups in range(min(2, plan.pipeline), min(plan.pipeline, processes) + 1)
+            for devices in divisors(plan.stage_devices)
+            if groups * devices <= processes
+        ),
+        key=lambda size: (-len(unkept(strategies, size[1])), size[0], -size[0] * size[1]),
+    )
+    return Size(groups, devices, groups * min(plan.virtual_stages, 2))
 
 
-def unkept(strategies: Sequence[Strategy], devices: int) -> list[tuple[Strategy, str]]:
+def unkept(strategies: Sequence[Strategy], devices: int) -> list[str]:
     """What strategies use, and so many devices have no room for; all of one that fits on them in no way."""
-    lost = []
+    lost: list[str] = []
     for strategy in strategies:
-        smaller = reduced(strategy, devices)
-        used = features(strategy)
-        lost += [(strategy, name) for name in (used - features(smaller) if smaller else {*used, "itself"})]
+        smaller, used = reduced(strategy, devices), features(strategy)
+        lost += used - features(smaller) if smaller else {*used, "itself"}
     return lost
 
 
@@ -161,20 +149,22 @@ def legal_for(kinds: Sequence[LayerKind], devices: int) -> Legal:
 def small_plan(
     plan: Plan, size: Size, kept: Sequence[Spot], names: Sequence[str], chosen: Mapping[str, Strategy]
 ) -> Plan:
-    """The plan for the small model."""
-    stages = len(plan.stages)
+    """The plan for the small model; ``chosen`` are strategies by names of the large model's layers."""
     layers: list[list[tuple[str, Strategy]]] = [[] for _ in range(size.stages)]
     for spot, name in zip(kept, names, strict=True):
-        layers[size.stage_of(spot.stage, stages)].append((name, chosen[spot.name]))
-    unit = math.lcm(*(strategy.batch_degree for stage in layers for _, strategy in stage))
+        layers[size.stage_of(spot.stage, len(plan.stages))].append((name, chosen[spot.name]))
+    stages = []
+    for stage in layers:
+        runs = [(strategy, [name for name, _ in run]) for strategy, run in groupby(stage, lambda layer: layer[1])]
+        stages.append(Stage(tuple(LayerRun(run[0], run[-1], len(run), strategy) for strategy, run in runs)))
     microbatches = min(plan.microbatches, 2 * size.groups)
     return replace(
         plan,
-        devices=size.world,
-        global_batch=unit * microbatches,
+        devices=size.groups * size.devices,
+        global_batch=math.lcm(*(one.batch_degree for one in chosen.values())) * microbatches,
         microbatches=microbatches,
         precision="fp32",
-        stages=tuple(Stage(tuple(_runs(stage))) for stage in layers),
+        stages=tuple(stages),
         prediction=None,
         alternatives=(),
         left_out=(),
@@ -184,23 +174,16 @@ def small_plan(
     )
 
 
-def _runs(layers: Sequence[tuple[str, Strategy]]) -> Iterator[LayerRun]:
-    for strategy, run in groupby(layers, lambda layer: layer[1]):
-        names = [name for name, _ in run]
-        yield LayerRun(names[0], names[-1], len(names), strategy)
-
-
 def differences(plan: Plan, small: Plan, pairs: Sequence[tuple[Strategy, Strategy]]) -> list[str]:
     """What the small plan has less of than the large one, a line each."""
-    said = [
+    before, after = (
         f"{one.devices} devices, {len(one.stages)} stage{'s' * (len(one.stages) > 1)}, batch {one.global_batch} in "
         f"{one.microbatches} micro-batch{'es' * (one.microbatches > 1)}"
         for one in (plan, small)
-    ]
-    lines = [f"plan: {said[0]} -> {said[1]}"]
-    for whole, smaller in pairs:
-        lost = sorted(features(whole) - features(smaller))
-        told = f"; not kept: {', '.join(lost)}" if lost else ""
-        if whole != smaller:
-            lines.append(f"strategy: {whole} -> {smaller}{told}")
+    )
+    lines = [f"plan: {before} -> {after}"]
+    for large, smaller in pairs:
+        lost = ", ".join(sorted(features(large) - features(smaller)))
+        if large != smaller:
+            lines.append(f"strategy: {large} -> {smaller}{lost and f'; not kept: {lost}'}")
     return lines

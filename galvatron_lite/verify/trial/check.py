@@ -294,7 +294,6 @@ def _uneven(batch: Any, counts: Sequence[TargetCount]) -> Iterator[Any]:
 
 
 def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: str, loss_fn: LossFn | None) -> bool:
-    """Whether shares with these weights make the batch's loss and gradients."""
     if isinstance(weight, TermCounts):
         try:
             shares = _scaled(double, trial, weight, reduction, loss_fn)
@@ -321,7 +320,6 @@ def _equal(double: Double, trial: Trial, weight: LossWeight | None, reduction: s
 def _scaled(
     double: Double, trial: Trial, weight: TermCounts, reduction: str, loss_fn: LossFn | None
 ) -> list[PassResult]:
-    """Passes of the shares, their terms weighted."""
     rows = SAMPLES // SHARES
     scales = share_scales(weight, reduction, trial.batch, SHARES)
     parts = [slice_batch(trial.batch, start, start + rows) for start in range(0, SAMPLES, rows)]

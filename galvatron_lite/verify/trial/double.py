@@ -27,8 +27,7 @@ from galvatron_lite.model.trace_record import ValuesReadError
 from galvatron_lite.runtime.loss_weight import ShareScale, TargetCount, mean_of_targets
 from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.units import format_count
-from galvatron_lite.verify.numbers.shrink import cut_for
-from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, dropped, narrowed, with_samples
+from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, cut_for, dropped, narrowed, with_samples
 
 SAMPLES = 4
 KEPT = 2  # blocks of each kind
@@ -68,7 +67,6 @@ def make_double(
 
 
 def _runs(double: Double) -> bool:
-    """Whether the copy runs with values, which may be places among what is left."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             call_model(copy.deepcopy(double.model), double.batch)
@@ -111,7 +109,6 @@ def _double(model: nn.Module, batch: Any, gone: Sequence[str], init_fn: Callable
 
 
 def _left_out(model: nn.Module, layers: Sequence[Layer]) -> list[str]:
-    """Paths of the blocks that the copy does without."""
     seen, gone = Counter[str](), []
     for layer in layers:
         if layer.role is not Role.BLOCK or len(layer.modules) != 1 or not can_drop(model, layer.modules[0]):
@@ -148,7 +145,6 @@ def _work(model: nn.Module, batch: Any, gone: Sequence[str]) -> float:
 
 
 def _narrow(model: nn.Module, batch: Any, rest: Sequence[Tensor]) -> tuple[nn.Module, Any]:
-    """A narrower model with values of its own, and its batch."""
     with torch.device("meta"):
         found = narrowed(model, NARROW)
     if found is None:

@@ -25,15 +25,14 @@ from itertools import count, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.chains.chain import Chain
-from galvatron_lite.search.chains.frontier import ChainFront, Path, pareto_paths
-from galvatron_lite.search.chains.pareto import pareto_rows
+from galvatron_lite.search.chain import Chain, ChainFront, Path, good_path, pareto_paths
+from galvatron_lite.search.pareto import pareto_rows
 
 IntArray = NDArray[np.int64]
 Pair = tuple[int, int]
 Settled = Mapping[int, int]
-_MOST, _QUICK = 400, 6
-"""Nodes that are looked into at the most, counted, so that results repeat; and where a good way, soon, will do."""
+_MOST = 400
+"""Nodes that are looked into at the most, counted, so that results repeat."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,24 +65,20 @@ class _Relaxed:
     charged: dict[Pair, tuple[int, IntArray]]
 
 
-def net_paths(net: Net, cap: int | None = None, beam: int | None = None, exact: bool = True) -> ChainFront:
-    """The Pareto set of a net within memory, as ``frontier.pareto_paths`` has it of a chain.
+def net_paths(net: Net, cap: int | None = None, beam: int | None = None) -> ChainFront:
+    """The Pareto set of a net within memory, as ``chain.pareto_paths`` has it of a chain."""
+    return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam)
 
-    Args:
-        net: the problem.
-        cap: paths of more weighted time than this are of no interest.
-        beam: labels of a layer of each chain at the most.
-        exact: False: good paths, soon.
-    """
-    if not net.skips:
-        return pareto_paths(net.chain, cap, beam)
-    return _Walk(net, cap, beam).run(_MOST if exact else _QUICK)
+
+def good_way(net: Net) -> tuple[Path | None, float]:
+    """A good path of one criterion, soon, and a weighted time that no path beats, as ``chain.good_path``."""
+    relaxed = _relaxed(net, {})
+    path, least = good_path(relaxed.chain)
+    return (None if path is None else _priced(net, relaxed, path)[0]), least
 
 
 @dataclass(slots=True, eq=False)
 class _Walk:
-    """The search of one net."""
-
     net: Net  # the problem
     cap: int | None  # on the weighted time
     beam: int | None  # labels of a layer
@@ -91,8 +86,8 @@ class _Walk:
     work: int = 0  # labels looked at
     dropped: float = np.inf  # a weighted time that no path left out beats
 
-    def run(self, most: int) -> ChainFront:
-        """Looks into so many nodes, the most promising first."""
+    def run(self) -> ChainFront:
+        """Looks into the nodes, the most promising first."""
         order, looked = count(1), 0
         heap: list[tuple[int, int, dict[int, int]]] = [(0, 0, {})]
         while heap:
@@ -100,7 +95,7 @@ class _Walk:
             limit = self._limit()
             if limit is not None and least > limit:
                 continue
-            if looked >= most:
+            if looked >= _MOST:
                 self.dropped = min(self.dropped, float(least))
                 continue
             looked += 1
@@ -110,7 +105,6 @@ class _Walk:
         return ChainFront(tuple(paths), self.work, self.dropped)
 
     def _limit(self) -> int | None:
-        """What the weighted time of a path of interest is at the most."""
         if len(self.net.chain.weights) > 1 or not self.best:
             return self.cap
         return self.best[0].time[0] * int(self.net.chain.weights[0]) - 1
@@ -136,14 +130,12 @@ class _Walk:
         return [(least, settled | {place: int(group)}) for group in groups]
 
     def _note(self, paths: Sequence[Path]) -> None:
-        """Keeps what is best of these paths and those known."""
         every = self.best + [path for path in paths if self.cap is None or self._weighted(path) <= self.cap]
         if every:
             rows = pareto_rows(np.array([path.time for path in every], dtype=np.int64))
             self.best = [every[row] for row in rows]
 
     def _beaten(self, path: Path) -> bool:
-        """Whether a path that is known is no slower in any criterion."""
         return any(all(a <= b for a, b in zip(known.time, path.time, strict=True)) for known in self.best)
 
     def _weighted(self, path: Path) -> int:
@@ -151,7 +143,6 @@ class _Walk:
 
 
 def _relaxed(net: Net, settled: Settled) -> _Relaxed:
-    """The chain that bounds a node."""
     layers = net.chain.layers
     free = np.arange(0)
     rows = [
@@ -198,7 +189,6 @@ def _priced(net: Net, relaxed: _Relaxed, path: Path) -> tuple[Path, dict[Pair, i
 
 
 def _most_underrated(under: Mapping[Pair, int]) -> int:
-    """The layer whose edges were most underrated together; the first of equals."""
     sums: dict[int, int] = {}
     for pair, missing in under.items():
         for place in pair:

@@ -1,0 +1,516 @@
+"""Lower bounds on the time of whole plans of a shape: what prunes shapes and stage boundaries.
+
+Three kinds, each for few of what the one before leaves:
+
+- ``Glance``: compute alone, for every shape, before anything is priced.
+- ``averaged``: the slowest stage has its share of the layers, with whatever strategies are quickest.
+- ``relaxed``: for stage s of layers i..j-1 and any price of memory lambda >= 0,
+
+      theta_s(i, j) >= sum_l min_s (theta_l(s) + lambda y_l(s)) - lambda M
+
+  bounds the time theta = m c + step that the stage needs alone (c: one micro-batch, y: rest + prefix, M: bytes),
+  because every feasible choice has sum y <= M; for the last layer y is its own peak (rest + w). With R_s(i, j) what a
+  stage delays the step by where another one is the slowest (``cost.schedule``), a plan with that stage takes at least
+
+      theta_s(i, j) + pre_s(i) + post_s(j),
+
+  pre_s(i) the least sum of R of the s stages before it over layers 0..i-1, post_s(j) that of the stages after it. A cut
+  takes at least the greatest of that over its stages, and the least over all cuts bounds the plan.
+
+``StageBounds`` are sharpened where it matters: in the stages of the cut that looks best (``best_first``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from galvatron_lite.arrays import FloatArray, IntArray
+from galvatron_lite.cost.points import Curves, index_points, slices_of
+from galvatron_lite.cost.schedule import form_of
+from galvatron_lite.cost.sharing import tied_groups
+from galvatron_lite.cost.stage import Shape, weight_seconds
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.profiler.schema import LayerPoint, Profile
+from galvatron_lite.search.chain import ChainBounds
+from galvatron_lite.search.problem import Problem, even_cuts, part_of
+from galvatron_lite.search.tables import TICKS, StrategyTable
+
+Place = tuple[int, int, int]
+"""A stage, its first layer and the one behind its last."""
+Scores = dict[int, tuple[float, dict[Strategy, float]]]
+"""By place of a tied layer: a bound on plans with other layers in its stage, and by strategy one on all others."""
+TableRow = Sequence[StrategyTable]
+"""The widest table of every layer of the model that a stage may use."""
+_PRICES = np.concatenate(([0.0], 2.0 ** np.arange(-12, 13, 2)))
+_TINY, _ROUNDING = 1e-9, 1e-6
+_EVERY, _KEPT = 8, 8
+"""So many micro-batches in flight are told apart one by one; the best so many prices are kept for all ranges."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageBounds:
+    """Bounds of a shape; per stage, of the layers i..j-1, (L + 1, L + 1), infinite where nothing fits."""
+
+    theta: tuple[FloatArray, ...]  # picoseconds that the stage needs alone
+    ramp: tuple[FloatArray, ...]  # picoseconds that it delays the step by
+    pre: tuple[FloatArray, ...]  # per stage (L + 1,): the least ramp of the stages before it, if they end there
+    post: tuple[FloatArray, ...]  # per stage (L + 1,): that of the stages after it, if they start there
+    looked: frozenset[Place] = frozenset()  # places whose theta is that of their chain's shortest paths
+    timed: frozenset[Place] = frozenset()  # places whose theta is exact
+    ramped: frozenset[Place] = frozenset()  # places whose ramp is exact
+
+    @cached_property
+    def excess(self) -> tuple[FloatArray, ...]:
+        """Times that no plan with those layers in that stage beats."""
+        around = zip(self.theta, self.pre, self.post, strict=True)
+        return tuple(theta + before[:, None] + after for theta, before, after in around)
+
+    @cached_property
+    def _ahead(self) -> list[FloatArray]:
+        best = [self.excess[0][0]]
+        for stage in self.excess[1:]:
+            best.append(np.maximum(best[-1][:, None], stage).min(axis=0))
+        return best
+
+    @cached_property
+    def _behind(self) -> list[FloatArray]:
+        best = [self.excess[-1][:, -1]]
+        for stage in reversed(self.excess[:-1]):
+            best.append(np.maximum(best[-1], stage).min(axis=1))
+        return best[::-1]
+
+    @property
+    def bound(self) -> float:
+        """A time that no plan beats."""
+        return float(self._ahead[-1][-1]) * (1 - _TINY)
+
+    def through(self, stage: int, start: int, stop: int) -> float:
+        """A time that no plan with these layers in a stage beats."""
+        before = self._ahead[stage - 1][start] if stage else (0.0 if start == 0 else np.inf)
+        after = self._behind[stage + 1][stop] if stage + 1 < len(self.theta) else 0.0
+        return max(float(before), float(self.excess[stage][start, stop]), float(after)) * (1 - _TINY)
+
+    def least_after(self, stage: int, place: int) -> float:
+        """Least ramp of the layers from a place on, in the stages after one, rounded down."""
+        return float(self.post[stage][place]) * (1 - _TINY) - 1.0
+
+    def others(self, stage: int, start: int, stop: int) -> int:
+        """Least ramp of the layers outside a stage, rounded down; 0 where no plan has it."""
+        total = float(self.pre[stage][start] + self.post[stage][stop])
+        return max(int(total * (1 - _TINY)) - 1, 0) if np.isfinite(total) else 0
+
+    def cuts(self) -> list[int]:
+        """The boundaries of a partition that reaches the bound: (0, ..., L)."""
+        cuts = [len(self.theta[0]) - 1]
+        for stage in range(len(self.theta) - 1, 0, -1):
+            cuts.append(int(np.argmin(np.maximum(self._ahead[stage - 1], self.excess[stage][:, cuts[-1]]))))
+        return [0, *reversed(cuts)]
+
+    def with_theta(self, places: Sequence[Place], value: float, *, exact: bool = True) -> StageBounds:
+        """With another theta of some places, if it is greater."""
+        known = self.timed | set(places) if exact else self.timed
+        return replace(self, theta=_raised(self.theta, places, value), looked=self.looked | set(places), timed=known)
+
+    def with_ramp(self, places: Sequence[Place], value: float) -> StageBounds:
+        """With another ramp of some places, if it is greater."""
+        ramp = _raised(self.ramp, places, value)
+        pre, post = _around(ramp)
+        return replace(self, ramp=ramp, pre=pre, post=post, ramped=self.ramped | set(places))
+
+    def within(self, limit: float) -> StageBounds:
+        """Without places that no plan below a limit has; infinite bounds where no plan is left."""
+        if self.bound >= limit:
+            return replace(self, theta=tuple(np.full_like(own, np.inf) for own in self.theta[:1]) * len(self.theta))
+        over = [own * (1 - _TINY) >= limit for own in self.excess]
+        theta = tuple(
+            np.where(gone, np.inf, own) if (gone & np.isfinite(own)).any() else own
+            for gone, own in zip(over, self.theta, strict=True)
+        )
+        return replace(self, theta=theta)
+
+    def opened(self, layers: Iterable[int]) -> StageBounds:
+        """The same bounds where what is known of stages with some of these layers may be too low."""
+        some = set(layers)
+        looked, timed, ramped = (
+            frozenset(own for own in known if some.isdisjoint(range(*own[1:])))
+            for known in (self.looked, self.timed, self.ramped)
+        )
+        return replace(self, looked=looked, timed=timed, ramped=ramped)
+
+
+def _raised(every: tuple[FloatArray, ...], places: Sequence[Place], value: float) -> tuple[FloatArray, ...]:
+    """Greater of the old and the new value at some places; arrays that stages share stay shared if they agree."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for stage, *ends in places:
+        ranges.setdefault(stage, []).append((ends[0], ends[1]))
+    known: dict[object, FloatArray] = {}
+    changed = list(every)
+    for stage, own in ranges.items():
+        key = (id(every[stage]), tuple(own))
+        if key not in known:
+            known[key] = every[stage].copy()
+            rows, columns = np.array(own).T
+            known[key][rows, columns] = np.maximum(known[key][rows, columns], value)
+        changed[stage] = known[key]
+    return tuple(changed)
+
+
+def _around(ramp: tuple[FloatArray, ...]) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
+    pre, post = ([np.where(np.arange(len(ramp[0])) == end, 0.0, np.inf)] for end in (0, len(ramp[0]) - 1))
+    for own in ramp[:-1]:
+        pre.append((pre[-1][:, None] + own).min(axis=0))
+    for own in reversed(ramp[1:]):
+        post.append((post[-1] + own).min(axis=1))
+    return tuple(pre), tuple(post[::-1])
+
+
+def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
+    """Bounds of a problem; None where they show that nothing fits.
+
+    Args:
+        problem: gives the shape, the budgets and the micro-batches in flight.
+        tables: by stage.
+    """
+    if any(not len(table) for own in _distinct(tables) for table in own):
+        return None
+    form, stages, sends = problem.form, problem.shape.stages, problem.least_sends()
+    levels = _levels([problem.held(stage) for stage in range(stages)])
+    figures: dict[int, _Figures] = {}
+    thetas: dict[tuple[object, ...], FloatArray] = {}
+    ramps: dict[tuple[int, int], FloatArray] = {}
+    theta, ramp = [], []
+    for stage, own in enumerate(tables):
+        ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
+        room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
+        filled = problem.filled(stage)
+        key = (levels[stage], filled, id(own), room, ends, sends[stage])
+        if id(own) not in figures:
+            figures[id(own)] = _Figures(problem, stage, own)
+        if key not in thetas:
+            bound = figures[id(own)].theta(levels[stage], filled, room, ends)
+            thetas[key] = bound + form.microbatches * sends[stage]
+        theta.append(_offered(problem, stage, thetas[key]))
+        if (id(own), sends[stage]) not in ramps:
+            total = _summed(figures[id(own)].ramp)
+            empty = np.tri(len(total), dtype=bool)
+            ramps[id(own), sends[stage]] = np.where(empty, np.inf, total - total[:, None] + sends[stage])
+        ramp.append(ramps[id(own), sends[stage]])
+    pre, post = _least_around([figures[id(own)].ramp for own in tables], sends)
+    bounds = StageBounds(tuple(theta), tuple(ramp), pre, post)
+    return bounds if np.isfinite(bounds.bound) else None
+
+
+def _least_around(
+    ramps: Sequence[FloatArray], sends: Sequence[int]
+) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
+    """``pre`` and ``post`` where the ramp of layers adds up over any stages: each layer where it takes least."""
+    count = len(ramps[0])
+    pre, post = ([np.where(np.arange(count + 1) == end, 0.0, np.inf)] for end in (0, count))
+    known: dict[frozenset[int], FloatArray] = {}
+
+    def summed(stages: Sequence[FloatArray]) -> FloatArray:
+        key = frozenset(map(id, stages))
+        if key not in known:
+            known[key] = _summed(np.min([*{id(own): own for own in stages}.values()], axis=0))
+        return known[key]
+
+    for stage in range(1, len(ramps)):
+        pre.append(summed(ramps[:stage]) + sum(sends[:stage]))
+    for stage in range(len(ramps) - 1, 0, -1):
+        total = summed(ramps[stage:])
+        post.append(total[-1] - total + sum(sends[stage:]))
+    return tuple(pre), tuple(post[::-1])
+
+
+def _offered(problem: Problem, stage: int, theta: FloatArray) -> FloatArray:
+    """Infinite where a stage may not have just these layers, because all are to have equally many blocks."""
+    if not problem.tables[stage].fixed.even or problem.shape.stages == 1:
+        return theta
+    cuts, only = even_cuts(problem.graph, problem.shape.stages), np.full_like(theta, np.inf)
+    if cuts:
+        only[cuts[stage], cuts[stage + 1]] = theta[cuts[stage], cuts[stage + 1]]
+    return only
+
+
+def _levels(held: Sequence[int]) -> list[int]:
+    """Micro-batches in flight, rounded down to few levels where there are many: less memory bounds more."""
+    if len(set(held)) <= _EVERY:
+        return list(held)
+    steps = sorted({1, *(base << shift for base in (2, 3) for shift in range(40))})
+    return [max(step for step in steps if step <= own) for own in held]
+
+
+class _Figures:
+    def __init__(self, problem: Problem, stage: int, tables: TableRow) -> None:
+        numbers: dict[int, int] = {}
+        self.which = np.array([numbers.setdefault(id(table), len(numbers)) for table in tables])
+        kinds, form = list({id(table): table for table in tables}.values()), problem.form
+        self.problem = problem
+        self.ramp = np.array([float(table.ramp(form).min()) for table in kinds])[self.which]
+        self.time = [table.theta(form).astype(np.float64) for table in kinds]
+        memory = [table.figures.memory for table in kinds]
+        self.both = [(own[:, 0] + own[:, 1]).astype(np.float64) for own in memory]
+        self.last = [(own[:, 0] + own[:, 2:4].max(axis=1)).astype(np.float64) for own in memory]
+        self.kept = [table.figures.kept.astype(np.float64) for table in kinds]
+        self.late = [table.figures.late.astype(np.float64) for table in kinds]
+        self.wired = [
+            np.array([problem.at_ends(own) for own in table.options.layouts], dtype=bool)[table.codes]
+            for table in kinds
+        ]
+        self.move = 2.0 * problem.shape.microbatches * problem.least_move(stage)
+
+    def theta(self, held: int, filled: bool, room: float, ends: tuple[bool, bool]) -> FloatArray:
+        """(L + 1, L + 1): bound on theta of the layers i..j-1.
+
+        Layers next to a boundary have the wire's layout. Those between either all have it, too, or the stage pays for
+        leaving it and for coming back: two of the cheapest moves (one in the first and the last stage).
+        """
+        extra, problem = float(held - 1), self.problem
+        rows = zip(self.both, self.kept, self.late, strict=True)
+        memory = [both + extra * kept - filled * late for both, kept, late in rows]
+        local = [last + extra * kept for last, kept in zip(self.last, self.kept, strict=True)]
+        parts = part_of(problem.graph) if problem.runs == 1 and problem.alike_parts and any(ends) else []
+        if parts and max(parts.count(0), parts.count(2)) < 2 and not problem.tables[0].fixed.layers:
+            return self._alike(np.array(parts), memory, local, room)
+        count = len(self.which)
+        bound = np.full((count + 1, count + 1), -np.inf)
+        for price in self._best_prices(memory, room):
+            free, last = self._least(memory, price), self._least(local, price)
+            if any(ends):
+                kept, kept_last = self._least(memory, price, wired=True), self._least(local, price, wired=True)
+                own = _wired(free, last, kept, kept_last, ends, self.move)
+            else:
+                own = _ranges(free, last)
+            np.maximum(bound, own - price * room, out=bound)
+        lightest = [np.array([values.min() for values in own])[self.which] for own in (memory, local)]
+        return np.where((_ranges(*lightest) > room) | np.tri(count + 1, dtype=bool), np.inf, bound)
+
+    def _least(self, memory: list[FloatArray], price: float, *, wired: bool = False) -> FloatArray:
+        """(L,): least time + price * memory; infinite where nothing has the wire's layout, if that is asked for."""
+        rows = zip(self.time, memory, self.wired, strict=True)
+        values = (own[among] if wired else own for time, size, among in rows for own in [time + price * size])
+        least: FloatArray = np.array([own.min(initial=np.inf) for own in values])[self.which]
+        return least
+
+    def _best_prices(self, memory: list[FloatArray], room: float) -> FloatArray:
+        """No price, and those that bound best where a stage needs about as much memory as there is."""
+        spreads = [float(np.array([np.ptp(own) for own in values])[self.which].sum()) for values in (self.time, memory)]
+        prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
+        summed = np.cumsum([0 * prices, *np.array([self._least(memory, price) for price in prices]).T], axis=0)
+        lengths = sorted({max(len(self.which) // share, 1) for share in (1, 2, 4, 8, 16, 32, 64)})
+        best = {int(np.argmax((summed[own:] - summed[:-own]).mean(axis=0) - prices * room)) for own in lengths}
+        return np.asarray(prices[sorted({0, *sorted(best)[:_KEPT]})])
+
+    def _alike(self, parts: IntArray, memory: list[FloatArray], local: list[FloatArray], room: float) -> FloatArray:
+        """``theta`` where blocks of a stage have one strategy, in the wire's layout, as one of them is at a boundary:
+        no more than one layer is before them, and after them."""
+        blocks = np.concatenate(([0], np.cumsum(parts == 1)))
+        kind, count = self.which[np.flatnonzero(parts == 1)[0]], np.arange(blocks[-1] + 1)[:, None]
+        own, size, end = (every[kind][self.wired[kind]] for every in (self.time, memory, local))
+        first, last = self.which[0], self.which[-1]
+        before = (
+            (self.time[first].min(), np.minimum(memory[first], local[first]).min()) if parts[0] == 0 else (0.0, 0.0)
+        )
+        after = (self.time[last].min(), local[last].min()) if parts[-1] == 2 else (0.0, 0.0)
+
+        def least(edges: float, around: FloatArray | float) -> FloatArray:
+            """(blocks + 1,): theta of so many blocks, and of layers around them, which need so many bytes."""
+            best = np.where(count * size + around <= room, count * own, np.inf).min(axis=1, initial=np.inf)
+            best[0] = 0.0
+            return np.asarray(best + edges)
+
+        alone = (end - size) * (count > 0)
+        bound = least(0.0, alone)[np.maximum(blocks - blocks[:, None], 0)]
+        bound[0] = least(before[0], before[1] + alone)[blocks]
+        if parts[-1] == 2:
+            bound[:, -1] = least(after[0], after[1])[blocks[-1] - blocks]
+            bound[0, -1] = least(before[0] + after[0], before[1] + after[1])[-1]
+        return np.where(np.tri(len(blocks), dtype=bool), np.inf, bound)
+
+
+def _wired(
+    free: FloatArray, last: FloatArray, kept: FloatArray, kept_last: FloatArray, ends: tuple[bool, bool], move: float
+) -> FloatArray:
+    """``_ranges`` of a stage with boundaries at these ends; ``kept``: least of the choices in the wire's layout."""
+    never = ~np.isfinite(kept)
+    uniform = _ranges(np.where(never, 0.0, kept), np.where(never, 0.0, kept_last))
+    missing = np.concatenate(([0], np.cumsum(never)))
+    uniform = np.where(missing - missing[:, None] > 0, np.inf, uniform)
+    mixed = _ranges(free, kept_last if ends[1] else last)
+    if ends[0]:
+        mixed = mixed + np.concatenate((kept - free, [0.0]))[:, None]
+    return np.minimum(uniform, mixed + sum(ends) * move)
+
+
+def _ranges(values: FloatArray, last: FloatArray) -> FloatArray:
+    """(L + 1, L + 1): sums over the layers i..j-1, with ``last`` for the last of them."""
+    total = _summed(values)
+    ends: FloatArray = np.concatenate(([0.0], total[:-1] + last)) - total[:, None]
+    return ends
+
+
+def _summed(values: FloatArray) -> FloatArray:
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+def _distinct(tables: Sequence[TableRow]) -> list[TableRow]:
+    return list({id(own): own for own in tables}.values())
+
+
+def averaged(problem: Problem, tables: Sequence[TableRow]) -> float:
+    """A time that no plan beats, quickly: the slowest stage has its share of the layers; memory is left out."""
+    form, ramps, rounds = problem.form, [], []
+    for own in _distinct(tables):
+        if not all(len(table) for table in own):
+            return np.inf
+        least = {}
+        for table in {id(table): table for table in own}.values():
+            ramp = form.share * table.ramp(form)
+            least[id(table)] = float(ramp.min()), float((table.theta(form) - ramp).min())
+        ramps.append([least[id(table)][0] for table in own])
+        rounds.append([least[id(table)][1] for table in own])
+    ramp, more = np.min(ramps, axis=0), np.min(rounds, axis=0)
+    return float(ramp.sum() + max(more.sum() / problem.shape.stages, more.max())) * (1 - _TINY)
+
+
+@dataclass(slots=True)
+class Glance:
+    """First bounds of shapes, from compute alone.
+
+    Of every kind of layer the least seconds of compute that the profile holds for any tensor degree and choice of
+    recomputation, with the samples shared out over all other devices. With r and c, what a layer delays the step by and
+    what it takes of a micro-batch, and p stages,
+
+        T >= sum_l r_l + (m - 1) max(max_l c_l, sum_l c_l / p)
+
+    because the slowest stage has at least its share, and at least the slowest layer.
+    """
+
+    profile: Profile  # of devices of several types, the quickest counts for each kind
+    _numbers: dict[str, int] = field(init=False)
+    _groups: dict[int, tuple[IntArray, Curves]] = field(init=False)
+    _known: dict[tuple[int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+    _least: dict[tuple[int, int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._numbers = {kind: number for number, kind in enumerate(self.profile.graph.kinds)}
+        found: dict[int, list[tuple[int, tuple[LayerPoint, ...]]]] = {}
+        types = [own.layers for own in self.profile.types] or [self.profile.layers]
+        for key, own in (pair for layers in types for pair in index_points(layers).items()):
+            if key[0] in self._numbers:
+                found.setdefault(slices_of(key), []).append((self._numbers[key[0]], own))
+        self._groups = {
+            degree: (np.array([kind for kind, _ in own]), Curves.stacked(range(len(own)), [rows for _, rows in own]))
+            for degree, own in found.items()
+        }
+
+    def bound(self, graph: ModelGraph, shape: Shape) -> float:
+        """Picoseconds that no plan of a shape is below."""
+        overlap = self.profile.steps_overlap
+        form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
+        counts = Counter(self._numbers[layer.kind] for layer in graph.layers)
+        used, times = np.array(list(counts)), np.array(list(counts.values()))
+        key = (shape.stage_devices, shape.microbatch, form.freed)
+        if key not in self._least:
+            self._least[key] = self._bounds_at(*key)
+        both, ramp = (own[used] for own in self._least[key])
+        slowest = max(float(times @ both) / shape.stages, float(both.max()))
+        return (float(times @ ramp) * form.share + (form.microbatches - 1) * slowest) * TICKS * (1 - _ROUNDING)
+
+    def _bounds_at(self, devices: int, microbatch: int, freed: float) -> tuple[FloatArray, FloatArray]:
+        """(kinds,): c and r of each kind of layer, at the least."""
+        both, ramp = np.full(len(self._numbers), np.inf), np.full(len(self._numbers), np.inf)
+        for degree, (kinds, curves) in self._groups.items():
+            if devices % degree == 0:
+                key = degree, microbatch * degree / devices
+                if key not in self._known:
+                    forward, backward = curves.seconds(key[1])
+                    self._known[key] = forward + backward, weight_seconds(forward, backward)
+                seconds, weight = self._known[key]
+                np.minimum.at(both, kinds, seconds)
+                np.minimum.at(ramp, kinds, seconds - freed * weight)
+        return both, ramp
+
+
+def equals(problem: Problem, place: Place) -> Iterator[Place]:
+    """Places that pose the same problem as one of them, that one included: elsewhere in a run of equal layers, or in
+    another stage."""
+    (stage, start, stop), layers = place, len(problem.graph.layers)
+    runs, others = _equal_layers(problem), _equal_stages(problem)[stage]
+    for first in range(*runs[start]) if runs[start] == runs[stop - 1] else (start,):
+        last = first + stop - start
+        same_ends = (first > 0, last < layers) == (start > 0, stop < layers)
+        if last <= max(runs[start][1], stop) and same_ends:
+            yield from ((other, first, last) for other in others)
+
+
+def _equal_layers(problem: Problem) -> list[tuple[int, int]]:
+    """By place, where the run of layers that cost the same begins and ends; of layers that share parameters, and of
+    graphs with tensors that skip layers, each is one."""
+    known = problem.answers.runs
+    if not known:
+        crossing, fixed = problem.tables[0].store.crossing, problem.tables[0].fixed
+        tied = {place for group in tied_groups(problem.graph) for place in group}
+        names = [
+            (layer.kind, fixed.pins_of(layer.name), crossing[place], crossing[place + 1])
+            for place, layer in enumerate(problem.graph.layers)
+        ]
+        apart = {*tied, *(place + 1 for place in tied)} if not problem.graph.tensors else {*range(len(names))}
+        cuts = [place for place in range(1, len(names)) if place in apart or names[place - 1] != names[place]]
+        known += [ends for ends in pairwise([0, *cuts, len(names)]) for _ in range(*ends)]
+    return known
+
+
+def _equal_stages(problem: Problem) -> list[list[int]]:
+    """By stage, all stages in which the same layers with boundaries at the same ends cost the same."""
+    known, wire, stages = problem.answers.alike, problem.choice.wire, problem.shape.stages
+    if wire not in known:
+        sizes, same, names = sorted(set(problem.tables[0].store.crossing[1:-1])), dict[object, list[int]](), []
+        for stage in range(stages):
+            sides = [side for side in (stage, stage + 1) if 0 < side < stages]
+            sent = tuple(problem.send(side, size) for size in sizes for side in sides)
+            ends = stage > 0, stage + 1 < stages
+            names.append((problem.held(stage), id(problem.tables[stage]), problem.budgets[stage], ends, sent))
+            same.setdefault(names[-1], []).append(stage)
+        known[wire] = [same[name] for name in names]
+    return known[wire]
+
+
+def scores_of(problem: Problem, bounds: StageBounds) -> Scores:
+    """What a strategy of a tied layer costs a plan at the least, for all strategies at once; nothing settled for ties.
+
+    Shortest paths through each single choice of the layer bound the stage that holds it in the cut with the least
+    bound; the cuts without that stage bound all other plans.
+    """
+    tied = sorted(place for group in tied_groups(problem.graph) for place in group)
+    scores: Scores = {}
+    cuts = bounds.cuts() if np.isfinite(bounds.bound) else []
+    for stage, ends in enumerate(pairwise(cuts)):
+        places = [place for place in tied if place in range(*ends)]
+        # Only the first or the last stage: of others, other stages may hold the layer too.
+        built = problem.chain(stage, range(*ends), scalar=True) if places and stage in (0, len(cuts) - 2) else None
+        if built is None:
+            continue
+        chain, lagrange = built[0], ChainBounds.of(built[0])
+        other = bounds.with_theta([(stage, *ends)], np.inf).bound
+        fixed = problem.shape.microbatches * sum(problem.fixed_costs(stage, range(*ends))[:2])
+        before = float(bounds.pre[stage][ends[0]] + bounds.post[stage][ends[1]]) + fixed - len(chain.layers)
+        for place in places:
+            least = (lagrange.through(place - ends[0]).max(axis=0) + before) * (1 - _TINY) - 1
+            names = built[1][place - ends[0]].strategies
+            scores[place] = other, dict(zip(names, map(float, least), strict=True))
+    return scores
+
+
+def score(scores: Scores, tied: tuple[tuple[int, Strategy], ...]) -> float:
+    """A time that no plan with these strategies for tied layers beats."""
+    known = [(scores[place][0], scores[place][1].get(own, 0.0)) for place, own in tied if place in scores]
+    others = min((other for other, _ in known), default=np.inf)
+    return min(others, max((own for _, own in known), default=0.0))

@@ -1,1 +1,0 @@
-"""One stage: the exact search along a chain of layers, one strategy a layer."""

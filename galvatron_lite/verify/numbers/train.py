@@ -1,0 +1,264 @@
+"""Train a small model under a small plan on gloo processes, and by plain PyTorch in one, and compare."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron_lite.model.batch import batch_size, call_model, loss_of, slice_batch
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.pieces import Held, held_gradients, held_parameters, part_of
+from galvatron_lite.verify.launched import ForkedServer, fork
+from galvatron_lite.verify.numbers.shrink import Recipe, Small, make_small
+from galvatron_lite.verify.source import ModelSource
+
+LEARNING_RATE, MOMENTUM = 0.05, 0.9
+RELATIVE = 1e-5
+"""Largest error of a tensor, in its reference's largest entry: what another order of float32 sums makes."""
+EPSILON = torch.finfo(torch.float32).eps
+PATIENCE = 60.0  # seconds that a rank waits for another one
+GRACE = 3.0  # seconds that the others are given once one rank has failed
+REFERENCE = "reference.pt"
+HANGS = "hangs"  # error of a process that did not end
+ALONE = -1  # in place of the rank: the one process that trains by plain PyTorch
+
+Tensors = Mapping[str, Tensor]
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceTraining:
+    """What one process computes."""
+
+    initial: dict[str, Tensor]  # the model's state before the first step
+    losses: list[float]  # of every step, and of one more batch
+    norm: float  # of the first gradient
+    first: dict[str, Tensor]  # gradients of the first step and of the last batch
+    last: dict[str, Tensor]
+    parameters: dict[str, Tensor]  # after the steps
+    draws: bool  # whether a forward pass gives another loss when it is run again: it draws random numbers
+
+
+def train_alone(small: Small, plan: Plan) -> ReferenceTraining:
+    """The small model, trained by plain PyTorch.
+
+    The whole batch in one go; in the plan's micro-batches where statistics of the samples of a pass are taken.
+    """
+    model, count = small.model, plan.microbatches if small.normed else 1
+    initial = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        draws = bool(_loss(small, small.batches[0]) != _loss(small, small.batches[0]))
+    model.load_state_dict(initial)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    losses: list[float] = []
+    gradients: list[dict[str, Tensor]] = []
+    parameters: dict[str, Tensor] = {}
+    for batch in small.batches:
+        parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
+        optimizer.zero_grad()
+        losses.append(_backward(small, batch, count))
+        gradients.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+        optimizer.step()
+    norm = float(torch.stack([one.norm().double() for one in gradients[0].values()]).norm())
+    return ReferenceTraining(initial, losses, norm, gradients[0], gradients[-1], parameters, draws)
+
+
+def _loss(small: Small, batch: Any) -> Tensor:
+    return loss_of(call_model(small.model, batch), batch, small.loss_fn)
+
+
+def _backward(small: Small, batch: Any, count: int) -> float:
+    each, total = batch_size(batch) // count, 0.0
+    for number in range(count):
+        loss = _loss(small, slice_batch(batch, number * each, (number + 1) * each)) / count
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total
+
+
+def train_under_plan(small: Small, plan: Plan, reference: ReferenceTraining) -> dict[str, Any]:
+    """Train under the plan, on every rank of its world.
+
+    Returns:
+        ``wrong``: what differs from the reference, a line each. ``held``: by what was compared and the tensor's name,
+        the boxes that this rank has and items in them.
+    """
+    small.model.load_state_dict(reference.initial)
+    parallel = ParallelModel(
+        small.model, plan, small.layers, small.batches[0], loss_fn=small.loss_fn, device="cpu", precision="fp32"
+    )
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
+    relative, wrong, held = RELATIVE * small.relative, list[str](), dict[str, Any]()
+
+    def compare(what: str, parts: list[Held], expected: Tensors) -> None:
+        boxes = held.setdefault(what, {})
+        for one in parts:
+            boxes.setdefault(one.name, {}).update({str(box.whole.ranges): box.whole.items for box in one.chunks})
+        wrong.extend(f"{what}: {line}" for line in _differences(parts, expected, relative))
+
+    first, *others, final = small.batches
+    losses = [_global(parallel.backward_step(first))]
+    compare("gradients of step 1", held_gradients(parallel), reference.first)
+    norm = float(parallel.clip_grad_norm(float("inf")))
+    if not abs(norm - reference.norm) <= relative * reference.norm:
+        wrong.append(f"norm of the gradient is {norm:.8g}, not {reference.norm:.8g}")
+    optimizer.step()
+    optimizer.zero_grad()
+    losses += [float(parallel.train_step(batch, optimizer)) for batch in others]
+    compare(f"weights after step {len(others) + 1}", held_parameters(parallel), reference.parameters)
+    losses.append(_global(parallel.backward_step(final)))
+    compare(f"gradients of step {len(others) + 2}", held_gradients(parallel), reference.last)
+    pairs = enumerate(zip(losses, reference.losses, strict=True), 1)
+    off = [
+        f"loss of step {number} is {loss:.8g}, not {wanted:.8g}"
+        for number, (loss, wanted) in pairs
+        if not abs(loss - wanted) <= relative * abs(wanted)
+    ]
+    return {"wrong": [*off, *wrong], "held": held}
+
+
+def _global(part: Tensor) -> float:
+    """The batch's loss from this rank's part of it."""
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    return float(total)
+
+
+def _differences(held: list[Held], expected: Tensors, relative: float) -> Iterator[str]:
+    """Parts of tensors against whole ones.
+
+    The largest error is ``relative`` times the largest entry of the whole tensor. Some gradients are zero in exact
+    arithmetic (a bias of attention keys shifts every score alike) and rounding noise in float32, so one float32 epsilon
+    of the largest entry of all tensors is allowed as well.
+    """
+    noise = EPSILON * max((float(one.abs().max()) for one in expected.values() if one.numel()), default=0.0)
+    for one in held:
+        reference = expected.get(one.name)
+        if reference is None:
+            yield f"{one.name} has some, but none in one process"
+            continue
+        scale = float(reference.abs().max()) if reference.numel() else 0.0
+        error = 0.0
+        for box in one.chunks:
+            part, other = part_of(one.tensor, box.local), part_of(reference, box.whole)
+            if part.numel():
+                difference = float((part.detach().to(other) - other).abs().max())
+                error = difference if difference != difference else max(error, difference)
+        if not error <= relative * scale + noise:
+            yield f"{one.name} is off by {error:.3g} where the largest entry is {scale:.3g}"
+
+
+class TrainingFork(ForkedServer):
+    """A fork of this process that starts the processes of small plans, each a fork of it.
+
+    Args:
+        source: of the model; it need not be something that can be pickled.
+        patience: seconds that a rank waits for another one.
+    """
+
+    def __init__(self, source: ModelSource, patience: float = PATIENCE) -> None:
+        super().__init__(partial(_train, source, patience))
+
+    def train(self, recipe: Recipe, folder: Path, timeout: float) -> dict[int, Result]:
+        """Train by a recipe; ``timeout`` is for the reference, and again for the ranks.
+
+        Returns:
+            By rank, ``ALONE`` included: what ``train_under_plan`` and ``_alone`` return, or ``error`` and ``trace``.
+        """
+        try:
+            results: dict[int, Result] = self.ask((recipe, folder, timeout), 2 * timeout + 4 * GRACE)
+        except TimeoutError:
+            return {}
+        return results
+
+
+def _train(
+    source: ModelSource, patience: float, request: tuple[Recipe, Path, float], gone: Callable[[], bool]
+) -> dict[int, Result]:
+    """The reference first, then the ranks, which read it."""
+    recipe, folder, timeout = request
+    ranks = range(recipe.plan.devices)
+    _run({ALONE: partial(_alone, recipe, folder, source)}, folder, timeout, gone)
+    if (folder / REFERENCE).exists():
+        work = {rank: partial(_under_plan, rank, recipe, folder, source, patience) for rank in ranks}
+        _run(work, folder, timeout, gone)
+    return {number: _result(folder, number) for number in (ALONE, *ranks)}
+
+
+Work = Callable[[], Result]
+
+
+def _run(works: Mapping[int, Work], folder: Path, timeout: float, gone: Callable[[], bool]) -> None:
+    """Run each in a process; those that do not end in time, or long after another has failed, are ended."""
+    running = {fork(partial(_guarded, work, folder, number)): number for number, work in works.items()}
+    deadline = time.monotonic() + timeout
+    while running and time.monotonic() < deadline and not gone():
+        time.sleep(0.02)
+        for pid in list(running):
+            if os.waitpid(pid, os.WNOHANG)[0] and "error" in _result(folder, running.pop(pid)):
+                deadline = min(deadline, time.monotonic() + GRACE)
+    for pid in running:
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.3 if running else 0.0)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _guarded(work: Work, folder: Path, number: int) -> None:
+    """Do the work and write its result; on SIGUSR1 write where the process is."""
+    faulthandler.register(signal.SIGUSR1, file=(folder / f"{number}.stack").open("w"))
+    os.dup2(os.open(folder / f"{number}.stderr", os.O_WRONLY | os.O_CREAT, 0o644), 2)
+    torch.set_num_threads(1)
+    try:
+        result = work()
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    (folder / f"{number}.part").write_text(json.dumps(result))
+    (folder / f"{number}.part").rename(folder / f"{number}.json")
+    if dist.is_initialized() and "error" not in result:
+        dist.barrier()  # no rank may close its connections while another still reads from them
+
+
+def _result(folder: Path, number: int) -> Result:
+    with suppress(FileNotFoundError):
+        found: Result = json.loads((folder / f"{number}.json").read_text())
+        return found
+    stack = folder / f"{number}.stack"
+    return {"error": HANGS, "trace": stack.read_text(errors="replace") if stack.exists() else ""}
+
+
+def _alone(recipe: Recipe, folder: Path, source: ModelSource) -> Result:
+    """Save the reference; ``items`` and ``graded`` are the sizes of parameters and of their first gradients."""
+    reference = train_alone(make_small(source, recipe), recipe.plan)
+    torch.save(asdict(reference), folder / f"{REFERENCE}.part")
+    (folder / f"{REFERENCE}.part").rename(folder / REFERENCE)
+    items, graded = (
+        {name: one.numel() for name, one in tensors.items()} for tensors in (reference.parameters, reference.first)
+    )
+    return {"draws": reference.draws, "items": items, "graded": graded}
+
+
+def _under_plan(rank: int, recipe: Recipe, folder: Path, source: ModelSource, patience: float) -> Result:
+    world = recipe.plan.devices
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
+    reference = ReferenceTraining(**torch.load(folder / REFERENCE, weights_only=True))
+    return train_under_plan(make_small(source, recipe), recipe.plan, reference)
