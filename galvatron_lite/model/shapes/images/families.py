@@ -22,25 +22,23 @@ from galvatron_lite.model.shapes.ops import FP32
 
 End = Callable[[ImageFlow], object]
 """What comes before the classifier in the last layer."""
-Groups = tuple[str | None, ...]
-"""The parts of a name."""
-Family = Callable[[NetworkBuilder, Groups], End | None]
-"""Adds stem and blocks."""
+Family = Callable[..., End | None]
+"""Adds stem and blocks to a ``NetworkBuilder``, by the parts of a name."""
 
 
 def family_of(name: str) -> Callable[[int, int, str, int], ModelGraph] | None:
     """Makes the graph from side, classes, precision and bytes of an item; None: none of these families."""
     for pattern, add in _NAMES:
         if found := re.fullmatch(pattern, name):
-            return partial(_graph, name, add, found.groups())
+            return partial(_graph, name, add, found.groups(default=""))
     return None
 
 
 def _graph(
-    name: str, add: Family, groups: Groups, side: int, classes: int, precision: str, item_bytes: int
+    name: str, add: Family, parts: tuple[str, ...], side: int, classes: int, precision: str, item_bytes: int
 ) -> ModelGraph:
     net = NetworkBuilder(name, item_bytes, 3, (side, side))
-    end = add(net, groups)
+    end = add(net, *parts)
     return net.end(precision, _head, end=end, classes=classes)
 
 
@@ -67,32 +65,27 @@ class NormFree:
     function: Activation = "gelu"
 
 
-def _normfree_f(net: NetworkBuilder, groups: Groups) -> End:
-    return _normfree(net, NormFree(depths=_depths(groups[0])))
-
-
-def _normfree_l(net: NetworkBuilder, groups: Groups) -> End:
-    spec = NormFree(
-        depths=_depths(groups[1]), group=64, bottleneck=0.25, function="silu", head=2304 if groups[1] == "0" else 3072,
-        squeeze=-1.0 if groups[0] else 0.25,
-    )  # fmt: skip
+def _nfnet(net: NetworkBuilder, attention: str, kind: str, size: str) -> End:
+    times = int(size) + 1
+    spec = NormFree(depths=(times, 2 * times, 6 * times, 3 * times))
+    if kind == "l":
+        spec = replace(
+            spec, group=64, bottleneck=0.25, function="silu", head=3072 if times > 1 else 2304,
+            squeeze=-1.0 if attention else 0.25,
+        )  # fmt: skip
     return _normfree(net, spec)
 
 
-def _depths(size: str | None) -> tuple[int, ...]:
-    return tuple((int(size or 0) + 1) * depth for depth in (1, 2, 6, 3))
-
-
-def _normfree_resnet(net: NetworkBuilder, groups: Groups) -> End:
+def _normfree_resnet(net: NetworkBuilder, attention: str, depth: str) -> End:
     spec = NormFree(
-        depths={"26": (2, 2, 2, 2), "50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}[groups[1] or ""],
+        depths={"26": (2, 2, 2, 2), "50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}[depth],
         widths=(256, 512, 1024, 2048), stem=((64, 2),), pool=True, group=0, convolutions=1, bottleneck=0.25, head=0,
-        function="relu", squeeze={"se": 1 / 16, "eca": -1.0}.get(groups[0] or "", 0.0),
+        function="relu", squeeze={"se": 1 / 16, "eca": -1.0}.get(attention, 0.0),
     )  # fmt: skip
     return _normfree(net, spec)
 
 
-def _normfree_regnet(net: NetworkBuilder, _: Groups) -> End:
+def _normfree_regnet(net: NetworkBuilder) -> End:
     spec = NormFree(
         depths=(1, 3, 6, 6), widths=(40, 80, 160, 328), stem=((40, 2),), group=8, bottleneck=2.25, regular=True,
         convolutions=1, head=960, function="relu",
@@ -175,9 +168,8 @@ _CROSS_SCALES = {"s": (0.5, 0.5), "m": (0.75, 0.67), "l": (1.0, 1.0), "x": (1.25
 """Factors on widths and depths by letter (YOLOv5's model files)."""
 
 
-def _cross(net: NetworkBuilder, groups: Groups) -> None:
-    squeezed, kind, focus, letter = groups
-    (width, depth), edge = _CROSS_SCALES[letter or ""], kind == "edge"
+def _cross(net: NetworkBuilder, squeezed: str, kind: str, focus: str, letter: str) -> None:
+    (width, depth), edge = _CROSS_SCALES[letter], kind == "edge"
     quarter = edge or letter == "l"
     spec = CrossStage(
         depths=tuple(int(count * depth) for count in (3, 6, 9, 3)),
@@ -189,10 +181,10 @@ def _cross(net: NetworkBuilder, groups: Groups) -> None:
     _cross_stages(net, spec)
 
 
-def _darknet(net: NetworkBuilder, groups: Groups) -> None:
+def _darknet(net: NetworkBuilder, squeezed: str) -> None:
     spec = CrossStage(
         depths=(1, 2, 8, 8, 4), widths=(64, 128, 256, 512, 1024), stem=(32,), stem_stride=1, inner=0.5, cross=False,
-        squeeze=1 / 16 if groups[0] else 0.0, function="relu",
+        squeeze=1 / 16 if squeezed else 0.0, function="relu",
     )  # fmt: skip
     _cross_stages(net, spec)
 
@@ -236,8 +228,7 @@ _DENSE = {"121": (6, 12, 24, 16), "161": (6, 12, 36, 24), "169": (6, 12, 32, 32)
 """Layers a block by depth."""
 
 
-def _dense(net: NetworkBuilder, groups: Groups) -> End:
-    depth = groups[0] or ""
+def _dense(net: NetworkBuilder, depth: str) -> End:
     growth = 48 if depth in ("161", "264") else 32
     net.stem(_dense_stem, width=2 * growth)
     for stage, layers in enumerate(_DENSE[depth]):
@@ -269,8 +260,7 @@ _BRANCHED = {"a0": (0.75, 2.5), "a1": (1.0, 2.5), "a2": (1.5, 2.75), "b0": (1.0,
 """Factors of RepVGG on the channels of the first three stages and of the last one."""
 
 
-def _branched(net: NetworkBuilder, groups: Groups) -> None:
-    size = groups[0] or ""
+def _branched(net: NetworkBuilder, size: str) -> None:
     factor, last = _BRANCHED[size]
     widths = (int(64 * factor), int(128 * factor), int(256 * factor), int(512 * last))
     net.stem(_branched_block, width=min(64, widths[0]), stride=2)
@@ -287,14 +277,12 @@ def _branched_block(flow: ImageFlow, width: int, stride: int) -> None:
     flow.activate()
 
 
-def _conv_mixer(net: NetworkBuilder, groups: Groups) -> None:
+def _conv_mixer(net: NetworkBuilder, width: str, depth: str, kernel: str, patch: str) -> None:
     """Depthwise and pointwise convolutions over patches."""
-    width, depth, kernel, patch = int(groups[0] or 0), int(groups[1] or 0), int(groups[2] or 9), int(groups[3] or 7)
-    narrow = width == 768
-    function, kernel = ("relu", 7) if narrow else ("gelu", kernel)
-    net.stem(_mixer_stem, width=width, patch=patch, function=function)
-    for _ in range(depth):
-        net.block(_mixer_block, kernel=kernel, function=function)
+    function = "relu" if width == "768" else "gelu"
+    net.stem(_mixer_stem, width=int(width), patch=int(patch or 7), function=function)
+    for _ in range(int(depth)):
+        net.block(_mixer_block, kernel=7 if width == "768" else int(kernel or 9), function=function)
 
 
 def _mixer_stem(flow: ImageFlow, width: int, patch: int, function: Activation) -> None:
@@ -311,12 +299,12 @@ _XCIT = {"nano": (128, 4), "tiny": (192, 4), "small": (384, 8), "medium": (512, 
 """Width and heads."""
 
 
-def _xcit(net: NetworkBuilder, groups: Groups) -> End:
+def _xcit(net: NetworkBuilder, size: str, depth: str, patch: str) -> End:
     """Blocks, then two layers whose attention is the class token's only."""
-    (width, heads), depth = _XCIT[groups[0] or ""], int(groups[1] or 0)
+    width, heads = _XCIT[size]
     net.kernels = replace(EAGER, autocast=net.autocast)
-    net.stem(_xcit_stem, width=width, halvings=3 if groups[2] == "8" else 4)
-    for _ in range(depth):
+    net.stem(_xcit_stem, width=width, halvings=3 if patch == "8" else 4)
+    for _ in range(int(depth)):
         net.block(_xcit_block, heads=heads)
     for _ in range(2):
         net.block(_class_layer)
@@ -365,8 +353,7 @@ def _class_layer(flow: ImageFlow) -> None:
 
 
 _NAMES: tuple[tuple[str, Family], ...] = (
-    (r"(?:dm_)?nfnet_f(\d)", _normfree_f),
-    (r"(eca_)?nfnet_l(\d)", _normfree_l),
+    (r"(?:dm_)?(eca_)?nfnet_([fl])(\d)", _nfnet),
     (r"nf_(se|eca)?resnet(26|50|101)", _normfree_resnet),
     (r"nf_regnet_b0", _normfree_regnet),
     (r"cs3(se_?)?(dark|edge)net_(focus_)?([smlx])", _cross),
