@@ -121,7 +121,7 @@ def test_inverted_bottlenecks_keep_what_their_activation_needs(
         *normed(3, 32, 3, 2), fresh(), Inverted(32, 32, 1, fresh, round(32 * squeeze)),
         Inverted(32, 48, 2, fresh, round(32 * squeeze)), *normed(48, 256), fresh(), *head(256),
     )  # fmt: skip
-    rows = (BlockSpec(1, 3, 1, 6, 32, squeeze), BlockSpec(1, 3, 2, 6, 48, squeeze))
+    rows = (BlockSpec(1, (3,), 1, 6, 32, squeeze), BlockSpec(1, (3,), 2, 6, 48, squeeze))
     spec = Mobile(rows=rows, head=256, function=name)  # type: ignore[arg-type]
     graph = mobile_graph("made-up", spec, SIDE, 1000, "fp32", 4)
     assert kept_bytes(whole_loss(net), net) == pytest.approx(kept(graph), rel=0.01)

@@ -65,6 +65,32 @@ PUBLISHED = [
     ("wide_resnet101_2", 224, 126.89, 22.8, 21.23),
     ("regnety_320", 224, 145.05, 32.34, 30.26),
     ("seresnet269d", 256, 113.67, 26.59, 53.6),
+    ("xcit_nano_12_p8_224", 224, 3.05, 2.16, 15.71),
+    ("xcit_small_24_p16_224", 224, 47.67, 9.10, 23.64),
+    ("mnasnet_small", 224, 2.03, 0.07, 2.16),
+    ("cs3darknet_focus_s", 256, 3.27, 0.69, 2.7),
+    ("cs3darknet_s", 256, 3.28, 0.72, 2.97),
+    ("cs3darknet_focus_x", 256, 35.02, 8.03, 10.69),
+    ("tinynet_b", 188, 3.73, 0.21, 4.44),
+    ("spnasnet_100", 224, 4.42, 0.35, 6.03),
+    ("fbnetc_100", 224, 5.57, 0.4, 6.51),
+    ("resnetv2_50t", 224, 25.57, 4.32, 11.82),
+    ("resnetv2_50x1_bit_distilled", 224, 25.55, 4.23, 11.11),
+    ("resnetv2_152d", 224, 60.2, 11.8, 23.36),
+    ("resnetv2_152x2_bit_teacher", 224, 236.34, 46.95, 45.11),
+    ("nf_ecaresnet50", 224, 25.56, 4.21, 11.13),
+    ("nf_seresnet101", 224, 49.33, 8.02, 16.27),
+    ("nf_ecaresnet101", 224, 44.55, 8.01, 16.27),
+    ("densenet264", 224, 72.69, 12.95, 12.8),
+    ("resnest14d", 224, 10.61, 2.76, 7.33),
+    ("resnest50d_1s4x24d", 224, 25.68, 4.43, 13.57),
+    ("resnest50d_4s2x40d", 224, 30.42, 4.4, 17.94),
+    ("resnest101e", 256, 48.28, 13.38, 28.66),
+    ("repvgg_a2", 224, 28.21, 5.7, 6.26),
+    ("tf_mixnet_s", 224, 4.13, 0.25, 6.25),
+    ("mixnet_m", 224, 5.01, 0.36, 8.19),
+    ("mixnet_xl", 224, 11.9, 0.93, 14.57),
+    ("mixnet_xxl", 224, 23.96, 2.04, 23.43),
 ]
 
 
@@ -102,6 +128,16 @@ def test_a_network_has_its_published_size(
     assert counted / 1e9 <= macs * 1.02 + 0.006
     assert (counted + norms + weights) / 1e9 >= macs * 0.98 - 0.006
     assert outputs / 1e6 == pytest.approx(activations, rel=0.02, abs=0.02)
+
+
+def test_networks_without_published_activations_have_their_published_parameters() -> None:
+    # Of a ConvMixer the published multiply-adds leave the depthwise convolutions out; the others have none published.
+    for name, millions in (
+        ("convmixer_768_32", 21.11), ("convmixer_1536_20", 51.63), ("nf_regnet_b0", 8.76), ("eca_nfnet_l0", 24.14),
+        ("nfnet_f7", 499.5), ("cs3sedarknet_l", 21.91), ("cs3se_edgenet_x", 50.72), ("darknetaa53", 36.02),
+        ("efficientnetv2_rw_t", 13.65), ("efficientnetv2_rw_s", 23.94),
+    ):  # fmt: skip
+        assert graph_of(name).parameters / 1e6 == pytest.approx(millions, rel=0.005)
 
 
 def test_the_convnext_and_vit_shapes_have_their_published_parameters() -> None:

@@ -2,8 +2,9 @@
 
 Sources: He et al. 2015 (arXiv:1512.03385), the stride in the 3 x 3 convolution as in ResNet v1.5; Xie et al. 2017
 (ResNeXt); He et al. 2019 (arXiv:1812.01187: variants C and D); Hu et al. 2018 (SE); Bello et al. 2021
-(arXiv:2103.07579: ResNet-RS); Radosavovic et al. 2020 (arXiv:2003.13678); Liu et al. 2022 (ConvNeXt); Simonyan and
-Zisserman 2014 (arXiv:1409.1556); Krizhevsky 2014 (arXiv:1404.5997); Mathuriya et al. 2018 (arXiv:1808.04728).
+(arXiv:2103.07579: ResNet-RS); Kolesnikov et al. 2020 (BiT); Zhang et al. 2020 (arXiv:2004.08955: ResNeSt); Radosavovic
+et al. 2020 (arXiv:2003.13678); Liu et al. 2022 (ConvNeXt); Simonyan and Zisserman 2014 (arXiv:1409.1556); Krizhevsky
+2014 (arXiv:1404.5997); Mathuriya et al. 2018 (arXiv:1808.04728).
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ class Residual:
     average_down: bool = False  # shortcuts pool before they project (variant D)
     squeeze: float = 0.0  # hidden channels of squeeze-and-excitation as a share of the block's; 0: none; negative: ECA
     blur: bool = False  # anti-aliased downsampling: the convolution keeps the extent, a fixed blur strides after it
+    preactive: bool = False  # normalisation before convolution (ResNet v2)
+    grouped_norm: bool = False  # group instead of batch normalisation; only where ``preactive``
+    radix: int = 0  # pictures that split attention weighs (ResNeSt); 0: a plain 3 x 3 convolution
+    pool_first: bool = False  # where split attention halves, the mean pooling goes before it
     early: bool = False  # the first 1 x 1 convolution strides, not the 3 x 3 (the original ResNet)
 
 
@@ -90,7 +95,13 @@ def residual_graph(name: str, spec: Residual, side: int, classes: int, precision
     """Stem, blocks stage by stage, pooling with linear head and loss, under autocast."""
     net = NetworkBuilder(name, item_bytes, 3, (side, side))
     residual_blocks(net, spec)
-    return net.end(precision, classify, classes=classes)
+    return net.end(precision, _residual_head, spec=spec, classes=classes)
+
+
+def _residual_head(flow: ImageFlow, spec: Residual, classes: int) -> None:
+    if spec.preactive:
+        _prepare(flow, spec)
+    classify(flow, classes)
 
 
 def residual_blocks(net: NetworkBuilder, spec: Residual, halvings: tuple[bool, ...] = ()) -> None:
@@ -102,7 +113,7 @@ def residual_blocks(net: NetworkBuilder, spec: Residual, halvings: tuple[bool, .
         halvings: whether each stage halves the picture; by default all but the first do.
     """
     net.stem(_residual_stem, spec=spec)
-    step = _basic if spec.basic else _bottleneck
+    step = _preactive if spec.preactive else _basic if spec.basic else _bottleneck
     for stage, depth in enumerate(spec.depths):
         halves = halvings[stage] if halvings else stage > 0
         for index in range(depth):
@@ -115,7 +126,9 @@ def _residual_stem(flow: ImageFlow, spec: Residual) -> None:
     """One or several convolutions and a pooling window, the first and the last of which halve the picture."""
     kernel = 7 if len(spec.stem) == 1 else 3
     for index, width in enumerate(spec.stem):
-        flow.unit(width or spec.width, kernel, 1 if index else 2)
+        flow.convolve(width or spec.width, kernel, 1 if index else 2)
+        if not spec.preactive or index < len(spec.stem) - 1:
+            flow.normalise().activate()
     if spec.pool:
         flow.pool(3, 2)
     else:
@@ -126,8 +139,41 @@ def _bottleneck(flow: ImageFlow, spec: Residual, planes: int, stride: int) -> No
     """1 x 1, 3 x 3 and 1 x 1 convolutions, each normalised, added to the input."""
     x, width = flow.fork(), planes * spec.group_width // 64 * spec.groups
     flow.unit(width, 1, stride if spec.early else 1)
-    _strided(flow, spec, width, 1 if spec.early else stride, spec.groups)
+    if spec.radix:
+        _split_attention(flow, spec, width, stride)
+    else:
+        _strided(flow, spec, width, 1 if spec.early else stride, spec.groups)
     _close(flow, x, spec, spec.expansion * planes, stride, 1)
+
+
+def _split_attention(flow: ImageFlow, spec: Residual, width: int, stride: int) -> None:
+    if stride > 1 and spec.pool_first:
+        flow.pool(3, 2, maximum=False)
+    flow.unit(spec.radix * width, 3, 1, spec.groups * spec.radix)
+    flow.split_attention(spec.radix, max(32, rounded(width * spec.radix / 4)), spec.groups)
+    if stride > 1 and not spec.pool_first:
+        flow.pool(3, 2, maximum=False)
+
+
+def _preactive(flow: ImageFlow, spec: Residual, planes: int, stride: int) -> None:
+    x, out = flow.fork(), spec.expansion * planes
+    _prepare(flow, spec)
+    if stride > 1 or x.channels != out:
+        x = flow.fork()
+        if spec.average_down and stride > 1:
+            x.pool(2, 2, maximum=False, padding=0).convolve(out)
+        else:
+            x.convolve(out, 1, stride)
+    _prepare(flow.convolve(planes), spec)
+    _prepare(flow.convolve(planes, 3, stride), spec)
+    flow.convolve(out).add(x)
+
+
+def _prepare(flow: ImageFlow, spec: Residual) -> None:
+    if spec.grouped_norm:
+        flow.group_norm()
+    else:
+        flow.normalise().activate()
 
 
 def _basic(flow: ImageFlow, spec: Residual, planes: int, stride: int) -> None:

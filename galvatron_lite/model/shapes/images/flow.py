@@ -122,6 +122,19 @@ class ImageFlow:
         self.value = self.tape.record(ShapeCall((x,), out, saved=(x,)), replace(operator, statistics=statistics))
         return self
 
+    def group_norm(self) -> ImageFlow:
+        """Group normalisation, its activation in place behind it; autocast runs both in fp32 and keeps both outputs.
+
+        Passes in half precision: cast 3, norm 6, activation 4, cast 3; one more read each for the backward of both.
+        """
+        self.tape.count(2 * self.channels)
+        if self.value.item_bytes >= ops.FP32:
+            return self.mix("norm", (5, 8), count=2)
+        x, kept = self.value, tuple(self.tape.value(self.value.items, Division.WHOLE, ops.FP32) for _ in range(2))
+        operator = memory_operator(self._name("norm"), x, 16 * x.bytes, 20 * x.bytes, count=4)
+        self.value = self.tape.record(ShapeCall((x,), self.tape.value(x.items, Division.WHOLE), saved=kept), operator)
+        return self
+
     def layer_norm(self, *, in_steps: bool = False) -> ImageFlow:
         """LayerNorm over the channels of every pixel: one kernel, or step by step."""
         norm = ops.layer_norm_in_steps if in_steps else ops.layer_norm
@@ -164,6 +177,25 @@ class ImageFlow:
         out = self.tape.value(self.channels * self.pixels, Division.WHOLE)
         call = ShapeCall(tuple(branch.value for branch in branches), out)
         self.value = self.tape.record(call, memory_operator(self._name("cat"), out, 2 * out.bytes, 2 * out.bytes))
+        return self
+
+    def view(self, channels: int) -> ImageFlow:
+        """The first of the channels, a view, on a branch of its own."""
+        items = self.value.items * channels // self.channels
+        return ImageFlow(self.tape, replace(self.value, items=items, storage=self.value.held), channels, self.extent)
+
+    def mixed(self, out: int, kernels: tuple[int, ...], stride: int = 1, *, depthwise: bool = False) -> ImageFlow:
+        """Convolutions of several kernels, each of its share of the channels (Tan and Le 2019, arXiv:1907.09595)."""
+        if len(kernels) == 1:
+            return self.convolve(out, kernels[0], stride, self.channels if depthwise else 1)
+        branches = []
+        for share, width, kernel in zip(_shares(self.channels, kernels), _shares(out, kernels), kernels, strict=True):
+            branch = self.view(share)
+            copies = memory_operator(self._name("view"), branch.value, 2 * branch.value.bytes, 4 * branch.value.bytes)
+            self.tape.extra(copies)  # a convolution copies a view to read it, and in backward
+            branches.append(branch.convolve(width, kernel, stride, share if depthwise else 1))
+        joined = branches[0].concatenate(*branches[1:])
+        self.value, self.channels, self.extent = joined.value, joined.channels, joined.extent
         return self
 
     def beside(self, channels: int) -> ImageFlow:
@@ -257,6 +289,36 @@ class ImageFlow:
         self.value = tape.record(ShapeCall((x, factors), out, saved=(x, factors)), product)
         return self
 
+    def split_attention(self, radix: int, hidden: int, groups: int) -> ImageFlow:
+        """Sum of ``radix`` pictures side by side in the channels, weighted (Zhang et al. 2020, arXiv:2004.08955)."""
+        x, tape, channels = self.value, self.tape, self.channels // radix
+        weights = ImageFlow(tape, x, channels, self.extent).mean()
+        weights.convolve(hidden, 1, 1, groups, bias=True).normalise().activate()
+        weights.convolve(self.channels, 1, 1, groups, bias=True).mix("gate", (2, 2), count=4, keeps=False)
+        out = tape.value(x.items // radix, Division.WHOLE)
+        sum_bytes = x.bytes + out.bytes
+        operator = memory_operator(self._name("weigh"), x, 2 * x.bytes + sum_bytes, 5 * x.bytes + sum_bytes, count=2)
+        call = ShapeCall((x, weights.value), out, saved=(x, weights.value))
+        self.value, self.channels = tape.record(call, operator), channels
+        return self
+
+    def covary(self, heads: int) -> ImageFlow:
+        """Attention between the channels of each head; the picture holds q, k and v side by side.
+
+        Queries and keys are normalised in fp32, values, result and gradients are copied into the matmuls' layout.
+        """
+        tape, width = self.tape, self.channels // 3
+        size, part = width // heads, self.value.bytes // 3
+        self.mix("normalise", (9, 17), count=8)
+        out, flops = tape.value(width * self.pixels, Division.WHOLE), 2 * width * size * self.pixels
+        shapes = ((width, self.pixels, size), (heads * self.pixels, size, size))
+        for shape, source in zip(shapes, (self.value, out), strict=True):
+            name = self._name("covary")
+            operator = Operator(name, OperatorClass.MATMUL, shape, 1, flops, 2 * flops, 2 * part, 4 * part)
+            tape.record(ShapeCall((self.value,), out, saved=(source,)), operator)
+        self.value, self.channels = out, width
+        return self
+
     def mix(self, name: str, passes: tuple[int, int], count: int = 1, *, keeps: bool = True) -> ImageFlow:
         """Element-wise kernels.
 
@@ -270,6 +332,12 @@ class ImageFlow:
         operator = memory_operator(self._name(name), self.value, moved, back, count=count)
         self.value = self.tape.record(ShapeCall((self.value,), out, saved=(self.value,) * keeps), operator)
         return self
+
+
+def _shares(channels: int, kernels: tuple[int, ...]) -> list[int]:
+    """Equal shares of the channels; the first also has the remainder."""
+    share, rest = divmod(channels, len(kernels))
+    return [share + rest, *(share for _ in kernels[1:])]
 
 
 def _windowed(extent: Extent, kernels: Extent, stride: int, pads: Extent) -> Extent:

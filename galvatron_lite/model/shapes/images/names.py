@@ -22,6 +22,7 @@ from galvatron_lite.model.shapes.images.convnets import (
     widths_of,
 )
 from galvatron_lite.model.shapes.images.evolved import evolved_graph
+from galvatron_lite.model.shapes.images.families import family_of
 from galvatron_lite.model.shapes.images.mirrored import MEDICAL, medical_graph, pooled_graph
 from galvatron_lite.model.shapes.images.mobile import mobile_graph, mobile_of
 
@@ -51,6 +52,17 @@ def canonical(name: str) -> str:
 
 def residual_of(name: str) -> Residual | None:
     """The residual network of a name; None: none of this family."""
+    if found := re.fullmatch(r"resnetv2_(50|101|152)(?:x(\d)_bit\w*|([dts]?)(_gn)?)", name):
+        return Residual(
+            depths=_DEPTHS[found[1]], width=64 * int(found[2] or 1), stem=_STEMS.get(found[3], (0,)), preactive=True,
+            average_down=bool(found[3]), grouped_norm=bool(found[2] or found[4]),
+        )  # fmt: skip
+    found = re.fullmatch(r"resnest(\d+)(d|e)(?:_(\d)s(\d)x(\d+)d)?", name)
+    if found and found[1] in _DEPTHS:
+        return Residual(
+            depths=_DEPTHS[found[1]], groups=int(found[4] or 1), group_width=int(found[5] or 64), average_down=True,
+            stem=_STEMS["s" if found[2] == "e" else "d"], radix=int(found[3] or 2), pool_first=bool(found[3]),
+        )  # fmt: skip
     found = re.fullmatch(_RESNET + _TRAINED, name)
     if not found or found["depth"] not in _DEPTHS:
         return None
@@ -145,6 +157,8 @@ def builder_of(name: str) -> Builder | None:
         return partial(residual_graph, name, residual)
     if mobile := mobile_of(name):
         return partial(mobile_graph, name, mobile)
+    if family := family_of(name):
+        return family
     if name in MEDICAL:
         return lambda _, __, precision, size: medical_graph(name, MEDICAL[name], precision, size)
     if name == "ssd300_resnet50":

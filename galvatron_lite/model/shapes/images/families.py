@@ -1,0 +1,365 @@
+"""Image networks that no shape describes: NFNet, CSPNet and Darknet, DenseNet, RepVGG, XCiT, ConvMixer; by name.
+
+Sources: Brock et al. 2021 (arXiv:2101.08692; arXiv:2102.06171, table 1): networks without normalisation, whose weights
+are standardised, which costs passes over weights, not pictures; Redmon and Farhadi 2018 (arXiv:1804.02767: Darknet);
+Wang et al. 2019 (arXiv:1911.11929: cross stages); Huang et al. 2017 (arXiv:1608.06993, table 1: DenseNet); Ding et al.
+2021 (arXiv:2101.03697, tables 2 and 3: RepVGG); El-Nouby et al. 2021 (arXiv:2106.09681, table 1: XCiT); Trockman and
+Kolter 2022 (arXiv:2201.09792: ConvMixer).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.kernels import EAGER
+from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
+from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify
+from galvatron_lite.model.shapes.ops import FP32
+
+End = Callable[[ImageFlow], object]
+"""What comes before the classifier in the last layer."""
+Family = Callable[..., End | None]
+"""Adds stem and blocks to a ``NetworkBuilder``, by the parts of a name."""
+
+
+def family_of(name: str) -> Callable[[int, int, str, int], ModelGraph] | None:
+    """Makes the graph from side, classes, precision and bytes of an item; None: none of these families."""
+    for pattern, add in _NAMES:
+        if found := re.fullmatch(pattern, name):
+            return partial(_graph, name, add, found.groups(default=""))
+    return None
+
+
+def _graph(
+    name: str, add: Family, parts: tuple[str, ...], side: int, classes: int, precision: str, item_bytes: int
+) -> ModelGraph:
+    net = NetworkBuilder(name, item_bytes, 3, (side, side))
+    end = add(net, *parts)
+    return net.end(precision, _head, end=end, classes=classes)
+
+
+def _head(flow: ImageFlow, end: End | None, classes: int) -> None:
+    if end:
+        end(flow)
+    classify(flow, classes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormFree:
+    """A network without normalisation."""
+
+    depths: tuple[int, ...]  # blocks a stage
+    widths: tuple[int, ...] = (256, 512, 1536, 1536)  # channels a stage
+    stem: tuple[tuple[int, int], ...] = ((16, 2), (32, 1), (64, 1), (128, 2))  # channels and stride of convolutions
+    pool: bool = False  # the stem is one 7 x 7 convolution and max pooling
+    group: int = 128  # channels a group; 0: dense
+    bottleneck: float = 0.5  # inner / output channels, of a RegNet inner / input channels
+    regular: bool = False  # blocks of a RegNet, which squeeze their inner channels
+    convolutions: int = 2  # grouped ones a block
+    head: int = 3072  # channels of the last convolution; 0: none
+    squeeze: float = 0.5  # hidden channels / channels; 0: none; negative: ECA
+    function: Activation = "gelu"
+
+
+def _nfnet(net: NetworkBuilder, attention: str, kind: str, size: str) -> End:
+    times = int(size) + 1
+    spec = NormFree(depths=(times, 2 * times, 6 * times, 3 * times))
+    if kind == "l":
+        spec = replace(
+            spec, group=64, bottleneck=0.25, function="silu", head=3072 if times > 1 else 2304,
+            squeeze=-1.0 if attention else 0.25,
+        )  # fmt: skip
+    return _normfree(net, spec)
+
+
+def _normfree_resnet(net: NetworkBuilder, attention: str, depth: str) -> End:
+    spec = NormFree(
+        depths={"26": (2, 2, 2, 2), "50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}[depth],
+        widths=(256, 512, 1024, 2048), stem=((64, 2),), pool=True, group=0, convolutions=1, bottleneck=0.25, head=0,
+        function="relu", squeeze={"se": 1 / 16, "eca": -1.0}.get(attention, 0.0),
+    )  # fmt: skip
+    return _normfree(net, spec)
+
+
+def _normfree_regnet(net: NetworkBuilder) -> End:
+    spec = NormFree(
+        depths=(1, 3, 6, 6), widths=(40, 80, 160, 328), stem=((40, 2),), group=8, bottleneck=2.25, regular=True,
+        convolutions=1, head=960, function="relu",
+    )  # fmt: skip
+    return _normfree(net, spec)
+
+
+def _normfree(net: NetworkBuilder, spec: NormFree) -> End:
+    net.stem(_normfree_stem, spec=spec)
+    for stage, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
+        for index in range(depth):
+            stride = 2 if not index and (stage or spec.regular) else 1
+            inner = int(width * spec.bottleneck)
+            if spec.regular:
+                inner = rounded(net.channels * (spec.bottleneck if stage or index else 1.0))
+            group = spec.group or inner
+            net.block(_normfree_block, spec=spec, width=width, inner=inner // group * group, stride=stride)
+    return partial(_normfree_end, spec=spec)
+
+
+def _normfree_stem(flow: ImageFlow, spec: NormFree) -> None:
+    for index, (width, stride) in enumerate(spec.stem):
+        if index:
+            flow.activate(spec.function)
+        flow.convolve(width, 7 if spec.pool else 3, stride, bias=True)
+    if spec.pool:
+        flow.pool(3, 2)
+
+
+def _normfree_end(flow: ImageFlow, spec: NormFree) -> None:
+    if spec.head:
+        flow.convolve(spec.head, bias=True)
+    flow.activate(spec.function)
+
+
+def _normfree_block(flow: ImageFlow, spec: NormFree, width: int, inner: int, stride: int) -> None:
+    """Activation before every convolution, products with plain numbers (beta, gain, alpha) instead of norms."""
+    x, enters = flow.fork(), flow.channels
+    flow.activate(spec.function).mix("beta", (2, 2), keeps=False)
+    if stride > 1 or enters != width:
+        x = flow.fork()
+        if stride > 1:
+            x.pool(2, 2, maximum=False, padding=flow.extent[0] % 2)
+        x.convolve(width, bias=True)
+    flow.convolve(inner, bias=True).activate(spec.function)
+    for index in range(spec.convolutions):
+        groups = inner // spec.group if spec.group else 1
+        flow.convolve(inner, 3, 1 if index else stride, groups, bias=True).activate(spec.function)
+    if spec.regular:
+        _gate(flow, spec)
+    flow.convolve(width, bias=True)
+    if not spec.regular:
+        _gate(flow, spec)
+    flow.mix("alpha", (2, 2), keeps=False).add(x)
+
+
+def _gate(flow: ImageFlow, spec: NormFree) -> None:
+    if spec.squeeze:
+        flow.squeeze(0 if spec.squeeze < 0 else rounded(flow.channels * spec.squeeze))
+        flow.mix("gain", (2, 2), keeps=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossStage:
+    """A Darknet; its stages pass one half of the channels through the blocks, or all."""
+
+    depths: tuple[int, ...]  # blocks a stage
+    widths: tuple[int, ...]  # channels a stage
+    stem: tuple[int, ...]  # channels of the stem's convolutions
+    stem_kernel: int = 3
+    stem_stride: int = 2  # of the first of them
+    inner: float = 1.0  # channels inside a block / outside
+    edge: bool = False  # a block is 3 x 3 then 1 x 1 instead of 1 x 1 then 3 x 3
+    cross: bool = True  # the stage splits its channels; else mean pooling halves the picture
+    squeeze: float = 0.0  # hidden channels of squeeze-and-excitation / channels; 0: none
+    function: Activation = "silu"
+
+
+_CROSS_SCALES = {"s": (0.5, 0.5), "m": (0.75, 0.67), "l": (1.0, 1.0), "x": (1.25, 1.33)}
+"""Factors on widths and depths by letter (YOLOv5's model files)."""
+
+
+def _cross(net: NetworkBuilder, squeezed: str, kind: str, focus: str, letter: str) -> None:
+    (width, depth), edge = _CROSS_SCALES[letter], kind == "edge"
+    quarter = edge or letter == "l"
+    spec = CrossStage(
+        depths=tuple(int(count * depth) for count in (3, 6, 9, 3)),
+        widths=tuple(rounded(channels * width) for channels in (128, 256, 512, 1024)),
+        stem=(rounded(64 * width),) if focus else (rounded(32 * width), rounded(64 * width)),
+        stem_kernel=6 if focus else 3, inner=1.5 if edge else 1.0, edge=edge,
+        squeeze=(0.25 if quarter else 1 / 16) if squeezed else 0.0,
+    )  # fmt: skip
+    _cross_stages(net, spec)
+
+
+def _darknet(net: NetworkBuilder, squeezed: str) -> None:
+    spec = CrossStage(
+        depths=(1, 2, 8, 8, 4), widths=(64, 128, 256, 512, 1024), stem=(32,), stem_stride=1, inner=0.5, cross=False,
+        squeeze=1 / 16 if squeezed else 0.0, function="relu",
+    )  # fmt: skip
+    _cross_stages(net, spec)
+
+
+def _cross_stages(net: NetworkBuilder, spec: CrossStage) -> None:
+    net.stem(_cross_stem, spec=spec)
+    for depth, width in zip(spec.depths, spec.widths, strict=True):
+        net.block(_cross_stage, spec=spec, width=width, depth=depth)
+
+
+def _cross_stem(flow: ImageFlow, spec: CrossStage) -> None:
+    for index, width in enumerate(spec.stem):
+        flow.convolve(width, spec.stem_kernel, 1 if index else spec.stem_stride, padding=(spec.stem_kernel - 1) // 2)
+        flow.normalise().activate(spec.function)
+
+
+def _cross_stage(flow: ImageFlow, spec: CrossStage, width: int, depth: int) -> None:
+    if not spec.cross:
+        flow.pool(2, 2, maximum=False, padding=0).unit(width, function=spec.function)
+        for _ in range(depth):
+            _cross_block(flow, spec, width)
+        return
+    flow.unit(flow.channels, 3, 2, function=spec.function).unit(width, function=spec.function)
+    inside, beside = flow.view(width // 2), flow.view(width // 2)
+    for _ in range(depth):
+        _cross_block(inside, spec, width // 2)
+    inside.concatenate(beside).unit(width, function=spec.function)
+    flow.value, flow.channels = inside.value, inside.channels
+
+
+def _cross_block(flow: ImageFlow, spec: CrossStage, width: int) -> None:
+    x, inner = flow.fork(), round(width * spec.inner)
+    flow.unit(inner, 3 if spec.edge else 1, function=spec.function)
+    if spec.squeeze:
+        flow.squeeze(rounded(flow.channels * spec.squeeze, 8, 0.0))
+    flow.unit(width, 1 if spec.edge else 3, function=spec.function).add(x)
+
+
+_DENSE = {"121": (6, 12, 24, 16), "161": (6, 12, 36, 24), "169": (6, 12, 32, 32), "201": (6, 12, 48, 32),
+          "264": (6, 12, 64, 48)}  # fmt: skip
+"""Layers a block by depth."""
+
+
+def _dense(net: NetworkBuilder, depth: str) -> End:
+    growth = 48 if depth in ("161", "264") else 32
+    net.stem(_dense_stem, width=2 * growth)
+    for stage, layers in enumerate(_DENSE[depth]):
+        if stage:
+            net.block(_dense_transition)
+        for _ in range(layers):
+            net.block(_dense_layer, growth=growth)
+    return lambda flow: flow.normalise().activate()
+
+
+def _dense_stem(flow: ImageFlow, width: int) -> None:
+    flow.unit(width, 7, 2).pool(3, 2)
+
+
+def _dense_transition(flow: ImageFlow) -> None:
+    flow.normalise().activate().convolve(flow.channels // 2).pool(2, 2, maximum=False, padding=0)
+
+
+def _dense_layer(flow: ImageFlow, growth: int) -> None:
+    """All channels so far are copied together with the new ones."""
+    x = flow.fork()
+    flow.normalise().activate().unit(4 * growth).convolve(growth, 3)
+    x.concatenate(flow)
+    flow.value, flow.channels = x.value, x.channels
+
+
+_BRANCHED = {"a0": (0.75, 2.5), "a1": (1.0, 2.5), "a2": (1.5, 2.75), "b0": (1.0, 2.5), "b1": (2.0, 4.0),
+             "b2": (2.5, 5.0), "b3": (3.0, 5.0)}  # fmt: skip
+"""Factors of RepVGG on the channels of the first three stages and of the last one."""
+
+
+def _branched(net: NetworkBuilder, size: str) -> None:
+    factor, last = _BRANCHED[size]
+    widths = (int(64 * factor), int(128 * factor), int(256 * factor), int(512 * last))
+    net.stem(_branched_block, width=min(64, widths[0]), stride=2)
+    for depth, width in zip((2, 4, 14, 1) if size < "b" else (4, 6, 16, 1), widths, strict=True):
+        for index in range(depth):
+            net.block(_branched_block, width=width, stride=1 if index else 2)
+
+
+def _branched_block(flow: ImageFlow, width: int, stride: int) -> None:
+    x, narrow = flow.fork(), flow.fork().convolve(width, 1, stride).normalise()
+    flow.convolve(width, 3, stride).normalise().add(narrow)
+    if stride == 1 and x.channels == width:
+        flow.add(x.normalise())
+    flow.activate()
+
+
+def _conv_mixer(net: NetworkBuilder, width: str, depth: str, kernel: str, patch: str) -> None:
+    """Depthwise and pointwise convolutions over patches."""
+    function = "relu" if width == "768" else "gelu"
+    net.stem(_mixer_stem, width=int(width), patch=int(patch or 7), function=function)
+    for _ in range(int(depth)):
+        net.block(_mixer_block, kernel=7 if width == "768" else int(kernel or 9), function=function)
+
+
+def _mixer_stem(flow: ImageFlow, width: int, patch: int, function: Activation) -> None:
+    flow.convolve(width, patch, patch, bias=True).activate(function).normalise()
+
+
+def _mixer_block(flow: ImageFlow, kernel: int, function: Activation) -> None:
+    x, width = flow.fork(), flow.channels
+    flow.convolve(width, kernel, 1, width, bias=True).activate(function).normalise().add(x)
+    flow.convolve(width, bias=True).activate(function).normalise()
+
+
+_XCIT = {"nano": (128, 4), "tiny": (192, 4), "small": (384, 8), "medium": (512, 8), "large": (768, 16)}
+"""Width and heads."""
+
+
+def _xcit(net: NetworkBuilder, size: str, depth: str, patch: str) -> End:
+    """Blocks, then two layers whose attention is the class token's only."""
+    width, heads = _XCIT[size]
+    net.kernels = replace(EAGER, autocast=net.autocast)
+    net.stem(_xcit_stem, width=width, halvings=3 if patch == "8" else 4)
+    for _ in range(int(depth)):
+        net.block(_xcit_block, heads=heads)
+    for _ in range(2):
+        net.block(_class_layer)
+    return ImageFlow.layer_norm
+
+
+def _xcit_stem(flow: ImageFlow, width: int, halvings: int) -> None:
+    """3 x 3 convolutions that halve the picture; 64 waves make positions."""
+    for left in reversed(range(halvings)):
+        flow.convolve(width // 2**left, 3, 2).normalise()
+        if left:
+            flow.activate("gelu")
+    flow.tape.count(65 * width)
+    flow.mix("positions", (3, 1), keeps=False)
+
+
+def _xcit_block(flow: ImageFlow, heads: int) -> None:
+    """Attention between channels, local 3 x 3 convolutions, MLP; each scaled and added."""
+    x, width = flow.fork(), flow.channels
+    _scaled_sum(flow.layer_norm().linear(3 * width).covary(heads).linear(width), x)
+    x = flow.fork()
+    flow.layer_norm().mix("permute", (2, 2), keeps=False).convolve(width, 3, 1, width, bias=True).activate("gelu")
+    _scaled_sum(flow.normalise().convolve(width, 3, 1, width, bias=True).mix("permute", (2, 2), keeps=False), x)
+    x = flow.fork()
+    _scaled_sum(flow.layer_norm().linear(4 * width).activate("gelu").linear(width), x)
+
+
+def _scaled_sum(flow: ImageFlow, x: ImageFlow) -> None:
+    """Scale and residual sum, which autocast leaves in fp32, so that the next norm need not cast its input.
+
+    In passes at half precision, forward: product 1 more, sum 3 more, norm 2 less; backward: product 8 more, sum of both
+    gradients of ``x`` 3 more, norm 2 less.
+    """
+    flow.scale().add(x)
+    if flow.value.item_bytes < FP32:
+        flow.mix("widen", (2, 9), count=0, keeps=False)
+
+
+def _class_layer(flow: ImageFlow) -> None:
+    """Keys and values of all tokens; the query, projection and MLP of the class token cost next to nothing."""
+    x, width = flow.fork(), flow.channels
+    flow.layer_norm()
+    flow.fork().linear(2 * width).mix("attend", (2, 4))
+    flow.tape.count(10 * width * width + 9 * width)
+    flow.add(x)
+
+
+_NAMES: tuple[tuple[str, Family], ...] = (
+    (r"(?:dm_)?(eca_)?nfnet_([fl])(\d)", _nfnet),
+    (r"nf_(se|eca)?resnet(26|50|101)", _normfree_resnet),
+    (r"nf_regnet_b0", _normfree_regnet),
+    (r"cs3(se_?)?(dark|edge)net_(focus_)?([smlx])", _cross),
+    (r"(se)?darknetaa53", _darknet),
+    (r"(?:tv_)?densenet(121|161|169|201|264)", _dense),
+    (r"repvgg_(a[012]|b[0123])", _branched),
+    (r"convmixer_(\d+)_(\d+)(?:_ks(\d+)_p(\d+))?", _conv_mixer),
+    (r"xcit_(nano|tiny|small|medium|large)_(\d+)_p(8|16)_\d+(?:_dist)?", _xcit),
+)
