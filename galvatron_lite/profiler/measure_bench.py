@@ -294,7 +294,7 @@ class LayerBench:
         """The runtime's overhead around the most frequent kind of block, at one sample, and of calls of branches."""
         kind, found = self._frequent_kind(), HostOverhead()
         if kind is not None:
-            block, call = self._blocks[kind], self._calls_at(1)[kind]
+            call, block = self._calls_at(1)[kind], self._blocks[kind]  # calls first: they prepare the blocks
             found = measure_overhead(block, call, self.graph.kinds[kind], self.batch, self.device, self.rule)
         if self.branch_seconds is not None and launched() and find_regions(self.graph):
             found = replace(found, branch=self.branch_seconds(self.device, self.rule))

@@ -56,7 +56,7 @@ def shard_group(
         mesh=group.mesh,
         reshard_after_forward=group.zero_stage == STAGE_3,
         mp_policy=mixed_precision(compute),
-        ignored_params={*ignored, *_of_other_types(group.modules)},
+        ignored_params={*ignored, *_not_sharded(group.modules)},
         shard_placement_fn=lambda parameter: Shard(cut_dim(parameter.shape, ranks, group.zero_stage)),
     )
     made: list[FSDPModule] = [module for module in group.modules if isinstance(module, FSDPModule)]
@@ -67,13 +67,14 @@ def shard_group(
     return made
 
 
-def _of_other_types(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """Trained parameters of another type than most (complex ones): FSDP shards parameters of one type alone."""
+def _not_sharded(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Scalars, and trained parameters of another type than most (complex ones): FSDP shards neither."""
+    scalars = {one for module in modules for one in module.parameters() if one.dim() == 0}
     items = Counter[torch.dtype]()
     trained = {one for module in modules for one in module.parameters() if one.requires_grad}
     for one in trained:
         items[one.dtype] += one.numel()
-    return {one for one in trained if one.dtype is not max(items, key=lambda dtype: items[dtype])}
+    return scalars | {one for one in trained if one.dtype is not max(items, key=lambda dtype: items[dtype])}
 
 
 def apply_root(root: nn.Module, mesh: DeviceMesh) -> None:
