@@ -69,7 +69,7 @@ def plan(
             - ``sequence``: tokens a sample, for a model by name.
             - ``precision``: of compute, for a model by name; the best that the devices train in if not given: bf16,
               else fp16, else fp32.
-            - ``fix``: what is not left to the search: ``pp=4``, ``layers.3.recompute=full`` (``search.user_pins``);
+            - ``fix``: what is not left to the search: ``pp=4``, ``layers.3.recompute=full`` (``search.pins``);
               one, a list, or a mapping: ``{"pp": 4}``.
             - ``forbid``: dimensions that no layer may use: ``tp``, ``pipeline``; one or a list.
             - ``schedules``: of the pipeline, to choose from.

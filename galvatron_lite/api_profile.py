@@ -28,8 +28,18 @@ def find_profile(
     gpus: int | None = None,
     sequence: int | None = None,
     precision: str | None = None,
+    stack: str = "",
 ) -> Profile:
     """The profile that ``plan`` works from; see there for the arguments.
+
+    Args:
+        profile: measured or estimated before.
+        model: to estimate the costs of.
+        cluster: that it is to run on.
+        gpus: devices of it.
+        sequence: tokens a sample.
+        precision: of compute.
+        stack: training software whose costs are estimated (``stacks.catalog``); empty: our own runtime.
 
     Raises:
         InputError: nothing to plan from, a cluster that does not have the devices asked for, or a precision that its
@@ -38,7 +48,7 @@ def find_profile(
     if profile is not None and model is not None:
         raise InputError("--model", str(model), "Give a profile or a model, not both.")
     if model is not None:
-        return _estimate(model, cluster, gpus, sequence, precision)
+        return _estimate(model, cluster, gpus, sequence, precision, stack)
     known = _read(profile)
     _check_as_profiled(known, sequence, precision)
     return _on_cluster(known, cluster, gpus)
@@ -60,12 +70,15 @@ def _estimate(
     gpus: int | None,
     sequence: int | None,
     precision: str | None,
+    stack: str = "",
 ) -> Profile:
     from galvatron_lite.capture.named import graph_named
     from galvatron_lite.cluster.precisions import check_precision
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.profiler.estimate import estimate_profile
+    from galvatron_lite.stacks.catalog import STACKS
 
+    software = STACKS[stack] if stack else None
     machine = _machine(cluster, gpus)
     if isinstance(model, ModelGraph):
         check_precision(model.precision, machine)
@@ -73,8 +86,9 @@ def _estimate(
             raise InputError("--precision", precision, f"The model was captured in {model.precision}; capture it anew.")
         graph = model
     else:
-        graph = graph_named(str(model), sequence=sequence, precision=precision_on(machine, precision))
-    return estimate_profile(graph, machine, precision=graph.precision, name=graph.name)
+        chosen, kernels = precision_on(machine, precision), None if software is None else software.kernels
+        graph = graph_named(str(model), sequence=sequence, precision=chosen, kernels=kernels)
+    return estimate_profile(graph, machine, precision=graph.precision, name=graph.name, stack=software)
 
 
 def precision_on(cluster: Cluster | str | Path | None, precision: str | None, gpus: int | None = None) -> str:

@@ -95,6 +95,6 @@ def power(base: Real, exponent: int) -> Real:
 
 def is_option(choice: Any, option: Enum) -> Flag:
     """Whether a choice of an enum is this option; arrays hold the place of each choice in its enum."""
-    if _is_array(choice):
-        return choice == list(type(option)).index(option)
-    return choice is option
+    if type(choice) is type(option):
+        return choice is option
+    return choice == list(type(option)).index(option)

@@ -121,7 +121,7 @@ class PlanRequest:
             return self.profile(devices)
         return find_profile(
             self.profile, model=self.model, cluster=self.cluster, gpus=devices, sequence=self.sequence,
-            precision=self.precision,
+            precision=self.precision, stack=backend_named(self.backend).stack,
         )  # fmt: skip
 
     def resolve(self) -> PlanSetting:

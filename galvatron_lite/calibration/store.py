@@ -99,6 +99,7 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
     Processes that have read the folder keep what they read, this one too.
     """
+    common = {"provenance": list(calibration.provenance), "expected_error": dict(calibration.expected_error)}
     for kind in KINDS:
         own = {name: {"constants": to_data(value)} for name, value in getattr(calibration, kind).items()}
         shared = {
@@ -107,14 +108,7 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
             if name.startswith(f"{kind}/")
         }
         entries = {name: entry | _origin(calibration, f"{kind}/{name}") for name, entry in (own | shared).items()}
-        write_data(
-            path / f"{kind}.json", (_common_fields(calibration) if kind == "stacks" else {}) | {"entries": entries}
-        )
-
-
-def _common_fields(calibration: Calibration) -> dict[str, Any]:
-    """What is said of all three files together; in the file of stacks."""
-    return {"provenance": list(calibration.provenance), "expected_error": dict(calibration.expected_error)}
+        write_data(path / f"{kind}.json", (common if kind == "stacks" else {}) | {"entries": entries})
 
 
 def _origin(calibration: Calibration, name: str) -> dict[str, Any]:

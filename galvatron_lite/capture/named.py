@@ -12,6 +12,7 @@ from typing import Any
 from galvatron_lite.capture.huggingface import find_config, graph_of_config
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import load_model, model_names
 from galvatron_lite.model.zoo import SIZES, build, size_named
 
@@ -72,7 +73,9 @@ def graph_of_factory(target: str, precision: str = "bf16") -> ModelGraph:
     return trace(model, batch, loss_fn=loss_fn, precision=precision)
 
 
-def graph_named(name: str, *, sequence: int | None = None, precision: str = "bf16") -> ModelGraph:
+def graph_named(
+    name: str, *, sequence: int | None = None, precision: str = "bf16", kernels: Kernels | None = None
+) -> ModelGraph:
     """The graph of a model by its name.
 
     Args:
@@ -80,6 +83,8 @@ def graph_named(name: str, *, sequence: int | None = None, precision: str = "bf1
             configuration of transformers: ``config.json``, its folder, or a name in the hub's local cache; or
             ``FILE.py:FACTORY``.
         sequence: tokens a sample; the model's own if not given.
+        precision: of compute.
+        kernels: that run a model of ``configs/models``; PyTorch's own if not given. Others run as they are written.
 
     Raises:
         InputError: no such name: tells all.
@@ -93,7 +98,7 @@ def graph_named(name: str, *, sequence: int | None = None, precision: str = "bf1
     if config is not None:
         return graph_of_config(config, sequence=sequence, precision=precision)
     try:
-        return load_model(name, sequence=sequence, precision=precision)
+        return load_model(name, sequence=sequence, precision=precision, kernels=kernels)
     except InputError as error:
         size = size_named(name)
         if error.field == "model" and size is None:

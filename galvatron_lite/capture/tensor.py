@@ -216,7 +216,7 @@ def split_block(
     plan = infer_block(block, calls[1].args, calls[1].kwargs)
     if plan.max_degree == 1:
         return unsplit(figures, plan.reason)
-    degree = smallest_factor(plan.max_degree)
+    degree = next(factor for factor in range(2, plan.max_degree + 1) if plan.max_degree % factor == 0)
     divisible = all(calls[1].inputs[place].shape[1] % degree == 0 for place in chains[1])
     choices = [False, True] if plan.sequence_parallel and divisible else [False]
     try:
@@ -305,11 +305,6 @@ def _loss_bytes(groups: Sequence[ListeningGroup]) -> int:
         return 0
     small, large = (sum(group.figures) // group.size for group in groups)
     return (large - small) // (SAMPLES[1] - SAMPLES[0])
-
-
-def smallest_factor(number: int) -> int:
-    """The smallest prime factor of a number above 1."""
-    return next(factor for factor in range(2, number + 1) if number % factor == 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,7 +326,7 @@ class _Capture:
         runs = [run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True)]
         entering = _slope([_bytes(call.inputs[i] for i in chain) for call, chain in zip(calls, chains, strict=True)])
         leaving = _slope([_bytes(tensors_of(call.output)) for call in calls])
-        figure = split_block(block, calls, chains, figures(*runs))
+        figure = split_block(block, calls, chains, figures(runs[0], runs[1]))
         kept = {Recompute.NONE: figure.split("kept")}
         if not (figure.whole.overwrites or figure.whole.overwrites_heavy):
             kept[Recompute.SELECTIVE] = figure.split("selective")

@@ -30,11 +30,11 @@ def show_command(folder: Folder) -> None:
 @checkpoint_app.command("check")
 def check_command(folder: Folder) -> None:
     """Read every file of a checkpoint and hold it against its checksum; exit status 1 where one is damaged."""
-    from galvatron_lite.runtime.checkpoint.manifest import check_whole, checkpoints_of
+    from galvatron_lite.runtime.checkpoint.manifest import check_files, checkpoints_of
 
     several = checkpoints_of(folder)
     for place in several or [folder]:
-        manifest = check_whole(place)
+        manifest = check_files(place)
         typer.echo(f"{place}: whole, {len(manifest.files)} files, {_describe(manifest)}")
 
 

@@ -44,6 +44,10 @@ Fix = Annotated[list[str] | None, _pin("--fix", "Keep this: pp=4, zero=3, layers
 Forbid = Annotated[list[str] | None, _pin("--forbid", "Do without: tp, pipeline, recompute …; repeatable.")]
 Schedule = Annotated[list[str] | None, _pin("--schedule", "Of the pipeline: 1f1b, gpipe …; repeatable.")]
 Backend = Annotated[str, _pin("--backend", "What runs the plan: galvatron, deepspeed, or any: all that is priced.")]
+For = Annotated[
+    str | None,
+    _pin("--for", "Plan for megatron, nemo, torchtitan, deepspeed or accelerate; -o writes its settings."),
+]
 Mode = Annotated[str, _pin("--mode", "training, or inference: forward passes only.")]
 AllowDelay = Annotated[
     bool, _pin("--allow-delay", "Gradients may come a step late (cyclic data parallelism): the training rule changes.")

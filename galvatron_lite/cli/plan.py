@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from galvatron_lite.analysis.answers import Answer
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase
+    from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.request import PlanArguments
+    from galvatron_lite.stacks.schema import Stack
 
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 """The command and its sub-commands; without one of these it plans."""
@@ -79,6 +81,7 @@ def plan_command(
     forbid: opts.Forbid = None,
     schedule: opts.Schedule = None,
     backend: opts.Backend = "galvatron",
+    target: opts.For = None,
     mode: opts.Mode = "training",
     allow_delay: opts.AllowDelay = False,
     best_batch: opts.BestBatch = False,
@@ -117,6 +120,8 @@ def plan_command(
 def _run(options: SimpleNamespace) -> None:
     question = _question(vars(options))
     _check(options, question)
+    if options.target is not None:
+        options.backend = _backend_of(options)
     flags = _shape_flags(options)
     estimated = bool(flags) or options.model is not None
 
@@ -124,9 +129,10 @@ def _run(options: SimpleNamespace) -> None:
     def profile_of(devices: int | None, tokens: int | None = options.sequence) -> Profile:
         from galvatron_lite.api_profile import find_profile
 
+        software = _stack_of(options)
         return find_profile(
             options.profile, model=_model(options, flags, tokens, devices), cluster=options.cluster, gpus=devices,
-            sequence=tokens, precision=options.precision,
+            sequence=tokens, precision=options.precision, stack="" if software is None else software.name,
         )  # fmt: skip
 
     setup = opts.arguments(
@@ -142,6 +148,9 @@ def _run(options: SimpleNamespace) -> None:
     last = " (the last profile made here)" if options.profile is None and options.model is None else ""
     source = f"{'the shape given' if flags else profile.name + last}: {profile.origin.kind.value}, "
     source += ", ".join(filter(None, (profile.origin.source, profile.origin.date)))
+    software = _stack_of(options)
+    if software is not None and estimated:
+        source += f", as {software.name} runs it"
     if estimated and options.precision is None and options.verbose:
         source += ", precision chosen automatically (--precision overrides it)"
     if question:
@@ -150,6 +159,25 @@ def _run(options: SimpleNamespace) -> None:
         _answer(options, question, profile_of, setup, source)
     else:
         _plan(options, profile, setup, source)
+
+
+def _stack_of(options: SimpleNamespace) -> Stack | None:
+    """The software that costs are estimated for; None: our own runtime."""
+    from galvatron_lite.parallelism.backends import backend_named
+    from galvatron_lite.stacks.catalog import STACKS
+
+    return STACKS.get(backend_named(options.backend).stack)
+
+
+def _backend_of(options: SimpleNamespace) -> str:
+    """The backend that ``--for`` names."""
+    from galvatron_lite.plans.export.tools import TOOLS
+
+    if options.backend != "galvatron":
+        raise InputError("--for", options.target, f"--backend {options.backend} says otherwise: leave one out.")
+    if options.target not in TOOLS:
+        raise InputError("--for", options.target, f"Give one of {', '.join(sorted(TOOLS))}.")
+    return str(options.target)
 
 
 _TARGETS = ("fewest", "step", "rate", "tokens")
@@ -236,7 +264,19 @@ def _model(
     needed = ("layers", "hidden", "heads", "vocab", "seq") if transformer else ()
     if missing := ", ".join(_flag(name) for name in needed if name not in flags):
         raise InputError(missing, None, "A model by its shape needs --layers, --hidden, --heads, --vocab and --seq.")
-    return build_graph(shape_from_flags(flags), precision=precision)
+    software = _stack_of(options)
+    kernels = None if software is None else software.kernels
+    return build_graph(shape_from_flags(flags), precision=precision, kernels=kernels)
+
+
+def _write_settings(plan: Plan, tool: str, path: Path) -> tuple[str, ...]:
+    """Write a tool's settings; returns what they leave to the user, a line each."""
+    from galvatron_lite.files import write_text
+    from galvatron_lite.plans.export.tools import export
+
+    settings = export(plan, tool)
+    write_text(path, settings.text)
+    return tuple(settings.left_out)
 
 
 def _plan(options: SimpleNamespace, profile: Profile, setup: PlanArguments, source: str) -> None:
@@ -251,7 +291,10 @@ def _plan(options: SimpleNamespace, profile: Profile, setup: PlanArguments, sour
     with search_progress(quiet=options.as_json) as progress:
         setup["progress"] = progress
         plan = api.plan(profile, certify=options.certify, runners_up=runners_up, tolerance=options.tolerance, **setup)
-    if options.output is not None:
+    by_hand: tuple[str, ...] = ()
+    if options.output is not None and options.target is not None:
+        by_hand = _write_settings(plan, options.target, options.output)
+    elif options.output is not None:
         write_plan(plan, options.output)
     if options.as_json:
         print_json(plan)
@@ -259,6 +302,8 @@ def _plan(options: SimpleNamespace, profile: Profile, setup: PlanArguments, sour
     print_plan(plan, source, accuracy(profile), options.verbose, RUNNERS_UP if best is None else best)
     if plan.provenance is not None and plan.provenance.certificate:
         typer.echo(f"Certificate: {plan.provenance.certificate}")
+    for line in by_hand:
+        typer.echo(f"Not among the settings of {options.target}: {line}")
     _print_target(options.output)
 
 

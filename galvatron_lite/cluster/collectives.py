@@ -75,7 +75,8 @@ def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Ho
     groups = min(siblings, block // inside)
     whole = block * level.size
     busy = upper * min(siblings, whole // upper) / whole
-    direct = _mesh_share(level, upper) if block == 1 else 1.0
+    # share of a device's direct links that lead to others of its group; all of them through a switch
+    direct = next((share for most, share in level.mesh if upper <= most), 1.0) if block == 1 else 1.0
     reached = level.bandwidth * level.efficiency * direct / (1.0 + (level.contention - 1.0) * busy)
     # Devices have a link each at the innermost level; above it a block shares its adapters.
     lanes = level.lanes if block > 1 else 1
@@ -83,11 +84,6 @@ def _hop(level: Level, block: int, inside: int, upper: int, siblings: int) -> Ho
     bandwidth = reached * min(1.0, groups * driven / lanes) / groups
     lane = min(bandwidth, reached / lanes)
     return Hop(ceil(upper / inside), inside, level.latency, bandwidth, lane, level.half_size, level.start)
-
-
-def _mesh_share(level: Level, members: int) -> float:
-    """Share of a device's direct links that lead to others of its group; all of them through a switch."""
-    return next((share for most, share in level.mesh if members <= most), 1.0)
 
 
 def _path_latency(hops: Sequence[Hop]) -> float:
@@ -141,14 +137,6 @@ def tree_all_reduce(hops: Sequence[Hop]) -> CollectiveTime:
     return CollectiveTime(2 * latency, 2 / _slowest(hops) / TREE_EFFICIENCY)
 
 
-def _all_reduce(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
-    return ring_pass(hops).times(2), tree_all_reduce(hops)
-
-
-def _one_pass(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
-    return (ring_pass(hops),)
-
-
 def _all_to_all(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
     """Pairwise exchange (Thakur et al. 2005, 4.3); the levels' links work at the same time."""
     ranks = prod(hop.members for hop in hops)
@@ -170,9 +158,9 @@ def _send_recv(hops: Sequence[Hop]) -> tuple[CollectiveTime, ...]:
 
 
 _LINES: dict[Collective, Callable[[Sequence[Hop]], tuple[CollectiveTime, ...]]] = {
-    Collective.ALL_REDUCE: _all_reduce,
-    Collective.ALL_GATHER: _one_pass,
-    Collective.REDUCE_SCATTER: _one_pass,
+    Collective.ALL_REDUCE: lambda hops: (ring_pass(hops).times(2), tree_all_reduce(hops)),
+    Collective.ALL_GATHER: lambda hops: (ring_pass(hops),),
+    Collective.REDUCE_SCATTER: lambda hops: (ring_pass(hops),),
     Collective.ALL_TO_ALL: _all_to_all,
     Collective.BROADCAST: _broadcast,
     Collective.SEND_RECV: _send_recv,

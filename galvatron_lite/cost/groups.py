@@ -14,7 +14,7 @@ from galvatron_lite.cost.zero_bubble import ZeroBubbleStep, run_zero_bubble
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, stride_between
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Course, Moments, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Course, Moments, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.times import PassOrder
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown
@@ -102,7 +102,7 @@ def _places(shape: Shape, stage: int, ranges: Sequence[range]) -> frozenset[int]
 def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost], ordered: bool) -> list[StageCost]:
     """With the memory of the devices that run each stage."""
     result = list(costs)
-    run = zero_bubble_of(pricer.profile, shape, costs) if ordered and shape.schedule in ZERO_BUBBLE else None
+    run = zero_bubble_of(pricer.profile, shape, costs) if ordered and shape.schedule.splits_backward else None
     known: dict[object, MemoryBreakdown] = {}
     for group in range(shape.stages):
         own = _own_stages(shape, group)
@@ -155,7 +155,7 @@ def busy_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> 
 
     From each group's first pass where steps follow one another without waiting for all groups.
     """
-    if shape.schedule in ZERO_BUBBLE:
+    if shape.schedule.splits_backward:
         step = zero_bubble_of(profile, shape, costs)
         return step.spans if profile.steps_overlap else step.ends
     return group_ends([cost.times for cost in costs], course_of(shape), hidden_share(profile))

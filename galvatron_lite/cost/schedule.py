@@ -37,71 +37,18 @@ ZB-H1, at half its memory: its bubble has no closed form where passes are unlike
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of
+from galvatron_lite.parallelism.pipeline.schedule import Figure, Form, Schedule, group_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
-from galvatron_lite.plans.schema import Schedule
 
-Figure = TypeVar("Figure", float, int, NDArray[np.int64])
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """The closed form of a schedule, over parts c_1..c_K of the time of one micro-batch on each group of devices:
-
-    T = sum_k (ramp_k sum_g c_gk + rounds_k max_g c_gk)
-    """
-
-    microbatches: int  # a step, rounded up to whole rounds
-    ramp: tuple[float, ...]  # ramp, rounds: per part
-    rounds: tuple[float, ...]
-    freed: float = 0.0  # how much of W leaves R; 0 where backward is not split
-    apart: bool = False  # whether forward and backward count apart (GPipe)
-
-    def parts(self, forward: Figure, backward: Figure, saved: Figure) -> tuple[Figure, ...]:
-        """The parts of a group, a stage or a layer; they add up over layers.
-
-        Args:
-            forward, backward: time of one micro-batch, backward with the gradients of weights.
-            saved: ``freed`` times that of the gradients of weights.
-        """
-        if self.apart:
-            return forward, backward
-        both = forward + backward
-        if self.freed == 0.0:
-            return (both,)
-        return both - saved, (self.microbatches - 1) * both + saved
-
-    @property
-    def share(self) -> float:
-        """What of a stage's time (less what is freed) delays the step where the stage is not the slowest."""
-        return self.ramp[0]
-
-    @property
-    def alone(self) -> tuple[float, ...]:
-        """Per part, how often it counts for a group that is the slowest."""
-        return tuple(ramp + rounds for ramp, rounds in zip(self.ramp, self.rounds, strict=True))
+__all__ = ["Figure", "Form", "closed_form", "form_of"]
 
 
 def form_of(
     schedule: Schedule, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False
 ) -> Form:
     """The closed form of a schedule on so many groups of devices with so many stages each; see the module."""
-    rounds = microbatches - 1
-    if schedule is Schedule.GPIPE:
-        return Form(microbatches, (1, 1), (rounds, rounds), apart=True)
-    if schedule is Schedule.INTERLEAVED:
-        padded = -(-microbatches // groups) * groups
-        return Form(padded, (1 / virtual,), (padded - 1 / virtual,))
-    if schedule in ZERO_BUBBLE:
-        most = 2.0 if schedule is Schedule.ZERO_BUBBLE_2P and steps_overlap else 1.0
-        return Form(microbatches, (1, 0), (0, 1), 1.0 + min(most, rounds / max(groups - 1, 1)))
-    return Form(microbatches, (1,), (rounds,))
+    return schedule.form(groups, microbatches, virtual, steps_overlap=steps_overlap)
 
 
 def closed_form(
@@ -122,7 +69,7 @@ def closed_form(
         steps_overlap: see ``Profile``.
     """
     groups = len(stages) // virtual
-    form = form_of(schedule, groups, microbatches, virtual, steps_overlap=steps_overlap)
+    form = schedule.form(groups, microbatches, virtual, steps_overlap=steps_overlap)
     totals = [[0.0] * len(form.ramp) for _ in range(groups)]
     for index, stage in enumerate(stages):
         own = totals[group_of(schedule, groups, index)]

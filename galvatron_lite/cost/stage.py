@@ -24,7 +24,7 @@ from galvatron_lite.parallelism.pipeline.cost import (
     stride_between,
     transfer,
 )
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Moments, group_of, most_of
+from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.ranks import tensor_group
 from galvatron_lite.parallelism.registry import REFUSING
@@ -122,7 +122,7 @@ def price_chunk(
         left[1],
         sum(weight_seconds(cost.forward, cost.backward) for cost in costs),
     )
-    split = shape.schedule in ZERO_BUBBLE
+    split = shape.schedule.splits_backward
     pending = sum(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else 0
     step = sum(cost.step_seconds for cost in costs)
     borrowed = pricer.profile.graph.borrowed(inside)

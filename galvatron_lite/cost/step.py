@@ -13,9 +13,9 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.schedule import closed_form
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Schedule, TimeBreakdown
+from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
 from galvatron_lite.profiler.schema import Profile
 
 
@@ -38,7 +38,7 @@ def price_staged(pricer: LayerPricer, plan: Plan) -> Plan:
         )
         for number, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True))
     )
-    order = order_of(pricer.profile, costs) if shape.schedule in ZERO_BUBBLE and shape.stages > 1 else None
+    order = order_of(pricer.profile, costs) if shape.schedule.splits_backward and shape.stages > 1 else None
     return replace(plan, stages=stages, prediction=predict(pricer.profile, plan, shape, costs), order=order)
 
 
@@ -100,7 +100,7 @@ def _check_stages(plan: Plan) -> None:
     virtual = plan.virtual_stages
     if virtual < 1 or len(plan.stages) % virtual or not plan.stages:
         raise InputError("virtual_stages", virtual, f"It must divide the {len(plan.stages)} stages.")
-    wanted = {Schedule.INTERLEAVED: None, Schedule.ZERO_BUBBLE_V: 2}.get(plan.schedule, 1)
+    wanted = plan.schedule.virtual_stages
     if wanted is not None and virtual != wanted:
         raise InputError("virtual_stages", virtual, f"Schedule {plan.schedule.value} runs {wanted} a group of devices.")
 

@@ -19,7 +19,7 @@ from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.cost.step import shape_of, straggling, strategies_of
 from galvatron_lite.cost.timeline_memory import GroupMemory, MemoryCourse
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Action, Course, Pass, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.pipeline.zero_bubble import whole_step
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan
@@ -165,7 +165,7 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         _group(pricer, shape, costs, number, passes, factor)
         for number, passes in enumerate(worked)
     )  # fmt: skip
-    overlapping = shape.schedule in ZERO_BUBBLE and profile.steps_overlap
+    overlapping = shape.schedule.splits_backward and profile.steps_overlap
     return Timeline(course_of(shape), groups, profile.overhead.step * factor, overlapping)
 
 
@@ -187,7 +187,7 @@ Done = tuple[Action, int, float]
 def _worked(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> list[list[Done]]:
     """What every group does, and when, in the seconds that the plan is priced by."""
     course = course_of(shape)
-    if shape.schedule in ZERO_BUBBLE:
+    if shape.schedule.splits_backward:
         groups = whole_step(order_of(profile, costs), course)
         return [
             [
@@ -222,7 +222,7 @@ def _group(
 ) -> GroupTimeline:
     """The timeline of one group of devices."""
     own = groups_of(shape, costs)[number]
-    hidden, split = hidden_share(pricer.profile), shape.schedule in ZERO_BUBBLE
+    hidden, split = hidden_share(pricer.profile), shape.schedule.splits_backward
     passes = tuple(_pass(done, costs[done[1]].times, hidden, split, factor) for done in worked)
     context = pricer.of_group(shape.stage_devices, number).profile.cluster.device.context
     memory = GroupMemory(shape, own, context)

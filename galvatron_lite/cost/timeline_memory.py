@@ -14,7 +14,7 @@ from galvatron_lite.cost.layer import LayerCost
 from galvatron_lite.cost.memory import backward_memory, gradients_of, terms, updating_memory, worst_moment
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.parallelism.pipeline.cost import fills
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Action, Pass
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.plans.schema import MemoryBreakdown
 
 
@@ -46,7 +46,7 @@ class GroupMemory:
     """
 
     def __init__(self, shape: Shape, costs: Sequence[StageCost], context: int) -> None:
-        self._microbatches, self._split = shape.microbatches, shape.schedule in ZERO_BUBBLE
+        self._microbatches, self._split = shape.microbatches, shape.schedule.splits_backward
         self._schedule = shape.schedule
         self._own, self._context = tuple(costs), context
         self._chunks = tuple(cost.layers for cost in costs)

@@ -1,13 +1,13 @@
-"""A run, or traces of one, compared with its prediction; and the profile corrected by it.
+"""Compares a run, or traces of one, with its prediction; and corrects the profile by it.
 
-In a corrected profile kinds of layers take the time that their layers took, the optimizer what it took; a rank slower
-than others becomes a device of its own type, and a level of the cluster gets the time a byte takes with which
-predicted communication equals the measured one (``runtime.monitor.correct`` does both). What was not measured stays.
+In a corrected profile kinds of layers take the time that their layers took, the optimizer what it took; a slow rank
+becomes a device of its own type, and a level of the cluster gets the time a byte takes with which predicted
+communication equals the measured one (``runtime.monitor.correct`` does both). The rest stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import prod, sqrt
@@ -15,13 +15,14 @@ from pathlib import Path
 from statistics import median
 
 from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.cost.step import device_memory
 from galvatron_lite.diagnose.events import read_trace
-from galvatron_lite.diagnose.expected import Expected, GroupExpected, RankTimes, Where, expect, times_logged
+from galvatron_lite.diagnose.expected import GroupExpected, RankTimes, Where, expect, times_logged
 from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, findings, runs_measured
 from galvatron_lite.diagnose.traced import times_of
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.profiler.schema import DeviceFigures, LayerPoint, OptimizerCost, Origin, OriginKind, Profile
+from galvatron_lite.profiler.schema import LayerPoint, OptimizerCost, Origin, OriginKind, Profile
 from galvatron_lite.profiler.store import profile_hash, read_profile
 from galvatron_lite.runs.read import PROFILE, RecordedRun, is_run, read_run
 from galvatron_lite.runtime.monitor.correct import corrected
@@ -134,37 +135,42 @@ def find_profile(source: DiagnosisInput, folder: Path = Path("profiles")) -> Pro
 
 
 def diagnose(source: DiagnosisInput, profile: Profile) -> Diagnosis:
-    """Hold a run against what its plan is predicted to do."""
-    other = source.plan.cyclic is not None or bool(source.plan.branches)
-    wanted = evaluate(profile, source.plan) if other else expect(profile, source.plan)
-    if isinstance(wanted, Plan):
-        return _steps_alone(source, wanted)
-    _check_ranks(source, wanted)
-    causes = findings(source.times, wanted, _backend(source, profile))
-    parted = all(rank.layered and rank.parted for rank in source.times)  # else host time is not told apart
-    found = [one for one in causes if parted or one.cause is not Cause.HOST]
-    seconds = max(one.seconds for one in source.times)
-    explained = _explained(found)
+    """Compare a run with the prediction of its plan."""
     steps = max(one.steps for one in source.times)
-    traced = any(one.traced for one in source.times)
+    if source.plan.cyclic is not None or source.plan.branches:
+        prediction = evaluate(profile, source.plan).prediction
+        assert prediction is not None
+        seconds, predicted = median(one.seconds for one in source.times), prediction.step_seconds
+        note = "Of plans with cyclic data parallelism or branches only whole steps are compared."
+        notes = (*source.notes, note)
+        return Diagnosis(source.name, steps, seconds, predicted, False, (), seconds - predicted, notes=notes)
+    expected = expect(profile, source.plan)
+    for one in source.times:
+        if one.rank >= expected.plan.devices:
+            remedy = f"The plan is for {expected.plan.devices} ranks: give traces of its run."
+            raise InputError("rank", one.rank, remedy)
+    causes = findings(source.times, expected, _backend(source, profile))
+    parted = all(one.layered and one.parted for one in source.times)  # else host time is not told apart
+    causes = [cause for cause in causes if parted or cause.cause is not Cause.HOST]
+    seconds, traced = max(one.seconds for one in source.times), any(one.traced for one in source.times)
     return Diagnosis(
-        source.name, steps, seconds, wanted.seconds, traced, tuple(found),
-        seconds - wanted.seconds - explained, _memory(source.run, wanted.plan), source.notes,
+        source.name, steps, seconds, expected.seconds, traced, tuple(causes),
+        seconds - expected.seconds - _explained(causes), _memory(source.run, expected.plan), source.notes,
         _untraced(source.run) if traced else None,
     )  # fmt: skip
 
 
 def _backend(source: DiagnosisInput, profile: Profile) -> str:
-    """What carries messages: gloo between processes on CPUs, by what the run says of its devices, or the profile."""
+    """The backend of collectives: gloo on CPUs, by the devices of the run, or of the profile."""
     devices = [] if source.run is None else [one.name for one in source.run.header.devices]
     on_cpus = "cpu" in devices if devices else profile.cluster.device.name.startswith("CPU ")
     return GLOO if on_cpus else NCCL
 
 
 def _untraced(run: RecordedRun | None) -> float | None:
-    """Median seconds of a step of a run while no profiler ran; without the first one, which warms up."""
-    own = [] if run is None else [one.seconds for one in run.own_steps[1:] if not one.profiled]
-    return median(own) if own else None
+    """Median seconds of a run's steps without the profiler; the first one warms up."""
+    seconds = [] if run is None else [one.seconds for one in run.plan_steps[1:] if not one.profiled]
+    return median(seconds) if seconds else None
 
 
 def _explained(causes: Sequence[Finding]) -> float:
@@ -175,37 +181,17 @@ def _explained(causes: Sequence[Finding]) -> float:
     return most + sum(one.seconds for one in within if one.stage < 0)
 
 
-def _check_ranks(source: DiagnosisInput, wanted: Expected) -> None:
-    for one in source.times:
-        if one.rank >= wanted.plan.devices:
-            raise InputError("rank", one.rank, f"The plan is for {wanted.plan.devices} ranks: give traces of its run.")
-
-
-def _steps_alone(source: DiagnosisInput, wanted: Plan) -> Diagnosis:
-    """The whole step, of plans whose parts are not told apart."""
-    assert wanted.prediction is not None
-    seconds = median(one.seconds for one in source.times)
-    predicted = wanted.prediction.step_seconds
-    note = "Of plans with cyclic data parallelism or branches only whole steps are compared."
-    return Diagnosis(
-        source.name, max(one.steps for one in source.times), seconds, predicted, False, (), seconds - predicted,
-        notes=(*source.notes, note),
-    )  # fmt: skip
-
-
 def _memory(run: RecordedRun | None, plan: Plan) -> tuple[MemoryRow, ...]:
-    from galvatron_lite.cost.step import device_memory
-
     if run is None:
         return ()
-    held = {records[0].rank: max(record.reserved for record in records) for records in run.ranks if records}
-    found = []
+    peaks = {records[0].rank: max(record.reserved for record in records) for records in run.ranks if records}
+    rows = []
     for number, memory in enumerate(device_memory(plan)):
         ranks = range(number * plan.stage_devices, (number + 1) * plan.stage_devices)
-        most = max((held.get(rank, 0) for rank in ranks), default=0)
+        most = max((peaks.get(rank, 0) for rank in ranks), default=0)
         if most:
-            found.append(MemoryRow((ranks.start, ranks.stop - 1), most, memory.total - memory.context))
-    return tuple(found)
+            rows.append(MemoryRow((ranks.start, ranks.stop - 1), most, memory.total - memory.context))
+    return tuple(rows)
 
 
 _LEAST, _MOST = 0.02, 1e4  # factors on the time a byte takes that are looked for
@@ -214,59 +200,56 @@ _NEAR = 0.02  # relative difference below which nothing is corrected
 
 
 def updated(profile: Profile, source: DiagnosisInput) -> tuple[Profile, tuple[str, ...]]:
-    """The profile as it was measured to be, and what was changed of it, in words."""
+    """The profile as it was measured, and the corrections in words."""
     expected = expect(profile, source.plan)
     slow = {one.ranks[0]: one for one in findings(source.times, expected) if one.cause is Cause.RANK}
     usual = [one for one in source.times if one.rank not in slow] or list(source.times)
-    said: list[str] = []
-    found = _with_layers(profile, source.plan, usual, said)
-    found = _with_optimizer(found, source.plan, usual, said)
-    found = _with_links(found, source.plan, usual, said)
+    pairs = [(one, expected.group_of(one.rank)) for one in usual]
+    changes: list[str] = []
+    new = _with_layers(profile, pairs, changes)
+    new = _with_optimizer(new, pairs, changes)
+    new = _with_links(new, source.plan, usual, changes)
     if slow and profile.cluster.alike and profile.cluster.devices == source.plan.devices:
         factors = tuple(
             round(slow[rank].measured / slow[rank].predicted, 3) if rank in slow else 1.0
             for rank in range(source.plan.devices)
         )
-        found = corrected(found, Corrections(devices=factors))
-        said += [f"rank {rank}: time x {factors[rank]:g}" for rank in slow]
-    if not said:
+        new = corrected(new, Corrections(devices=factors))
+        changes += [f"rank {rank}: time x {factors[rank]:g}" for rank in slow]
+    if not changes:
         raise InputError("--update", source.name, "Nothing differs from the profile by more than 2 %: it is right.")
     origin = Origin(
         OriginKind.MEASURED, f"{profile.origin.source}; corrected by run {source.name}",
         datetime.now(UTC).date().isoformat(), max(one.steps for one in source.times),
     )  # fmt: skip
-    return replace(found, origin=origin), tuple(said)
+    return replace(new, origin=origin), tuple(changes)
 
 
-def _groups(profile: Profile, plan: Plan, times: Sequence[RankTimes]) -> Iterable[tuple[RankTimes, GroupExpected]]:
-    expected = expect(profile, plan)
-    return [(one, expected.group_of(one.rank)) for one in times]
+Pairs = Sequence[tuple[RankTimes, GroupExpected]]
+"""Ranks, and what is expected of each."""
 
 
-def _with_layers(profile: Profile, plan: Plan, times: Sequence[RankTimes], corrections: list[str]) -> Profile:
-    """Points of the kinds that were measured, times measured over predicted.
+def _with_layers(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
+    """Scale the points of the kinds that were measured by measured over predicted times.
 
-    A log has communication in the forward of layers, which cannot be taken out: its kinds are only corrected where
-    nothing is predicted to be communicated in them; its backward is one factor on all kinds.
+    A log has communication in the forward of layers, which cannot be separated: its kinds are only corrected where no
+    communication is predicted in them; its backward is one factor on all kinds.
     """
-    forward, backward = dict[str, list[float]](), dict[str, list[float]]()
-    whole: list[float] = []
-    for one, group in _groups(profile, plan, times):
+    ratios: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
+    backward: list[float] = []
+    for one, group in pairs:
         for run, way, now, then in runs_measured(one, group):
-            plain = one.traced or not run.forward_communication
-            if then > 0 and now > 0 and plain:
+            if then > 0 and now > 0 and (one.traced or not run.forward_communication):
                 for kind in set(run.kinds):
-                    (forward if way == "forward" else backward).setdefault(kind, []).append(now / then)
+                    ratios[way].setdefault(kind, []).append(now / then)
         predicted = sum(run.backward + run.backward_communication for run in group.layers)
         if not one.traced and one.parted and predicted and not group.inside:
-            whole.append(sum(one.backward.values()) / predicted)
-    if whole:
-        backward = dict.fromkeys(profile.graph.kinds, whole)
-    ahead, back = _factors(forward), _factors(backward)
+            backward.append(sum(one.backward.values()) / predicted)
+    if backward:
+        ratios["backward"] = dict.fromkeys(profile.graph.kinds, backward)
+    ahead, back = _factors(ratios["forward"]), _factors(ratios["backward"])
     for kind in dict.fromkeys((*ahead, *back)):
-        corrections.append(f"{kind}: forward x {ahead.get(kind, 1.0):g}, backward x {back.get(kind, 1.0):g}")
-    if not ahead and not back:
-        return profile
+        changes.append(f"{kind}: forward x {ahead.get(kind, 1.0):g}, backward x {back.get(kind, 1.0):g}")
 
     def scaled(points: Sequence[LayerPoint]) -> tuple[LayerPoint, ...]:
         return tuple(
@@ -281,47 +264,44 @@ def _with_layers(profile: Profile, plan: Plan, times: Sequence[RankTimes], corre
     return replace(profile, layers=scaled(profile.layers), types=types)
 
 
-def _factors(ratios_by_kind: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each, where it is another one than 1."""
-    factors = {kind: round(median(ratios), 4) for kind, ratios in ratios_by_kind.items()}
+def _factors(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each, where it differs from 1."""
+    factors = {kind: round(median(own), 4) for kind, own in ratios.items() if own}
     return {kind: factor for kind, factor in factors.items() if abs(factor - 1.0) > _NEAR}
 
 
-def _with_optimizer(profile: Profile, plan: Plan, times: Sequence[RankTimes], corrections: list[str]) -> Profile:
+def _with_optimizer(profile: Profile, pairs: Pairs, changes: list[str]) -> Profile:
     ratios = [
-        one.optimizer / group.optimizer
-        for one, group in _groups(profile, plan, times)
-        if one.parted and one.optimizer and group.optimizer
+        one.optimizer / group.optimizer for one, group in pairs if one.parted and one.optimizer and group.optimizer
     ]
-    factor = _factors({"optimizer": ratios}).get("optimizer") if ratios else None
+    factor = _factors({"optimizer": ratios}).get("optimizer")
     if factor is None:
         return profile
-    corrections.append(f"optimizer: x {factor:g}")
+    changes.append(f"optimizer: x {factor:g}")
 
     def scaled(cost: OptimizerCost) -> OptimizerCost:
         return replace(
             cost, seconds_per_item=cost.seconds_per_item * factor, seconds_per_tensor=cost.seconds_per_tensor * factor
         )
 
-    types: tuple[DeviceFigures, ...] = tuple(replace(one, optimizer=scaled(one.optimizer)) for one in profile.types)
+    types = tuple(replace(one, optimizer=scaled(one.optimizer)) for one in profile.types)
     return replace(profile, optimizer=scaled(profile.optimizer), types=types)
 
 
-def _with_links(profile: Profile, plan: Plan, times: Sequence[RankTimes], corrections: list[str]) -> Profile:
-    """Levels on which the predicted communication is brought to the measured one, the innermost first."""
-    found = profile
+def _with_links(profile: Profile, plan: Plan, times: Sequence[RankTimes], changes: list[str]) -> Profile:
+    """Bring the predicted communication of levels to the measured one, the innermost first."""
     for where in (Where.LAYERS, Where.GRADIENTS):
         if where is Where.LAYERS and not all(one.traced for one in times):
             continue
         level = _level(profile, plan, where)
         seconds = min((one.exposed(where) for one in times if one.parted), default=0.0)
-        now = _communicated(found, plan, where)
+        now = _communicated(profile, plan, where)
         if not level or not now or not seconds or abs(seconds / now - 1.0) <= _NEAR:
             continue
-        factor = _solved(found, plan, where, level, seconds)
-        found = corrected(found, Corrections(links=(LinkFactor(level, factor),)))
-        corrections.append(f"level {level}: time a byte x {factor:g}, for {where.value}")
-    return found
+        factor = _solved(profile, plan, where, level, seconds)
+        profile = corrected(profile, Corrections(links=(LinkFactor(level, factor),)))
+        changes.append(f"level {level}: time a byte x {factor:g}, for {where.value}")
+    return profile
 
 
 def _level(profile: Profile, plan: Plan, where: Where) -> str:
@@ -339,13 +319,13 @@ def _level(profile: Profile, plan: Plan, where: Where) -> str:
 
 
 def _communicated(profile: Profile, plan: Plan, where: Where) -> float:
-    """The least of what the groups of devices are predicted to wait for."""
+    """The least predicted communication of the groups of devices."""
     groups = expect(profile, plan).groups
     return min(group.inside if where is Where.LAYERS else group.gradients for group in groups)
 
 
 def _solved(profile: Profile, plan: Plan, where: Where, level: str, seconds: float) -> float:
-    """The factor on the time a byte takes over a level with which so much is predicted; halving an interval."""
+    """The factor on the time a byte takes over a level with which so much is predicted, by bisection."""
     low, high = _LEAST, _MOST
     for _ in range(_ROUNDS):
         middle = sqrt(low * high)

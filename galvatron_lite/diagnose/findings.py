@@ -1,4 +1,4 @@
-"""Where measured and predicted part ways: causes, each with what it costs and what to do."""
+"""Causes of differences between measured and predicted steps, each with its cost and the remedy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from statistics import median, median_low
 
 from galvatron_lite.diagnose.expected import Expected, GroupExpected, LayersExpected, RankTimes, Where
 
-_SHARE = 0.02  # of the predicted step: what a cause must cost to be named
+_SHARE = 0.02
+"""Part of the predicted step that a cause must cost or save to be reported."""
 _CONCENTRATED = 0.8
-"""Share of what a rank is slower by, from which one run of layers is the cause rather than the rank."""
-_OF_LAYERS = (
-    "If nothing of your own runs in these layers (hooks, .item(), prints), the profile is not of this machine as "
-    "it runs now: correct it with --update and plan anew."
-)
+"""Share of a rank's delay from which one run of layers is the cause rather than the rank."""
 
 NCCL, GLOO = "nccl", "gloo"
 _LINKS = {
@@ -37,35 +34,57 @@ class Cause(StrEnum):
     BETWEEN = "between steps"
 
 
+_ADVICE = {
+    Cause.LAYERS: "If nothing of your own runs in these layers (hooks, .item(), prints), the profile is not of this "
+    "machine as it runs now: correct it with --update and plan anew.",
+    Cause.RANK: "The others wait for it. Look at its machine: another process, a throttled device (nvidia-smi -q -d "
+    "PERFORMANCE), a slower card; plan for unlike devices with --update, or take it out.",
+    Cause.OPTIMIZER: "Take a fused or foreach optimizer (torch.optim.AdamW(fused=True)), look at what hooks run in "
+    "step(), or correct the profile with --update.",
+    Cause.HOST: "Time in no layer, collective or update: Python between operations, .item(), printing, a garbage "
+    "collection, the loss outside the model; on a GPU, kernels too short for the host to keep up (compile=True).",
+    Cause.BUBBLE: "Stages take unlike times, or sends are slow: look at the stage with the slowest layers above; more "
+    "micro-batches or another schedule make the bubble smaller (plan anew after --update).",
+    Cause.BETWEEN: "It is not part of a step: load data in workers (DataLoader(num_workers=...)), save with "
+    "asynchronous=True.",
+}
+_ONE_RANK = "Look at what these layers do on that rank only (data that differs, a hook, a device that throttles)."
+_LOG_ALONE = "A log does not tell layers' backward passes apart: profile a few steps (profile_steps=range(10, 13))."
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One cause."""
 
-    cause: Cause  # what kind of one
+    cause: Cause
     where: str  # which layers, collective, or part, in words
     seconds: float  # a step, that it takes longer than predicted; negative: shorter
-    measured: float  # measured, predicted: seconds a step
-    predicted: float
-    advice: str  # what to do; empty where it is quicker than predicted
-    ranks: tuple[int, ...] = ()  # where; empty: on all
-    stage: int = -1  # of a pipeline; -1: all, or there is one only
+    measured: float  # seconds a step
+    predicted: float  # seconds a step
+    advice: str  # empty where it is quicker than predicted
+    ranks: tuple[int, ...] = ()  # empty: on all
+    stage: int = -1  # of a pipeline; -1: all, or the only one
 
 
 def findings(times: Sequence[RankTimes], expected: Expected, backend: str = NCCL) -> list[Finding]:
-    """All causes that cost or save at least a fiftieth of a step, those that cost most first."""
-    found = list(_between(times))
+    """All causes that cost or save at least a fiftieth of a step, the most expensive first."""
+    between = min((one.between for one in times), default=0.0)
+    found = [_finding(Cause.BETWEEN, "data, printing, saving", between, 0.0)]
     least = _SHARE * expected.seconds
     for group in expected.groups:
         own = [one for one in times if one.rank in group.ranks]
         if own:
-            slow = _slow_ranks(own, group, least)
-            found += slow
-            found += _layers(own, group, expected)
-            found += _collectives(own, group, expected, backend)
-            found += _rest(own, group, expected)
+            stage = group.layers[0].stage if len(expected.plan.stages) > 1 else -1
+            found += _slow_ranks(own, group, least)
+            found += _layers(own, group, stage)
+            found += _collectives(own, group, stage, backend)
+            if all(one.parted for one in own):
+                update, other = median_low(one.optimizer for one in own), median_low(one.other for one in own)
+                found.append(_finding(Cause.OPTIMIZER, "the update", update, group.optimizer, stage))
+                found.append(_finding(Cause.HOST, "in no layer, message or update", other, group.other, stage))
     found += _bubble(times, expected)
-    named = (one if one.seconds > 0 else replace(one, advice="") for one in found if abs(one.seconds) >= least)
-    return sorted(named, key=lambda one: -one.seconds)
+    reported = (one if one.seconds > 0 else replace(one, advice="") for one in found if abs(one.seconds) >= least)
+    return sorted(reported, key=lambda one: -one.seconds)
 
 
 def rank_words(first: int, last: int) -> str:
@@ -73,23 +92,29 @@ def rank_words(first: int, last: int) -> str:
     return f"rank {first}" if first == last else f"ranks {first}..{last}"
 
 
-def runs_measured(one: RankTimes, group: GroupExpected) -> Iterator[tuple[LayersExpected, str, float, float]]:
+def runs_measured(times: RankTimes, group: GroupExpected) -> Iterator[tuple[LayersExpected, str, float, float]]:
     """Runs of layers, forward or backward, measured and predicted seconds, as far as a rank's times tell them apart.
 
-    Times of a log have the communication inside layers; so has then what is predicted.
+    Times of a log include the communication inside layers; so does then the prediction.
     """
     for run in group.layers:
-        if one.forward.keys() >= set(run.names):
-            more = 0.0 if one.traced else run.forward_communication
-            yield run, "forward", sum(one.forward[name] for name in run.names), run.forward + more
-        if one.backward.keys() >= set(run.names):
-            yield run, "backward", sum(one.backward[name] for name in run.names), run.backward
+        if times.forward.keys() >= set(run.names):
+            more = 0.0 if times.traced else run.forward_communication
+            yield run, "forward", sum(times.forward[name] for name in run.names), run.forward + more
+        if times.backward.keys() >= set(run.names):
+            yield run, "backward", sum(times.backward[name] for name in run.names), run.backward
 
 
-def _slow_ranks(times: Sequence[RankTimes], group: GroupExpected, least: float) -> list[Finding]:
+def _finding(cause: Cause, where: str, measured: float, predicted: float, stage: int = -1, advice: str = "") -> Finding:
+    return Finding(
+        cause, where, measured - predicted, measured, predicted, advice or _ADVICE.get(cause, ""), stage=stage
+    )
+
+
+def _slow_ranks(times: Sequence[RankTimes], group: GroupExpected, least: float) -> Iterator[Finding]:
     """Ranks that are slower than those that do the same."""
     if len(times) < 2:
-        return []
+        return
     table = {one.rank: {(run.run.first, way): now for run, way, now, _ in runs_measured(one, group)} for one in times}
     for one in times:
         if not one.traced:
@@ -97,70 +122,48 @@ def _slow_ranks(times: Sequence[RankTimes], group: GroupExpected, least: float) 
             table[one.rank]["", "forward"] = one.forward.get("", 0.0)
         table[one.rank]["", "other"] = one.other
     common = {key: median_low(row.get(key, 0.0) for row in table.values()) for key in next(iter(table.values()))}
-    found = []
+    base = sum(common.values())
     for rank, row in table.items():
         more = {key: max(seconds - common.get(key, 0.0), 0.0) for key, seconds in row.items()}
-        lost = sum(more.values())
-        if lost < max(least, 0.1 * sum(common.values())):
-            continue
-        base = sum(common.values())
-        found.append(_slow_rank(rank, lost, base, more, group))
-    return found
+        if sum(more.values()) >= max(least, 0.1 * base):
+            yield _slow_rank(rank, base, more, group)
 
 
-def _slow_rank(
-    rank: int, lost: float, base: float, more: Mapping[tuple[str, str], float], group: GroupExpected
-) -> Finding:
-    by_run: dict[str, float] = {}
+def _slow_rank(rank: int, base: float, more: Mapping[tuple[str, str], float], group: GroupExpected) -> Finding:
+    lost, by_run = sum(more.values()), dict[str, float]()
     for (first, _), seconds in more.items():
         by_run[first] = by_run.get(first, 0.0) + seconds
-    named = {first: seconds for first, seconds in by_run.items() if first} or by_run
-    worst = max(named, key=lambda first: named[first])
-    run = next((one for one in group.layers if one.run.first == worst), None)
-    if run is not None and named[worst] >= _CONCENTRATED * sum(named.values()) and len(group.layers) > 1:
-        where = f"{_named(run)} on rank {rank} alone"
-        advice = "Look at what these layers do on that rank only (data that differs, a hook, a device that throttles)."
-        return Finding(Cause.LAYERS, where, lost, base + lost, base, advice, (rank,), run.stage)
-    advice = (
-        "The others wait for it. Look at its machine: another process, a throttled device (nvidia-smi -q -d "
-        "PERFORMANCE), a slower card; plan for unlike devices with --update, or take it out."
-    )
-    return Finding(Cause.RANK, f"rank {rank}", lost, base + lost, base, advice, (rank,))
+    layers = {first: seconds for first, seconds in by_run.items() if first} or by_run
+    worst = max(layers, key=lambda first: layers[first])
+    run = next((run for run in group.layers if run.run.first == worst), None)
+    if run is not None and layers[worst] >= _CONCENTRATED * sum(layers.values()) and len(group.layers) > 1:
+        where = f"{_words(run)} on rank {rank} alone"
+        return Finding(Cause.LAYERS, where, lost, base + lost, base, _ONE_RANK, (rank,), run.stage)
+    return Finding(Cause.RANK, f"rank {rank}", lost, base + lost, base, _ADVICE[Cause.RANK], (rank,))
 
 
-def _layers(times: Sequence[RankTimes], group: GroupExpected, expected: Expected) -> list[Finding]:
+def _layers(times: Sequence[RankTimes], group: GroupExpected, stage: int) -> list[Finding]:
     """Runs of layers that differ from their prediction on all ranks."""
     rows: dict[tuple[LayersExpected, str], list[float]] = {}
-    wanted: dict[tuple[LayersExpected, str], float] = {}
+    predicted: dict[tuple[LayersExpected, str], float] = {}
     for one in times:
         for run, way, now, then in runs_measured(one, group):
             rows.setdefault((run, way), []).append(now)
-            wanted[run, way] = then
+            predicted[run, way] = then
     found = []
-    for (run, way), own_seconds in rows.items():
-        seconds, then = median_low(own_seconds), wanted[run, way]
-        found.append(
-            Finding(
-                Cause.LAYERS, f"{way} of {_named(run)}", seconds - then, seconds, then, _OF_LAYERS,
-                stage=_stage(run.stage, expected),
-            )
-        )  # fmt: skip
+    for (run, way), seconds in rows.items():
+        number = run.stage if stage >= 0 else -1
+        where = f"{way} of {_words(run)}"
+        found.append(_finding(Cause.LAYERS, where, median_low(seconds), predicted[run, way], number))
     if any(not one.traced for one in times):
-        found.append(_backward_total(times, group, expected))
+        now = median_low(sum(one.backward.values()) for one in times)
+        then = sum(run.backward + run.backward_communication for run in group.layers)
+        found.append(_finding(Cause.LAYERS, "backward of all layers", now, then, stage, _LOG_ALONE))
     return _joined(found)
 
 
-def _backward_total(times: Sequence[RankTimes], group: GroupExpected, expected: Expected) -> Finding:
-    """Backward of all layers, where a log does not tell them apart."""
-    seconds = median_low(sum(one.backward.values()) for one in times)
-    then = sum(run.backward + run.backward_communication for run in group.layers)
-    advice = "A log does not tell layers' backward passes apart: profile a few steps (profile_steps=range(10, 13))."
-    stage = _stage(group.layers[0].stage, expected)
-    return Finding(Cause.LAYERS, "backward of all layers", seconds - then, seconds, then, advice, stage=stage)
-
-
 def _joined(causes: Sequence[Finding]) -> list[Finding]:
-    """Both ways of a run of layers as one cause where both are slower."""
+    """Forward and backward of a run of layers as one cause where both are slower, or both quicker."""
     left = list(causes)
     for one in causes:
         if not one.where.startswith("forward of "):
@@ -169,42 +172,32 @@ def _joined(causes: Sequence[Finding]) -> list[Finding]:
         other = next((two for two in causes if two.where == f"backward of {name}" and two.stage == one.stage), None)
         if other is None or (one.seconds > 0) != (other.seconds > 0):
             continue
-        measured, predicted = one.measured + other.measured, one.predicted + other.predicted
         left = [two for two in left if two is not one and two is not other]
         most = "forward" if abs(one.seconds) > abs(other.seconds) else "backward"
         share = max(one.seconds / (one.seconds + other.seconds), other.seconds / (one.seconds + other.seconds))
         where = f"{name} ({share:.0%} of it in {most})"
-        joined = Finding(
-            Cause.LAYERS, where, measured - predicted, measured, predicted, _OF_LAYERS,
-            stage=one.stage,
-        )  # fmt: skip
-        left.append(joined)
+        measured, predicted = one.measured + other.measured, one.predicted + other.predicted
+        left.append(_finding(Cause.LAYERS, where, measured, predicted, one.stage))
     return left
 
 
-def _collectives(times: Sequence[RankTimes], group: GroupExpected, expected: Expected, backend: str) -> list[Finding]:
-    """Communication that is waited for: of the rank that waits least, as the others wait for the slowest too."""
-    found = []
-    stage = _stage(group.layers[0].stage, expected)
+def _collectives(times: Sequence[RankTimes], group: GroupExpected, stage: int, backend: str) -> Iterator[Finding]:
+    """Exposed communication of the rank that waits least, as the others also wait for the slowest."""
     predicted = {Where.LAYERS: group.inside, Where.GRADIENTS: group.gradients, Where.CHECK: 0.0, Where.OPTIMIZER: 0.0}
     for where, then in predicted.items():
         if where is Where.LAYERS and not all(one.traced for one in times):
             continue
         least = min(times, key=lambda one: one.exposed(where))
         seconds = least.exposed(where)
-        if not seconds and not then:
-            continue
-        kinds = [kind for kind in least.kinds(where) if kind]
-        groups = [least.groups[kind] for kind in kinds if kind in least.groups]
-        label = f"{' and '.join(kinds[:2]) or 'collectives'}, {where.value}" + _over(where, group, groups)
-        found.append(
-            Finding(Cause.COLLECTIVE, label, seconds - then, seconds, then, _of_links(where, backend), stage=stage)
-        )
-    return found
+        if seconds or then:
+            kinds = [kind for kind in least.kinds(where) if kind]
+            groups = [least.groups[kind] for kind in kinds if kind in least.groups]
+            label = f"{' and '.join(kinds[:2]) or 'collectives'}, {where.value}" + _over(where, group, groups)
+            yield _finding(Cause.COLLECTIVE, label, seconds, then, stage, _of_links(where, backend))
 
 
 def _over(where: Where, group: GroupExpected, groups: Sequence[str]) -> str:
-    """Which ranks it joins, as the trace says, or as the plan does."""
+    """The ranks of a collective, as the trace names them, or by the plan."""
     if groups:
         return f", group {', '.join(groups)}"
     if where is Where.CHECK:
@@ -222,61 +215,19 @@ def _of_links(where: Where, backend: str) -> str:
     return f"Look at {_LINKS[backend]}; if it is as it will stay, correct the profile with --update and plan anew."
 
 
-def _rest(times: Sequence[RankTimes], group: GroupExpected, expected: Expected) -> list[Finding]:
-    """The optimizer, and the host."""
-    stage = _stage(group.layers[0].stage, expected)
-    if not all(one.parted for one in times):
-        return []
-    update, other = median_low(one.optimizer for one in times), median_low(one.other for one in times)
-    slower = (
-        "Take a fused or foreach optimizer (torch.optim.AdamW(fused=True)), look at what hooks run in step(), or "
-        "correct the profile with --update."
-    )
-    hosted = (
-        "Time in no layer, collective or update: Python between operations, .item(), printing, a garbage collection, "
-        "the loss outside the model; on a GPU, kernels too short for the host to keep up (compile=True)."
-    )
-    return [
-        Finding(Cause.OPTIMIZER, "the update", update - group.optimizer, update, group.optimizer, slower, stage=stage),
-        Finding(
-            Cause.HOST, "in no layer, message or update", other - group.other, other, group.other, hosted, stage=stage
-        ),
-    ]
-
-
-def _bubble(times: Sequence[RankTimes], expected: Expected) -> list[Finding]:
+def _bubble(times: Sequence[RankTimes], expected: Expected) -> Iterator[Finding]:
     """Waiting for other stages, where the busiest one waits longer than predicted: others only wait for it."""
-    if len(expected.groups) < 2:
-        return []
     waits = []
     for group in expected.groups:
         own = [one.waiting for one in times if one.rank in group.ranks and one.parted]
         if own:
             waits.append((median(own), group))
-    if len(waits) < len(expected.groups):
-        return []
-    seconds, group = min(waits, key=lambda one: one[0])
-    then = min(one.waiting for one in expected.groups)
-    advice = (
-        "Stages take unlike times, or sends are slow: look at the stage with the slowest layers above; more "
-        "micro-batches or another schedule make the bubble smaller (plan anew after --update)."
-    )
-    where = f"waiting for other stages on {rank_words(group.ranks[0], group.ranks[-1])}"
-    return [Finding(Cause.BUBBLE, where, seconds - then, seconds, then, advice)]
+    if len(expected.groups) > 1 and len(waits) == len(expected.groups):
+        seconds, group = min(waits, key=lambda one: one[0])
+        where = f"waiting for other stages on {rank_words(group.ranks[0], group.ranks[-1])}"
+        yield _finding(Cause.BUBBLE, where, seconds, min(one.waiting for one in expected.groups))
 
 
-def _between(times: Sequence[RankTimes]) -> Iterator[Finding]:
-    seconds = min((one.between for one in times), default=0.0)
-    advice = (
-        "It is not part of a step: load data in workers (DataLoader(num_workers=...)), save with asynchronous=True."
-    )
-    yield Finding(Cause.BETWEEN, "data, printing, saving", seconds, seconds, 0.0, advice)
-
-
-def _named(run: LayersExpected) -> str:
+def _words(run: LayersExpected) -> str:
     names = run.run.first if run.run.count == 1 else f"{run.run.first} .. {run.run.last}"
     return f"{names} ({run.run.strategy})"
-
-
-def _stage(stage: int, expected: Expected) -> int:
-    return stage if len(expected.plan.stages) > 1 else -1

@@ -95,16 +95,16 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
     }
     own = tuple(kind for kind in classes if _is_own(kind))
     chosen = {path for run in runs if type(modules[run[0]]) in classes for path in run}
-    chosen |= {path for path, module in modules.items() if type(module) in own and _is_listed(modules, path)}
+    chosen |= {
+        path
+        for path, module in modules.items()
+        if type(module) in own and isinstance(modules[path.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))
+    }
     return _outermost([path for path in modules if path in chosen])
 
 
 def _is_own(kind: type[nn.Module]) -> bool:
     return not kind.__module__.startswith("torch.nn.")
-
-
-def _is_listed(modules: dict[str, nn.Module], path: str) -> bool:
-    return isinstance(modules[path.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))
 
 
 def _runs(module: nn.Module, path: str) -> list[list[str]]:

@@ -50,7 +50,8 @@ def meta_copy(model: nn.Module, precision: str | None = None) -> nn.Module:
     _check_hooks(model)
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *_loose_tensors(module)]:
+        loose = [value for value in vars(module).values() if isinstance(value, Tensor)]
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False), *loose]:
             memo.setdefault(id(tensor), _meta_tensor(tensor, dtype))
     try:
         twin = copy.deepcopy(model, memo)
@@ -97,10 +98,6 @@ def _alone(norm: nn.SyncBatchNorm, tensor: Tensor) -> Tensor:
     return batch_norm(tensor, *statistics, norm.weight, norm.bias, True, norm.momentum or 0.0, norm.eps)
 
 
-def _loose_tensors(module: nn.Module) -> list[Tensor]:
-    return [value for value in vars(module).values() if isinstance(value, Tensor)]
-
-
 def _meta_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device="meta")
@@ -133,15 +130,11 @@ def prepare_for_training(model: nn.Module) -> None:
     - The gradient checkpointing of transformers is switched off: the plan chooses what is recomputed.
     """
     for module in model.modules():
-        if _cache_place(type(module).forward) is not None and not _is_prepared(module):
+        if _cache_place(type(module).forward) is not None and _without_cache not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_without_cache, with_kwargs=True)
         if vars(module).get("gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
             note("gradient checkpointing of the model is switched off: the plan chooses what is recomputed")
-
-
-def _is_prepared(module: nn.Module) -> bool:
-    return _without_cache in module._forward_pre_hooks.values()
 
 
 @cache

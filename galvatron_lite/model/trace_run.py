@@ -72,7 +72,7 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
             results.update((id(tensor), (path, tensor, 0)) for tensor in tensors_of(handed))
             results.update((key, (home, one, one._version)) for key, (home, one, _) in list(results.items()))
             inside.pop()
-        elif inside and _is_heard(module):
+        elif inside and len(module._forward_hooks) > 1:  # the model's own beside ours: transformers collects outputs so
             inside[-1].heard.append(BlockCall(path, args, kwargs, handed))
         return handed
 
@@ -87,14 +87,6 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
         stack.enter_context(flow or nullcontext())
         seen.output = call_model(twin, batch)
     return seen
-
-
-def _is_heard(module: nn.Module) -> bool:
-    """Whether a module that is observed has forward hooks besides: transformers' models collect outputs with them.
-
-    PyTorch has no public way to ask; ``_forward_hooks`` is as old as hooks are.
-    """
-    return len(module._forward_hooks) > 1
 
 
 @contextmanager

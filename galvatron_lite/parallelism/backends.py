@@ -127,7 +127,6 @@ DEEPSPEED = Backend(
     modes=(Mode.TRAINING,),
     uniform=("zero_stage", "offload"),
     beside=False,
-    stack="megatron-deepspeed",
 )
 """What DeepSpeed's engine trains with."""
 

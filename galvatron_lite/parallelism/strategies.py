@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from enum import Enum
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from galvatron_lite.arrays import BoolArray, IntArray
-from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Degrees, Offload, Strategy
+from galvatron_lite.parallelism.strategy import Degrees, Strategy
 
-_FIELDS = tuple(item.name for item in fields(Strategy))
-_OPTIONS = {
-    name: {option: place for place, option in enumerate(options)}
-    for name, options in (("recompute", Recompute), ("offload", Offload))
-}
+_FIELDS = {item.name: item.default for item in fields(Strategy)}
 
 
 class Strategies(Degrees["IntArray", "BoolArray"]):
@@ -35,7 +31,8 @@ class Strategies(Degrees["IntArray", "BoolArray"]):
     def of(strategies: Sequence[Strategy]) -> Strategies:
         """The same strategies as arrays."""
         columns = list(zip(*map(attrgetter(*_FIELDS), strategies), strict=True)) or [()] * len(_FIELDS)
-        return Strategies(**{name: _column(name, values) for name, values in zip(_FIELDS, columns, strict=True)})
+        pairs = zip(_FIELDS.items(), columns, strict=True)
+        return Strategies(**{name: _column(default, values) for (name, default), values in pairs})
 
     def at(self, rows: IntArray) -> Strategies:
         """Only some of them."""
@@ -45,8 +42,10 @@ class Strategies(Degrees["IntArray", "BoolArray"]):
         return len(self.data)
 
 
-def _column(name: str, values: Sequence[Any]) -> Any:
-    if name in ("sequence_parallel", "ulysses"):
+def _column(default: object, values: Sequence[Any]) -> Any:
+    if isinstance(default, bool):
         return np.array(values, dtype=np.bool_)
-    options: Any = _OPTIONS.get(name)
-    return np.array(values if options is None else [options[value] for value in values], dtype=np.int64)
+    if isinstance(default, Enum):
+        places = {option: place for place, option in enumerate(type(default))}
+        values = [places[value] for value in values]
+    return np.array(values, dtype=np.int64)

@@ -279,7 +279,8 @@ def estimate_profile(
                 step=host.step_host,
                 pipeline=HOST.pipeline,
                 branch=HOST.branch,
-                gathered_per_byte=_copying(machines) if stack.copies_gathered else 0.0,
+                # a byte is read and written
+                gathered_per_byte=2 / min(m.bandwidth for m in machines) if stack.copies_gathered else 0.0,
                 microbatch=host.microbatch_host,
             ),
         )
@@ -334,11 +335,6 @@ def tensor_degrees(kind: LayerKind, devices: int) -> tuple[int, ...]:
 def _gathered(precision: str, wide: str) -> str:
     """Parameters are gathered in the precision of compute where it is as wide as the stack's."""
     return wide if ITEM_BYTES[wide] == 4 or ITEM_BYTES.get(precision, 1) == ITEM_BYTES[wide] else precision
-
-
-def _copying(machines: Sequence[Machine]) -> float:
-    """Seconds of the slowest device to copy a byte, which is read and written."""
-    return 2 / min(machine.bandwidth for machine in machines)
 
 
 _Asked = tuple[str, int, bool, Recompute, float, int, str, int]

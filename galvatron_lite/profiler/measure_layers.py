@@ -36,7 +36,7 @@ from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.profiler.memory import MemoryPhase, storage_bytes, track_peak
 from galvatron_lite.profiler.schema import LayerPoint
-from galvatron_lite.profiler.segments import SegmentCall, entering, hidden_state, leaf_of
+from galvatron_lite.profiler.segments import SegmentCall, entering, hidden_state, leaf_of, run_on
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Lap, Timing, TimingRule, time_laps
 
 WHOLE: Grid = (1, 1, 1)
@@ -55,7 +55,7 @@ def measured_grids(kind: LayerKind) -> tuple[Grid, ...]:
 
 def share_on(kind: LayerKind, grid: Grid) -> float:
     """Samples that the first device of a grid works on, of one sample."""
-    return laid_on(kind, grid).share
+    return float(laid_on(kind, grid).share)
 
 
 def cut_pictures(value: Any, kind: LayerKind, grid: Grid) -> Any:
@@ -311,7 +311,8 @@ def segment_memory(forward: MemoryPhase, backward: MemoryPhase, earlier: int, sm
 
 
 def _forward_backward(run: Callable[..., Any], call: SegmentCall, leaf: Tensor, between: Callable[[], None]) -> None:
-    seed = _forward(run, call, leaf)
+    """On a copy of ``leaf`` that nobody else holds."""
+    seed = seeded(differentiable(run_on(run, call, leaf.clone())), leaf.device)
     between()
     seed.backward()  # type: ignore[no-untyped-call]
 
@@ -325,19 +326,8 @@ def _kept_output(run: Callable[..., Any], call: SegmentCall, leaf: Tensor) -> in
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = differentiable(_plain(run, call, leaf.clone()))
+        outputs = differentiable(run_on(run, call, leaf.clone()))
     return storage_bytes(one for one in outputs if one.untyped_storage().data_ptr() in kept)
-
-
-def _forward(run: Callable[..., Any], call: SegmentCall, leaf: Tensor) -> Tensor:
-    """Run the block on a copy of ``leaf`` that nobody else holds."""
-    whole = hidden_state(call.args, call.kwargs)
-    holder = [leaf.clone()]
-
-    def fill(tensor: Tensor) -> Tensor:
-        return holder.pop() if tensor is whole and holder else tensor
-
-    return seeded(differentiable(run(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill))), leaf.device)
 
 
 def seeded(outputs: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -359,12 +349,12 @@ def time_blocks(modules: list[nn.Module], call: SegmentCall, device: torch.devic
     parameters and activations push one another out of the caches, and autograd is entered once for all.
     """
     leaf = leaf_of(call)
-    gradients = [torch.full_like(tensor, 1e-3) for tensor in differentiable(_plain(modules[0], call, entering(leaf)))]
+    gradients = [torch.full_like(tensor, 1e-3) for tensor in differentiable(run_on(modules[0], call, entering(leaf)))]
 
     def once(lap: Lap) -> None:
         inputs = [entering(leaf) for _ in modules]
         lap()
-        outputs = [differentiable(_plain(module, call, own)) for module, own in zip(modules, inputs, strict=True)]
+        outputs = [differentiable(run_on(module, call, own)) for module, own in zip(modules, inputs, strict=True)]
         lap()
         flat = [tensor for output in outputs for tensor in output]
         if flat:
@@ -374,15 +364,6 @@ def time_blocks(modules: list[nn.Module], call: SegmentCall, device: torch.devic
     timing = time_laps(once, device, rule)
     _, forward, backward = timing.laps
     return Timing((forward / len(modules), backward / len(modules)), timing.repetitions, timing.spread)
-
-
-def _plain(run: Callable[..., Any], call: SegmentCall, leaf: Tensor) -> Any:
-    whole = hidden_state(call.args, call.kwargs)
-
-    def fill(tensor: Tensor) -> Tensor:
-        return leaf if tensor is whole else tensor
-
-    return run(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill))
 
 
 def _copies(shard: nn.Module, memory: SegmentMemory, device: torch.device) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from galvatron_lite.cluster.cluster import Collective
-from galvatron_lite.model.batch import batch_size, map_tensors, move_batch, slice_batch
+from galvatron_lite.model.batch import batch_size, move_batch, slice_batch
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
 from galvatron_lite.parallelism.pipeline.transfer import Receiver, Sender
@@ -34,7 +34,7 @@ from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, pre
 from galvatron_lite.profiler.measure_layers import cut_pictures, differentiable, measured_grids, on_share, seeded
 from galvatron_lite.profiler.memory import storage_bytes
 from galvatron_lite.profiler.schema import HostOverhead
-from galvatron_lite.profiler.segments import SegmentCall, entering, hidden_state, leaf_of
+from galvatron_lite.profiler.segments import SegmentCall, entering, hidden_state, leaf_of, run_on
 from galvatron_lite.profiler.timing import (
     DEFAULT_RULE,
     Across,
@@ -60,17 +60,8 @@ class BlockChain(nn.Module):
 
     def forward(self, call: SegmentCall, leaves: list[Tensor]) -> Tensor:
         """A scalar whose backward runs through every block."""
-        outputs = [_run(block, call, leaf) for block, leaf in zip(self.blocks, leaves, strict=True)]
+        outputs = [differentiable(run_on(block, call, leaf)) for block, leaf in zip(self.blocks, leaves, strict=True)]
         return seeded([tensor for output in outputs for tensor in output], leaves[0].device)
-
-
-def _run(block: nn.Module, call: SegmentCall, leaf: Tensor) -> list[Tensor]:
-    whole = hidden_state(call.args, call.kwargs)
-
-    def fill(tensor: Tensor) -> Tensor:
-        return leaf if tensor is whole else tensor
-
-    return differentiable(block(*map_tensors(call.args, fill), **map_tensors(call.kwargs, fill)))
 
 
 def _leave(_: Tensor) -> None:

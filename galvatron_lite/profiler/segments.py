@@ -167,6 +167,13 @@ def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return found
 
 
+def run_on(run: Callable[..., Any], call: SegmentCall, hidden: Tensor) -> Any:
+    """What ``run`` returns for a call whose boundary tensor is replaced by ``hidden``."""
+    before = hidden_state(call.args, call.kwargs)
+    args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: hidden if tensor is before else tensor)
+    return run(*args, **kwargs)
+
+
 def leaf_of(call: SegmentCall) -> Tensor:
     """A copy of the boundary tensor that takes a gradient where it can."""
     hidden = hidden_state(call.args, call.kwargs).detach().clone()

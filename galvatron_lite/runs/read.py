@@ -58,7 +58,7 @@ class RecordedRun:
         return self.plans[-1].step if self.plans else self.header.step
 
     @property
-    def own_steps(self) -> tuple[StepRecord, ...]:
+    def plan_steps(self) -> tuple[StepRecord, ...]:
         """The steps under the last plan."""
         return tuple(step for step in self.steps if step.step >= self.since)
 

@@ -296,7 +296,11 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         lifted = 1.0 if self.scaler is None else self.scaler.get_scale()
         self._calls.buffers.begin(self.runtimes, self.plan.microbatches)
         with holding_copies(self._compute, self.device):
-            loss = (self._accumulated if self.runtime.pipeline is None else self._pipelined)(batch, lifted)
+            if self.runtime.pipeline is None:
+                loss = self._accumulated(batch, lifted)
+            else:
+                parts = self._parts_by_stage(batch, self.plan.microbatches * self._turns)
+                loss = pipelined_step(self.runtimes, self._calls, parts, self._rows, lifted, self.watch)
         self.watch.at(StepPhase.GRADIENTS)
         self._calls.buffers.finish()
         for one in self.runtimes:
@@ -307,25 +311,22 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
             one.updates.deliver()
         return loss / lifted
 
-    def _pipelined(self, batch: Any, lifted: float) -> Tensor:
-        parts = self._parts_by_stage(batch, self.plan.microbatches * self._turns)
-        return pipelined_step(self.runtimes, self._calls, parts, self._rows, lifted, self.watch)
-
     def _accumulated(self, batch: Any, lifted: float) -> Tensor:
-        count = self.plan.microbatches * self._turns
-        parts = self._parts(batch, count)
-        runtime, pending = self.runtime, iter(range(count))
-        scale = lifted / (runtime.traffic.glue.batch * count)
-
-        def before_backward(_number: int) -> None:
-            last = next(pending) == count - 1
+        count, glue = self.plan.microbatches * self._turns, self.runtime.traffic.glue
+        total = torch.zeros((), device=self.device)
+        for number, part in enumerate(self._parts(batch, count)):
+            self.watch.at(StepPhase.FORWARD, number)
+            loss = self._local_loss(part)
+            loss = (loss.float() if self.scaler is not None else loss) * (lifted / (glue.batch * count))
+            self.watch.at(StepPhase.BACKWARD, number)
+            last = number == count - 1
             for one in self.runtimes:
                 set_all_reduce(one.sharded.replicated, last)
                 one.reducer.synchronise = last
                 one.reducer.begin()
-
-        total = self._accumulate(parts, scale, before_backward)
-        return total / (runtime.meshes.stage_devices // runtime.traffic.glue.batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total / (self.runtime.meshes.stage_devices // glue.batch)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -500,18 +501,3 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
 
     def _local_loss(self, part: Any) -> Tensor:
         return self._calls.loss(self.runtime, part, self._rows)
-
-    def _scaled(self, part: Any, scale: float) -> Tensor:
-        loss = self._local_loss(part)
-        return (loss.float() if self.scaler is not None else loss) * scale
-
-    def _accumulate(self, parts: Sequence[Any], scale: float, before_backward: Callable[[int], None]) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        for number, part in enumerate(parts):
-            self.watch.at(StepPhase.FORWARD, number)
-            loss = self._scaled(part, scale)
-            self.watch.at(StepPhase.BACKWARD, number)
-            before_backward(number)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        return total

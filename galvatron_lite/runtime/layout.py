@@ -1,7 +1,8 @@
-"""How activations lie on the ranks of a stage: every rank holds a box of the full tensor.A ``Layout`` says how
-many ways a strategy shares the samples, and the tokens, pixels or channels of each. An ``AxisSplit`` says the same of
-one tensor, dim by dim: a picture (samples, channels, [[planes,] rows,] columns) and the scores made of it lie unlike
-in one layout.
+"""How activations lie on the ranks of a stage: every rank holds boxes of the full tensor.
+
+A ``Layout`` says how many ways a strategy shares the samples, and the tokens, pixels or channels of each. An
+``AxisSplit`` says the same of one tensor, dim by dim: a picture (samples, channels, [[planes,] rows,] columns) and the
+scores computed from it lie unlike in one layout.
 """
 
 from __future__ import annotations

@@ -38,9 +38,11 @@ class LossTensor(Tensor):
         if func is Tensor.backward and (options.get("inputs") is not None or options.get("create_graph")):
             raise InputError("loss.backward", "inputs or create_graph", _GRADIENTS)
         with torch._C.DisableTorchFunctionSubclass():
-            for one in tensors_of((args, options)):
-                if one.requires_grad and not isinstance(one, LossTensor) and _reaches(one, losses[0].parameters):
-                    raise InputError("loss", "a term that the training loop adds", _PENALTY)
+            every = tensors_of((args, options))
+            others = [one for one in every if one.requires_grad and not isinstance(one, LossTensor)]
+            ids = losses[0].parameters() if others else frozenset()
+            if any(id(leaf) in ids for one in others for leaf in _leaves(one)):
+                raise InputError("loss", "a term that the training loop adds", _PENALTY)
             result = func(*args, **options)
             for one in tensors_of(result):
                 if one.requires_grad:
@@ -57,11 +59,6 @@ def guard_loss(loss: Tensor, parameters: Callable[[], frozenset[int]]) -> Tensor
     if isinstance(loss, LossTensor):
         loss.parameters = parameters
     return loss
-
-
-def _reaches(tensor: Tensor, parameters: Callable[[], frozenset[int]]) -> bool:
-    ids = parameters()
-    return any(id(leaf) in ids for leaf in _leaves(tensor))
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:

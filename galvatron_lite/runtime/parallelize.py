@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow, flow_of
-from galvatron_lite.parallelism.pipeline.runner import Chunk, Luggage, PipelineRunner
+from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner
 from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel, check_stages
 from galvatron_lite.parallelism.pipeline.tied import (
     COPIES,
@@ -217,7 +217,7 @@ def build(
         runtime.is_last = number == len(stages) - 1
         runtimes.append(runtime)
         if cut is not None:
-            chunks.append(Chunk(cut, Luggage(runtime.traffic.pack, runtime.traffic.unpack), deferral))
+            chunks.append(Chunk(cut, runtime.traffic.pack, runtime.traffic.unpack, deferral))
     if len(stages) > 1:
         strategies = {placed.layer.name: placed.strategy for stage in stages for placed in stage}
         reduced = {one.parameter: one.reduced for runtime in runtimes for one in runtime.owned}

@@ -20,8 +20,7 @@ from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
 from galvatron_lite.parallelism.offload.states import HostCopy, Lowering
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
-from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, gather_full
+from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.shares import RowShare, share_of
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
 from galvatron_lite.runtime.placement import LayerAssignment
@@ -81,15 +80,6 @@ class Owned:
         if self.host is not None:
             self.host.follow()
         return self.reduced.grad
-
-    def gathered(self, local: Tensor) -> Tensor:
-        """The full tensor from every rank's slices (no DTensors); all ranks that hold any must call it."""
-        group = self.groups.tensor or self.groups.slices
-        if self.shard is not None and group is not None:
-            local = gather_full(local, self.shard, ProcessTensorGroup(group))
-        if self.spread is not None and self.groups.expert is not None:
-            local = gather_full(local, self.spread, ProcessTensorGroup(self.groups.expert.line))
-        return local
 
 
 def owned_parameters(

@@ -11,7 +11,6 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import batch_size
 from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase, same_split
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.reshard.reshard import reshard
 
 if TYPE_CHECKING:

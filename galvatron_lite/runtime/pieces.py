@@ -171,7 +171,10 @@ def _held(name: str, tensor: Tensor, one: Owned) -> Held:
     if one.spread is not None and _is_like(shape, one.spread.local_shape):  # of some experts of a mixture
         ((start, _),) = one.spread.ranges
         shape = _with_extent(shape, 0, one.spread.shape[0])
-        chunks = tuple(replace(chunk, whole=_shifted(chunk.whole, start)) for chunk in chunks)
+        moved = [(chunk, chunk.whole.ranges) for chunk in chunks]
+        chunks = tuple(
+            replace(chunk, whole=Box(((first + start, last + start), *rest))) for chunk, ((first, last), *rest) in moved
+        )
     return Held(name, shape, local, chunks)
 
 
@@ -181,11 +184,6 @@ def _is_like(shape: Sequence[int], other: Sequence[int]) -> bool:
 
 def _with_extent(shape: tuple[int, ...], dim: int, extent: int) -> tuple[int, ...]:
     return (*shape[:dim], extent, *shape[dim + 1 :])
-
-
-def _shifted(box: Box, start: int) -> Box:
-    (first, last), *rest = box.ranges
-    return Box(((first + start, last + start), *rest))
 
 
 def _local_items(tensor: Tensor, one: Owned) -> tuple[Tensor, Box, tuple[int, ...]]:

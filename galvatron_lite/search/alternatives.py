@@ -21,7 +21,6 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import bound_seconds, shape_of, strategies_of
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Alternative, Plan, Schedule
@@ -218,7 +217,7 @@ def _less_interleaved(request: Request, pricer: LayerPricer, first: Finalist) ->
     """Plans like one, with fewer stages a group, that are quicker: the closed form knows less of uneven ones, which
     waits show in simulation."""
     shape = first.found.problem.shape
-    if shape.schedule is not Schedule.INTERLEAVED or request.fixed.virtual is not None:
+    if shape.schedule.virtual_stages is not None or request.fixed.virtual is not None:
         return
     below = int(first.found.partition.time * (1.0 + _REACH))
     for virtual in range(shape.virtual - 1, max(shape.virtual - 1 - _TRIES, 1), -1):
@@ -235,7 +234,7 @@ def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[
     """Plans that fit, where the one found holds more once its passes are in order (zero-bubble): the best of the other
     schedules, of which the search knows every byte, and one of its own that was made for less room.
     """
-    others = tuple(schedule for schedule in request.schedules if schedule not in ZERO_BUBBLE)
+    others = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
     known = _searched(replace(request, schedules=others), pricer) if others else None
     if known is not None:
         yield _finalist(request, pricer, _name(known.problem.shape), known)

@@ -191,7 +191,7 @@ def _schedule(name: str) -> Schedule:
         schedule = Schedule(str(pin_named("schedule").read("schedule", name.lower())))
     except InputError as error:
         raise InputError("--schedule", name, error.remedy) from None
-    if schedule is Schedule.CYCLIC:
+    if not schedule.executable:
         raise InputError("--schedule", name, "It is of no pipeline: --allow-delay --fix schedule=cyclic.")
     return schedule
 
@@ -202,7 +202,6 @@ _LACKING_WORDS = {
     "virtual": "several stages a group of devices",
 }  # fmt: skip
 """What fields of ``Strategy`` and of ``Fixed`` stand for where a backend lacks them."""
-_SEVERAL = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V)
 
 
 def check_backend(fix: Sequence[str], schedules: Sequence[str], backend: Backend) -> None:
@@ -236,7 +235,7 @@ def _lacking(name: str, text: str, backend: Backend) -> str:
     if pin.field == "schedule":
         return "" if value in (*backend.schedules, Schedule.CYCLIC) else f"the {Schedule(str(value)).value} schedule"
     if pin.field == "virtual":
-        runs = value == 1 or any(order in backend.schedules for order in _SEVERAL)
+        runs = value == 1 or any(order.virtual_stages != 1 for order in backend.schedules)
     elif pin.field == "ulysses":
         runs = value is False or backend.values.get("context") != (1,)
     else:
@@ -315,7 +314,7 @@ def schedules_for(fixed: Fixed, schedules: Sequence[Schedule] | None, backend: B
         if fixed.schedule not in asked:
             raise InputError("--fix schedule", fixed.schedule.value, f"Backend {backend.name} offers {offered}.")
         asked = (fixed.schedule,)
-    several = [own for own in asked if own in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V)]
+    several = [own for own in asked if own.virtual_stages != 1]
     if (fixed.virtual or 1) > 1 and not several:
         said = ", ".join(own.value for own in asked)
         raise InputError("--fix virtual", fixed.virtual, f"Schedule {said} runs one stage a group of devices.")

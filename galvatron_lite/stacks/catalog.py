@@ -36,7 +36,6 @@ MEGATRON = Stack(
     dropout=0.1,
     scattered_sends=True,  # --no-scatter-gather-tensors-in-pipeline turns it off
 )
-"""Megatron-LM with its defaults."""
 
 CI = replace(
     MEGATRON,
@@ -48,7 +47,6 @@ CI = replace(
     cublas_workspace=8 * 4 * 2**20,  # CUBLAS_WORKSPACE_CONFIG: ":4096:8" in every model_config.yaml
     expert_tensor=0,  # their arguments are all there is, and this one's default is the tensor group
 )
-"""Megatron-LM's functional tests."""
 
 ZERO_BUBBLE = replace(
     MEGATRON,
@@ -57,7 +55,6 @@ ZERO_BUBBLE = replace(
     source="github.com/sail-sg/zero-bubble-pipeline-parallelism: Megatron-LM's defaults",
     steps_overlap=True,  # --enable-optimizer-post-validation
 )
-"""The fork with zero-bubble schedules."""
 
 CORE = replace(
     MEGATRON,
@@ -69,10 +66,8 @@ CORE = replace(
     dropout=0.0,
     transformer_engine=True,
 )
-"""Megatron-Core under NeMo, with its distributed optimizer."""
 
 BRIDGE = replace(CORE, name="megatron-bridge", source="github.com/NVIDIA-NeMo/Megatron-Bridge, scripts/performance")
-"""Megatron-Bridge's performance recipes."""
 
 NEMO = replace(
     CORE,
@@ -82,7 +77,6 @@ NEMO = replace(
     # (store_param_remainders), and sums in fp32 unless grad_sync_dtype says otherwise.
     states=replace(MIXED, optimizer_bytes=10),
 )
-"""The NeMo launcher's recipes."""
 
 MEGASCALE = replace(
     CORE,
@@ -90,7 +84,6 @@ MEGASCALE = replace(
     source="Jiang et al. 2024 (arXiv 2402.15627), section 3: parallel block, sliding-window attention, LAMB",
     states=MIXED,
 )
-"""ByteDance's MegaScale."""
 
 DEEPSPEED = replace(
     MEGATRON,
@@ -101,7 +94,6 @@ DEEPSPEED = replace(
     # are not padded.
     vocab_multiple=1,
 )
-"""Megatron-DeepSpeed."""
 
 BLOOM = replace(
     DEEPSPEED,
@@ -116,7 +108,6 @@ BLOOM = replace(
     positions="alibi",
     vocab_multiple=128,
 )
-"""BigScience's branch, with fp32 gradient accumulation."""
 
 
 _MASKED = 5 / 32
@@ -140,7 +131,6 @@ TITAN = Stack(
     early_stop=True,
     reports_reserved=True,  # torchtitan/metrics.py: max_reserved_gib
 )
-"""torchtitan with torch.compile."""
 
 TITAN_EAGER = replace(
     TITAN,
@@ -148,7 +138,6 @@ TITAN_EAGER = replace(
     # norms.py, and torch.nn.RMSNorm before PyTorch 2.8: step by step in fp32.
     kernels=Kernels(fused_norm=False, parallel_loss=True, fp8_kept=False, selective="alternate"),
 )
-"""torchtitan without it, and FSDP2 elsewhere."""
 
 AUTOMODEL = replace(
     TITAN,
@@ -159,7 +148,6 @@ AUTOMODEL = replace(
     states=replace(SHARDED, parameters="bf16", optimizer_bytes=6),
     reports_reserved=False,
 )
-"""NeMo AutoModel."""
 
 FOUNDRY = Stack(
     name="llm-foundry",
@@ -171,7 +159,6 @@ FOUNDRY = Stack(
     biases=False,
     early_stop=True,  # activation_checkpointing_reentrant: false
 )
-"""MosaicML's llm-foundry over Composer."""
 
 NANOTRON = Stack(
     name="nanotron",
@@ -187,7 +174,6 @@ NANOTRON = Stack(
     # parallelism.tp_recompute_allgather: [Empirical] the memory of published runs that fit without it says it is off.
     regathers_at_need=True,
 )
-"""Hugging Face's nanotron."""
 
 JAX = Stack(
     name="jax",
@@ -198,7 +184,6 @@ JAX = Stack(
     early_stop=True,  # XLA removes what nothing uses
     vocab_multiple=128,
 )
-"""Pax and MaxText."""
 
 META = Stack(
     name="meta",
@@ -211,7 +196,6 @@ META = Stack(
     # The same section: the first chunk is the embedding alone, the last one the head alone.
     virtual_stages=0,
 )
-"""Meta's own trainer of Llama 3."""
 
 INTERNEVO = Stack(
     name="internevo",
@@ -221,7 +205,6 @@ INTERNEVO = Stack(
     states=HALF_GRADIENTS,
     zero_stage=1,
 )
-"""InternEvo."""
 
 ONEFLOW = Stack(
     name="oneflow",
@@ -233,7 +216,6 @@ ONEFLOW = Stack(
     fuses_norms=True,
     predicted_share=_MASKED,
 )
-"""OneFlow and LiBai."""
 
 TENSORFLOW = Stack(
     name="tensorflow",
@@ -243,17 +225,14 @@ TENSORFLOW = Stack(
     dropout=0.1,
     predicted_share=_MASKED,
 )
-"""TensorFlow 1 and 2."""
 
 MXNET = Stack(
     name="mxnet", source=f"{_NVIDIA}, MxNet", kernels=GRAPH_KERNELS, states=AMP, dropout=0.1, predicted_share=_MASKED
 )
-"""MXNet."""
 
 MXNET_NGC = replace(
     MXNET, name="mxnet-ngc", source=f"{_NVIDIA}, MxNet (--fuse-bn-relu, --fuse-bn-add-relu)", fuses_norms=True
 )
-"""NVIDIA's MXNet with its own recipes."""
 
 PADDLE = Stack(
     name="paddle",
@@ -264,7 +243,6 @@ PADDLE = Stack(
     fuses_norms=True,
     predicted_share=_MASKED,
 )
-"""PaddlePaddle."""
 
 PYTORCH = Stack(
     name="pytorch-ddp",
@@ -277,14 +255,12 @@ PYTORCH = Stack(
     dropout=0.1,
     predicted_share=_MASKED,
 )
-"""PyTorch's DistributedDataParallel in NVIDIA's examples."""
 
 LAMBDA = replace(
     PYTORCH,
     source="github.com/lambdal/deeplearning-benchmark, pytorch/scripts: NVIDIA's examples, BERT fine-tuned on SQuAD",
     predicted_share=0.0,
 )
-"""The same as Lambda's benchmark runs them."""
 
 TIMM = Stack(
     name="timm",
@@ -293,7 +269,6 @@ TIMM = Stack(
     states=AMP,
     optimizer="sgd",
 )
-"""timm's benchmark script."""
 
 CHAINER = Stack(
     name="chainer",
@@ -307,7 +282,6 @@ CHAINER = Stack(
     transport=Transport(direct=False, sum_rings=1, staged=("spatial", "channel", "layout"), message=3e-3),
     pictures=PictureSplit(gathers_each=True, own_statistics=True, whole_weights=True),
 )
-"""Chainer and ChainerMN."""
 
 CHAINER_NCCL = replace(
     CHAINER,
@@ -324,8 +298,6 @@ GPIPE = Stack(
     states=AMP,
     optimizer="sgd",
 )
-"""torchgpipe."""
-
 
 GALVATRON = Stack(
     name="galvatron",
@@ -346,7 +318,6 @@ DEFAULT = Stack(
     optimizer="adamw-fused",
     vocab_multiple=128,
 )
-"""A framework of which nothing is known."""
 
 _NAMES: tuple[tuple[str, Stack], ...] = (
     (r"deepspeed.*bloom|bloom.*deepspeed", BLOOM),
@@ -379,7 +350,6 @@ _NAMES: tuple[tuple[str, Stack], ...] = (
     (r"deeplearningexamples.*lambda", LAMBDA),
     (r"pytorch|\bddp\b|deeplearningexamples", PYTORCH),
 )
-"""Frameworks by words in their names; the first that fits counts."""
 
 STACKS: dict[str, Stack] = {stack.name: stack for stack in (*(stack for _, stack in _NAMES), DEFAULT)}
 """Every stack by name."""

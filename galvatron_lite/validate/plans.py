@@ -166,8 +166,8 @@ def _schedule(run: PublishedRun, stack: Stack) -> tuple[Schedule, int]:
     if pipeline == 1:
         return Schedule.ONE_F_ONE_B, 1
     schedule = schedule_of(run.pp_schedule, run.vpp or 1)
-    if schedule is not Schedule.INTERLEAVED:
-        return schedule, 2 if schedule is Schedule.ZERO_BUBBLE_V else 1
+    if schedule.virtual_stages is not None:
+        return schedule, schedule.virtual_stages
     virtual = run.vpp or stack.virtual_stages or ((run.layers or 1) + 2) // pipeline
     return (schedule, virtual) if virtual > 1 else (Schedule.ONE_F_ONE_B, 1)
 

@@ -15,7 +15,7 @@ SURFACE = {
     "plan": {
         "--mem", "--batch", "--gpus", "--cluster", "--model", "--profile", "--seq", "--precision", "--certify",
         "--json", "-o", "--output", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab", "--gated",
-        "--tied", "--arch", "--experts", "--topk", "--best", "--fix", "--forbid", "--schedule", "--backend",
+        "--tied", "--arch", "--experts", "--topk", "--best", "--fix", "--forbid", "--schedule", "--backend", "--for",
         "--best-batch", "--margin", "--max-batch", "--fewest", "--step", "--rate", "--tokens", "--price",
         "--tokens-total", "--tolerance",
         "--samples-total", "--steps", "--within", "--pareto", "--memory-step", "--plot", "--image",

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from galvatron_lite.capture.trace import trace
-from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
-from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runs.read import TRACES
 from galvatron_lite.runtime.engine import ParallelModel
@@ -27,8 +21,9 @@ from galvatron_lite.runtime.monitor.attach import ObserverOptions, observe
 from tests.known_time import KnownClock, retimed
 from tests.runtime.monitor import slow_link
 from tests.runtime.monitor.slow_link import Link
+from tests.runtime.monitor.workers import BLOCKS, Workers, pair, profile_of, worked_batch
 
-WIDTH, BATCH, BLOCKS = 256, 8, 4
+BATCH = 8
 FORWARD, BACKWARD = 0.01, 0.02
 """Seconds of a block's pass of a micro-batch."""
 BANDWIDTH, LATENCY = 2e8, 1e-3
@@ -45,66 +40,13 @@ class Plants:
     optimizer = 0.0
 
 
-class _Work(torch.autograd.Function):
-    """Work that takes a known time and no processor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, number: int) -> Tensor:
-        ctx.number = number
-        if not tensor.is_meta:
-            Link.clock.work(FORWARD + Plants.blocks.get(number, 0.0))
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        Link.clock.work(BACKWARD + 2 * Plants.blocks.get(ctx.number, 0.0))
-        return gradient, None
-
-
-class _Block(nn.Module):
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.linear, self.number = nn.Linear(WIDTH, WIDTH), number
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        worked: Tensor = _Work.apply(self.linear(hidden), self.number)  # type: ignore[no-untyped-call]
-        return hidden + torch.tanh(worked)
-
-
-class Workers(nn.Module):
-    """Blocks that take known times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block(number) for number in range(BLOCKS))
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        for block in self.blocks:
-            inputs = block(inputs)
-        return nn.functional.mse_loss(inputs, targets)
-
-
-def make_workers() -> Workers:
-    torch.manual_seed(0)
-    return Workers()
-
-
-def make_batch() -> dict[str, Tensor]:
-    inputs, targets = torch.randn(2, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
-    return {"inputs": inputs, "targets": targets}
+def pace(number: int, _samples: int) -> tuple[float, float]:
+    more = Plants.blocks.get(number, 0.0)
+    return FORWARD + more, BACKWARD + 2 * more
 
 
 def known_profile() -> Profile:
-    """Of two processes; blocks take the time that their work does, whatever their samples."""
-    device = Device("cpu", 2**32, 1e10, {"fp32": 4e10}, source="a test")
-    cluster = Cluster("pair", (DeviceGroup(device, 2),), (Level("wire", 2, BANDWIDTH, LATENCY),))
-    profile = estimate_profile(trace(make_workers(), make_batch()), cluster, precision="fp32", name="workers")
-    blocks = {layer.kind for layer in profile.graph.layers if layer.role is Role.BLOCK}
-    points = tuple(
-        replace(point, forward=FORWARD, backward=BACKWARD) if point.kind in blocks else point
-        for point in profile.layers
-    )
-    return replace(profile, layers=points)
+    return profile_of(pace, BATCH, pair(BANDWIDTH, LATENCY))
 
 
 def plan_of(profile: Profile, stages: int = 1, microbatches: int = 1) -> Plan:
@@ -129,7 +71,7 @@ class Trained:
     def __init__(self, folder: Path, stages: int = 1, microbatches: int = 1) -> None:
         self.folder, self.profile = folder, known_profile()
         self.plan = plan_of(self.profile, stages, microbatches)
-        model, batch = make_workers(), make_batch()
+        model, batch = Workers(pace), worked_batch(BATCH, 1)
         self.parallel = ParallelModel(model, self.plan, discover_layers(model, batch), batch, device="cpu")
         self.optimizer = self.parallel.optimizer(torch.optim.SGD, lr=0.01)
         self.optimizer.register_step_pre_hook(lambda *_: Link.clock.work(Plants.optimizer))
@@ -143,7 +85,7 @@ class Trained:
         for _ in range(4):
             dist.barrier()
             before = Link.clock.now()
-            self.parallel.train_step(make_batch(), self.optimizer)
+            self.parallel.train_step(worked_batch(BATCH, 1), self.optimizer)
             seconds.append(Link.clock.now() - before)
         assert recorder is not None
         recorder.finish()
@@ -181,7 +123,7 @@ def _plant_all(folder: str) -> dict[str, float]:
     for name, plant in runs.items():
         with plant():
             found[name] = trained.run(name)
-    size = sum(parameter.nbytes for parameter in make_workers().parameters())
+    size = sum(parameter.nbytes for parameter in Workers(pace).parameters())
     Link.per_byte += SLOWER / size
     found["collective"] = trained.run("collective")
     return found

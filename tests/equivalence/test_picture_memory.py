@@ -31,7 +31,7 @@ from tests.pool import WorkerPool
 SAMPLES, SIDE = 2, 128
 ONCE = TimingRule(warmup=0, least=1, most=1, seconds=0.0)
 NETWORKS: dict[str, dict[str, int]] = {
-    "convnext-mini": {"height": SIDE, "width": SIDE},
+    "convnext-mini": {"image_height": SIDE, "image_width": SIDE},
     "resnet-mini": {"image_size": SIDE},
     "unet-mini": {"image_size": SIDE},
 }

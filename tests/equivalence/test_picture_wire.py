@@ -25,7 +25,7 @@ from tests.pool import WorkerPool
 
 SAMPLES, ITEM = 4, 4
 NETWORKS: dict[str, dict[str, int]] = {
-    "convnext-mini": {"height": 72, "width": 56},
+    "convnext-mini": {"image_height": 72, "image_width": 56},
     "resnet-mini": {"image_size": 88},
     "unet-mini": {"image_size": 44},
 }

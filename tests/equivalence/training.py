@@ -19,7 +19,9 @@ from galvatron_lite.model.trace_run import sample_arguments
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow
 from galvatron_lite.parallelism.pipeline.tied import find_shared
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.parallelism.tensor.shards import gather_full
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime import layer_plans, parallelize
 from galvatron_lite.runtime.engine import ParallelModel
@@ -214,8 +216,18 @@ def whole(parallel: ParallelModel, first_names: Mapping[str, str], pick: Callabl
         if tensor is None:
             continue
         local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found[first_names.get(one.names[0], one.names[0])] = one.gathered(local).clone()
+        found[first_names.get(one.names[0], one.names[0])] = _gathered(one, local).clone()
     return found
+
+
+def _gathered(one: Owned, local: Tensor) -> Tensor:
+    """The full tensor from every rank's slices."""
+    group = one.groups.tensor or one.groups.slices
+    if one.shard is not None and group is not None:
+        local = gather_full(local, one.shard, ProcessTensorGroup(group))
+    if one.spread is not None and one.groups.expert is not None:
+        local = gather_full(local, one.spread, ProcessTensorGroup(one.groups.expert.line))
+    return local
 
 
 def curve_alone(family: str, steps: int) -> list[float]:

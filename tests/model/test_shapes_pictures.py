@@ -125,6 +125,8 @@ def test_half_precision_halves_what_is_kept() -> None:
             assert kept[0] == 2 * kept[1]
 
 
+# torchvision's model pages (ResNet, VGG, AlexNet, ConvNeXt, RegNet: "num_params"); ConvNeXt-XL:
+# github.com/facebookresearch/ConvNeXt, 350 M, and Liu et al. 2022, table 12; CosmoFlow: the sum of the layer table.
 PARAMETERS = {
     "resnet50": 25_557_032, "resnet152": 60_192_808, "vgg16": 138_357_544, "alexnet": 61_100_840,
     "convnext-t": 28_589_128, "convnext-s": 50_223_688, "convnext-b": 88_591_464, "convnext-l": 197_767_336,

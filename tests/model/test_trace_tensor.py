@@ -26,13 +26,15 @@ def share_of(family: str, degree: int, sequence_parallel: bool) -> RegionFigures
     for samples in SAMPLES:
         call = observe(twin, resize_batch(batch, samples), [path]).calls[0]
         block = copy.deepcopy(twin.get_submodule(path))
-        shard_layer(block, infer_block(block, call.args, call.kwargs), ShapeOnlyGroup(degree), sequence_parallel)
+        plan = infer_block(block, call.args, call.kwargs)
+        shard_layer(block, plan, ShapeOnlyGroup(degree), sequence_parallel)
         hidden = call.args[0]
         tokens = hidden.shape[1] // degree if sequence_parallel else hidden.shape[1]
         own = hidden.new_empty(samples, tokens, hidden.shape[2]).requires_grad_()
         args = (own, *call.args[1:])
         runs.append(run_block(block, BlockCall(path, args, call.kwargs), [0]))
-    return figures(*runs)
+    rows = {region.row for region in plan.regions}
+    return figures(*runs, rows=rows, degree=degree if sequence_parallel else 1)
 
 
 @pytest.fixture(scope="module", params=SPLIT)

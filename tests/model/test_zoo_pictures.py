@@ -13,34 +13,14 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.zoo import SIZES, build
 from tests.model.learning import assert_learns
 
-# torchvision's model pages (ResNet, VGG, AlexNet, ConvNeXt, RegNet: "num_params"); ConvNeXt-XL:
-# github.com/facebookresearch/ConvNeXt, 350 M, and Liu et al. 2022, table 12; U-Net: github.com/milesial/Pytorch-UNet
+# Of shipped files, see ``test_shapes_pictures``. U-Net: github.com/milesial/Pytorch-UNet
 # (3 channels, normalised: 31,037,698 with 2 classes; 31,037,633 and bilinear 17,262,977 with 1) and
-# github.com/mateuszbuda/brain-segmentation-pytorch (32 channels, 7,763,041); CosmoFlow: the sum of the layer table.
+# github.com/mateuszbuda/brain-segmentation-pytorch (32 channels, 7,763,041).
 PUBLISHED: list[tuple[str, dict[str, Any], int]] = [
-    ("resnet-50", {}, 25_557_032),
-    ("resnet-152", {}, 60_192_808),
-    ("vgg-16", {}, 138_357_544),
-    ("alexnet", {}, 61_100_840),
-    ("convnext-t", {}, 28_589_128),
-    ("convnext-s", {}, 50_223_688),
-    ("convnext-b", {}, 88_591_464),
-    ("convnext-l", {}, 197_767_336),
-    ("convnext-xl", {}, 350_196_968),
-    ("regnet-x-800mf", {}, 7_259_656),
-    ("regnet-x-3.2gf", {}, 15_296_552),
-    ("regnet-x-8gf", {}, 39_572_648),
-    ("regnet-x-32gf", {}, 107_811_560),
-    ("regnet-y-400mf", {}, 4_344_144),
-    ("regnet-y-3.2gf", {}, 19_436_338),
-    ("regnet-y-16gf", {}, 83_590_140),
-    ("regnet-y-32gf", {}, 145_046_770),
     ("unet", {"norm": True, "channels": 3}, 31_037_698),
     ("unet", {"norm": True, "channels": 3, "classes": 1}, 31_037_633),
     ("unet", {"norm": True, "channels": 3, "classes": 1, "bilinear": True}, 17_262_977),
     ("unet", {"norm": True, "channels": 3, "classes": 1, "base": 32}, 7_763_041),
-    ("cosmoflow-512", {}, 2_128_064),
-    ("cosmoflow-256", {}, 2_128_064),
 ]
 MINI = [name for name in SIZES if name.endswith("-mini") and not name.startswith("perception")]
 

@@ -12,7 +12,7 @@ def table(graph: ModelGraph) -> Network:
     return network_of(graph, 1e-3, "by hand", 1000, 8)
 
 
-@pytest.mark.parametrize("name", ["resnet50", "vgg16", "convnext-xl", "regnety_032", "densenet121"])
+@pytest.mark.parametrize("name", ["resnet50", "vgg16", "convnext-xl", "regnety_032", "efficientnet_b0"])
 def test_flops_and_weights_are_those_of_the_model(name: str) -> None:
     graph = graph_named(name, "fp32")
     found = table(graph)

@@ -14,9 +14,11 @@ from torch.nn import functional
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
-from galvatron_lite.parallelism.tensor.apply import Placement, gather_full, shard_layer
+from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import TensorGroup
-from galvatron_lite.parallelism.tensor.infer import TensorPlan, infer_block
+from galvatron_lite.parallelism.tensor.infer import infer_block
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.parallelism.tensor.shards import Placement, gather_full
 
 SAMPLES, TOKENS, HIDDEN, HEADS, HEAD = 2, 8, 32, 4, 8
 

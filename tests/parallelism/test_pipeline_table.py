@@ -129,3 +129,26 @@ def test_zero_bubble_holds_no_more_than_its_limit(given: tuple[Course, PassOrder
             held[action.what] += 1
             whole, pending = held[Pass.FORWARD] - held[Pass.BACKWARD], held[Pass.BACKWARD] - held[Pass.WEIGHT]
             assert whole + share * pending <= limit + 1e-6
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule in EXECUTABLE if schedule.virtual_stages == 1])
+@pytest.mark.parametrize(("groups", "microbatches"), [(2, 1), (3, 7), (4, 16)])
+def test_facts_of_a_schedule_are_those_of_its_table(schedule: Schedule, groups: int, microbatches: int) -> None:
+    long = actions_of(Course(schedule, groups, 1, microbatches + 5))
+    for group, own in enumerate(actions_of(Course(schedule, groups, 1, microbatches))):
+        assert schedule.splits_backward == any(action.what is Pass.WEIGHT for action in own)
+        last = Pass.WEIGHT if schedule.splits_backward else Pass.BACKWARD
+        held = [held_between(actions, last) for actions in (own, long[group])]
+        most = schedule.in_flight(groups, group, microbatches)
+        assert held[0] <= most if schedule.splits_backward else held[0] == most
+        if schedule.settles and microbatches >= groups:
+            assert held[0] == held[1]
+
+
+def held_between(actions: Sequence[Action], last: Pass) -> int:
+    """The most micro-batches between their forward and their last pass."""
+    held = most = 0
+    for action in actions:
+        held += (action.what is Pass.FORWARD) - (action.what is last)
+        most = max(most, held)
+    return most

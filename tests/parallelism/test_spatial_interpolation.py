@@ -15,7 +15,7 @@ from torch.nn import functional
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
 from galvatron_lite.parallelism.sharded.tensor import Call, Rules, ShardSpec, global_shape, to_local
 from galvatron_lite.parallelism.spatial.resizing import HANDLERS
-from tests.parallelism.cut_compare import SHAPES, alone, assert_equal, rules, together
+from tests.parallelism.sharded_compare import SHAPES, alone, assert_equal, rules, together
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 RULES = rules(HANDLERS)

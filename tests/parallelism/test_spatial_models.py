@@ -15,7 +15,7 @@ from torch.nn import functional
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor, leave, sum_over
 from galvatron_lite.parallelism.sharded.tensor import ShardSpec
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from tests.parallelism.cut_compare import lines_of
+from tests.parallelism.sharded_compare import lines_of
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 

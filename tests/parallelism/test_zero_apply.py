@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
-from galvatron_lite.parallelism.zero.cut import cut_dim
+from galvatron_lite.parallelism.zero.cost import cut_dim
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.state import full_gradients
 from tests.equivalence.plans import write_plan

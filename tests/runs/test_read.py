@@ -55,7 +55,7 @@ def test_a_change_of_plan_counts_and_so_do_later_files_that_repeat_it(tmp_path: 
     assert len(run.starts) == 1
     assert run.plans == (changed,)
     assert run.plan == a_plan(0.05)
-    assert [one.step for one in run.own_steps] == [2, 3, 4, 5]
+    assert [one.step for one in run.plan_steps] == [2, 3, 4, 5]
     assert run.ranks == ((new,),)
 
 

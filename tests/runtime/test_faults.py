@@ -162,8 +162,8 @@ def test_who_is_behind() -> None:
     (found,) = suspects([*before, loads], [ahead, waits, works, _note(5, StepPhase.BETWEEN, beat=3)], 0)
     assert (found.rank, found.operation) == (3, "between steps 4 and 5")
     gone = [ahead, waits, before[2]]
-    assert [one.said.split(";")[0] for one in suspects(before, gone, 0)] == ["Rank 2 (node, process 7) is gone"]
-    assert "has not come to its first step" in suspects([ahead, None], [ahead, None], 0)[0].said
+    assert [one.message.split(";")[0] for one in suspects(before, gone, 0)] == ["Rank 2 (node, process 7) is gone"]
+    assert "has not come to its first step" in suspects([ahead, None], [ahead, None], 0)[0].message
     others = [ahead, _note(5, StepPhase.GRADIENTS, error="x", victim=True)]
     assert "No rank is behind: look at the network" in message(ahead, "timed out", suspects(others, others, 0), True, 0)
-    assert "keeps their notes" in message(ahead, "timed out", [], False, 0)
+    assert "the process that stores them" in message(ahead, "timed out", [], False, 0)

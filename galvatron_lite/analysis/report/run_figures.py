@@ -144,7 +144,7 @@ class RunMeasurement:
 
 def measured(run: RecordedRun, plan: Plan) -> RunMeasurement | None:
     """What a run measured under its last plan; None where it has no steps."""
-    steps = _counted_steps(run.own_steps)
+    steps = _counted_steps(run.plan_steps)
     if not steps or plan.prediction is None:
         return None
     words = (

@@ -101,14 +101,16 @@ def load_model(
     overrides: Mapping[str, object] | None = None,
     sequence: int | None = None,
     precision: str = "bf16",
+    kernels: Kernels | None = None,
 ) -> ModelGraph:
-    """The graph of a shipped model or of a model file.
+    """The graph of a shipped model or of a model file; see ``build_graph``.
 
     Raises:
         InputError: an unknown name (lists the closest and all), or fields that do not fit.
         FileFormatError: the file cannot be read.
     """
-    return build_graph(load_shape(name_or_path, overrides=overrides), sequence=sequence, precision=precision)
+    shape = load_shape(name_or_path, overrides=overrides)
+    return build_graph(shape, sequence=sequence, precision=precision, kernels=kernels)
 
 
 def load_shape(name_or_path: str, *, overrides: Mapping[str, object] | None = None) -> Shape:

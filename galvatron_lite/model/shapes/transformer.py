@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from math import gcd
 
-from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, SplitDims, TensorSplit
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.attention import Heads, attention, latent_attention, view
@@ -127,25 +127,17 @@ def edge_kind(
         sequence_parallel=split and parallel,
         gathered=gathered if split and not parallel else None,
         loss_bytes=figures,
-        regions=_regions(split, head=gathered is not None),
+        # rows of an embedding are summed once, of a head the gradient of its input is
+        regions=(int(split and gathered is not None), int(split and gathered is None)),
     )
     more = FP32 * figures // _FIGURE_BYTES * (2 + shape.entries % 2)
     spared = FP32 * gathered.items if figures and gathered else 0
-    kept = {choice: _less_split(own, more) for choice, own in kind.kept.items()}
+    # of each token a total in fp32 lies beside the logits, and the largest share of an odd vocabulary is a logit longer
+    kept = {
+        choice: replace(split, tensor=split.tensor - more, whole=split.whole + more)
+        for choice, split in kind.kept.items()
+    }
     return replace(kind, kept=kept, spared_bytes=spared)
-
-
-def _less_split(kept: TensorSplit, more: int) -> TensorSplit:
-    """What is kept, of which the largest share is so many bytes more than one of equal shares.
-
-    Of each token a total in fp32 lies beside the logits, and one of an odd vocabulary is a logit longer.
-    """
-    return replace(kept, tensor=kept.tensor - more, whole=kept.whole + more)
-
-
-def _regions(split: bool, *, head: bool) -> tuple[int, int]:
-    """Gathers and scatters of an embedding (its rows are summed once) or a head (its input's gradient is)."""
-    return (int(split and head), int(split and not head))
 
 
 def ties_of(shape: TransformerShape, *users: str) -> dict[tuple[str, str], int]:

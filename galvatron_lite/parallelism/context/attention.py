@@ -121,7 +121,7 @@ def _with_all_keys(arguments: dict[str, Any], cut: ShardSpec) -> Tensor:
 
 @contextmanager
 def _own_randomness(rank: int, device: torch.device, needed: bool) -> Iterator[None]:
-    """Inside, random numbers of this rank alone; outside all ranks go on alike. See ``cuts.randomness``."""
+    """Inside, random numbers of this rank alone; outside all ranks go on alike. See ``sharded.randomness``."""
     if not needed:
         yield
         return

@@ -42,7 +42,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock) -> 
         query: (samples, heads, queries, items).
         key: (samples, key heads, keys, items); key heads divide heads, which share them in order.
         value: (samples, key heads, keys, value items).
-        block: how.
+        block: how it is computed.
 
     Returns:
         The output (samples, heads, queries, value items), and the logarithm of the sum of exponentials of each query's
@@ -61,17 +61,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock) -> 
 def attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, block: AttentionBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block's queries, keys and values.
-
-    Args:
-        gradient: of the output of all blocks together.
-        query: as for ``attend``, and so ``key``, ``value`` and ``block``.
-        key: see there.
-        value: see there.
-        output: of all blocks together.
-        sums: logarithms of the sums over all blocks.
-        block: how.
-    """
+    """Gradients of a block's queries, keys and values; ``output``, its gradient and ``sums`` are of all blocks."""
     if not _is_fused(query, value, block):
         return _plain_backward(gradient, query, key, value, output, sums, block)
     wide = query, _widened(key, query), _widened(value, query)

@@ -39,13 +39,7 @@ class RowExchange(Protocol):
         ...
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows from all ranks, those of the first rank first. No autograd.
-
-        Args:
-            rows: what goes to the first rank, then what goes to the second, and so on.
-            sent: how many rows go to each rank.
-            received: how many come from each.
-        """
+        """Rows from all ranks, in order, for rows that go to them, in order; so many to and from each. No autograd."""
         ...
 
 

@@ -131,10 +131,7 @@ def _add_up(double: _Double, halves: list[dict[str, Tensor]], expected: Tensor) 
 def sum_slices(module: nn.Module, group: TensorGroup, sequence_parallel: bool) -> None:
     """Make a module whose experts are sliced return the sum over the tensor group, in place.
 
-    Args:
-        module: called with hidden states, chosen experts and weights.
-        group: that holds the slices.
-        sequence_parallel: whether each of its devices calls it with its own tokens, as many on each.
+    ``sequence_parallel``: whether each device calls it with its own tokens, as many on each.
     """
     run = _shared if sequence_parallel else _replicated
     module.forward = partial(run, module.forward, group)

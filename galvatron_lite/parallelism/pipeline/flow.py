@@ -60,10 +60,7 @@ class LayerFlow:
     def like(self, path: str, received: Any, sender: str) -> Any:
         """What a module returns on the stage that has it, as far as code between layers sees: tensors without values.
 
-        Args:
-            path: of the module.
-            received: what ``sender`` returned for some samples; if it is a nest of the same form, it is taken for it.
-            sender: path of another module of a layer.
+        ``received`` is what ``sender``, another layer's module, returned; a nest of the same form is taken for it.
         """
         output, other = self.outputs.get(path), self.outputs.get(sender)
         if output is None or other is None or _form(output) == _form(received):

@@ -21,7 +21,7 @@ from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, Later
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.pipeline.stage import StageModel, check_known
-from galvatron_lite.parallelism.pipeline.table import Pipeline, programme_of
+from galvatron_lite.parallelism.pipeline.table import Pipeline, rank_schedule
 from galvatron_lite.parallelism.pipeline.transfer import (
     GradientSlot,
     P2PChannel,
@@ -36,21 +36,14 @@ Call = Callable[[int, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Luggage:
-    """How values travel between stages; by default as they are."""
-
-    # plain tensors to be sent, and what the next stage must know of them beside their shapes
-    pack: Callable[[Value], tuple[Value, Any]] = lambda value: (value, None)
-    # the stage's input from tensors that arrived, and from that
-    unpack: Callable[[Value, Any], Value] = lambda value, _: value
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
-    """One of a rank's stages."""
+    """One of a rank's stages, and how values travel between stages: by default as they are."""
 
     stage: StageModel  # its part of the model
-    luggage: Luggage = Luggage()  # how values travel
+    # plain tensors to be sent, and a header: what the next stage must know of them beside their shapes
+    pack: Callable[[Value], tuple[Value, Any]] = lambda value: (value, None)
+    # the stage's input from tensors that arrived, and their header
+    unpack: Callable[[Value, Any], Value] = lambda value, _: value
     deferral: Deferral | None = None  # keeps what makes the gradients of weights; None: they are made in backward
 
 
@@ -154,7 +147,7 @@ class PipelineRunner:
         *,
         forward_only: bool = False,
     ) -> tuple[Action, ...]:
-        schedule = programme_of(self.pipeline, len(microbatches[0]), self._index, forward_only=forward_only)
+        schedule = rank_schedule(self.pipeline, len(microbatches[0]), self._index, forward_only=forward_only)
         self._microbatches, self._call, self._begun = microbatches, call, begun or (lambda: None)
         self._loss, self._outputs = torch.zeros((), device=self._device), list[Any]()
         self._later: dict[tuple[int, int], list[Later]] = {}
@@ -178,22 +171,22 @@ class PipelineRunner:
         tensors, received, slots = self._channel.arrived(action), None, list[GradientSlot]()
         self._begun()
         if not chunk.stage.first:
-            template, knowledge = self._channel.template(action)
+            template, header = self._channel.template(action)
             value, slots = arrived(template, tensors)
-            received = chunk.luggage.unpack(value, knowledge)
+            received = chunk.unpack(value, header)
         self._channel.foresee(following)
         part = self._microbatches[action.chunk][action.microbatch]
         produced = chunk.stage.run(lambda: self._call(action.chunk, part), received)
-        knowledge = None
+        header = None
         if not chunk.stage.last:
-            produced, knowledge = chunk.luggage.pack(produced)
+            produced, header = chunk.pack(produced)
         if torch.is_grad_enabled():
             outputs = differentiable(produced)
             edges = [get_gradient_edge(tensor) for tensor in outputs]
             shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]
             self._in_flight[action.chunk, action.microbatch] = _InFlight(slots, edges, shapes)
         if not chunk.stage.last:
-            self._channel.send(action, produced, knowledge)
+            self._channel.send(action, produced, header)
         elif torch.is_grad_enabled():
             self._loss += produced.detach()
         else:

@@ -11,11 +11,55 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from operator import le
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from galvatron_lite.arrays import IntArray
 
 Moments: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """Backward passes of a group: the chunk it is of, and the micro-batches of every chunk that the group holds then (the
 one of the pass included)."""
+
+
+Figure = TypeVar("Figure", float, int, "IntArray")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The closed form of a schedule, over parts c_1..c_K of the time of one micro-batch on each group of devices:
+
+    T = sum_k (ramp_k sum_g c_gk + rounds_k max_g c_gk)
+    """
+
+    microbatches: int  # a step, rounded up to whole rounds
+    ramp: tuple[float, ...]  # ramp, rounds: per part
+    rounds: tuple[float, ...]
+    freed: float = 0.0  # how much of W leaves R; 0 where backward is not split
+    apart: bool = False  # whether forward and backward count apart (GPipe)
+
+    def parts(self, forward: Figure, backward: Figure, saved: Figure) -> tuple[Figure, ...]:
+        """The parts of a group, a stage or a layer; they add up over layers.
+
+        Args:
+            forward, backward: time of one micro-batch, backward with the gradients of weights.
+            saved: ``freed`` times that of the gradients of weights.
+        """
+        if self.apart:
+            return forward, backward
+        both = forward + backward
+        if self.freed == 0.0:
+            return (both,)
+        return both - saved, (self.microbatches - 1) * both + saved
+
+    @property
+    def share(self) -> float:
+        """What of a stage's time (less what is freed) delays the step where the stage is not the slowest."""
+        return self.ramp[0]
+
+    @property
+    def alone(self) -> tuple[float, ...]:
+        """Per part, how often it counts for a group that is the slowest."""
+        return tuple(ramp + rounds for ramp, rounds in zip(self.ramp, self.rounds, strict=True))
 
 
 class Schedule(StrEnum):
@@ -55,11 +99,6 @@ class Schedule(StrEnum):
         return self is Schedule.ZERO_BUBBLE_V
 
     @property
-    def whole_rounds(self) -> bool:
-        """Whether it works best where groups of devices divide the micro-batches, which they take in rounds."""
-        return self is Schedule.INTERLEAVED
-
-    @property
     def settles(self) -> bool:
         """Whether a group holds as many micro-batches at once in a long step as in one of a few rounds."""
         return self in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
@@ -79,6 +118,19 @@ class Schedule(StrEnum):
         if self is Schedule.GPIPE:
             return microbatches
         return min(microbatches, self.limit(stages) if self.splits_backward else stages - stage)
+
+    def form(self, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False) -> Form:
+        """Seconds of a step on so many groups of devices with so many stages each; derived in ``cost.schedule``."""
+        rounds = microbatches - 1
+        if self is Schedule.GPIPE:
+            return Form(microbatches, (1, 1), (rounds, rounds), apart=True)
+        if self is Schedule.INTERLEAVED:
+            padded = -(-microbatches // groups) * groups
+            return Form(padded, (1 / virtual,), (padded - 1 / virtual,))
+        if self.splits_backward:
+            most = 2.0 if self is Schedule.ZERO_BUBBLE_2P and steps_overlap else 1.0
+            return Form(microbatches, (1, 0), (0, 1), 1.0 + min(most, rounds / max(groups - 1, 1)))
+        return Form(microbatches, (1,), (rounds,))
 
     def limit(self, groups: int) -> int:
         """Micro-batches of each chunk that a group of devices may hold under a zero-bubble schedule."""

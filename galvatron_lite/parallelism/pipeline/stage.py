@@ -8,7 +8,7 @@ because glue code may ask for their shape or dtype (Vision Transformers of trans
 outside the layers (rotary embeddings, dropout) run on every stage.
 
 In a chain, where each layer reads what the layer before it made and nothing else, what travels is exactly what the last
-layer of a stage returned, a tensor or a tuple; else it is a dict of tensors by name (``CrossingOutputs``).
+layer of a stage returned, a tensor or a tuple; else it is a dict of tensors by name (``_CrossingOutputs``).
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class StageModel:
         self.first, self.last = start == 0, stop == len(layers)
         self._units = tuple(units(model, self.layers))
         self._flow, self._sender = flow, layers[start - 1].modules[-1] if start and layers[start - 1].modules else ""
-        self._crossing: CrossingOutputs | None = None
+        self._crossing: _CrossingOutputs | None = None
         self._enters_at_block = start > 0 and layers[start - 1].role is Role.BEFORE
         self._leaves_at_block = not self.last and self.layers[-1].role is Role.BEFORE
         if flow is not None and not flow.is_chain:
-            self._crossing = CrossingOutputs(flow.crossing(start), flow.crossing(stop), flow.enters(stop))
+            self._crossing = _CrossingOutputs(flow.crossing(start), flow.crossing(stop), flow.enters(stop))
             self._enters_at_block, self._leaves_at_block = flow.enters(start), flow.enters(stop)
         self._end = None if flow is None or self._leaves_at_block else flow.last_call(range(start, stop))
         self._counts: Counter[str] = Counter()
@@ -216,13 +216,11 @@ class StageModel:
             raise StageEnd
 
 
-class CrossingOutputs:
+class _CrossingOutputs:
     """The outputs of layers that cross a stage's ends, by name, where the model is no chain.
 
-    Args:
-        incoming: outputs of earlier layers that this stage or a later one reads.
-        outgoing: outputs, of earlier layers or its own, that later stages read.
-        leaves: whether the first block's input goes out, too.
+    Incoming are those of earlier layers that this stage or a later one reads; outgoing those, of earlier layers or its
+    own, that later stages read, and the first block's input where it ``leaves``.
     """
 
     def __init__(self, incoming: Sequence[Output], outgoing: Sequence[Output], leaves: bool) -> None:
@@ -233,24 +231,16 @@ class CrossingOutputs:
         self._counts: Counter[str] = Counter()
 
     def begin(self, received: dict[str, Tensor] | None) -> None:
-        """Let go of the last micro-batch, and hold what arrived for the next."""
         self.held, self._versions = {}, {}
         self._counts.clear()
         for name, tensor in (received or {}).items():
             self.hold(name, tensor)
 
     def hold(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor by name, until the micro-batch ends."""
         self.held[name], self._versions[name] = tensor, _version(tensor)
 
     def give(self, path: str, output: Any, device: torch.device) -> Any:
-        """The output of an earlier layer's module, unknown where nobody reads it.
-
-        Args:
-            path: of the module.
-            output: like it, on the meta device.
-            device: where it would be.
-        """
+        """The output of an earlier layer's module, like ``output`` (on meta); unknown where nobody reads it."""
         call = self._counts[path]
         self._counts[path] += 1
 
@@ -262,7 +252,6 @@ class CrossingOutputs:
         return map_places(output, hand_over)
 
     def keep(self, path: str, call: int, output: Any) -> None:
-        """Hold what later stages read of an output of the stage's own modules."""
         for place, tensor in places(output):
             name = _name_of(Output(path, call, place))
             if name in self._outgoing:

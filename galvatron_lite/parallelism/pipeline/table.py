@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.pipeline.schedule import (
     stage_at,
 )
 from galvatron_lite.parallelism.pipeline.times import PassOrder, even_order
-from galvatron_lite.parallelism.pipeline.zero_bubble import zero_bubble_actions
+from galvatron_lite.parallelism.pipeline.zero_bubble import whole_step
 
 Table = tuple[tuple[Action, ...], ...]
 """By group of devices: its passes, in order."""
@@ -39,23 +39,18 @@ def actions_of(course: Course, order: PassOrder | None = None) -> Table:
         order: what a zero-bubble order is made from; passes that all take as long if not given.
     """
     if course.schedule.splits_backward:
-        return zero_bubble_actions(order or even_order(course.groups * course.virtual), course)
+        order = order or even_order(course.groups * course.virtual)
+        return tuple(worked.actions for worked in whole_step(order, course))
     return tuple(
         stage_actions(course.schedule, course.groups, group, course.microbatches, course.virtual)
         for group in range(course.groups)
     )
 
 
-def stage_of(course: Course, group: int, action: Action) -> int:
-    """The stage of a group's action."""
-    return stage_at(course.schedule, course.groups, group, action.chunk)
-
-
 def receiver(course: Course, group: int, action: Action) -> tuple[int, Action] | None:
     """The group, and its action, that a pass's result is for; None where nothing waits for it in another stage."""
-    stage = stage_of(course, group, action)
-    target = stage + 1 if action.what is Pass.FORWARD else stage - 1
-    if action.what is Pass.WEIGHT or not 0 <= target < course.groups * course.virtual:
+    target = _neighbour(course, group, action, 1)
+    if target is None:
         return None
     place = group_of(course.schedule, course.groups, target)
     return place, Action(action.what, action.microbatch, target // course.groups)
@@ -63,11 +58,16 @@ def receiver(course: Course, group: int, action: Action) -> tuple[int, Action] |
 
 def sender(course: Course, group: int, action: Action) -> int | None:
     """The group that makes what a pass needs of another stage; None where it needs nothing."""
-    stage = stage_of(course, group, action)
-    source = stage - 1 if action.what is Pass.FORWARD else stage + 1
-    if action.what is Pass.WEIGHT or not 0 <= source < course.groups * course.virtual:
-        return None
-    return group_of(course.schedule, course.groups, source)
+    source = _neighbour(course, group, action, -1)
+    return None if source is None else group_of(course.schedule, course.groups, source)
+
+
+def _neighbour(course: Course, group: int, action: Action, step: int) -> int | None:
+    """The stage that a pass goes to (``step`` 1) or comes from (-1)."""
+    stage = stage_at(course.schedule, course.groups, group, action.chunk)
+    other = stage + (step if action.what is Pass.FORWARD else -step)
+    outside = action.what is Pass.WEIGHT or not 0 <= other < course.groups * course.virtual
+    return None if outside else other
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class RankSchedule:
 
 
 @lru_cache(maxsize=64)
-def programme_of(pipeline: Pipeline, microbatches: int, group: int, *, forward_only: bool = False) -> RankSchedule:
+def rank_schedule(pipeline: Pipeline, microbatches: int, group: int, *, forward_only: bool = False) -> RankSchedule:
     """What a group does in a step.
 
     Args:
@@ -125,15 +125,15 @@ def programme_of(pipeline: Pipeline, microbatches: int, group: int, *, forward_o
     course = pipeline.course(microbatches)
     table = actions_of(course, pipeline.order)
     if forward_only:
-        table = tuple(tuple(action for action in own if action.what is Pass.FORWARD) for own in table)
+        table = tuple(tuple(action for action in actions if action.what is Pass.FORWARD) for actions in table)
     arriving: dict[Link, list[Action]] = {}
-    for source, own in enumerate(table):
-        for action in own:
+    for source, actions in enumerate(table):
+        for action in actions:
             target = receiver(course, source, action)
             if target is not None and target[0] == group != source:
                 arriving.setdefault((action.what, source, group), []).append(target[1])
-    kept = {link: tuple(messages) for link, messages in arriving.items()}
-    return RankSchedule(course, group, table[group], kept, room_of(course, table))
+    messages = {link: tuple(wanted) for link, wanted in arriving.items()}
+    return RankSchedule(course, group, table[group], messages, room_of(course, table))
 
 
 def room_of(course: Course, table: Table) -> int:
@@ -163,11 +163,11 @@ def ends(course: Course, table: Sequence[Sequence[Action]], room: int) -> bool:
     done: set[tuple[int, Action]] = set()
     places, unsent = [0] * len(table), [False] * len(table)
 
-    def moves(group: int) -> bool:
+    def advances(group: int) -> bool:
         action = table[group][places[group]]
         target = receiver(course, group, action)
         if not unsent[group]:
-            if not _ready(course, group, action, done) or not _taken(course, group, action, links):
+            if not _is_ready(course, group, action, done) or not _take(course, group, action, links):
                 return False
             done.add((group, action))
         if target is not None and target[0] != group:
@@ -179,19 +179,19 @@ def ends(course: Course, table: Sequence[Sequence[Action]], room: int) -> bool:
         places[group] += 1
         return True
 
-    moved = True
-    while moved:
-        moved = False
-        for group, own in enumerate(table):
-            while places[group] < len(own) and moves(group):
-                moved = True
-    return all(place == len(own) for place, own in zip(places, table, strict=True))
+    advanced = True
+    while advanced:
+        advanced = False
+        for group, actions in enumerate(table):
+            while places[group] < len(actions) and advances(group):
+                advanced = True
+    return all(place == len(actions) for place, actions in zip(places, table, strict=True))
 
 
-def _ready(course: Course, group: int, action: Action, done: set[tuple[int, Action]]) -> bool:
+def _is_ready(course: Course, group: int, action: Action, done: set[tuple[int, Action]]) -> bool:
     """Whether what a pass needs of its own group is there."""
-    own = {Pass.BACKWARD: Pass.FORWARD, Pass.WEIGHT: Pass.BACKWARD}.get(action.what)
-    if own is not None and (group, Action(own, action.microbatch, action.chunk)) not in done:
+    before = {Pass.BACKWARD: Pass.FORWARD, Pass.WEIGHT: Pass.BACKWARD}.get(action.what)
+    if before is not None and (group, Action(before, action.microbatch, action.chunk)) not in done:
         return False
     if sender(course, group, action) != group:
         return True
@@ -199,8 +199,8 @@ def _ready(course: Course, group: int, action: Action, done: set[tuple[int, Acti
     return (group, Action(action.what, action.microbatch, action.chunk + step)) in done
 
 
-def _taken(course: Course, group: int, action: Action, links: dict[Link, deque[Action]]) -> bool:
-    """Ask for the message of a pass, and those before it; whether it was sent."""
+def _take(course: Course, group: int, action: Action, links: dict[Link, deque[Action]]) -> bool:
+    """Ask for the message of a pass, and those before it; returns whether it was sent."""
     source = sender(course, group, action)
     if source is None or source == group:
         return True

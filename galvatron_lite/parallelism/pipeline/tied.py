@@ -159,11 +159,7 @@ def shared_before(
 ) -> dict[str, nn.Parameter]:
     """What a stage shares with earlier stages of the same rank, by its names there; what ZeRO shares out has copies.
 
-    Args:
-        models: of the earlier ones, sharded, by number of the stage.
-        stage: its number.
-        shared: from ``find_shared``.
-        stages: names of each stage's layers.
+    ``models``: of the earlier ones, sharded, by number of the stage; ``stages``: names of each stage's layers.
     """
     parameters: dict[str, nn.Parameter] = {}
     for item in shared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,29 +24,19 @@ Template = tuple[Value, Any]
 """What the receiver must know of a value: itself with tensors on the meta device, and what its sender adds."""
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineGroups:
-    """The ranks with the same place in every group of devices, in their order.
+_PURPOSES = {
+    (Pass.FORWARD, True): "pipeline forward",
+    (Pass.BACKWARD, False): "pipeline backward",
+    (Pass.FORWARD, False): "pipeline forth",
+    (Pass.BACKWARD, True): "pipeline back",
+}
+PipelineGroups = Mapping[tuple[Pass, bool], dist.ProcessGroup]
+"""Ranks with the same place in every group of devices, in their order, by pass and whether it goes to a later group.
 
-    Forward and backward traffic have a group each: with NCCL the transfers between two ranks of one group run in order,
-    and a send that waits for its receiver must not hold back the opposite direction. So has what goes back to an
-    earlier group of devices to be passed forward there, and the other way round.
-    """
-
-    forward: dist.ProcessGroup  # forward, backward: to the next group of devices, and its gradients back
-    backward: dist.ProcessGroup
-    # forth, back: to an earlier group of devices in forward, and its gradients; None where each has one stage
-    forth: dist.ProcessGroup | None = None
-    back: dist.ProcessGroup | None = None
-
-    def between(self, what: Pass, source: int, target: int) -> dist.ProcessGroup:
-        """The group for what a pass sends from one group of devices to another."""
-        if what is Pass.FORWARD:
-            group = self.forward if source < target else self.forth
-        else:
-            group = self.backward if source > target else self.back
-        assert group is not None, "groups of several stages are made with turns=True"
-        return group
+Each has a group of processes: with NCCL the transfers between two ranks of one group run in order, and a send that
+waits for its receiver must not hold back the opposite direction, or what goes back to an earlier group of devices to be
+passed forward there.
+"""
 
 
 def pipeline_groups(stages: int, groups: ProcessGroups | None = None, *, turns: bool = False) -> PipelineGroups:
@@ -62,11 +52,11 @@ def pipeline_groups(stages: int, groups: ProcessGroups | None = None, *, turns: 
     """
     chains = place_groups(range(stages), stages)
     groups = ProcessGroups() if groups is None else groups
-    purposes = ("pipeline forward", "pipeline backward", "pipeline forth", "pipeline back")
-    forward, backward, *others = (groups.create(chains, purpose) for purpose in purposes[: 4 if turns else 2])
-    if forward is None or backward is None:
+    links = list(_PURPOSES)[: 4 if turns else 2]
+    created = {link: group for link in links if (group := groups.create(chains, _PURPOSES[link])) is not None}
+    if len(created) < len(links):
         raise LaunchError(f"{dist.get_world_size()} processes cannot be split into {stages} equal stages.")
-    return PipelineGroups(forward, backward, *others)
+    return created
 
 
 def place_groups(chosen: Sequence[int], stages: int) -> list[list[int]]:
@@ -202,7 +192,7 @@ class P2PChannel:
         if action is not None:
             self._expect(action, waits=False)
 
-    def send(self, action: Action, value: Value, knowledge: Any = None) -> None:
+    def send(self, action: Action, value: Value, header: Any = None) -> None:
         """Send the result of a pass: a value whose template the receiver needs, or gradients it has the shapes of."""
         target = receiver(self._schedule.course, self._index, action)
         assert target is not None
@@ -210,17 +200,17 @@ class P2PChannel:
         tensors = list(tensors_of(value))
         if group == self._index:
             if wanted.what is Pass.FORWARD:
-                self._templates[wanted.chunk, self._kind] = template_of(value), knowledge
+                self._templates[wanted.chunk, self._kind] = template_of(value), header
             # a copy, as code of this rank's other stage may change it in place
             self._arriving[wanted] = Incoming([tensor.detach().clone() for tensor in tensors], [])
             return
         link = action.what, self._index, group
         if link not in self._senders:
-            self._senders[link] = Sender(self._groups.between(*link), group, self._device)
+            self._senders[link] = Sender(self._groups[action.what, self._index < group], group, self._device)
         key = wanted.chunk, group, self._kind
         silent = action.what is not Pass.FORWARD or key in self._announced
         self._announced.add(key)
-        self._senders[link].send(tensors, self._schedule.room, None if silent else (template_of(value), knowledge))
+        self._senders[link].send(tensors, self._schedule.room, None if silent else (template_of(value), header))
 
     def finish(self) -> None:
         """Wait for every send under way."""
@@ -241,7 +231,7 @@ class P2PChannel:
     def _shapes_of_next(self, link: Link, waits: bool) -> Sequence[Tensor] | None:
         """Shapes of a link's next message; None where they are not known yet and nobody waits for them."""
         if link not in self._receivers:
-            self._receivers[link] = Receiver(self._groups.between(*link), link[1], self._device)
+            self._receivers[link] = Receiver(self._groups[link[0], link[1] < self._index], link[1], self._device)
         following = self._due[link][0]
         if following.what is Pass.BACKWARD:
             shapes = self._gradients(following)

@@ -71,13 +71,7 @@ class UnknownTensor(ShardedTensor):
 
 
 def unknown(shape: Tensor, sources: Sources, home: torch.device) -> Tensor:
-    """A tensor on the meta device, which nobody else holds, as an unknown one.
-
-    Args:
-        shape: it becomes the unknown tensor.
-        sources: what it is made of.
-        home: its ``device``.
-    """
+    """Turn a tensor on the meta device, which nobody else holds, into an unknown one; ``home``: its ``device``."""
     tensor: UnknownTensor = shape  # type: ignore[assignment]
     tensor.__class__ = UnknownTensor
     tensor.sources, tensor.home, tensor.specs = sources, home, ()

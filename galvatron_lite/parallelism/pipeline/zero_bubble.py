@@ -38,18 +38,17 @@ class _Group:
     """One group of devices as the simulation goes on: what may start, by chunk, and what is in memory."""
 
     virtual: int
-    forwards: list[deque[tuple[float, int]]] = field(default_factory=list)
-    backwards: list[deque[tuple[float, int]]] = field(default_factory=list)
+    forwards: list[deque[tuple[float, int]]] = field(init=False)
+    backwards: list[deque[tuple[float, int]]] = field(init=False)
     weights: deque[tuple[int, int]] = field(default_factory=deque)
     actions: list[Action] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
-    whole: list[int] = field(default_factory=list)
-    pending: list[int] = field(default_factory=list)
+    whole: list[int] = field(init=False)
+    pending: list[int] = field(init=False)
     free: float = 0.0
     begin: float = -1.0
 
     def __post_init__(self) -> None:
-        """Empty queues."""
         self.forwards = [deque() for _ in range(self.virtual)]
         self.backwards = [deque() for _ in range(self.virtual)]
         self.whole, self.pending = [0] * self.virtual, [0] * self.virtual
@@ -101,13 +100,7 @@ class _Group:
 
     @property
     def worked(self) -> Worked:
-        """What it has done."""
         return Worked(tuple(self.actions), tuple(self.starts), self.free - self.begin)
-
-
-def zero_bubble_actions(order: PassOrder, course: Course) -> tuple[tuple[Action, ...], ...]:
-    """What every group of devices does in a step, in order; see ``whole_step``."""
-    return tuple(worked.actions for worked in whole_step(order, course))
 
 
 def whole_step(order: PassOrder, course: Course) -> tuple[Worked, ...]:

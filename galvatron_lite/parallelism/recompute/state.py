@@ -81,10 +81,8 @@ def _differ(first: Any, second: Any) -> bool:
 class LayerState:
     """What a layer can change: attributes and buffers of its modules, and objects among its arguments.
 
-    The first call finds out whether it changes any; a layer that does not is looked at no more.
-
-    Args:
-        module: the layer. Attributes that it gets later are not looked at.
+    The first call finds out whether it changes any; a layer that does not is looked at no more. Attributes that it
+    gets later are not looked at.
     """
 
     def __init__(self, module: nn.Module) -> None:

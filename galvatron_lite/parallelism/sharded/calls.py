@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from types import FrameType
@@ -39,6 +39,11 @@ from galvatron_lite.parallelism.sharded.tensor import (
 def argument(call: Call, position: int, name: str, default: Any = None) -> Any:
     """An argument by position or by name."""
     return call.args[position] if len(call.args) > position else call.kwargs.get(name, default)
+
+
+def named_arguments(call: Call, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name; ``defaults``: of all arguments, in their order."""
+    return {**defaults, **dict(zip(defaults, call.args, strict=False)), **call.kwargs}
 
 
 def arguments(call: Call, public: Callable[..., Any], built_in: Sequence[str] = ()) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def gather_dims(tensor: Tensor, specs: Iterable[ShardSpec]) -> Tensor:
     """A shard gathered along some dims, within ``locals_only``; a plain tensor, or itself where there are none."""
     for spec in specs:
-        tensor = _apply(_Gather, tensor, spec)
+        tensor = _linear(tensor, partial(gathered, spec=spec), partial(scattered, spec=spec))
     return tensor
 
 
@@ -39,13 +40,13 @@ def full_replica(tensor: Tensor) -> Tensor:
     """``full_tensor`` for code in which each rank has the complete gradient: in backward it takes its shard of it."""
     full = to_local(tensor)
     for spec in specs_of(tensor):
-        full = _apply(_GatherReplica, full, spec)
+        full = _linear(full, partial(gathered, spec=spec), partial(local_part, spec=spec))
     return full
 
 
-def scatter_sum(partial: Tensor, spec: ShardSpec) -> Tensor:
+def scatter_sum(partial_sum: Tensor, spec: ShardSpec) -> Tensor:
     """This rank's shard, a plain tensor, of the sum of the ranks' full tensors; gradients are gathered."""
-    return _apply(_ScatterSum, partial, spec)
+    return _linear(partial_sum, partial(scattered, spec=spec), partial(gathered, spec=spec))
 
 
 def local_part(tensor: Tensor, spec: ShardSpec, dim: int | None = None) -> Tensor:
@@ -63,21 +64,21 @@ def distribute(tensor: Tensor, specs: ShardSpecs, rules: Rules) -> Tensor:
 def sum_over(tensor: Tensor, groups: Iterable[AxisGroup]) -> Tensor:
     """The sum of a plain tensor over the ranks of groups, on each of them; so are the gradients."""
     for group in groups:
-        tensor = _apply(_Sum, tensor, group)
+        tensor = _linear(tensor, group.all_reduce, group.all_reduce)
     return tensor
 
 
 def enter(tensor: Tensor, groups: Iterable[AxisGroup]) -> Tensor:
     """A full tensor comes from code in which every rank has its complete gradient: sums the gradient's parts."""
     for group in groups:
-        tensor = _apply(_Enter, tensor, group)
+        tensor = _linear(tensor, _same, group.all_reduce)
     return tensor
 
 
 def leave(tensor: Tensor, groups: Iterable[AxisGroup]) -> Tensor:
     """A full tensor goes to code in which every rank has its complete gradient: each rank takes its part of it."""
     for group in groups:
-        tensor = _apply(_Leave, tensor, group)
+        tensor = _linear(tensor, _same, partial(torch.div, other=group.size))
     return tensor
 
 
@@ -85,7 +86,36 @@ def redistribute(
     local: Tensor, dim: int, held: Sequence[Pieces], wanted: Sequence[Pieces], group: AxisGroup | None
 ) -> Tensor:
     """``exchange_rows`` with gradients, which go the way back; ``local`` itself where no rank wants other rows."""
-    return local if held == wanted else _apply(_Redistribute, local, dim, tuple(held), tuple(wanted), group)
+    if held == wanted:
+        return local
+    there = partial(exchange_rows, dim=dim, held=held, wanted=wanted, group=group)
+    return _linear(local, there, partial(exchange_rows, dim=dim, held=wanted, wanted=held, group=group))
+
+
+LinearMap = Callable[[Tensor], Tensor]
+
+
+def _linear(tensor: Tensor, function: LinearMap, adjoint: LinearMap) -> Tensor:
+    """A linear function of a tensor whose backward is its adjoint."""
+    result: Tensor = _Linear.apply(tensor, function, adjoint)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, function: LinearMap, adjoint: LinearMap) -> Tensor:
+        ctx.adjoint = adjoint
+        # Detached, as autograd forbids writes to results that are views of an input. Memory and version are shared, so
+        # writes to what is saved for backward are still noticed.
+        return function(tensor).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(gradient), None, None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def exchange_rows(
@@ -147,7 +177,7 @@ def _resized(tensor: Tensor, dim: int, extent: int) -> list[int]:
 
 def gathered(local: Tensor, spec: ShardSpec) -> Tensor:
     """The full tensor from the ranks' shards. No autograd."""
-    group, dim = spec.group, spec.dim
+    group, dim, local = spec.group, spec.dim, local.contiguous()
     held = shards_of(spec.extent, group)
     lengths = [length_of(pieces) for pieces in held]
     longest = max(lengths)
@@ -170,95 +200,3 @@ def scattered(tensor: Tensor, spec: ShardSpec) -> Tensor:
         return local_part(spec.group.all_reduce(tensor), spec).contiguous()
     by_rank = take_pieces(tensor, spec.dim, merge_pieces([piece for pieces in held for piece in pieces]))
     return spec.group.reduce_scatter(by_rank.contiguous(), spec.dim)
-
-
-def unviewed(tensor: Tensor) -> Tensor:
-    """The tensor as a result of a ``Function`` that may be written to: autograd forbids that where it is a view.
-
-    Memory and version are shared with the tensor, so what must not be written to is still noticed.
-    """
-    return tensor.detach()
-
-
-def _apply(function: type[Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: ShardSpec) -> Tensor:
-        ctx.spec = spec
-        return unviewed(gathered(local.contiguous(), spec))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return scattered(gradient, ctx.spec), None
-
-
-class _GatherReplica(Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: ShardSpec) -> Tensor:
-        ctx.spec = spec
-        return unviewed(gathered(local.contiguous(), spec))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return local_part(gradient, ctx.spec), None
-
-
-class _ScatterSum(Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, spec: ShardSpec) -> Tensor:
-        ctx.spec = spec
-        return unviewed(scattered(partial, spec))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered(gradient.contiguous(), ctx.spec), None
-
-
-class _Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: AxisGroup) -> Tensor:
-        ctx.group = group
-        return unviewed(group.all_reduce(tensor))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(gradient), None
-
-
-class _Enter(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: AxisGroup) -> Tensor:
-        ctx.group = group
-        return unviewed(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(gradient), None
-
-
-class _Leave(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: AxisGroup) -> Tensor:
-        ctx.group = group
-        return unviewed(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.group.size, None
-
-
-class _Redistribute(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, dim: int, held: Sequence[Pieces], wanted: Sequence[Pieces], group: AxisGroup | None
-    ) -> Tensor:
-        ctx.way_back = (dim, wanted, held, group)
-        return exchange_rows(local, dim, held, wanted, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange_rows(gradient, *ctx.way_back), None, None, None, None

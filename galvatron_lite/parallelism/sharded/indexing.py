@@ -128,7 +128,7 @@ def _slice(local: Tensor, spec: ShardSpec, part: slice) -> tuple[Tensor, ShardSp
     first, last = held[group.rank]
     offset = start + first * step - spec.start if first < last else 0
     index = [slice(None)] * spec.dim + [slice(offset, offset + max((last - first - 1) * step + 1, 0), step)]
-    rows = redistribute(local[tuple(index)], spec.dim, [(one,) for one in held], shards_of(extent, group), group)
+    rows = redistribute(local[tuple(index)], spec.dim, tuple((one,) for one in held), shards_of(extent, group), group)
     return rows, ShardSpec(spec.dim, extent, group)
 
 

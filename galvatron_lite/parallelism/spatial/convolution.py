@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional, grad
 
+from galvatron_lite.parallelism.sharded.calls import named_arguments
 from galvatron_lite.parallelism.sharded.tensor import (
     PIXELS,
     Call,
@@ -30,63 +31,68 @@ from galvatron_lite.parallelism.sharded.tensor import (
     to_local,
 )
 from galvatron_lite.parallelism.spatial.halo import (
-    Amount,
+    Borrowing,
     Box,
     Halo,
-    ImagePart,
-    assemble,
     borrow,
+    box_shape,
     check_batched,
     give_back,
     halo_of,
+    layout_of,
     on_shards,
     padded,
     per_side,
-    shape_of,
-    sides_after,
+    region,
     specs_after,
+    with_borders,
 )
 from galvatron_lite.parallelism.spatial.windows import SideWindow, crop, needed
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionSpec:
-    """A convolution of an image."""
-
-    name: str  # of torch's function
-    windows: tuple[SideWindow, ...]  # one a side of the image
-    groups: int  # of channels
-
-    @property
-    def transposed(self) -> bool:
-        """Whether it is the adjoint of a convolution."""
-        return self.windows[0].transposed
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionPlan:
     """How this rank does its part of a convolution."""
 
+    name: str  # of torch's function
+    windows: tuple[SideWindow, ...]  # one a side of the image
+    groups: int  # of channels
     halo: Halo  # sides that are shared, or padded unevenly
-    layer: ConvolutionSpec
-    overlaps: bool = False  # see ``overlaps``
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is the adjoint of a convolution."""
+        return self.windows[0].transposed
 
     @property
     def function(self) -> Callable[..., Tensor]:
         """Torch's function."""
-        function: Callable[..., Tensor] = getattr(functional, self.layer.name)
+        function: Callable[..., Tensor] = getattr(functional, self.name)
         return function
 
     @property
     def steps(self) -> dict[str, Any]:
         """Arguments of torch's functions for this convolution; sides of the halo are padded already."""
-        windows, padded_sides = self.layer.windows, {side.dim for side in self.halo.sides}
+        padded_sides = self.halo.places.dims
         return {
-            "stride": tuple(one.stride for one in windows),
-            "padding": tuple(0 if dim in padded_sides else one.before for dim, one in enumerate(windows, PIXELS)),
-            "dilation": tuple(one.dilation for one in windows),
-            "groups": self.layer.groups,
+            "stride": tuple(one.stride for one in self.windows),
+            "padding": tuple(0 if dim in padded_sides else one.before for dim, one in enumerate(self.windows, PIXELS)),
+            "dilation": tuple(one.dilation for one in self.windows),
+            "groups": self.groups,
         }
+
+
+_ARGUMENTS = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_TRANSPOSED = {
+    "input": None,
+    "weight": None,
+    "bias": None,
+    "stride": 1,
+    "padding": 0,
+    "output_padding": 0,
+    "groups": 1,
+    "dilation": 1,
+}
 
 
 def convolve(call: Call) -> Any:
@@ -95,62 +101,35 @@ def convolve(call: Call) -> Any:
     Raises:
         InputError: the image has no dim of samples, or its ranks need more than the ranks beside them hold.
     """
-    sides = int(call.name[-2])
-    reader = _transposed if "transpose" in call.name else _plain
-    image, weight, bias, layer = reader(call.name, sides, *call.args, **call.kwargs)
+    transposed, sides = "transpose" in call.name, int(call.name[-2])
+    options = named_arguments(call, _TRANSPOSED if transposed else _ARGUMENTS)
+    image, weight, bias = options["input"], options["weight"], options["bias"]
     check_batched(image, sides, call.name)
     specs = specs_of(image)
     if not specs or specs[0].dim < PIXELS or isinstance(weight, ShardedTensor) or isinstance(bias, ShardedTensor):
         return call.rules.otherwise(call)
-    simple = on_shards(call, specs, layer.windows)
+    windows = _windows(weight.shape[PIXELS:], options, transposed)
+    simple = on_shards(call, specs, windows)
     if simple is not None:
         return simple
-    halo = halo_of(global_shape(image)[PIXELS:], layer.windows, specs, call.name)
+    halo = halo_of(global_shape(image)[PIXELS:], windows, specs, call.name)
+    plan = ConvolutionPlan(call.name, windows, options["groups"], halo)
     shard, weight, bias = _as_autocast(to_local(image), weight, bias)
-    plan = ConvolutionPlan(halo, layer, not layer.transposed and overlaps(halo, shard, weight))
     result: Tensor = _Convolve.apply(shard, weight, bias, plan)  # type: ignore[no-untyped-call]
-    return from_local(result, specs_after(specs, layer.windows), call.rules)
+    return from_local(result, specs_after(specs, windows), call.rules)
 
 
-def _plain(
-    name: str,
-    sides: int,
-    input: Tensor,  # noqa: A002 - as torch names it
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Amount = 1,
-    padding: Amount | str = 0,
-    dilation: Amount = 1,
-    groups: int = 1,
-) -> tuple[Tensor, Tensor, Tensor | None, ConvolutionSpec]:
-    kernel, strides, dilations = weight.shape[PIXELS:], per_side(stride, sides), per_side(dilation, sides)
-    if isinstance(padding, str):
-        spare = [d * (k - 1) if padding == "same" else 0 for k, d in zip(kernel, dilations, strict=True)]
+def _windows(kernel: Sequence[int], options: Mapping[str, Any], transposed: bool) -> tuple[SideWindow, ...]:
+    sides = len(kernel)
+    strides, dilations = per_side(options["stride"], sides), per_side(options["dilation"], sides)
+    if isinstance(options["padding"], str):
+        spare = [d * (k - 1) if options["padding"] == "same" else 0 for k, d in zip(kernel, dilations, strict=True)]
         pads = [(one // 2, one - one // 2) for one in spare]
     else:
-        pads = [(one, one) for one in per_side(padding, sides)]
-    windows = (SideWindow(k, s, *q, d) for k, s, q, d in zip(kernel, strides, pads, dilations, strict=True))
-    return input, weight, bias, ConvolutionSpec(name, tuple(windows), groups)
-
-
-def _transposed(
-    name: str,
-    sides: int,
-    input: Tensor,  # noqa: A002 - as torch names it
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Amount = 1,
-    padding: Amount = 0,
-    output_padding: Amount = 0,
-    groups: int = 1,
-    dilation: Amount = 1,
-) -> tuple[Tensor, Tensor, Tensor | None, ConvolutionSpec]:
-    amounts = (per_side(amount, sides) for amount in (stride, padding, output_padding, dilation))
-    windows = (
-        SideWindow(k, s, q, q - more, d, transposed=True)
-        for k, s, q, more, d in zip(weight.shape[PIXELS:], *amounts, strict=True)
-    )
-    return input, weight, bias, ConvolutionSpec(name, tuple(windows), groups)
+        extra = per_side(options.get("output_padding", 0), sides)
+        pads = [(one, one - more) for one, more in zip(per_side(options["padding"], sides), extra, strict=True)]
+    every = zip(kernel, strides, pads, dilations, strict=True)
+    return tuple(SideWindow(k, s, *pad, d, transposed=transposed) for k, s, pad, d in every)
 
 
 def _as_autocast(shard: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -185,7 +164,7 @@ def overlaps(halo: Halo, shard: Tensor, weight: Tensor) -> bool:
         return False
     inner = prod(stop - start for start, stop in halo.places.interior)
     every = prod(stop - start for start, stop in halo.places.outputs)
-    sides = {side.dim for side in halo.sides}
+    sides = {side.dim for side in halo.places.sides}
     rest = prod(extent for dim, extent in enumerate(shard.shape) if dim != 1 and dim not in sides)
     return inner * OVERLAP_EDGE >= every * (OVERLAP_EDGE - 1) and inner * rest * weight.numel() >= OVERLAP_WORK
 
@@ -193,17 +172,11 @@ def overlaps(halo: Halo, shard: Tensor, weight: Tensor) -> bool:
 class _Convolve(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Tensor:
-        halo = plan.halo
-        borrowing = borrow(shard, halo)
-        if plan.overlaps:
-            result, parts = _overlapped(plan, borrowing.here, borrowing.wait, weight, bias)
-        else:
-            parts = borrowing.wait()
-            image = assemble(parts, halo.sides, halo.places.needed)
-            run = _run_transposed if plan.layer.transposed else _run
-            result = run(plan, image, weight, bias)
+        borrowing = borrow(shard, plan.halo)
+        run = _run_transposed if plan.transposed else _run_overlapped if overlaps(plan.halo, shard, weight) else _run
+        result = run(plan, borrowing, weight, bias)
         ctx.plan, ctx.shape = plan, shard.shape
-        kept = (part.tensor for part in parts) if ctx.needs_input_grad[1] else ()
+        kept = (shard, *borrowing.borders) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(weight, *kept)
         return result
 
@@ -212,46 +185,42 @@ class _Convolve(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         weight, *kept = ctx.saved_tensors
         plan: ConvolutionPlan = ctx.plan
-        sides, places = plan.halo.sides, plan.halo.places
         for_shard, for_weight, for_bias, _ = ctx.needs_input_grad
         arriving = gradient
-        if plan.layer.transposed:
+        if plan.transposed:
             # of what the transposed convolution made before it was cropped
-            arriving = padded(gradient, sides, _crops(plan.halo))
+            arriving = padded(gradient, plan.halo.places.sides, _crops(plan.halo))
         returning = weights = None
         if for_shard:
-            size = shape_of(ctx.shape, sides, places.needed)
+            size = box_shape(ctx.shape, plan.halo.places.dims, plan.halo.places.needed)
             returning = give_back(_input_gradient(plan, size, weight, arriving), plan.halo)
         if for_weight:
-            boxes = (places.held, *places.borders())
-            image = assemble(list(map(ImagePart, kept, boxes)), sides, places.needed)
+            image = with_borders(kept[0], plan.halo, kept[1:])
             weights = _weight_gradient(plan, image, weight.shape, arriving)
         biases = gradient.sum((0, *range(PIXELS, gradient.dim()))) if for_bias else None
-        return returning.wait() if returning is not None else None, weights, biases, None
+        return returning() if returning is not None else None, weights, biases, None
 
 
-def _run(plan: ConvolutionPlan, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return plan.function(image, weight, bias, **plan.steps)
+def _run(plan: ConvolutionPlan, borrowing: Borrowing, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return plan.function(borrowing.arrive(), weight, bias, **plan.steps)
 
 
-def _overlapped(
-    plan: ConvolutionPlan,
-    here: Sequence[ImagePart],
-    wait: Callable[[], tuple[ImagePart, ...]],
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, tuple[ImagePart, ...]]:
+def _run_overlapped(plan: ConvolutionPlan, borrowing: Borrowing, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The outputs that need no borders while these travel, and then the others."""
-    sides, every, inner = plan.halo.sides, plan.halo.places.outputs, plan.halo.places.interior
+    sides, dims, every = plan.halo.places.sides, plan.halo.places.dims, plan.halo.places.outputs
 
-    def outputs(parts: Sequence[ImagePart], box: Box) -> ImagePart:
+    def outputs(box: Box) -> Tensor:
         places = tuple(needed(side.window, side.extent, one) for side, one in zip(sides, box, strict=True))
-        return ImagePart(_run(plan, assemble(parts, sides, places), weight, bias), box)
+        return plan.function(borrowing.region(places), weight, bias, **plan.steps)
 
-    first = outputs(here, inner)
-    parts = wait()
-    strips = [outputs(parts, box) for box in _frame(every, inner)]
-    return assemble([first, *strips], sides_after(sides), every), parts
+    inner = outputs(plan.halo.places.interior)
+    borrowing.arrive()
+    shape = box_shape(inner.shape, dims, every)
+    result = torch.empty(shape, dtype=inner.dtype, device=inner.device, memory_format=layout_of(inner))
+    region(result, dims, every, plan.halo.places.interior).copy_(inner)
+    for box in _frame(every, plan.halo.places.interior):
+        region(result, dims, every, box).copy_(outputs(box))
+    return result
 
 
 def _frame(outer: Box, inner: Box) -> Iterator[Box]:
@@ -262,26 +231,26 @@ def _frame(outer: Box, inner: Box) -> Iterator[Box]:
                 yield (*inner[:index], places, *outer[index + 1 :])
 
 
-def _run_transposed(plan: ConvolutionPlan, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run_transposed(plan: ConvolutionPlan, borrowing: Borrowing, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The transposed convolution of what the outputs depend on, cropped to them."""
     crops = _crops(plan.halo)
     gaps = any(min(one) < 0 for one in crops)
-    result = plan.function(image, weight, None if gaps else bias, output_padding=0, **plan.steps)
-    result = padded(result, plan.halo.sides, [(-before, -after) for before, after in crops])
+    result = plan.function(borrowing.arrive(), weight, None if gaps else bias, output_padding=0, **plan.steps)
+    result = padded(result, plan.halo.places.sides, [(-before, -after) for before, after in crops])
     if gaps and bias is not None:
-        result += bias.view(-1, *[1] * len(plan.layer.windows))
+        result += bias.view(-1, *[1] * len(plan.windows))
     return result
 
 
 def _crops(halo: Halo) -> list[tuple[int, int]]:
-    every = zip(halo.sides, halo.places.outputs, halo.places.needed, strict=True)
+    every = zip(halo.places.sides, halo.places.outputs, halo.places.needed, strict=True)
     return [crop(side.window, outputs, inputs) for side, outputs, inputs in every]
 
 
 def _input_gradient(plan: ConvolutionPlan, size: Sequence[int], weight: Tensor, gradient: Tensor) -> Tensor:
     """A transposed convolution is the adjoint of the convolution with its weight: its gradient is that convolution."""
-    name = plan.layer.name
-    if plan.layer.transposed:
+    name = plan.name
+    if plan.transposed:
         function: Callable[..., Tensor] = getattr(functional, name.replace("_transpose", ""))
         return function(gradient, weight, **plan.steps)
     backward: Callable[..., Tensor] = getattr(grad, f"{name}_input")
@@ -290,8 +259,8 @@ def _input_gradient(plan: ConvolutionPlan, size: Sequence[int], weight: Tensor, 
 
 def _weight_gradient(plan: ConvolutionPlan, image: Tensor, shape: Sequence[int], gradient: Tensor) -> Tensor:
     """Of a transposed convolution, that of the convolution with input and gradient exchanged."""
-    backward: Callable[..., Tensor] = getattr(grad, f"{plan.layer.name.replace('_transpose', '')}_weight")
-    first, second = (gradient, image) if plan.layer.transposed else (image, gradient)
+    backward: Callable[..., Tensor] = getattr(grad, f"{plan.name.replace('_transpose', '')}_weight")
+    first, second = (gradient, image) if plan.transposed else (image, gradient)
     return backward(first, shape, second, **plan.steps)
 
 

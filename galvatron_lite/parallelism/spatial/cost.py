@@ -117,37 +117,24 @@ class SpatialDimension(Dimension):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Pixels:
-    """What a layer's grid means under a strategy, or under each of n (arrays); see ``grids.GridLayout``."""
-
-    share: Real
-    borders: tuple[SideTraffic, ...]
-    legal: Flag
-
-
-def pixels_of(kind: LayerKind, strategy: Either) -> Pixels:
-    """A layer on the grid of a strategy; worked out once for each ``Strategies``."""
+def pixels_of(kind: LayerKind, strategy: Either) -> GridLayout:
+    """A layer on the grid of a strategy, or (arrays) of many; worked out once for each ``Strategies``."""
     if not isinstance(strategy, Strategies):
-        return _pixels(laid_on(kind, (strategy.depth, strategy.height, strategy.width)))
+        return laid_on(kind, (strategy.depth, strategy.height, strategy.width))
     key = ("pixels", id(kind.operators))
-    known: tuple[object, Pixels] | None = strategy.known.get(key)
-    if known is None:
-        # With the operators, so that their place in memory is not another's meanwhile.
-        known = strategy.known[key] = (kind.operators, _pixels_of_many(kind, strategy))
-    return known[1]
+    cached: tuple[object, GridLayout] | None = strategy.known.get(key)
+    if cached is None:
+        # with the operators, so that their place in memory is not another's meanwhile
+        cached = strategy.known[key] = (kind.operators, _pixels_of_many(kind, strategy))
+    return cached[1]
 
 
-def _pixels(layout: GridLayout) -> Pixels:
-    return Pixels(layout.share, layout.borders, layout.legal)
-
-
-def _pixels_of_many(kind: LayerKind, many: Strategies) -> Pixels:
-    found, place = _grids_of(many)
-    every = [laid_on(kind, grid) for grid in found]
+def _pixels_of_many(kind: LayerKind, many: Strategies) -> GridLayout:
+    grids, place = _grids_of(many)
+    every = [laid_on(kind, grid) for grid in grids]
     figures = np.array([[_BORDER(border) for border in laid.borders] for laid in every]).transpose(1, 2, 0)[..., place]
     share, legal = np.array([laid.share for laid in every]), np.array([laid.legal for laid in every])
-    return Pixels(share[place], tuple(SideTraffic(*side) for side in figures), legal[place])
+    return GridLayout(share[place], tuple(SideTraffic(*side) for side in figures), legal[place])
 
 
 def _grids_of(many: Strategies) -> tuple[list[Grid], IntArray]:

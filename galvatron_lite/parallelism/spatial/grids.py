@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from galvatron_lite.arrays import Flag, Real, Whole
 from galvatron_lite.model.graph import LayerKind, OperatorClass
 from galvatron_lite.model.sides import SIDES, Side
 from galvatron_lite.parallelism.divisors import divisors
@@ -26,21 +27,21 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class SideTraffic:
-    """What devices exchange along one side in forward, a sample."""
+    """What devices exchange along one side in forward, a sample; or each of many layouts (arrays)."""
 
-    items: int = 0  # of all windows, in both directions together; the device that borrows most
-    sends: int = 0  # messages of a device
-    returned: int = 0  # messages of gradients in backward
-    returned_items: int = 0  # their items
+    items: Whole = 0  # of all windows, in both directions together; the device that borrows most
+    sends: Whole = 0  # messages of a device
+    returned: Whole = 0  # messages of gradients in backward
+    returned_items: Whole = 0  # their items
 
 
 @dataclass(frozen=True, slots=True)
 class GridLayout:
-    """A layer on a grid of devices."""
+    """A layer on a grid of devices, or on each of many (arrays)."""
 
-    share: float  # of a sample's pixels on the device that holds most
-    borders: tuple[SideTraffic, SideTraffic, SideTraffic]  # along depth, height and width
-    legal: bool  # whether the grid can be used
+    share: Real  # of a sample's pixels on the device that holds most
+    borders: tuple[SideTraffic, ...]  # along depth, height and width
+    legal: Flag  # whether the grid can be used
 
 
 def splits_pixels(kind: LayerKind) -> bool:
@@ -75,15 +76,15 @@ def laid_on(kind: LayerKind, grid: Grid) -> GridLayout:
 @lru_cache(maxsize=2**16)
 def _grid_layout(same: Same, grid: Grid) -> GridLayout:
     passing, extents = windows_of(same.kind.operators), extents_of(same.kind)
-    told = [*_pictures(passing)] or [(1, extents)]
-    whole = sum(channels * prod(picture) for channels, picture in told)
-    own = sum(channels * prod(map(_most, picture, grid)) for channels, picture in told)
-    borders = [_border(passing, grid, place) for place in range(len(SIDES))]
+    images = [*_images(passing)] or [(1, extents)]
+    pixels = sum(channels * prod(image) for channels, image in images)
+    held = sum(channels * prod(map(_most, image, grid)) for channels, image in images)
+    borders = tuple(_border(passing, grid, place) for place in range(len(SIDES)))
     legal = not any(_refusal(same, place, degree) for place, degree in enumerate(grid))
-    return GridLayout(own / whole, (borders[0], borders[1], borders[2]), legal)
+    return GridLayout(held / pixels, borders, legal)
 
 
-def _pictures(passing: tuple[Window, ...]) -> Iterator[tuple[int, Extents]]:
+def _images(passing: tuple[Window, ...]) -> Iterator[tuple[int, Extents]]:
     """Channels (of all calls) and extents before and after every window."""
     for window in passing:
         for channels, name in zip(window.channels, ("extent", "output"), strict=True):

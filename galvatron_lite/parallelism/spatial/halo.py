@@ -7,7 +7,7 @@ from, which is the exact adjoint. No autograd here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -71,18 +71,16 @@ class HaloPlaces:
     """What a rank holds, needs and makes along sides of an image."""
 
     sides: Sides
+    dims: tuple[int, ...]  # of the image, that the sides are
     held: Box  # its shard
     needed: Box  # what its outputs need, with places outside the image
+    extended: Box  # the smallest box with what it holds and what it needs
     outputs: Box
     interior: Box  # outputs that need its own shard only
     travelling: tuple[int, ...]  # sides along which something is sent, by number; the same on every rank
     # by side, what it lends to whom: of sides before, what outputs need (it has arrived); of later ones, its shard
     lent: tuple[Loans, ...]
     borrowed: tuple[Loans, ...]  # what it borrows, likewise
-
-    def borders(self) -> tuple[Box, ...]:
-        """What is borrowed, in the order in which it arrives."""
-        return tuple(box for index in self.travelling for _, box in self.borrowed[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +89,6 @@ class Halo:
 
     places: HaloPlaces
     groups: tuple[AxisGroup, ...]  # that share each side
-
-    @property
-    def sides(self) -> Sides:
-        """The sides."""
-        return self.places.sides
 
 
 _ALONE = ShapeOnlyAxisGroup(1, 0)
@@ -136,19 +129,16 @@ def _places(sides: Sides) -> HaloPlaces:
 
     return HaloPlaces(
         sides,
+        tuple(side.dim for side in sides),
         held,
         every,
+        tuple((min(low, start), max(high, stop)) for (low, high), (start, stop) in zip(held, every, strict=True)),
         outputs,
         interior=tuple(interior(*share) for share in shares),
         travelling=tuple(index for index, one in enumerate(sides) if travels(one.window, one.extent, one.degree)),
         lent=tuple(boxes(index, lends(*share)) for index, share in enumerate(shares)),
         borrowed=tuple(boxes(index, borrows(*share)) for index, share in enumerate(shares)),
     )
-
-
-def sides_after(sides: Sides) -> Sides:
-    """The sides of what the windows make."""
-    return tuple(one._replace(extent=output_extent(one.window, one.extent), window=SideWindow()) for one in sides)
 
 
 def specs_after(specs: Sequence[ShardSpec], windows: Sequence[SideWindow]) -> ShardSpecs:
@@ -182,137 +172,12 @@ def on_shards(call: Call, specs: ShardSpecs, windows: Sequence[SideWindow]) -> T
     return from_local(result, specs_after(specs, windows), call.rules)
 
 
-class ImagePart(NamedTuple):
-    """Some of an image, and the places it holds along the sides of a halo."""
-
-    tensor: Tensor
-    places: Box
-
-
-@dataclass(frozen=True, slots=True)
-class Borrowing:
-    """Borders under way."""
-
-    here: tuple[ImagePart, ...]  # this rank's shard and the borders of sides taken before
-    border: tuple[ImagePart, ...] = ()
-    arrival: Arrival | None = None
-
-    def wait(self) -> tuple[ImagePart, ...]:
-        """This rank's shard, and then all borders in their order."""
-        if self.arrival is not None:
-            self.arrival.wait()
-        return self.here + self.border
-
-
-def borrow(shard: Tensor, halo: Halo) -> Borrowing:
-    """Start borrowing what a rank's outputs need; all sides but the last have arrived on return."""
-    places = halo.places
-    borrowing = Borrowing((ImagePart(shard, places.held),))
-    for index in places.travelling:
-        here = borrowing.wait()
-        sent = [(peer, assemble(here, halo.sides, box).contiguous()) for peer, box in places.lent[index]]
-        border = tuple(ImagePart(_empty(shard, halo.sides, box), box) for _, box in places.borrowed[index])
-        wanted = [(peer, part.tensor) for (peer, _), part in zip(places.borrowed[index], border, strict=True)]
-        borrowing = Borrowing(here, border, halo.groups[index].exchange(sent, wanted))
-    return borrowing
-
-
-def borrowed_image(shard: Tensor, halo: Halo, fill: float = 0.0) -> Tensor:
-    """What a rank's outputs need; places outside the image are filled."""
-    return assemble(borrow(shard, halo).wait(), halo.sides, halo.places.needed, fill)
-
-
-def assemble(parts: Sequence[ImagePart], sides: Sides, box: Box, fill: float = 0.0) -> Tensor:
-    """An image of the places of a box, put together; a view where the first part holds them all.
-
-    Args:
-        parts: that hold all places of the box inside the image.
-        sides: those that boxes are about.
-        box: the places wanted.
-        fill: of places outside the image.
-    """
-    first = parts[0]
-    short = [
-        index for index, (have, want) in enumerate(zip(first.places, box, strict=True)) if _meet(have, want) != want
-    ]
-    if not short:
-        return _view(first, sides, box)
-    if len(short) == 1:
-        return _joined(parts, sides, box, short[0], fill)
-    result = ImagePart(_empty(first.tensor, sides, box, layout_of(first.tensor)), box)
-    for part in parts:
-        common = _common(part.places, box)
-        if common is not None:
-            _view(result, sides, common).copy_(_view(part, sides, common))
-    for outside in _outside(sides, box):
-        _view(result, sides, outside).fill_(fill)
-    return result.tensor
-
-
-def _joined(parts: Sequence[ImagePart], sides: Sides, box: Box, index: int, fill: float) -> Tensor:
-    """The places of a box whose parts follow one another along one side: one copy."""
-    layout = layout_of(parts[0].tensor)
-    pieces = [ImagePart(_empty(parts[0].tensor, sides, one, layout).fill_(fill), one) for one in _outside(sides, box)]
-    for part in parts:
-        common = _common(part.places, box)
-        if common is not None:
-            view = _view(part, sides, common)
-            pieces.append(ImagePart(view if part is parts[0] else view.contiguous(memory_format=layout), common))
-    pieces.sort(key=lambda part: part.places[index])
-    return torch.cat([part.tensor for part in pieces], sides[index].dim)
-
-
 def layout_of(tensor: Tensor) -> torch.memory_format:
     """Whether the channels of an image lie innermost (``channels_last``)."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
     return last
-
-
-@dataclass(frozen=True, slots=True)
-class Returning:
-    """Gradients of borders on their way to where the borders came from."""
-
-    gradient: ImagePart  # of all places that this rank holds or needs
-    halo: Halo
-    left: tuple[int, ...]  # sides that are still to be done, in their order; the last one is under way
-    lent: tuple[ImagePart, ...] = ()  # gradients of what this rank lent along that side
-    arrival: Arrival | None = None
-
-    def wait(self) -> Tensor:
-        """The gradient of this rank's shard."""
-        sides = self.halo.sides
-        if self.arrival is None:
-            held = _view(self.gradient, sides, self.halo.places.held)
-            return held.contiguous(memory_format=layout_of(self.gradient.tensor))
-        self.arrival.wait()
-        for part in self.lent:
-            _view(self.gradient, sides, part.places).add_(part.tensor)
-        return _returning(self.gradient, self.halo, self.left[:-1]).wait()
-
-
-def give_back(gradient: Tensor, halo: Halo) -> Returning:
-    """Start returning the gradients of borders.
-
-    Args:
-        gradient: of what this rank's outputs need (``halo.places.needed``); is written to.
-        halo: as it was borrowed.
-    """
-    both = list(zip(halo.places.held, halo.places.needed, strict=True))
-    pads = [(max(start - low, 0), max(high - stop, 0)) for (low, high), (start, stop) in both]
-    places = tuple((min(start, low), max(high, stop)) for (low, high), (start, stop) in both)
-    return _returning(ImagePart(padded(gradient, halo.sides, pads), places), halo, halo.places.travelling)
-
-
-def _returning(gradient: ImagePart, halo: Halo, left: tuple[int, ...]) -> Returning:
-    if not left:
-        return Returning(gradient, halo, left)
-    index, sides = left[-1], halo.sides
-    sent = [(peer, _view(gradient, sides, box).contiguous()) for peer, box in halo.places.borrowed[index]]
-    lent = tuple(ImagePart(_empty(gradient.tensor, sides, box), box) for _, box in halo.places.lent[index])
-    wanted = [(peer, part.tensor) for (peer, _), part in zip(halo.places.lent[index], lent, strict=True)]
-    return Returning(gradient, halo, left, lent, halo.groups[index].exchange(sent, wanted))
 
 
 def padded(tensor: Tensor, sides: Sides, pads: Sequence[tuple[int, int]]) -> Tensor:
@@ -326,35 +191,91 @@ def padded(tensor: Tensor, sides: Sides, pads: Sequence[tuple[int, int]]) -> Ten
     return functional.pad(tensor, amounts).contiguous(memory_format=layout_of(tensor))
 
 
-def shape_of(like: Sequence[int], sides: Sides, box: Box) -> tuple[int, ...]:
-    """The shape of an image of the places of a box."""
-    shape = list(like)
-    for side, (start, stop) in zip(sides, box, strict=True):
-        shape[side.dim] = stop - start
-    return tuple(shape)
-
-
-def _empty(like: Tensor, sides: Sides, box: Box, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
-    return torch.empty(shape_of(like.shape, sides, box), dtype=like.dtype, device=like.device, memory_format=layout)
-
-
-def _view(part: ImagePart, sides: Sides, box: Box) -> Tensor:
-    """The places of a box, which the part holds."""
-    view = part.tensor
-    for side, have, want in zip(sides, part.places, box, strict=True):
+def region(tensor: Tensor, dims: Sequence[int], places: Box, box: Box) -> Tensor:
+    """The places of a box in a tensor that holds ``places`` along dims; a view."""
+    for dim, have, want in zip(dims, places, box, strict=True):
         if have != want:
-            view = view.narrow(side.dim, want[0] - have[0], want[1] - want[0])
-    return view
+            tensor = tensor.narrow(dim, want[0] - have[0], want[1] - want[0])
+    return tensor
 
 
-def _meet(one: Range, other: Range) -> Range:
-    return max(one[0], other[0]), min(one[1], other[1])
+def box_shape(shape: Sequence[int], dims: Sequence[int], box: Box) -> list[int]:
+    """The shape of the places of a box."""
+    extents = {dim: stop - start for dim, (start, stop) in zip(dims, box, strict=True)}
+    return [extents.get(dim, extent) for dim, extent in enumerate(shape)]
 
 
-def _common(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common, if anything."""
-    common = tuple(_meet(places, others) for places, others in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
+@dataclass(slots=True)
+class Borrowing:
+    """An image whose borders are under way."""
+
+    image: Tensor  # of ``places.extended``
+    halo: Halo
+    borders: list[Tensor]  # that have arrived or will, in order
+    arrival: Arrival | None = None
+    coming: Sequence[tuple[Box, Tensor]] = ()
+
+    def region(self, box: Box) -> Tensor:
+        """The places of a box that are here."""
+        return region(self.image, self.halo.places.dims, self.halo.places.extended, box)
+
+    def arrive(self) -> Tensor:
+        """What the rank's outputs need, once it is here."""
+        if self.arrival is not None:
+            self.arrival.wait()
+        for box, border in self.coming:
+            self.region(box).copy_(border)
+        self.arrival, self.coming = None, ()
+        return self.region(self.halo.places.needed)
+
+
+def borrow(shard: Tensor, halo: Halo, fill: float = 0.0) -> Borrowing:
+    """Start borrowing what a rank's outputs need; all sides but the last have arrived on return.
+
+    Args:
+        shard: of the image.
+        halo: of the layer.
+        fill: of places outside the image.
+    """
+    places = halo.places
+    borrowing = Borrowing(_extended(shard, halo, fill), halo, [])
+    for index in places.travelling:
+        borrowing.arrive()
+        lent, borrowed = places.lent[index], places.borrowed[index]
+        borrowing.arrival, borrowing.coming = _exchange(borrowing.image, halo, index, lent, borrowed)
+        borrowing.borders += [border for _, border in borrowing.coming]
+    return borrowing
+
+
+def _exchange(
+    tensor: Tensor, halo: Halo, index: int, sent: Loans, received: Loans
+) -> tuple[Arrival, list[tuple[Box, Tensor]]]:
+    """Start sending boxes of a tensor along a side, and receiving others."""
+    dims, places = halo.places.dims, halo.places.extended
+    parcels = [(peer, region(tensor, dims, places, box).contiguous()) for peer, box in sent]
+    buffers = [(peer, tensor.new_empty(box_shape(tensor.shape, dims, box))) for peer, box in received]
+    arrival = halo.groups[index].exchange(parcels, buffers)
+    return arrival, [(box, buffer) for (_, box), (_, buffer) in zip(received, buffers, strict=True)]
+
+
+def _extended(shard: Tensor, halo: Halo, fill: float) -> Tensor:
+    """An image of all that a rank holds or needs, with room for borders; the shard itself where that is all."""
+    places, dims = halo.places, halo.places.dims
+    if places.extended == places.held:
+        return shard
+    shape = box_shape(shard.shape, dims, places.extended)
+    image = torch.empty(shape, dtype=shard.dtype, device=shard.device, memory_format=layout_of(shard))
+    region(image, dims, places.extended, places.held).copy_(shard)
+    for box in _outside(halo.places.sides, places.extended):
+        region(image, dims, places.extended, box).fill_(fill)
+    return image
+
+
+def with_borders(shard: Tensor, halo: Halo, borders: Sequence[Tensor]) -> Tensor:
+    """What a rank's outputs need, from its shard and the borders that it borrowed."""
+    boxes = [box for index in halo.places.travelling for _, box in halo.places.borrowed[index]]
+    image = Borrowing(_extended(shard, halo, 0.0), halo, [], coming=list(zip(boxes, borders, strict=True)))
+    return image.arrive()
 
 
 def _outside(sides: Sides, box: Box) -> Iterator[Box]:
@@ -363,3 +284,40 @@ def _outside(sides: Sides, box: Box) -> Iterator[Box]:
         for places in ((start, min(stop, 0)), (max(start, side.extent), stop)):
             if places[0] < places[1]:
                 yield (*box[:index], places, *box[index + 1 :])
+
+
+def give_back(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
+    """Start returning the gradients of borders to where the borders came from.
+
+    Args:
+        gradient: of what this rank's outputs need (``halo.places.needed``); is written to.
+        halo: as it was borrowed.
+
+    Returns:
+        What waits for them, and returns the gradient of this rank's shard.
+    """
+    places, left = halo.places, list(halo.places.travelling)
+    both = zip(places.extended, places.needed, strict=True)
+    pads = [(start - low, high - stop) for (low, high), (start, stop) in both]
+    total = padded(gradient, places.sides, pads)
+
+    def start() -> tuple[Arrival, list[tuple[Box, Tensor]]] | None:
+        if not left:
+            return None
+        index = left.pop()
+        return _exchange(total, halo, index, places.borrowed[index], places.lent[index])
+
+    first = start()
+
+    def finish() -> Tensor:
+        under_way = first
+        while under_way is not None:
+            arrival, lent = under_way
+            arrival.wait()
+            for box, part in lent:
+                region(total, places.dims, places.extended, box).add_(part)
+            under_way = start()
+        held = region(total, places.dims, places.extended, places.held)
+        return held.contiguous(memory_format=layout_of(total))
+
+    return finish

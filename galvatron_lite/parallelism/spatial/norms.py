@@ -25,6 +25,7 @@ from torch.nn import functional
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.calls import arguments, wrap_like
 from galvatron_lite.parallelism.sharded.groups import AxisGroup
+from galvatron_lite.parallelism.sharded.reductions import along
 from galvatron_lite.parallelism.sharded.tensor import (
     Call,
     Handler,
@@ -65,13 +66,10 @@ def instance_norm(call: Call) -> Any:
         rest = {name: options[name] for name in ("use_input_stats", "momentum", "eps")}
         return wrap_like(call, kernel(local, **state, **rest), tensor)
     samples, channels = local.shape[:2]
-    found = _over_specs(moments(local, range(2, local.dim())), pixels, prod(global_shape(tensor)[2:]))
-    _refuse_single(found.count, tensor)
+    _refuse_single(prod(global_shape(tensor)[2:]), tensor)
+    result, found = _grouped(local, channels, (state["weight"], state["bias"]), tensor, options["eps"])
     _update(state, found, options["momentum"], samples)
-    form = NormForm((1, samples * channels, prod(local.shape[2:])), 1, _groups(pixels), options["eps"])
-    found = Moments(found.mean.flatten(), found.variance.flatten(), found.count)
-    affine = _repeated((state["weight"], state["bias"]), samples)
-    return wrap_like(call, normalise(local, affine, found, form), tensor)
+    return wrap_like(call, result, tensor)
 
 
 def group_norm(call: Call) -> Any:
@@ -89,12 +87,18 @@ def group_norm(call: Call) -> Any:
     local = as_autocast(to_local(tensor))
     if not pixels:
         return wrap_like(call, functional.group_norm(local, groups, weight, bias, eps), tensor)
+    return wrap_like(call, _grouped(local, groups, (weight, bias), tensor, eps)[0], tensor)
+
+
+def _grouped(local: Tensor, groups: int, affine: Affine, tensor: Tensor, eps: float) -> tuple[Tensor, Moments]:
+    """A shard normalised in groups of its channels over the pixels of each sample, and the statistics of these."""
     samples, channels, extent = *local.shape[:2], prod(local.shape[2:])
-    each = channels // groups
+    each, pixels = channels // groups, _split_specs(specs_of(tensor))[1]
     rows = local.reshape(samples * groups, each * extent)
     found = _over_specs(moments(rows, (1,)), pixels, each * prod(global_shape(tensor)[2:]))
     form = NormForm((1, samples * channels, extent), each, _groups(pixels), eps)
-    return wrap_like(call, normalise(local, _repeated((weight, bias), samples), found, form), tensor)
+    weight, bias = (None if one is None else one.repeat(samples) for one in affine)
+    return normalise(local, (weight, bias), found, form), found
 
 
 def layer_norm(call: Call) -> Any:
@@ -107,17 +111,9 @@ def rms_norm(call: Call) -> Any:
     return _normalise_rows(call, functional.rms_norm, ("input", "normalized_shape", "weight", "eps"))
 
 
-def local_response_norm(call: Call) -> Any:
-    """``torch.nn.functional.local_response_norm``: over neighbouring channels, which must be full."""
-    options = arguments(call, functional.local_response_norm)
-    tensor = options.pop("input")
-    if not specs_of(tensor) or _split_specs(specs_of(tensor))[0]:
-        return call.rules.otherwise(call)
-    return wrap_like(call, functional.local_response_norm(to_local(tensor), **options), tensor)
-
-
 HANDLERS: Mapping[str, Handler] = {
-    one.__name__: one for one in (batch_norm, group_norm, instance_norm, layer_norm, local_response_norm, rms_norm)
+    **{one.__name__: one for one in (batch_norm, group_norm, instance_norm, layer_norm, rms_norm)},
+    "local_response_norm": along(5, 1),  # over neighbouring channels
 }
 
 
@@ -210,12 +206,6 @@ def _local_items(parameter: Tensor | None, specs: Sequence[ShardSpec], first: in
     for spec in specs:
         parameter = parameter.narrow(spec.dim - first, spec.start, spec.length)
     return parameter
-
-
-def _repeated(affine: Affine, samples: int) -> Affine:
-    """Weight and bias of every sample's channels."""
-    weight, bias = (None if one is None else one.repeat(samples) for one in affine)
-    return weight, bias
 
 
 def _refuse_single(count: float | Tensor, tensor: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from galvatron_lite.parallelism.sharded.calls import on_locals, wrap_like
+from galvatron_lite.parallelism.sharded.calls import named_arguments, on_locals, wrap_like
 from galvatron_lite.parallelism.sharded.collectives import gather_dims, sum_over
 from galvatron_lite.parallelism.sharded.tensor import (
     PIXELS,
@@ -35,16 +35,15 @@ from galvatron_lite.parallelism.sharded.tensor import (
     to_local,
 )
 from galvatron_lite.parallelism.spatial.halo import (
-    Amount,
     Halo,
-    borrowed_image,
+    borrow,
+    box_shape,
     check_batched,
     give_back,
     halo_of,
     layout_of,
     on_shards,
     per_side,
-    shape_of,
     specs_after,
 )
 from galvatron_lite.parallelism.spatial.windows import SideWindow, needed, output_extent, refusal
@@ -62,7 +61,7 @@ class Pool:
     @property
     def steps(self) -> dict[str, Any]:
         """Arguments of torch's function; the sides of the halo are padded already."""
-        padded = {side.dim for side in self.halo.sides}
+        padded = {side.dim for side in self.halo.places.sides}
         return {
             "kernel_size": tuple(one.kernel for one in self.windows),
             "stride": tuple(one.stride for one in self.windows),
@@ -105,24 +104,41 @@ def _can_pool(image: Tensor, windows: Sequence[SideWindow], call: Call) -> bool:
     return enough and all(2 * window.before <= window.reach for window in windows)
 
 
+_MAX = {
+    "input": None,
+    "kernel_size": 1,
+    "stride": None,
+    "padding": 0,
+    "dilation": 1,
+    "ceil_mode": False,
+    "return_indices": False,
+}
+_MEAN = {
+    "input": None,
+    "kernel_size": 1,
+    "stride": None,
+    "padding": 0,
+    "ceil_mode": False,
+    "count_include_pad": True,
+    "divisor_override": None,
+}
+
+
 def max_pool(call: Call) -> Any:
     """max_pool1d, 2d and 3d of a sharded image: a sharded image; with places of the largest the image is gathered.
 
     Raises:
         InputError: the image has no dim of samples, or its ranks need more than the ranks beside them hold.
     """
-    image, windows, places = _max_arguments(_sides(call), *call.args, **call.kwargs)
-    return _pooled(call, image, windows, not places, lambda pool: _apply(_MaxPool, image, pool))
+    options = named_arguments(call, _MAX)
+    return _pooled(call, options, lambda pool: _apply(_MaxPool, options["input"], pool))
 
 
 def avg_pool(call: Call) -> Any:
-    """avg_pool1d, 2d and 3d of a sharded image: a sharded image.
-
-    Raises:
-        InputError: as ``max_pool``.
-    """
-    image, windows, counted, divisor = _avg_arguments(_sides(call), *call.args, **call.kwargs)
-    return _pooled(call, image, windows, True, lambda pool: _apply(_MeanPool, image, pool, counted, divisor))
+    """avg_pool1d, 2d and 3d of a sharded image: a sharded image; raises as ``max_pool``."""
+    options = named_arguments(call, _MEAN)
+    counted, divisor = options["count_include_pad"], options["divisor_override"]
+    return _pooled(call, options, lambda pool: _apply(_MeanPool, options["input"], pool, counted, divisor))
 
 
 def _apply(function: type[Function], image: Tensor, *args: Any) -> Tensor:
@@ -130,12 +146,11 @@ def _apply(function: type[Function], image: Tensor, *args: Any) -> Tensor:
     return result
 
 
-def _pooled(
-    call: Call, image: Tensor, windows: Sequence[SideWindow], possible: bool, run: Callable[[Pool], Tensor]
-) -> Any:
+def _pooled(call: Call, options: Mapping[str, Any], run: Callable[[Pool], Tensor]) -> Any:
+    image, windows = options["input"], _windows(_sides(call), options)
     if _has_full_pixels(image, call):
         return wrap_like(call, on_locals(call), image)
-    if not possible or not _can_pool(image, windows, call):
+    if options.get("return_indices") or not _can_pool(image, windows, call):
         return call.rules.otherwise(call)
     specs = specs_of(image)
     simple = on_shards(call, specs, windows)
@@ -144,14 +159,19 @@ def _pooled(
     return from_local(run(_pool_of(image, call.name, windows)), specs_after(specs, windows), call.rules)
 
 
+def _windows(sides: int, options: Mapping[str, Any]) -> tuple[SideWindow, ...]:
+    kernels, stride = per_side(options["kernel_size"], sides), options["stride"]
+    strides = per_side(stride, sides) if isinstance(stride, int) or stride else kernels
+    pads, dilations = per_side(options["padding"], sides), per_side(options.get("dilation", 1), sides)
+    steps = zip(kernels, strides, pads, dilations, strict=True)
+    return tuple(SideWindow(k, s, pad, pad, d, options["ceil_mode"]) for k, s, pad, d in steps)
+
+
 def _with_places(call: Call) -> Any:
     """``max_pool2d_with_indices`` and its kind: places are those of the global image where pixels are full."""
     image = call.args[0] if call.args else call.kwargs["input"]
     return wrap_like(call, on_locals(call), image) if _has_full_pixels(image, call) else call.rules.otherwise(call)
 
-
-Extents = int | None | Sequence[int | None]
-"""An output size: one number for all sides or one a side; None: the image's own."""
 
 UNEQUAL = "gathers pictures of this size by design, as its windows are unlike or fewer than ranks"
 
@@ -164,12 +184,17 @@ def adaptive_pool(call: Call) -> Any:
     Raises:
         InputError: the image has no dim of samples.
     """
-    image, targets, places = _adaptive_arguments(_sides(call), *call.args, **call.kwargs)
+    options = named_arguments(call, {"input": None, "output_size": None, "return_indices": False})
+    image, size, sides = options["input"], options["output_size"], _sides(call)
+    sizes = (size,) * sides if isinstance(size, int) or size is None else tuple(size)
+    sizes = sizes * sides if len(sizes) == 1 else sizes
+    extents = global_shape(image)[-sides:]
+    targets = tuple(extent if n is None else n for n, extent in zip(sizes, extents, strict=True))
     if _has_full_pixels(image, call):
         return wrap_like(call, on_locals(call), image)
     largest = "max" in call.name
     # torch's own function below the one of ``torch.nn.functional`` returns places too
-    places = places or (largest and call.function.__module__ != functional.__name__)
+    places = options["return_indices"] or (largest and call.function.__module__ != functional.__name__)
     if places or not _can_pool(image, [SideWindow()] * len(targets), call):
         return call.rules.otherwise(call)
     specs = specs_of(image)
@@ -184,28 +209,16 @@ def adaptive_pool(call: Call) -> Any:
         local = _apply(_MaxPool, image, pool) if largest else _apply(_MeanPool, image, pool, True, None)
     left = specs_after(left, windows)
     lengths = {spec.dim: spec.length for spec in left}
-    sizes = tuple(lengths.get(dim, target) for dim, target in enumerate(targets, PIXELS))
+    local_sizes = tuple(lengths.get(dim, target) for dim, target in enumerate(targets, PIXELS))
     function: Callable[..., Tensor] = getattr(functional, call.name)
-    local = function(local, sizes)
+    local = function(local, local_sizes)
     if largest:
         for spec in reduced:
-            local = function(gather_dims(local, [ShardSpec(spec.dim, spec.group.size, spec.group)]), sizes)
+            local = function(gather_dims(local, [ShardSpec(spec.dim, spec.group.size, spec.group)]), local_sizes)
     elif reduced:
         weight = prod(spec.length / spec.extent for spec in reduced)
         local = sum_over(local * weight, [spec.group for spec in reduced])
     return from_local(local, left, call.rules)
-
-
-def _adaptive_arguments(
-    sides: int,
-    input: Tensor,  # noqa: A002 - as torch names it
-    output_size: Extents,
-    return_indices: bool = False,
-) -> tuple[Tensor, tuple[int, ...], bool]:
-    sizes = (output_size,) * sides if isinstance(output_size, int) or output_size is None else tuple(output_size)
-    sizes = sizes * sides if len(sizes) == 1 else sizes
-    extents = global_shape(input)[-sides:]
-    return input, tuple(have if n is None else n for n, have in zip(sizes, extents, strict=True)), return_indices
 
 
 def _equal_windows(specs: ShardSpecs, targets: Sequence[int]) -> tuple[SideWindow, ...] | None:
@@ -220,46 +233,10 @@ def _equal_windows(specs: ShardSpecs, targets: Sequence[int]) -> tuple[SideWindo
     return tuple(windows)
 
 
-def _windows(
-    sides: int, kernel: Amount, stride: Amount | None, padding: Amount, ceil: bool, dilation: Amount = 1
-) -> tuple[SideWindow, ...]:
-    kernels = per_side(kernel, sides)
-    strides = per_side(stride, sides) if isinstance(stride, int) or stride else kernels
-    pads, dilations = per_side(padding, sides), per_side(dilation, sides)
-    steps = zip(kernels, strides, pads, dilations, strict=True)
-    return tuple(SideWindow(k, s, q, q, d, ceil) for k, s, q, d in steps)
-
-
-def _max_arguments(
-    sides: int,
-    input: Tensor,  # noqa: A002 - as torch names it
-    kernel_size: Amount,
-    stride: Amount | None = None,
-    padding: Amount = 0,
-    dilation: Amount = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> tuple[Tensor, tuple[SideWindow, ...], bool]:
-    return input, _windows(sides, kernel_size, stride, padding, ceil_mode, dilation), return_indices
-
-
-def _avg_arguments(
-    sides: int,
-    input: Tensor,  # noqa: A002 - as torch names it
-    kernel_size: Amount,
-    stride: Amount | None = None,
-    padding: Amount = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> tuple[Tensor, tuple[SideWindow, ...], bool, int | None]:
-    return input, _windows(sides, kernel_size, stride, padding, ceil_mode), count_include_pad, divisor_override
-
-
 class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool) -> Tensor:
-        image = borrowed_image(shard, pool.halo, fill=-torch.inf)
+        image = borrow(shard, pool.halo, fill=-torch.inf).arrive()
         dilation = tuple(one.dilation for one in pool.windows)
         function = getattr(functional, pool.name)
         made, places = function(image, **pool.steps, dilation=dilation, return_indices=True)
@@ -275,7 +252,7 @@ class _MaxPool(Function):
         flat = gradient.new_zeros(samples, channels, prod(extents))
         flat.scatter_add_(2, places.flatten(2), gradient.flatten(2))
         image = flat.view(ctx.shape).contiguous(memory_format=ctx.layout)
-        return give_back(image, ctx.pool.halo).wait(), None
+        return give_back(image, ctx.pool.halo)(), None
 
 
 class _MeanPool(Function):
@@ -284,7 +261,7 @@ class _MeanPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
         ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, shard.shape, counted, divisor
-        made = _means(borrowed_image(shard, pool.halo), pool, divisor)
+        made = _means(borrow(shard, pool.halo).arrive(), pool, divisor)
         for factor in _factors(made, pool, counted, divisor):
             made *= factor
         return _no_view(made)
@@ -296,10 +273,11 @@ class _MeanPool(Function):
         for factor in _factors(gradient, ctx.pool, ctx.counted, ctx.divisor):
             gradient = gradient * factor
         with torch.enable_grad():  # means are linear: their gradient is the same for every image
-            image = gradient.new_zeros(()).expand(shape_of(ctx.shape, halo.sides, halo.places.needed)).requires_grad_()
+            shape = box_shape(ctx.shape, halo.places.dims, halo.places.needed)
+            image = gradient.new_zeros(()).expand(shape).requires_grad_()
             made = _means(image, ctx.pool, ctx.divisor)
         (back,) = torch.autograd.grad(made, image, gradient)
-        return give_back(back, halo).wait(), None, None, None
+        return give_back(back, halo)(), None, None, None
 
 
 def _factors(output: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Iterator[Tensor]:
@@ -313,7 +291,7 @@ def _factors(output: Tensor, pool: Pool, counted: bool, divisor: int | None) -> 
 
 def _places(pool: Pool, dim: int, window: SideWindow, counted: bool, device: torch.device) -> Tensor | None:
     """The places of each window along a side that count, for this rank's outputs; None where they are the kernel."""
-    made = {side.dim: outputs for side, outputs in zip(pool.halo.sides, pool.halo.places.outputs, strict=True)}
+    made = {side.dim: outputs for side, outputs in zip(pool.halo.places.sides, pool.halo.places.outputs, strict=True)}
     extent = pool.extents[dim - PIXELS]
     first, last = made.get(dim) or (0, output_extent(window, extent))
     low, high = (-window.before, extent + window.after) if counted else (0, extent)

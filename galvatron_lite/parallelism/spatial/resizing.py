@@ -20,7 +20,14 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.sharded.calls import argument, arguments, input_first, on_locals, wrap_like
+from galvatron_lite.parallelism.sharded.calls import (
+    argument,
+    arguments,
+    input_first,
+    named_arguments,
+    on_locals,
+    wrap_like,
+)
 from galvatron_lite.parallelism.sharded.collectives import exchange_rows, redistribute
 from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, shards_of
 from galvatron_lite.parallelism.sharded.tensor import (
@@ -49,7 +56,10 @@ def pad(call: Call) -> Any:
     Raises:
         InputError: a side is padded by more than torch allows.
     """
-    tensor, amounts, mode, value = _pad_arguments(*call.args, **call.kwargs)
+    options = named_arguments(call, {"input": None, "pad": (), "mode": "constant", "value": None})
+    tensor, amounts, mode, value = options.values()
+    if not isinstance(mode, str):  # constant_pad_nd's third argument is its value
+        mode, value = "constant", mode
     local, specs = to_local(tensor), specs_of(tensor)
     pads = {local.dim() - 1 - index: (amounts[2 * index], amounts[2 * index + 1]) for index in range(len(amounts) // 2)}
     extents = {spec.dim: spec.extent + sum(pads.get(spec.dim, ())) for spec in specs}
@@ -71,17 +81,6 @@ def pad(call: Call) -> Any:
     after = [ShardSpec(spec.dim, extents[spec.dim], spec.group) for spec in specs]
     # what torch pads is never the tensor itself, even where it pads by nothing
     return from_local(local if moved or any(others) else local.clone(), after, call.rules)
-
-
-def _pad_arguments(
-    input: Tensor,  # noqa: A002 - as torch names it
-    pad: Sequence[int],
-    mode: str | float = "constant",
-    value: float | None = None,
-) -> tuple[Tensor, tuple[int, ...], str, float | None]:
-    if isinstance(mode, str):
-        return input, tuple(pad), mode, value
-    return input, tuple(pad), "constant", mode  # constant_pad_nd's third argument is its value
 
 
 def _padded_side(local: Tensor, spec: ShardSpec, pads: tuple[int, int], mode: str, value: float) -> Tensor:

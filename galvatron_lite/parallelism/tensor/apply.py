@@ -34,11 +34,9 @@ from galvatron_lite.parallelism.tensor.regions import (
     output_dim,
     weight_of,
 )
-from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, gather_full, slice_full
+from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.parallelism.vocabulary.losses import shared_logits
-
-__all__ = ["ParameterShard", "Placement", "gather_full", "shard_layer", "slice_full"]
 
 Shards = dict[int, ParameterShard]
 """Shards by the identity of the parameter."""

@@ -37,8 +37,6 @@ from galvatron_lite.parallelism.tensor.regions import (
     weight_of,
 )
 
-__all__ = ["TensorPlan", "infer_block", "infer_edge"]
-
 NOT_OFFERED = "; therefore tensor parallelism is not offered for this block"
 MAX_INPUT_ITEMS = 1 << 22
 """Largest hidden state, in items, on which a block that cannot run on fewer tokens is checked."""

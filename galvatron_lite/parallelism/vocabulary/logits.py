@@ -1,12 +1,12 @@
 """Logits that are shares of the vocabulary, and losses of them: one small message a token, in forward.
 
-Such logits are a cut tensor whose functions know what they mean for shares (``losses``). To code that uses them they
-are whole: what has no rule there is given whole logits, gathered once.
+Such logits are a sharded tensor whose functions know what they mean for shares (``losses``). To code that uses them
+they are whole: what has no rule there is given whole logits, gathered once.
 
 Source of the idea of the loss: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): ranks tell each other
 figures of a token, not logits. Here they all go in one all-gather. Gradients are complete on every rank, as everywhere
-in a tensor group and unlike those of other cut tensors (``cuts.tensor``): that of the loss is the same on all, and each
-makes those of its own columns from it alone.
+in a tensor group and unlike those of other sharded tensors: that of the loss is the same on all, and each makes those
+of its own columns from it alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from galvatron_lite.parallelism.sharded.tensor import Call, ShardedTensor, locals_only, to_local
+from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, locals_only, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import copy_to_group, gather_last, reduce_from_group
 from galvatron_lite.parallelism.tensor.group import TensorGroup
@@ -59,21 +59,6 @@ def columns_last(tensor: ShardedTensor) -> Tensor:
     return to_local(tensor).movedim(tensor.specs[0].dim, -1)
 
 
-def everything_whole(call: Call) -> Any:
-    """The call with whole logits for shares."""
-    return call.function(*_with_whole_logits(call.args), **_with_whole_logits(call.kwargs))
-
-
-def _with_whole_logits(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return whole_logits(value)
-    if isinstance(value, dict):
-        return {name: _with_whole_logits(one) for name, one in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)([_with_whole_logits(one) for one in value])
-    return value
-
-
 FIGURES = 3
 """Of a token, that a rank tells the others: the greatest of its logits, the sum of their exponentials over that one's,
 and the target's logit. With label smoothing there is one more."""
@@ -106,17 +91,14 @@ class Columns:
 def token_losses(
     logits: Tensor, targets: Tensor, columns: Columns, ignored: int = -100, smoothing: float = 0.0
 ) -> Tensor:
-    """Cross entropy of each token, the same on every rank.
+    """Cross entropy of each token (...), the same on every rank; in fp32 where logits are of half precision.
 
     Args:
         logits: (..., columns of this rank).
         targets: (...) classes of the whole vocabulary.
-        columns: which these are.
-        ignored: class of targets that do not count: their loss is zero.
+        columns: of this rank.
+        ignored: class of targets whose loss is zero.
         smoothing: how much of the target is spread evenly over all classes.
-
-    Returns:
-        (...), in fp32 where logits are of half precision, as is what is computed with.
 
     Raises:
         IndexError: a target that is no class (on a GPU, an assertion there).
@@ -143,13 +125,7 @@ def log_shares(logits: Tensor, columns: Columns) -> Tensor:
 
 
 def picked(values: Tensor, targets: Tensor, columns: Columns) -> Tensor:
-    """The values of some classes, on every rank.
-
-    Args:
-        values: (..., columns of this rank).
-        targets: (..., n) classes of the whole vocabulary; as many tokens at most.
-        columns: which these are.
-    """
+    """From values (..., columns of this rank), those of classes (..., n) of the whole vocabulary, on every rank."""
     check_classes(targets, columns.extent)
     place, here = columns.place(targets)
     return reduce_from_group(values.gather(-1, place).masked_fill(~here, 0), columns.group)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.parallelism.sharded import metadata, pointwise
 from galvatron_lite.parallelism.sharded.calls import (
     argument,
@@ -40,11 +41,11 @@ from galvatron_lite.parallelism.vocabulary.logits import (
     WHAT,
     columns_last,
     columns_of,
-    everything_whole,
     log_shares,
     log_total,
     picked,
     token_losses,
+    whole_logits,
 )
 
 CLASSES = 1
@@ -58,7 +59,7 @@ def _on_whole_logits(call: Call) -> Any:
         InputError: the function would write to them: a gathered copy is not what it means.
     """
     refuse_write(call)
-    return everything_whole(call)
+    return call.function(*map_tensors(call.args, whole_logits), **map_tensors(call.kwargs, whole_logits))
 
 
 def _with_columns_at(output: Tensor, logits: ShardedTensor, dim: int) -> Any:
@@ -305,12 +306,6 @@ LOGITS = Rules(
 
 
 def shared_logits(local: Tensor, group: TensorGroup, extent: int) -> Tensor:
-    """A head's own columns (..., columns) as logits (..., extent) of the whole vocabulary.
-
-    Args:
-        local: that nobody else holds.
-        group: ranks with one share each.
-        extent: of the vocabulary.
-    """
+    """A head's own columns (..., columns), which nobody else holds, as logits (..., extent) of the whole vocabulary."""
     # of a line of ranks only their number, the own place and all-gathers are asked for
     return from_local(local, (ShardSpec(local.dim() - 1, extent, cast("AxisGroup", group)),), LOGITS)

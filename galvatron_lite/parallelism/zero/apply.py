@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from galvatron_lite.model.batch import map_tensors, tensors_of
-from galvatron_lite.parallelism.zero.cut import cut_dim
+from galvatron_lite.parallelism.zero.cost import cut_dim
 
 STAGE_2, STAGE_3 = 2, 3
 

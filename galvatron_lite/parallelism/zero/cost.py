@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from galvatron_lite.arrays import Flag, Real, Whole, never, opposite, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
@@ -117,3 +118,22 @@ class ZeroDimension(Dimension):
 def shard_of(ranks: Whole, more: float) -> Real:
     """Share of the states that each of so many ranks holds; ``more``: by which a shard is larger than an even one."""
     return where(ranks > 1, 1 / ranks + more, 1.0)
+
+
+def cut_dim(shape: Sequence[int], ranks: int, zero_stage: int) -> int:
+    """Along which dim ranks share a parameter: the first; where that has less than a row for each rank (few stacked
+    experts), the next that divides evenly.
+
+    Args:
+        shape: of the parameter.
+        ranks: that share it.
+        zero_stage: 1: what a rank updates has to lie together in memory; FSDP2 (2 and 3) copies what does not.
+    """
+    if not shape or shape[0] >= ranks:
+        return 0
+    for dim in range(1, len(shape)):
+        if zero_stage == 1 and prod(shape[:dim]) > 1:
+            break
+        if shape[dim] and shape[dim] % ranks == 0:
+            return dim
+    return 0

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
-from galvatron_lite.parallelism.zero.cut import cut_dim
+from galvatron_lite.parallelism.zero.cost import cut_dim
 
 
 @dataclass(frozen=True, slots=True)

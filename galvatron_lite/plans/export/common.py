@@ -52,6 +52,10 @@ def cuts(plan: Plan) -> tuple[StageCut, ...]:
     return tuple(made)
 
 
+_OF_BLOCKS = ("recompute", "expert", "expert_tensor", "sequence_parallel")
+"""Fields that tools set for blocks; what they do with embedding and head follows."""
+
+
 def unlike(plan: Plan, main: Strategy, apart: Collection[str] = ()) -> Iterator[str]:
     """Layers that do otherwise than the main strategy.
 
@@ -65,7 +69,7 @@ def unlike(plan: Plan, main: Strategy, apart: Collection[str] = ()) -> Iterator[
         for run in stage.runs:
             own = replace(run.strategy, **plain)
             if run.first in EDGES:
-                own = replace(own, recompute=main.recompute)
+                own = replace(own, **{name: getattr(main, name) for name in _OF_BLOCKS})
             if own != main:
                 yield f"{_named(run)}: {run.strategy}, instead of {main}"
 

@@ -31,7 +31,7 @@ from galvatron_lite.runtime.branches.pending import (
     template_of,
     with_rows,
 )
-from galvatron_lite.runtime.branches.transfer import BranchChannel, Cargo, Transfer, TransferManifest
+from galvatron_lite.runtime.branches.transfer import BranchChannel, BranchTransfer, Cargo, TransferManifest
 from galvatron_lite.runtime.layout import AxisSplit
 from galvatron_lite.runtime.parallelize import StageRuntime
 from galvatron_lite.runtime.redistribute import cut_box
@@ -81,7 +81,7 @@ class BranchSession:
         self.device, self.shapes = setting.channel.device, setting.shapes
         self.applied: list[Applied] = []
         self.calls: list[DeferredCall] = []
-        self.departed: list[Transfer] = []
+        self.departed: list[BranchTransfer] = []
         self._waiting: list[DeferredCall] = []
         setting.channel.finish()
 
@@ -120,8 +120,8 @@ class BranchSession:
                 call.value()
         return outputs
 
-    def depart(self, transfer: Transfer, tensors: list[Tensor]) -> Tensor:
-        """Start sending; the token of ``Transfer.depart``."""
+    def depart(self, transfer: BranchTransfer, tensors: list[Tensor]) -> Tensor:
+        """Start sending; the token of ``BranchTransfer.depart``."""
         self.departed.append(transfer)
         return transfer.depart(tensors)
 
@@ -170,7 +170,7 @@ class DeferredCall:
         self._around = Surroundings()
         self._args, self._kwargs = map_tensors((args, kwargs), self._admitted)
         self.consumed = False
-        self.exit: Transfer | None = None
+        self.exit: BranchTransfer | None = None
         self.local: Any = None
         self._value: Any = None
         self._has_value = self._ran = False
@@ -183,7 +183,7 @@ class DeferredCall:
         self._replicated: list[tuple[Tensor, Tensor]] = []  # tensors of the batch, which every rank has in full
         self._sort_inputs()
         self._tokens: list[Tensor] = []
-        self._entry: Transfer | None = None
+        self._entry: BranchTransfer | None = None
         if self._moved:
             self._enter()
 
@@ -270,7 +270,7 @@ class DeferredCall:
             for one in self._moved
         ]
         manifest = TransferManifest.of(cargo, setting.channel.rank)
-        self._entry = Transfer(setting.channel, f"what branch {part.name} is given", manifest)
+        self._entry = BranchTransfer(setting.channel, f"what branch {part.name} is given", manifest)
         self._tokens = [self.run.depart(self._entry, [one.part for one in self._moved])]
         if self.branch.runtime is not None:
             self._entry.there.expect()
@@ -298,7 +298,7 @@ class DeferredCall:
         if id(self.template) not in setting.returned:
             setting.returned[id(self.template)] = self._manifest()
         what = f"what branch {self.branch.part.name} returns"
-        self.exit = Transfer(setting.channel, what, setting.returned[id(self.template)])
+        self.exit = BranchTransfer(setting.channel, what, setting.returned[id(self.template)])
         self.exit.there.expect()
 
     def _manifest(self) -> TransferManifest:

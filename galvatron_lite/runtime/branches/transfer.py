@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
+from galvatron_lite.parallelism.cyclic.mailbox import pack, packed_bytes, unpack
 from galvatron_lite.runtime.layout import Box, Boxes, Route, route_boxes
 from galvatron_lite.runtime.redistribute import cut_box
 
-_ALIGNED = 16
-"""Bytes; a piece begins at a multiple of it, so that it can be read as any dtype."""
 _TAGS = 2**30
 
 
@@ -96,26 +95,32 @@ class Shipment:
 
     def send(self, tensors: Sequence[Tensor | None]) -> None:
         """Start sending this rank's parts of the tensors, and keep what it wants itself."""
+        device = self._channel.device
+        flags = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8, device=device)
         for peer in range(self._channel.world):
-            pieces = [route.sends[peer] for route in self._routes]
-            if peer != self._channel.rank and any(pieces):
-                self._channel.send(self._packed(tensors, pieces), peer, self._tag, self._backward)
-        for number, (tensor, route) in enumerate(zip(tensors, self._routes, strict=True)):
-            if tensor is None:
-                continue
-            for piece in route.sends[self._channel.rank]:
-                part = cut_box(tensor, piece.within(route.held[0])).detach()
-                # a copy, as code may change in place what arrives
-                part = part if self._backward else part.clone(memory_format=torch.contiguous_format)
-                self._arrived[number].append((piece, part))
+            parts = [
+                (number, piece, self._part(tensor, number, piece))
+                for number, (tensor, route) in enumerate(zip(tensors, self._routes, strict=True))
+                for piece in route.sends[peer]
+            ]
+            if peer == self._channel.rank:
+                for number, piece, part in parts:
+                    if tensors[number] is not None:
+                        # a copy, as code may change in place what arrives
+                        kept = part if self._backward else part.clone(memory_format=torch.contiguous_format)
+                        self._arrived[number].append((piece, kept))
+            elif parts:
+                message = pack([*(part for *_, part in parts), *([flags] if self._backward else ())], device)
+                self._channel.send(message, peer, self._tag, self._backward)
 
     def expect(self) -> None:
         """Start receiving, if that was not done before."""
         if self._parcels is None:
-            peers = [peer for peer in range(self._channel.world) if peer != self._channel.rank]
-            sizes = {peer: self._size([route.receives[peer] for route in self._routes]) for peer in peers}
+            likes = {peer: self._likes(peer) for peer in range(self._channel.world) if peer != self._channel.rank}
             self._parcels = [
-                self._channel.expect(size, peer, self._tag, self._backward) for peer, size in sizes.items() if size
+                self._channel.expect(packed_bytes(every), peer, self._tag, self._backward)
+                for peer, every in likes.items()
+                if every
             ]
 
     def collect(self) -> list[Tensor | None]:
@@ -123,38 +128,31 @@ class Shipment:
         self.expect()
         for peer, message, work in self._parcels or ():
             self._channel.wait(work, f"{self._what} from rank {peer}")
-            self._unpack(message, peer)
+            values = unpack(message, self._likes(peer))
+            flags = values.pop().tolist() if self._backward else [1] * len(self._routes)
+            for (number, piece), value in zip(self._arriving(peer), values, strict=True):
+                if flags[number]:
+                    self._arrived[number].append((piece, value))
         arrived, self._arrived, self._parcels = self._arrived, [[] for _ in self._routes], []
         return [self._joined(number, parts) for number, parts in enumerate(arrived)]
 
-    def _packed(self, tensors: Sequence[Tensor | None], pieces: Sequence[Boxes]) -> Tensor:
-        message = torch.zeros(self._size(pieces), dtype=torch.uint8, device=self._channel.device)
-        start = 0
-        for tensor, route, boxes, dtype in zip(tensors, self._routes, pieces, self._dtypes, strict=True):
-            for piece in boxes:
-                if tensor is not None:
-                    place = message[start : start + piece.items * dtype.itemsize].view(dtype).view(piece.shape)
-                    place.copy_(cut_box(tensor.detach(), piece.within(route.held[0])))
-                start += _bytes(piece, dtype)
-        if self._backward:
-            there = [tensor is not None for tensor in tensors]
-            message[-len(there) :] = torch.tensor(there, dtype=torch.uint8, device=self._channel.device)
-        return message
+    def _part(self, tensor: Tensor | None, number: int, piece: Box) -> Tensor:
+        """A piece of a tensor; zeros of a gradient that is missing."""
+        if tensor is None:
+            return torch.zeros(piece.shape, dtype=self._dtypes[number], device=self._channel.device)
+        return cut_box(tensor.detach(), piece.within(self._routes[number].held[0])).to(self._dtypes[number])
 
-    def _size(self, pieces: Sequence[Boxes]) -> int:
-        """Bytes of a message; nothing where there are no pieces."""
-        size = sum(_bytes(one, dtype) for boxes, dtype in zip(pieces, self._dtypes, strict=True) for one in boxes)
-        return size + len(pieces) * self._backward if size else 0
+    def _arriving(self, peer: int) -> list[tuple[int, Box]]:
+        return [(number, piece) for number, route in enumerate(self._routes) for piece in route.receives[peer]]
 
-    def _unpack(self, message: Tensor, peer: int) -> None:
-        flags = message[-len(self._routes) :].tolist() if self._backward else [1] * len(self._routes)
-        start = 0
-        for number, (route, dtype) in enumerate(zip(self._routes, self._dtypes, strict=True)):
-            for piece in route.receives[peer]:
-                if flags[number]:
-                    data = message[start : start + piece.items * dtype.itemsize]
-                    self._arrived[number].append((piece, data.view(dtype).view(piece.shape)))
-                start += _bytes(piece, dtype)
+    def _likes(self, peer: int) -> list[Tensor]:
+        """Tensors shaped like those of a peer's message; the last one says which gradients there are."""
+        likes = [
+            torch.empty(piece.shape, dtype=self._dtypes[number], device="meta")
+            for number, piece in self._arriving(peer)
+        ]
+        flags = torch.empty(len(self._routes), dtype=torch.uint8, device="meta")
+        return [*likes, flags] if likes and self._backward else likes
 
     def _joined(self, number: int, parts: Sequence[tuple[Box, Tensor]]) -> Tensor | None:
         (wanted,) = self._routes[number].wanted
@@ -166,10 +164,6 @@ class Shipment:
         for piece, part in parts:
             cut_box(joined, piece.within(wanted)).copy_(part)
         return joined
-
-
-def _bytes(piece: Box, dtype: torch.dtype) -> int:
-    return -(-piece.items * dtype.itemsize // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +192,7 @@ class TransferManifest:
         return cls(tuple(cargo), there, back)
 
 
-class Transfer:
+class BranchTransfer:
     """A move of several tensors. Every rank makes it, in the same order, whether it gives, gets, both or neither."""
 
     def __init__(self, channel: BranchChannel, what: str, manifest: TransferManifest) -> None:
@@ -229,21 +223,21 @@ class Transfer:
 
 class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, transfer: Transfer, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, transfer: BranchTransfer, *tensors: Tensor) -> Tensor:
         ctx.transfer = transfer
         transfer.there.send(tensors)
         return anchor.clone()
 
     @staticmethod
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        transfer: Transfer = ctx.transfer
+        transfer: BranchTransfer = ctx.transfer
         gradients = iter(transfer.back.collect())
         return None, None, *(next(gradients) if one.differentiable else None for one in transfer.cargo)
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, transfer: Transfer, *tokens: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, _anchor: Tensor, transfer: BranchTransfer, *tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.transfer, ctx.tokens = transfer, len(tokens)
         ctx.set_materialize_grads(False)
         # the same storage, but no view, which autograd would not let others change; forward, every tensor is there
@@ -254,7 +248,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        transfer: Transfer = ctx.transfer
+        transfer: BranchTransfer = ctx.transfer
         pairs = zip(gradients, transfer.cargo, strict=True)
         transfer.back.send([gradient for gradient, one in pairs if one.differentiable])
         nothing: tuple[None, ...] = (None,) * (2 + ctx.tokens)

@@ -17,7 +17,7 @@ from torch import nn
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import read_data, write_text
 from galvatron_lite.folders import begin_folder, put_in_place, remove_folder
-from galvatron_lite.runtime.checkpoint.manifest import CONFIG, Manifest, check_whole
+from galvatron_lite.runtime.checkpoint.manifest import CONFIG, Manifest, check_files
 from galvatron_lite.runtime.checkpoint.sealed import content_errors
 from galvatron_lite.runtime.checkpoint.shards import TensorFile, write_tensors
 from galvatron_lite.runtime.checkpoint.tensors import (
@@ -51,7 +51,7 @@ def export_safetensors(folder: Path | str, target: Path | str, largest: str = "5
         InputError: the checkpoint is damaged, or the target is not empty.
     """
     source, place = Path(folder), Path(target)
-    manifest = check_whole(source)
+    manifest = check_files(source)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise InputError("target", place, "It holds something already. Give a new folder.")
     with content_errors(source):

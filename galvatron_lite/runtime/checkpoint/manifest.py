@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_whole(folder: Path) -> Manifest:
+def check_files(folder: Path) -> Manifest:
     """Read the manifest and every other file; raises ``FileFormatError`` naming the first damaged file."""
     return check_all(folder, read_manifest(folder))
 

@@ -32,32 +32,30 @@ def assign_pieces(held: Sequence[Held], of_first: Collection[str], peers: Peers)
         of_first: tensors that the first holder writes, as ranks may have different values.
         peers: all ranks.
     """
-    sizes = {
-        (one.name, _start(chunk)): chunk.whole.items * one.tensor.element_size() for one in held for chunk in one.chunks
+    offers = {
+        (one.name, _start(chunk)): (chunk.whole.items * one.tensor.element_size(), one.name in of_first)
+        for one in held
+        for chunk in one.chunks
     }
-    everyone = peers.everyone((sizes, of_first))
-    writer = _writers([sizes for sizes, _ in everyone], frozenset().union(*(names for _, names in everyone)))
-    left = {key for key in sizes if writer[key] == peers.rank}
-    mine = []
-    for one in held:
-        chunks = [chunk for chunk in one.chunks if (one.name, _start(chunk)) in left]
-        left -= {(one.name, _start(chunk)) for chunk in chunks}
-        if chunks or not prod(one.shape):
-            mine.append(replace(one, chunks=tuple(chunks)))
-    return mine
-
-
-def _writers(everyone: Sequence[Mapping[PieceKey, int]], of_first: Collection[str]) -> dict[PieceKey, int]:
-    """The rank that writes each piece; the same on every rank."""
     holders: dict[PieceKey, list[int]] = {}
-    for rank, sizes in enumerate(everyone):
-        for key in sizes:
+    everyone = peers.everyone(offers)
+    for rank, theirs in enumerate(everyone):
+        for key in theirs:
             holders.setdefault(key, []).append(rank)
-    written, writer = [0] * len(everyone), dict[PieceKey, int]()
-    for key, ranks in holders.items():
-        writer[key] = ranks[0] if key[0] in of_first else min(ranks, key=written.__getitem__)
-        written[writer[key]] += everyone[ranks[0]][key]
-    return writer
+    written, mine = [0] * len(everyone), set[PieceKey]()
+    for key, ranks in holders.items():  # in the same order on every rank
+        size, by_first = everyone[ranks[0]][key]
+        writer = ranks[0] if by_first else min(ranks, key=written.__getitem__)
+        written[writer] += size
+        if writer == peers.rank:
+            mine.add(key)
+    assigned = []
+    for one in held:  # a name may come twice
+        chunks = [chunk for chunk in one.chunks if (one.name, _start(chunk)) in mine]
+        mine -= {(one.name, _start(chunk)) for chunk in chunks}
+        if chunks or not prod(one.shape):
+            assigned.append(replace(one, chunks=tuple(chunks)))
+    return assigned
 
 
 def copied(held: Held) -> Held:

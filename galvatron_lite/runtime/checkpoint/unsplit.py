@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from galvatron_lite.parallelism.data.apply import GradientReducer
-from galvatron_lite.runtime.checkpoint.manifest import TRAINING, check_whole, process_file
+from galvatron_lite.runtime.checkpoint.manifest import TRAINING, check_files, process_file
 from galvatron_lite.runtime.checkpoint.optimizer import (
     blank_states,
     check_members,
@@ -76,7 +76,7 @@ def load_into(
         InputError: it is damaged, or of another model or optimizer.
     """
     place = Path(folder)
-    manifest = check_whole(place)
+    manifest = check_files(place)
     check_optimizer(manifest, optimizer, scheduler)
     with content_errors(place):
         stored, plain = stored_tensors(place, manifest), unsplit(model)

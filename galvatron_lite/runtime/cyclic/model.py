@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from galvatron_lite.errors import InputError, LaunchError, NonFiniteLossError
+from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import LossFn, batch_size, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import prepare_for_training
@@ -25,22 +25,13 @@ from galvatron_lite.runtime.cyclic.checkpoint import FIELD, CyclicCheckpointer, 
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
 from galvatron_lite.runtime.cyclic.state import even_out, full_state, load_full_state
 from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_scales
+from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.parameter_use import check_hooks
 from galvatron_lite.runtime.peers import ProcessPeers, at_first
 from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.world import pick_device
 
-_UPDATES, _BETWEEN = (
-    (MessageContent.PARTIAL, MessageContent.UPDATE),
-    (MessageContent.ACTIVATION, MessageContent.GRADIENT),
-)
-KINDS: Mapping[CyclicSetting, tuple[MessageContent, ...]] = {
-    CyclicSetting.SINGLE: (),
-    CyclicSetting.DATA: _UPDATES,
-    CyclicSetting.STAGES: (*_BETWEEN, *_UPDATES),
-}
-"""Messages of each setting."""
 CLIPPING = (
     "Under cyclic data parallelism each stage's gradient is complete, and used, at another time, so the whole gradient "
     "has no norm. Leave it out, or clip each stage by itself in an optimizer of your own."
@@ -113,8 +104,7 @@ class CyclicModel(Observable, nn.Module):
         layers: of the model, from ``discover_layers``.
         batch: an example batch; needed where layers of different stages read more than what the layer before them made.
         loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
-        loss_weight: as for ``ParallelModel``.
-        loss_reduction: as for ``ParallelModel``; batches whose micro-batches weigh unlike are refused.
+        loss_weight, loss_reduction: as for ``auto_parallelize``; batches whose micro-batches weigh unlike are refused.
         device: of this rank; its GPU or the CPU if not given.
         precision: ``fp32`` or ``bf16`` compute; the plan's if not given.
         max_grad_norm: refused: no process ever has the whole gradient.
@@ -158,15 +148,20 @@ class CyclicModel(Observable, nn.Module):
         check_hooks(model)
         _refuse_clipping(max_grad_norm)
         check_reduction(loss_reduction, loss_weight)
-        _check_world(plan)
         self._loss_weight, self._loss_reduction = loss_weight, loss_reduction
         self.device = pick_device() if device is None else torch.device(device)
         self.plan, self.module, self.step = plan, model, 0
+        join_world(plan, self.device.type)
         broadcast_values(model, self.device)
-        compute = _unscaled(precision or plan.precision)
+        compute = compute_dtype(precision or plan.precision)
+        if compute is torch.float16:
+            remedy = "Delayed gradients do not have the loss scaling that it needs: use bf16."
+            raise InputError("precision", "fp16", remedy)
         options = CyclicOptions(self.device, compute, loss_fn, init_fn, seed, early_release, first_seed(self.device))
         assert plan.cyclic is not None
-        mailbox = ProcessMailbox(KINDS[plan.cyclic.setting], self.device, timeout)
+        alone, staged = (plan.cyclic.setting is one for one in (CyclicSetting.SINGLE, CyclicSetting.STAGES))
+        kinds = () if alone else tuple(MessageContent) if staged else (MessageContent.PARTIAL, MessageContent.UPDATE)
+        mailbox = ProcessMailbox(kinds, self.device, timeout)
         self.runtime = set_up(model, plan, layers, batch, dist.get_rank(), mailbox, options)
         self._keeper = CyclicCheckpointer(self.runtime, ProcessPeers(timeout))
         self._optimizer: CyclicOptimizer | None = None
@@ -351,20 +346,3 @@ class CyclicModel(Observable, nn.Module):
 def _refuse_clipping(max_grad_norm: float | None) -> None:
     if max_grad_norm is not None:
         raise InputError("max_grad_norm", max_grad_norm, CLIPPING)
-
-
-def _unscaled(precision: str) -> torch.dtype | None:
-    """The dtype of compute; gradients that are delayed are not scaled."""
-    if precision == "fp16":
-        raise InputError(
-            "precision", precision, "Delayed gradients do not have the loss scaling that it needs: use bf16."
-        )
-    return compute_dtype(precision)
-
-
-def _check_world(plan: Plan) -> None:
-    if not dist.is_initialized() or dist.get_world_size() != plan.devices:
-        world = dist.get_world_size() if dist.is_initialized() else 0
-        raise LaunchError(
-            f"The plan is for {plan.devices} processes, but {world} were launched: launch {plan.devices}."
-        )

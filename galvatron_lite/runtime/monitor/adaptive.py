@@ -250,9 +250,9 @@ class _Decider:
         write_record(self._log, Done(step, seconds, error))
         self.state = on_done(self.state, step, seconds, plan, error)
 
-    def _planned(self, step: int, found: Replanned) -> Decision:
-        write_record(self._log, PlannedRecord(step, found.plan, found.error))
-        return self._taken(on_planned(self.state, step, found.plan, found.error))
+    def _planned(self, step: int, replanned: Replanned) -> Decision:
+        write_record(self._log, PlannedRecord(step, replanned.plan, replanned.error))
+        return self._taken(on_planned(self.state, step, replanned.plan, replanned.error))
 
     def _taken(self, taken: tuple[State, Decision]) -> Decision:
         self.state, decision = taken

@@ -35,10 +35,11 @@ from galvatron_lite.runtime.monitor.schema import Adapt, Corrections, Decided, E
 from galvatron_lite.runtime.monitor.sinks import (
     FOLDER,
     Display,
+    LineFiles,
     RecordWriter,
-    RunFiles,
     Scalars,
     Sink,
+    run_files,
     scalar_writer,
 )
 from galvatron_lite.runtime.monitor.traces import Tracer
@@ -138,12 +139,13 @@ class _MemoryOfAll:
 def _sinks(
     model: Any, options: ObserverOptions, head: RunHeader, memory: _MemoryOfAll, profile: Profile | None
 ) -> list[Sink]:
-    files = None if options.log is None else _run_files(options.log, head)
+    sinks: list[Sink] = []
+    if options.log is not None:
+        sinks += _run_files(options.log, head)
     if dist.get_rank() != 0:
-        return [] if files is None else [files]
-    sinks: list[Sink] = [memory]
-    if options.log is not None and files is not None:
-        sinks.append(files)
+        return sinks
+    sinks.insert(0, memory)
+    if options.log is not None:
         if profile is not None:
             write_profile(profile, options.log / PROFILE)
         writer = scalar_writer(options.log / FOLDER)
@@ -151,16 +153,16 @@ def _sinks(
     return [*sinks, Display(model.plan)] if options.live else sinks
 
 
-def _run_files(folder: Path, head: RunHeader) -> RunFiles:
+def _run_files(folder: Path, head: RunHeader) -> list[LineFiles]:
     """The files of this rank; an error on all ranks where any cannot make its own."""
-    rank, files, reason = dist.get_rank(), None, ""
+    rank, files, reason = dist.get_rank(), list[LineFiles](), ""
     try:
-        files = RunFiles(folder, rank, head)
+        files = run_files(folder, rank, head)
     except OSError as error:
         reason = f"{error.strerror} (rank {rank})"
-    reasons = _everyone(reason)
-    if any(reasons) or files is None:
-        raise InputError("log", str(folder), f"The folder of the run cannot be written: {next(filter(None, reasons))}.")
+    reasons = [text for text in _everyone(reason) if text]
+    if reasons:
+        raise InputError("log", str(folder), f"The folder of the run cannot be written: {reasons[0]}.")
     return files
 
 

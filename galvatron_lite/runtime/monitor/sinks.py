@@ -131,30 +131,44 @@ class RecordWriter(Finishing):
 
 
 class LineFiles:
-    """Files ``NAME-00001.jsonl`` of a folder, numbered on from earlier ones.
+    """Files ``NAME-00001.jsonl`` of a folder, numbered on from earlier ones; a sink.
 
     Args:
         folder: of the run.
         name: prefix of the files.
-        head: the first records of each file.
+        head: the first record of each file, until a later one replaces or follows it.
+        kinds: of the records that are written.
         largest, kept: see ``LARGEST`` and ``KEPT``.
     """
 
     def __init__(
-        self, folder: Path, name: str, head: Sequence[Record], largest: int = LARGEST, kept: int = KEPT
+        self,
+        folder: Path,
+        name: str,
+        head: Record,
+        kinds: tuple[type[Record], ...],
+        largest: int = LARGEST,
+        kept: int = KEPT,
     ) -> None:
-        self._folder, self._name, self._largest, self._kept = folder, name, largest, kept
-        self.head, self._size = list(head), 0
+        self._folder, self._name, self._kinds, self._largest, self._kept = folder, name, kinds, largest, kept
+        self._head, self._size = [head], 0
         folder.mkdir(parents=True, exist_ok=True)
         self._stream: IO[str]
         self._open()
 
-    def write(self, records: Sequence[Record]) -> None:
+    def take(self, records: Sequence[Record]) -> None:
         """Add lines, and hand them to the system."""
-        if self._size > self._largest:
+        records = [record for record in records if isinstance(record, self._kinds)]
+        if records and self._size > self._largest:
             self._stream.close()
             self._open()
-        self._put(records)
+        if records:
+            self._put(records)
+        for record in records:
+            if isinstance(record, RankHeader):
+                self._head = [record]
+            elif isinstance(record, PlanRecord):
+                self._head = [self._head[0], record]
 
     def close(self) -> None:
         """There are no more lines."""
@@ -174,7 +188,7 @@ class LineFiles:
         last = pattern.fullmatch(files[-1].name) if files else None
         number = 1 if last is None else int(last[1]) + 1
         self._stream, self._size = (self._folder / f"{self._name}-{number:05d}.jsonl").open("x", encoding="utf-8"), 0
-        self._put(self.head)
+        self._put(self._head)
 
 
 def _line_of(record: Record) -> str:
@@ -186,33 +200,13 @@ def _line_of(record: Record) -> str:
     return json.dumps({"kind": record.kind, **data}, allow_nan=False) + "\n"
 
 
-class RunFiles:
-    """The files of a rank; a sink."""
-
-    def __init__(self, folder: Path, rank: int, head: RunHeader) -> None:
-        own = RankHeader(RUN_VERSION, rank, head.digest, head.time, head.step)
-        self._steps = LineFiles(folder, "steps", [head]) if rank == 0 else None
-        self._rank = LineFiles(folder, f"rank-{rank:05d}", [own])
-
-    def take(self, records: Sequence[Record]) -> None:
-        """Write each record to its file."""
-        own = [record for record in records if isinstance(record, (RankHeader, RankRecord))]
-        steps = [record for record in records if isinstance(record, (StepRecord, PlanRecord, EndRecord))]
-        if own:
-            self._rank.write(own)
-        if steps and self._steps is not None:
-            self._steps.write(steps)
-        for record in records:
-            if isinstance(record, RankHeader):
-                self._rank.head = [record]
-            elif isinstance(record, PlanRecord) and self._steps is not None:
-                self._steps.head = [self._steps.head[0], record]
-
-    def close(self) -> None:
-        """There are no more."""
-        for files in (self._steps, self._rank):
-            if files is not None:
-                files.close()
+def run_files(folder: Path, rank: int, head: RunHeader) -> list[LineFiles]:
+    """The files of a rank; raises ``OSError`` where they cannot be made."""
+    own = RankHeader(RUN_VERSION, rank, head.digest, head.time, head.step)
+    files = [LineFiles(folder, f"rank-{rank:05d}", own, (RankHeader, RankRecord))]
+    if rank == 0:
+        files.append(LineFiles(folder, "steps", head, (StepRecord, PlanRecord, EndRecord)))
+    return files
 
 
 def scalar_writer(folder: Path) -> Any:

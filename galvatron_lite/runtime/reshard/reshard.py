@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -55,11 +55,11 @@ from galvatron_lite.runtime.reshard.optimizer import (
     regroup,
     report_of,
 )
-from galvatron_lite.runtime.reshard.original import Changes, Structure
-from galvatron_lite.runtime.reshard.routes import LocalTensors, TensorReport, moved_tensors
+from galvatron_lite.runtime.reshard.original import Changes
+from galvatron_lite.runtime.reshard.routes import LocalTensors, moved_tensors
 from galvatron_lite.runtime.reshard.transfer import (
     Released,
-    Transfer,
+    TensorTransfer,
     allocate,
     available_bytes,
     everyone,
@@ -162,33 +162,15 @@ def reshard(
         SwitchError: a rank failed. Every rank is on the plan it had.
     """
     change = _Change(parallel, optimizer, plan, scheduler, batch, observe or (lambda _: None))
-    try:
-        change.validate()
-        change.prepare()
-        change.build()
-        transfer = change.carry(memory)
-    except BaseException:
-        change.roll_back()
-        raise
-    change.commit(transfer)
+    with ExitStack() as undo:
+        transfer = change.run(memory, undo)
     phases = change.phases()
     return Resharded(sum(phases.values()), transfer.moved, transfer.worst, transfer.by_turns, phases)
 
 
-@dataclass(slots=True)
-class _Old:
-    """What a roll-back needs of the present plan."""
-
-    tensors: LocalTensors
-    random: RandomStates
-    copies: list[Tensor]  # of parameters, that an optimizer updates in their stead
-    structure: Structure | None = None  # the split modules; None as long as they are split
-    gradients: Released | tuple[()] = ()  # memory of gradient buffers
-
-
-@dataclass(slots=True)
-class _New:
-    """What has been built of the new plan."""
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """The new split, without values."""
 
     runtimes: list[StageRuntime]
     gradients: Released  # memory of gradient buffers
@@ -200,7 +182,7 @@ class _New:
 
 
 class _Change:
-    """A change of plan; its methods are called in their order, by all ranks."""
+    """A change of plan."""
 
     def __init__(
         self,
@@ -214,84 +196,52 @@ class _Change:
         self._parallel, self._optimizer, self._plan, self._scheduler = parallel, optimizer, plan, scheduler
         self._origin, self._observe = parallel.origin, observe
         self._batch = parallel.origin.batch if batch is None else batch
-        self._groups = ProcessGroups(parallel.origin.options.groups)
-        self._options = self._origin.options_of(plan, self._groups)
         self._starts: list[tuple[str, float]] = []
-        self._report = OptimizerReport()
-        self._before: list[dict[str, TensorReport]] = []
-        self._old: _Old | None = None
-        self._changes = Changes([], [])
-        self._prepared: Prepared | None = None
-        self._new: _New | None = None
-        self._transfer: Transfer | None = None
 
-    def validate(self) -> None:
-        """Check that the plan fits this world, and that what the ranks hold can be cut."""
-        for runtime in self._parallel.runtimes:
+    def run(self, memory: int | None, undo: ExitStack) -> TensorTransfer:
+        """Change the plan; ``undo`` gets the steps of a roll-back, and is emptied by the commit."""
+        parallel, plan, origin, device = self._parallel, self._plan, self._origin, self._parallel.device
+        former, groups, random = origin.options.groups, ProcessGroups(origin.options.groups), RandomStates()
+        options = origin.options_of(plan, groups)
+        undo.callback(groups.destroy, kept=former)
+        undo.callback(random.restore)
+        for runtime in parallel.runtimes:
             runtime.updates.publish()
-        reports = everyone(self._phase("validate", self._checked))
-        self._report = merged([report for report, _ in reports])
-        self._before = [tensors for _, tensors in reports]
-
-    def prepare(self) -> None:
-        """Restore the user's modules without values, and examine them for the plan."""
-        self._prepared = self._phase("prepare", self._examined)
-
-    def build(self) -> None:
-        """Make process groups that the old plan does not have, and split the modules, without values."""
+        report, old = self._phase("validate", self._checked)
+        reports = everyone((report, old.reports))
+        report, before = merged([theirs for theirs, _ in reports]), [tensors for _, tensors in reports]
+        changes, prepared = self._phase("prepare", lambda: self._examined(report, options, undo))
         self._phase("groups", lambda: None)
-        prepared = self._prepared
-        assert prepared is not None
-        meshes = build_meshes(self._plan, self._parallel.device.type, self._groups)
-        make_pipeline_groups(prepared, self._groups)
-        self._phase("build", lambda: self._built(prepared, meshes))
-
-    def carry(self, free: int | None) -> Transfer:
-        """Move all tensors, and check that they arrived."""
-        new, old, device = self._new, self._old, self._parallel.device
-        assert new is not None
-        assert old is not None
+        meshes = build_meshes(plan, device.type, groups)
+        make_pipeline_groups(prepared, groups)
+        shapes = {name: tensor.shape for tensors in before for name, tensor in tensors.items()}
+        new = self._phase("build", lambda: self._built(report, shapes, prepared, meshes, options, undo))
         after = everyone(self._phase("carry", lambda: new.tensors.reports))
-        items = moved_tensors(self._before, after)
-        self._transfer = Transfer(items, old.tensors, new.tensors, new.blank, new.buffers, device, self._observe)
-        self._transfer.run(available_bytes(device) if free is None else free)
+        items = moved_tensors(before, after)
+        transfer = TensorTransfer(items, old, new.tensors, new.blank, new.buffers, device, self._observe)
+        undo.callback(transfer.undo)
+        transfer.run(available_bytes(device) if memory is None else memory)
         for runtime in new.runtimes:
             runtime.updates.take()
-        if shares_samples(self._plan) and not shares_samples(self._parallel.plan):
-            old.random.share(device)
+        if shares_samples(plan) and not shares_samples(parallel.plan):
+            random.share(device)
         self._phase("commit", lambda: None)
-        return self._transfer
 
-    def commit(self, transfer: Transfer) -> None:
-        """Train under the plan from now on; release what is left of the old one."""
-        new, old, parallel, origin = self._new, self._old, self._parallel, self._origin
-        assert new is not None
-        assert old is not None
-        former = origin.options.groups
+        undo.pop_all()
+        copies = [one.host.copy.detach() for runtime in parallel.runtimes for one in runtime.owned if one.host]
         _close(parallel.runtimes)
         allocate(new.gradients)
-        parallel.adopt(self._plan, new.runtimes, self._options)
+        parallel.adopt(plan, new.runtimes, options)
         apply(self._optimizer, new.regrouping, new.states, self._scheduler)
-        origin.options, origin.batch = self._options, self._batch
-        origin.unsplit.take_in(self._changes)
+        origin.options, origin.batch = options, self._batch
+        origin.unsplit.take_in(changes)
         origin.settle()
-        old.random.restore()
+        random.restore()
         transfer.commit()
-        release(old.copies)
-        former.destroy(kept=self._groups)
-        self._groups.settle()
-
-    def roll_back(self) -> None:
-        """Go back to the plan that the model had."""
-        if self._transfer is not None:
-            self._transfer.undo()
-        if self._old is not None:
-            if self._old.structure is not None:
-                self._old.structure.restore()
-            allocate(list(self._old.gradients))
-            self._old.random.restore()
-        _close(() if self._new is None else self._new.runtimes)
-        self._groups.destroy(kept=self._origin.options.groups)
+        release(copies)
+        former.destroy(kept=groups)
+        groups.settle()
+        return transfer
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase, the last one up to now."""
@@ -307,7 +257,8 @@ class _Change:
 
         return together(phase, observed)
 
-    def _checked(self) -> tuple[OptimizerReport, dict[str, TensorReport]]:
+    def _checked(self) -> tuple[OptimizerReport, LocalTensors]:
+        """Check that the plan fits this world, and that this rank's tensors can be cut."""
         parallel, optimizer = self._parallel, self._optimizer
         check_plan(self._plan, parallel)
         if parallel.plan_check is not None:
@@ -318,28 +269,33 @@ class _Change:
         report = report_of(optimizer, _names(parallel.entries, parallel.runtimes))
         states = _cut_states(report, held_states(parallel, optimizer))
         buffers = [*held_buffers(parallel), *_unsaved_buffers(parallel, self._origin.layers)]
-        tensors = LocalTensors([*held_parameters(parallel), *states, *buffers])
-        copies = [one.host.copy.detach() for runtime in parallel.runtimes for one in runtime.owned if one.host]
-        self._old = _Old(tensors, RandomStates(), list[Tensor](copies))
-        return report, tensors.reports
+        return report, LocalTensors([*held_parameters(parallel), *states, *buffers])
 
-    def _examined(self) -> Prepared:
-        origin, old = self._origin, self._old
+    def _examined(self, report: OptimizerReport, options: SetupOptions, undo: ExitStack) -> tuple[Changes, Prepared]:
+        """Restore the user's modules without values, with the user's changes, and prepare them for the plan."""
+        origin = self._origin
         assert origin.split is not None
-        assert old is not None
-        self._changes = origin.split.changes()
-        old.structure = origin.everything()
-        old.gradients = _release_gradients(self._parallel.runtimes)
+        changes = origin.split.changes()
+        undo.callback(origin.everything().restore)
+        undo.callback(allocate, _release_gradients(self._parallel.runtimes))
         origin.unsplit.restore()
-        self._changes.apply()
+        changes.apply()
         names = self._parallel.entries.names
         for name, parameter in origin.model.named_parameters():
-            parameter.requires_grad_(self._report.trained.get(names.get(name, name), parameter.requires_grad))
-        return origin.prepare(self._plan, self._options, self._batch, dist.get_rank())
+            parameter.requires_grad_(report.trained.get(names.get(name, name), parameter.requires_grad))
+        return changes, origin.prepare(self._plan, options, self._batch, dist.get_rank())
 
-    def _built(self, prepared: Prepared, meshes: Meshes) -> None:
+    def _built(
+        self,
+        report: OptimizerReport,
+        shapes: Mapping[str, tuple[int, ...]],
+        prepared: Prepared,
+        meshes: Meshes,
+        options: SetupOptions,
+        undo: ExitStack,
+    ) -> _Built:
+        """Split the modules by the plan, without values; ``shapes`` are those of all tensors."""
         origin, parallel = self._origin, self._parallel
-        shapes = {name: report.shape for reports in self._before for name, report in reports.items()}
         places, blanks = dict[nn.Module, _BlankLayers](), list[tuple[str, Tensor]]()
 
         def place(model: nn.Module, layer: Layer) -> None:
@@ -347,20 +303,21 @@ class _Change:
                 places[model] = _BlankLayers(model, origin.layers, parallel.device, shapes, blanks)
             places[model].place(layer)
 
-        runtimes = build(origin.model, prepared, meshes, self._options, place)
+        runtimes = build(origin.model, prepared, meshes, options, place)
+        undo.callback(_close, runtimes)
         gradients = _release_gradients(runtimes)
         view = ModelView(parallel.entries, runtimes, [runtime.model for runtime in runtimes])
         names = _names(parallel.entries, runtimes)
-        regrouping = regroup(self._optimizer, self._report, names, self._scheduler)
-        states = blank_states(self._report, names)
-        held = _cut_states(self._report, held_states(view, states))
+        regrouping = regroup(self._optimizer, report, names, self._scheduler)
+        states = blank_states(report, names)
+        held = _cut_states(report, held_states(view, states))
         blank: dict[str, Released] = {}
         for one in held:
             blank.setdefault(one.name, []).extend(release([one.tensor]))
         buffers = _blank_buffers(view, blanks)
         tensors = LocalTensors([*held_parameters(view), *held, *buffers])
         buffer_names = frozenset(buffer.name for buffer in buffers)
-        self._new = _New(runtimes, gradients, tensors, blank, buffer_names, states, regrouping)
+        return _Built(runtimes, gradients, tensors, blank, buffer_names, states, regrouping)
 
 
 def check_plan(plan: Plan, parallel: ParallelModel) -> None:

@@ -68,7 +68,7 @@ def everyone(value: Any) -> list[Any]:
 
 
 @dataclass(slots=True)
-class Transfer:
+class TensorTransfer:
     """Tensors that are cut anew."""
 
     items: Sequence[MovedTensor]  # equal on every rank

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from galvatron_lite import folders
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.checkpoint.manifest import check_whole, checkpoints_of
+from galvatron_lite.runtime.checkpoint.manifest import check_files, checkpoints_of
 from tests.runtime.checkpoint.jobs import Case, go_on, load, make_run, save
 
 PAIR = Case([Strategy(zero=2, zero_stage=3)] * 5)
@@ -91,6 +91,6 @@ def on_a_tiny_disk(folder: str) -> tuple[str, list[str], list[str]]:
         for number in range(20):
             save(run, Path(folder, f"step-{number}"), step=number)
     except GalvatronError as error:
-        found = [place.name for place in checkpoints_of(Path(folder)) if check_whole(place)]
+        found = [place.name for place in checkpoints_of(Path(folder)) if check_files(place)]
         return str(error), found, sorted(one.name for one in Path(folder).iterdir() if one.name.startswith("."))
     return "nothing went wrong", [], []

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from galvatron_lite.cli import app
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.checkpoint.manifest import check_whole
+from galvatron_lite.runtime.checkpoint.manifest import check_files
 from galvatron_lite.runtime.checkpoint.plain import read_plain
 from galvatron_lite.runtime.checkpoint.sealed import META
 from galvatron_lite.runtime.checkpoint.unsplit import load_into
@@ -52,7 +52,7 @@ def test_a_full_disk_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
         assert re.match(r"InputError: checkpoint: .*step-2.* Rank 1: File too large\. Free some space", told), told
         assert losses == wanted, "training goes on as if nothing had been saved"
     assert [one.name for one in tmp_path.iterdir()] == ["step-1"], "nothing is left of the attempt"
-    check_whole(tmp_path / "step-1")
+    check_files(tmp_path / "step-1")
 
 
 @pytest.fixture

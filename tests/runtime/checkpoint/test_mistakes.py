@@ -13,8 +13,12 @@ from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest
 from galvatron_lite.runtime.checkpoint.sealed import survey
 from galvatron_lite.runtime.checkpoint.shards import write_tensors
 from galvatron_lite.runtime.checkpoint.tensors import copied, stored_files
+from galvatron_lite.runtime.checkpoint.unsplit import load_into
 from galvatron_lite.runtime.layout import Box
 from galvatron_lite.runtime.pieces import Held, ItemRun, all_of
+from tests.runtime.checkpoint import jobs
+from tests.runtime.checkpoint.jobs import load, make_net, save
+from tests.runtime.checkpoint.test_faults import ALONE
 from tests.runtime.test_steps import model_of
 
 
@@ -58,3 +62,17 @@ def test_no_more_is_copied_than_is_written() -> None:
     half = copied(replace(held, chunks=(last,)))
     assert half.tensor.tolist() == [2.0, 3.0]
     assert half.chunks == (ItemRun(first, last.whole),)
+
+
+def test_a_tensor_without_items_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def net(seed: int = 0) -> torch.nn.Module:
+        model = make_net(seed)
+        model.blocks[0].register_buffer("unused", torch.empty(0, 3))
+        return model
+
+    monkeypatch.setattr(jobs, "make_net", net)
+    save(jobs.make_run(ALONE), tmp_path / "step-1")
+    load(jobs.make_run(ALONE, seed=1), tmp_path / "step-1")
+    model = net(1)
+    load_into(model, tmp_path / "step-1")
+    assert torch.equal(model.leave.weight, net(0).leave.weight)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from galvatron_lite.capture.trace import trace
-from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.model.discover import discover_layers
-from galvatron_lite.model.graph import Role
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
@@ -29,13 +28,14 @@ from galvatron_lite.search.space import Fixed
 from tests.known_time import Clock, KnownClock
 from tests.runtime.monitor import slow_link
 from tests.runtime.monitor.slow_link import Link
+from tests.runtime.monitor.workers import Workers, pair, profile_of, worked_batch
 from tests.undisturbed import undisturbed
 
 CONFIG = GPTConfig(vocab=64, layers=4, hidden=128, heads=4, sequence=16)
 BATCH = 16
 BANDWIDTH = 1e8
-WIDTH, WORK = 256, 1e-3
-"""Of a block: its width, and seconds of a sample's forward pass."""
+WORK = 1e-3
+"""Seconds of a block's forward pass of a sample."""
 FACTOR, LESS = 24.0, 6.0
 """How many times longer a byte takes; and how many times on the machine's clock, so that a transfer ends between two
 moments at which the machine is elsewhere."""
@@ -77,73 +77,15 @@ def make_model() -> GPT:
 
 def slow_profile() -> Profile:
     """An estimate for two processes over the link, of a processor that is not this one's."""
-    device = Device("cpu", 2**32, 1e10, {"fp32": 4e10}, source="a test")
-    cluster = Cluster("pair", (DeviceGroup(device, 2),), (Level("wire", 2, BANDWIDTH, 1e-5),))
-    return estimate_profile(trace(make_model(), make_batch(0)), cluster, precision="fp32", name="gpt")
+    return estimate_profile(trace(make_model(), make_batch(0)), pair(BANDWIDTH, 1e-5), precision="fp32", name="gpt")
 
 
-class _Work(torch.autograd.Function):
-    """Work that takes a known time and no processor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            Link.clock.work(WORK * tensor.shape[0])
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        Link.clock.work(2 * WORK * gradient.shape[0])
-        return gradient
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        worked: Tensor = _Work.apply(self.linear(hidden))  # type: ignore[no-untyped-call]
-        return hidden + torch.tanh(worked)
-
-
-class Workers(nn.Module):
-    """Blocks of many parameters and little to hand on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(4))
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        for block in self.blocks:
-            inputs = block(inputs)
-        return nn.functional.mse_loss(inputs, targets)
-
-
-def make_workers() -> Workers:
-    torch.manual_seed(0)
-    return Workers()
-
-
-def worked_batch(step: int) -> dict[str, Tensor]:
-    """The global batch of a step."""
-    inputs, targets = torch.randn(2, BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
-    return {"inputs": inputs, "targets": targets}
+def pace(_number: int, samples: int) -> tuple[float, float]:
+    return WORK * samples, 2 * WORK * samples
 
 
 def known_profile() -> Profile:
-    """Two processes over the link; blocks take the time that their work does."""
-    device = Device("cpu", 2**32, 1e10, {"fp32": 4e10}, source="a test")
-    cluster = Cluster("pair", (DeviceGroup(device, 2),), (Level("wire", 2, BANDWIDTH, 1e-3),))
-    profile = estimate_profile(trace(make_workers(), worked_batch(0)), cluster, precision="fp32", name="workers")
-    kinds = {layer.kind for layer in profile.graph.layers if layer.role is Role.BLOCK}
-    points = tuple(
-        replace(point, forward=WORK * point.samples, backward=2 * WORK * point.samples)
-        if point.kind in kinds
-        else point
-        for point in profile.layers
-    )
-    return replace(profile, layers=points)
+    return profile_of(pace, BATCH, pair(BANDWIDTH, 1e-3))
 
 
 def train_over_slow_link(folder: str, quick: int, slow: int) -> Course:
@@ -180,7 +122,7 @@ class _Run:
         profile = known_profile()
         self.probes = link_probes(profile)
         plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
-        model, example = make_workers(), worked_batch(0)
+        model, example = Workers(pace), worked_batch(BATCH, 0)
         self.parallel = ParallelModel(model, plan, discover_layers(model, example), example, device="cpu")
         self.parallel.steering = self.monitor = Monitor(self.parallel, profile, replace(SETTINGS, log=log))
         self.optimizer = self.parallel.optimizer(torch.optim.SGD, lr=0.1)
@@ -190,7 +132,7 @@ class _Run:
         """One step."""
         dist.barrier()
         before = Link.clock.now()
-        self.losses.append(float(self.parallel.train_step(worked_batch(step), self.optimizer)))
+        self.losses.append(float(self.parallel.train_step(worked_batch(BATCH, step), self.optimizer)))
         self.seconds.append(Link.clock.now() - before)
 
     def seconds_really(self) -> float:
@@ -215,7 +157,7 @@ def train_alone(steps: int) -> list[float]:
 
 def work_alone(steps: int) -> list[float]:
     """The same of the other model."""
-    return _losses(make_workers(), worked_batch, steps)
+    return _losses(Workers(pace), partial(worked_batch, BATCH), steps)
 
 
 def _losses(model: Any, batches: Callable[[int], dict[str, Tensor]], steps: int) -> list[float]:

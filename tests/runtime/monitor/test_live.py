@@ -83,12 +83,12 @@ def test_options_that_cannot_be_are_refused() -> None:
 
 def test_files_stay_within_bounds_and_go_on(tmp_path: Path) -> None:
     changed = PlanRecord(5, a_plan(0.05), "def")
-    files = LineFiles(tmp_path, "steps", [a_header()], largest=1500, kept=4)
+    kinds = (StepRecord, PlanRecord)
+    files = LineFiles(tmp_path, "steps", a_header(), kinds, largest=1500, kept=4)
     for number in range(100):
         if number == 5:
-            files.write([changed])
-            files.head = [a_header(), changed]
-        files.write([_step(number)])
+            files.take([changed])
+        files.take([_step(number)])
     files.close()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert len(names) == 4
@@ -97,7 +97,7 @@ def test_files_stay_within_bounds_and_go_on(tmp_path: Path) -> None:
     assert run.steps[0].step == 0
     assert run.steps[-1].step == 99
     assert run.plan == a_plan(0.05)
-    LineFiles(tmp_path, "steps", [a_header(2000.0, 100)]).close()
+    LineFiles(tmp_path, "steps", a_header(2000.0, 100), kinds).close()
     assert [one.step for one in read_run(tmp_path).starts] == [0, 100]
 
 

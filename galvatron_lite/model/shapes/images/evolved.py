@@ -7,14 +7,14 @@ and 6.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Passed, Role, SplitDims
-from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
-from galvatron_lite.model.shapes.images.network import NOT_SPLIT
-from galvatron_lite.model.shapes.records import Division
+from galvatron_lite.model.shapes.images.network import NOT_SPLIT, compare
+from galvatron_lite.model.shapes.records import Division, Value
 from galvatron_lite.model.shapes.tape import Tape, assemble
 
 
@@ -31,16 +31,12 @@ def _unit(flow: ImageFlow, out: int, kernel: Extent, stride: int = 1) -> ImageFl
     return flow.rectify().convolve(out, kernel, stride, padding=None if kernel != (1, 1) else 0).normalise()
 
 
-def _average(flow: ImageFlow, stride: int) -> ImageFlow:
-    return flow.pool(3, stride, maximum=False)
-
-
 _OPERATIONS: dict[str, Callable[[ImageFlow, int], ImageFlow]] = {
     "none": lambda flow, _: flow,
     "conv": lambda flow, stride: _unit(flow, flow.channels, (1, 1), stride),
     "conv3": lambda flow, stride: _narrow(flow, stride, ((3, 3),)),
     "conv7": lambda flow, stride: _narrow(flow, stride, ((1, 7), (7, 1))),
-    "mean": _average,
+    "mean": lambda flow, stride: flow.pool(3, stride, maximum=False),
     "max": lambda flow, stride: flow.pool(2, stride, padding=0),
 }
 _NORMAL = (
@@ -55,12 +51,16 @@ _REDUCTION = (
 in torchgpipe's port)."""
 
 
+Picture = tuple[int, Extent]
+"""Channels and extent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What makes cells equal."""
+    """Cells are equal where these are."""
 
-    before: tuple[int, Extent]  # channels and extent of the output two cells back
-    last: tuple[int, Extent]  # of the previous cell's output
+    before: Picture  # the output two cells back
+    last: Picture  # the previous cell's output
     channels: int  # of the cell's states
     reduction: bool  # whether it halves the picture
     single: bool  # whether both inputs are one tensor
@@ -69,10 +69,15 @@ class Cell:
 def evolved_graph(
     name: str, layers: int, filters: int, side: int, classes: int, precision: str, item_bytes: int
 ) -> ModelGraph:
-    """Stem, two reduction cells, three rows of normal cells with reduction cells between them, classifier."""
+    """Stem, two reduction cells, three rows of normal cells with reduction cells between them, classifier.
+
+    Every output goes to the two cells after it; the classifier takes the last one's alone.
+    """
     each, channels = layers // 3, filters // 4
-    stem, extent = _stem(side, channels, item_bytes)
-    before = last = (channels, extent)
+    tape = Tape(item_bytes)
+    flow = _enter(tape, (3, (side, side)), grad=False).rectify().convolve(channels, 3, 2).normalise()
+    stem = _kind(tape, "before", (flow.value,), (3, (side, side)), channels)
+    before = last = (channels, flow.extent)
     kinds: dict[Cell, LayerKind] = {}
     blocks: list[Layer] = []
     sizes = [_items(last) * item_bytes]
@@ -82,41 +87,29 @@ def evolved_graph(
         if cell not in kinds:
             kinds[cell] = _cell_kind(cell, f"cell{len(kinds)}", item_bytes)
         blocks.append(Layer(f"cells.{len(blocks)}", kinds[cell].name, Role.BLOCK))
-        before, last = last, _result(cell)
+        height, width = last[1]
+        result = (3 * channels, (height // 2, width // 2)) if reduction else (4 * channels, (height, width))
+        before, last = last, result
         sizes.append(_items(last) * item_bytes)
     after = _classifier(last, before, classes, item_bytes)
-    tensors = _tensors(["before", *(block.name for block in blocks)], sizes)
+    names = ["before", *(block.name for block in blocks)]
+    readers = [names[place + 1 : place + 3] or ["after"] for place in range(len(names))]
+    tensors = [Passed(name, tuple(own), size) for name, own, size in zip(names, readers, sizes, strict=True)]
     return assemble(name, [stem, *kinds.values(), after], blocks, sequence=1, precision=precision, tensors=tensors)
 
 
-def _tensors(names: Sequence[str], sizes: Sequence[int]) -> list[Passed]:
-    """Every output goes to the two cells after it; the classifier takes the last one's alone."""
-    last = len(names) - 1
-    readers = [names[place + 1 : place + 3] if place < last else ("after",) for place in range(len(names))]
-    return [Passed(name, tuple(own), size) for name, own, size in zip(names, readers, sizes, strict=True)]
+def _items(picture: Picture) -> int:
+    return picture[0] * prod(picture[1])
 
 
-def _items(picture: tuple[int, Extent]) -> int:
-    channels, (height, width) = picture
-    return channels * height * width
+def _enter(tape: Tape, picture: Picture, *, grad: bool = True) -> ImageFlow:
+    return ImageFlow(tape, tape.enter(_items(picture), Division.WHOLE, grad=grad), *picture)
 
 
-def _result(cell: Cell) -> tuple[int, Extent]:
-    height, width = cell.last[1]
-    return (3 * cell.channels, (height // 2, width // 2)) if cell.reduction else (4 * cell.channels, (height, width))
-
-
-def _stem(side: int, channels: int, item_bytes: int) -> tuple[LayerKind, Extent]:
-    tape = Tape(item_bytes)
-    flow = ImageFlow(tape, tape.enter(3 * side * side, Division.WHOLE, grad=False), 3, (side, side))
-    flow.rectify().convolve(channels, 3, 2).normalise()
-    dims = SplitDims(in_channels=3, out_channels=channels, height=side, width=side)
-    return tape.kind("before", (flow.value,), dims, tensor_reason=NOT_SPLIT, recomputed=False), flow.extent
-
-
-def _enter(tape: Tape, picture: tuple[int, Extent]) -> ImageFlow:
-    channels, extent = picture
-    return ImageFlow(tape, tape.enter(_items(picture), Division.WHOLE), channels, extent)
+def _kind(tape: Tape, name: str, outputs: tuple[Value, ...], entering: Picture, out: int) -> LayerKind:
+    channels, (height, width) = entering
+    dims = SplitDims(in_channels=channels, out_channels=out, height=height, width=width)
+    return tape.kind(name, outputs, dims, tensor_reason=NOT_SPLIT, recomputed=name.startswith("cell"))
 
 
 def _cell_kind(cell: Cell, name: str, item_bytes: int) -> LayerKind:
@@ -124,12 +117,6 @@ def _cell_kind(cell: Cell, name: str, item_bytes: int) -> LayerKind:
     last = _enter(tape, cell.last)
     before = last.fork() if cell.single else _enter(tape, cell.before)
     skip = last.value
-    out = _cell(cell, last, before)
-    dims = SplitDims(in_channels=cell.last[0], out_channels=out.channels, height=cell.last[1][0], width=cell.last[1][1])
-    return tape.kind(name, (out.value, skip), dims, tensor_reason=NOT_SPLIT)
-
-
-def _cell(cell: Cell, last: ImageFlow, before: ImageFlow) -> ImageFlow:
     states = [_unit(last, cell.channels, (1, 1)), _fitted(before, cell)]
     for pair in _REDUCTION if cell.reduction else _NORMAL:
         first, second = (
@@ -137,7 +124,8 @@ def _cell(cell: Cell, last: ImageFlow, before: ImageFlow) -> ImageFlow:
         )
         states.append(first.add(second))
     chosen = (4, 5, 6) if cell.reduction else (0, 3, 4, 6)
-    return states[chosen[0]].fork().concatenate(*(states[index] for index in chosen[1:]))
+    out = states[chosen[0]].fork().concatenate(*(states[index] for index in chosen[1:]))
+    return _kind(tape, name, (out.value, skip), cell.last, out.channels)
 
 
 def _fitted(before: ImageFlow, cell: Cell) -> ImageFlow:
@@ -150,12 +138,10 @@ def _fitted(before: ImageFlow, cell: Cell) -> ImageFlow:
     return before if before.channels == cell.channels else _unit(before, cell.channels, (1, 1))
 
 
-def _classifier(last: tuple[int, Extent], skip: tuple[int, Extent], classes: int, item_bytes: int) -> LayerKind:
+def _classifier(last: Picture, skip: Picture, classes: int, item_bytes: int) -> LayerKind:
     tape = Tape(item_bytes)
     flow = _enter(tape, last)
     _enter(tape, skip)
-    flow.pool(last[1][0], last[1][0], maximum=False, padding=0)
-    logits = flow.linear(classes).value
-    loss = ops.cross_entropy(tape, "loss", logits, tape.labels(1))
-    dims = SplitDims(in_channels=last[0], out_channels=classes, height=last[1][0], width=last[1][1])
-    return tape.kind("after", (loss,), dims, tensor_reason=NOT_SPLIT, recomputed=False)
+    side = last[1][0]
+    compare(flow.pool(side, side, maximum=False, padding=0).linear(classes))
+    return _kind(tape, "after", (flow.value,), last, classes)

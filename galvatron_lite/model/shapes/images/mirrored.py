@@ -211,7 +211,7 @@ def _segmentation(wiring: _Wiring, shape: PerceptionShape) -> str:
     below, sides = _VIEW, list[str]()
     for level, width in enumerate(shape.widths):
         below = wiring.layer(f"segmentation.downs.{level}", _down, below, width=width, kernel=3 if level else 1)
-        sides.append(wiring.layer(f"segmentation.sides.{level}", _side, below))
+        sides.append(wiring.layer(f"segmentation.sides.{level}", _view_unit, below, width=width))
     below = sides[-1]
     for place, level in enumerate(reversed(range(shape.levels))):
         half = shape.widths[level] // 2
@@ -241,10 +241,6 @@ def _view_unit(flow: ImageFlow, width: int, kernel: int = 3) -> ImageFlow:
 
 def _down(flow: ImageFlow, width: int, kernel: int) -> None:
     _view_unit(_view_unit(flow, width, kernel), width).pool(2, 2, padding=0)
-
-
-def _side(flow: ImageFlow) -> None:
-    _view_unit(flow, flow.channels)
 
 
 def _up(flow: ImageFlow, more: int, skip: int, widths: Sequence[int], kernel: int) -> None:

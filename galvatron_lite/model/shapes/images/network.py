@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, SplitDims, TensorSplit
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, Role, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
@@ -115,12 +115,8 @@ def without_output(kind: LayerKind, output: Value, tape: Tape) -> tuple[LayerKin
     none = kind.kept[Recompute.NONE]
     left = replace(none, whole=none.whole - output.held)
     kept = {choice: size for choice, size in kind.kept.items() if size.total <= left.total or choice is Recompute.FULL}
-    working, forward = (_with_whole(live, output.held) for live in (kind.working, kind.forward_working))
+    working, forward = (replace(live, whole=live.whole + output.held) for live in (kind.working, kind.forward_working))
     return replace(kind, kept=kept | {Recompute.NONE: left}, working=working, forward_working=forward), True
-
-
-def _with_whole(split: TensorSplit, size: int) -> TensorSplit:
-    return replace(split, whole=split.whole + size)
 
 
 def classify(flow: ImageFlow, classes: int) -> None:

@@ -18,7 +18,7 @@ from galvatron_lite.parallelism.sharded.collectives import distribute
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, specs_of, to_local
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from tests.parallelism.cut_functions import Lines, compare, picture
+from tests.parallelism.sharded_functions import Lines, compare, picture
 
 PIXELS: Lines = (2, 3)
 UNARY: list[Callable[[Tensor], Any]] = [

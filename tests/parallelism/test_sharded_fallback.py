@@ -18,7 +18,7 @@ from galvatron_lite.parallelism.sharded.collectives import distribute, full_tens
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, specs_of, to_local
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from tests.parallelism.cut_functions import Lines, compare, picture
+from tests.parallelism.sharded_functions import Lines, compare, picture
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 PIXELS: Lines = (2, 3)

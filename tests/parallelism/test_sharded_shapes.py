@@ -17,7 +17,7 @@ from galvatron_lite.parallelism.sharded.collectives import distribute, redistrib
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup, shards_of
 from galvatron_lite.parallelism.sharded.tensor import ShardSpec, to_local
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from tests.parallelism.cut_functions import Lines, compare, picture
+from tests.parallelism.sharded_functions import Lines, compare, picture
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 PIXELS: Lines = (2, 3)

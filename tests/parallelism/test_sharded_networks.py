@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from tests.parallelism.cut_functions import cuts_on, picture, results_of, weights
+from tests.parallelism.sharded_functions import cuts_on, picture, results_of, weights
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 
 SMALL = {"hidden_sizes": [8, 16], "depths": [1, 1]}

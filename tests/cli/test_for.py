@@ -1,0 +1,46 @@
+"""``plan --for``: plans that another tool can be told in full, priced as its software runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from galvatron_lite import api
+from galvatron_lite.cli import app
+from galvatron_lite.plans.export.tools import TOOLS, export
+
+MODEL = ("--layers", "8", "--hidden", "1024", "--heads", "16", "--vocab", "32000", "--seq", "1024")
+WHERE = ("--cluster", "h100", "--gpus", "16", "--batch", "128", "--mem", "6GB")
+USER = {
+    "deepspeed": ("recomputation",),
+    "accelerate": ("micro-batch", "accumulat"),
+    "torchtitan": ("a list of its own",),
+}
+"""What tools without a setting for it leave to the user's own code."""
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS))
+def test_the_settings_say_all_of_the_plan(tool: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings"
+    result = CliRunner().invoke(app, ["plan", *MODEL, *WHERE, "--for", tool, "-o", str(file)])
+    assert result.exit_code == 0, result.output
+    assert file.read_text()
+    left = [line for line in result.output.splitlines() if line.startswith("Not among")]
+    assert [line for line in left if not any(word in line for word in USER.get(tool, ()))] == []
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
+def test_costs_are_those_of_the_software(model: str) -> None:
+    asked = {"model": model, "cluster": "h100", "gpus": 64, "batch": 128, "mem": "80GB", "runners_up": 0}
+    ours, theirs = (api.plan(backend=name, **asked) for name in ("galvatron", "megatron"))  # type: ignore[arg-type]
+    assert ours.prediction is not None
+    assert theirs.prediction is not None
+    assert theirs.prediction.step_seconds < ours.prediction.step_seconds  # fused kernels
+    assert export(theirs, "megatron", strict=True).text
+
+
+def test_a_tool_that_there_is_not() -> None:
+    result = CliRunner().invoke(app, ["plan", *MODEL, *WHERE, "--for", "horovod"])
+    assert result.exit_code != 0
