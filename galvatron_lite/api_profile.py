@@ -78,6 +78,8 @@ def _estimate(
     from galvatron_lite.profiler.estimate import estimate_profile
     from galvatron_lite.stacks.catalog import STACKS
 
+    if stack and stack not in STACKS:
+        raise InputError("stack", stack, f"Give one of {', '.join(STACKS)}.")
     software = STACKS[stack] if stack else None
     machine = _machine(cluster, gpus)
     if isinstance(model, ModelGraph):
@@ -88,7 +90,8 @@ def _estimate(
     else:
         chosen, kernels = precision_on(machine, precision), None if software is None else software.kernels
         graph = graph_named(str(model), sequence=sequence, precision=chosen, kernels=kernels)
-    return estimate_profile(graph, machine, precision=graph.precision, name=graph.name, stack=software)
+    known = estimate_profile(graph, machine, precision=graph.precision, name=graph.name, stack=software)
+    return replace(known, stack=stack)
 
 
 def precision_on(cluster: Cluster | str | Path | None, precision: str | None, gpus: int | None = None) -> str:
@@ -284,7 +287,7 @@ def _estimates(plan: Plan, made_from: Provenance) -> Iterator[Profile]:
         try:
             yield find_profile(
                 model=plan.model, cluster=made_from.cluster, gpus=plan.devices, sequence=sequence,
-                precision=plan.precision,
+                precision=plan.precision, stack=made_from.stack,
             )  # fmt: skip
         except GalvatronError:
             return

@@ -32,6 +32,7 @@ from galvatron_lite.plans.io import check_plan, file_named, read_plan
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
+from galvatron_lite.runtime.alike import from_rank_zero
 from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.plain import RandomStates
 from galvatron_lite.runtime.monitor.attach import (
@@ -297,7 +298,7 @@ def _tried_out(
 
     check_reduction(reduction, weight)
     options: dict[str, Any] = {"loss_fn": loss_fn, "weight": weight, "reduction": reduction, "init_fn": init_fn}
-    findings: Findings = _agreed(lambda: try_model(model, batch, layers, **options))
+    findings: Findings = from_rank_zero(lambda: try_model(model, batch, layers, **options))
     _warn(findings.warnings())
     return findings
 
@@ -362,7 +363,7 @@ def _without_graph(
             batch=batch, budget=budget_on(probe(), mem).least, precision=precision or precision_of(model), **pins,
         )  # fmt: skip
 
-    plan: Plan = _agreed(find)
+    plan: Plan = from_rank_zero(find)
     _say(f"plan: {plan_line(plan)}")
     what = f"{uncaptured.field} ({uncaptured.value})"
     _say(
@@ -420,22 +421,8 @@ def _found_plan(profile: Profile, arguments: PlanArguments, delay: str | None) -
 def _agreed_plan(profile: Profile, arguments: PlanArguments) -> Plan:
     from galvatron_lite.api import plan as find
 
-    plan: Plan = _agreed(lambda: find(profile, **arguments))
+    plan: Plan = from_rank_zero(lambda: find(profile, **arguments))
     return plan
-
-
-def _agreed(call: Callable[[], Any]) -> Any:
-    """The call's result on rank 0, or its error, on every rank, so that no rank can differ."""
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = call()
-        except Exception as error:
-            box[1] = error
-    dist.broadcast_object_list(box)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]
 
 
 _OPTIONS = {

@@ -148,9 +148,8 @@ def _run(options: SimpleNamespace) -> None:
     last = " (the last profile made here)" if options.profile is None and options.model is None else ""
     source = f"{'the shape given' if flags else profile.name + last}: {profile.origin.kind.value}, "
     source += ", ".join(filter(None, (profile.origin.source, profile.origin.date)))
-    software = _stack_of(options)
-    if software is not None and estimated:
-        source += f", as {software.name} runs it"
+    if profile.stack:
+        source += f", as {profile.stack} runs it"
     if estimated and options.precision is None and options.verbose:
         source += ", precision chosen automatically (--precision overrides it)"
     if question:

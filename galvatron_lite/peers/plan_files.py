@@ -36,7 +36,10 @@ def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Pla
         said = data.get("model") if isinstance(data, Mapping) else None
         if said in (None, profile.graph.name):
             raise
-        other = f"The plan is of {said}, and is to be priced for {profile.graph.name}."
+        other = (
+            f"The plan is of {said}, and is to be priced for {profile.graph.name}, of which profile {profile.name} is."
+        )
+        other = f"{other} Give --profile or --model of the plan's own."
         raise InputError(error.field, error.value, f"{error.remedy} {other}") from error
 
 

@@ -223,6 +223,7 @@ class Provenance(Strict):
     # least_seconds, most_seconds: of a step over scenarios (``search.scenarios``); 0.0: not asked for
     least_seconds: Seconds = 0.0
     most_seconds: Seconds = 0.0
+    stack: str = ""  # training software whose costs it was priced with (``stacks.catalog``); empty: our own runtime
     simulated: bool = False  # whether ``gap`` is how much less than this plan's simulated step any closed form can be
 
     def budget_of(self, stage: Stage) -> int:

@@ -206,6 +206,7 @@ class Profile(Strict):
             tensor group, and gather them on the other side.
         steps_overlap: whether stages begin a step before the others have ended the last, under zero-bubble schedules
             (Qi et al. 2023, section 4); ours wait for the loss of each step.
+        stack: training software whose costs are estimated (``stacks.catalog``); empty: our own runtime.
         types: where the cluster has devices of several types, the figures of each; ``layers``, ``optimizer`` and
             ``overhead`` are then those of the slowest at each point, which paces layers that all of them work on.
         transport: how the software sends.
@@ -241,6 +242,7 @@ class Profile(Strict):
     versions: tuple[tuple[str, str], ...] = ()
     scattered_sends: bool = False
     steps_overlap: bool = False
+    stack: str = ""
     types: tuple[DeviceFigures, ...] = ()
     transport: Transport = STRAIGHT
     pictures: PictureSplit = SPARING

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -46,4 +49,18 @@ def first_seed(device: torch.device) -> int:
     box = [torch.initial_seed()]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, device=device)
+    return box[0]
+
+
+def from_rank_zero(call: Callable[[], Any]) -> Any:
+    """The call's result on rank 0, or its error, on every rank, so that no rank can differ."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = call()
+        except Exception as error:
+            box[1] = error
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise box[1]
     return box[0]

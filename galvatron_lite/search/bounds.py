@@ -38,7 +38,7 @@ from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import LayerPoint, Profile
-from galvatron_lite.search.chain import ChainBounds
+from galvatron_lite.search.chain_bounds import ChainBounds
 from galvatron_lite.search.problem import Problem, even_cuts, part_of
 from galvatron_lite.search.tables import TICKS, StrategyTable
 

@@ -25,7 +25,8 @@ from itertools import count, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.chain import Chain, ChainFront, Path, good_path, pareto_paths
+from galvatron_lite.search.chain import Chain, ChainFront, Path
+from galvatron_lite.search.chain_labels import good_path, pareto_paths
 from galvatron_lite.search.pareto import pareto_rows
 
 IntArray = NDArray[np.int64]

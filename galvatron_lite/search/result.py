@@ -83,4 +83,5 @@ def provenance(profile: Profile, budget: int | Budget, gap: float, tolerance: fl
         proof=Proof.FEASIBLE if gap > tolerance * (1.0 + 1e-6) else Proof.PROVEN,
         gap=gap,
         parameters=profile.graph.parameters,
+        stack=profile.stack,
     )

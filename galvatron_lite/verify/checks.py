@@ -15,6 +15,7 @@ from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.verify.conformance.groups import gradients_summed, groups_fit
 from galvatron_lite.verify.conformance.layers import layer_checks
+from galvatron_lite.verify.conformance.memory import stack_of
 from galvatron_lite.verify.conformance.volume import VOLUME, volume
 from galvatron_lite.verify.dry.mode import DryRunError
 from galvatron_lite.verify.dry.roles import named_for, run_roles
@@ -75,7 +76,9 @@ def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Pr
 def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
     """Communication against what is priced, where there is a profile of the model to price with."""
     planned = sum(run.count for stage in plan.stages for run in stage.runs)
-    if profile is None:
+    if stack := stack_of(plan):
+        reason = f"The plan is priced as {stack} sends, not as galvatron's own runtime."
+    elif profile is None:
         reason = "The profile that the plan was made from is not found: --profile FILE."
     elif planned != len(profile.graph.layers):
         reason = (

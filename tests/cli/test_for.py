@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from galvatron_lite import api
+from galvatron_lite import api, explain
 from galvatron_lite.cli import app
 from galvatron_lite.plans.export.tools import TOOLS, export
 
@@ -44,3 +44,11 @@ def test_costs_are_those_of_the_software(model: str) -> None:
 def test_a_tool_that_there_is_not() -> None:
     result = CliRunner().invoke(app, ["plan", *MODEL, *WHERE, "--for", "horovod"])
     assert result.exit_code != 0
+
+
+def test_a_plan_for_other_software_is_explained_with_its_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = api.plan(model="gpt2", cluster="h100", gpus=8, batch=64, mem="80GB", backend="megatron", runners_up=0)
+    assert plan.provenance is not None
+    assert plan.provenance.stack == "megatron-core"
+    assert explain(plan, what_if=False).step_seconds == pytest.approx(plan.prediction.step_seconds)  # type: ignore[union-attr]

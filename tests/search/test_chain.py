@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, best_of_parts, good_path, pareto_paths
+from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, best_of_parts
+from galvatron_lite.search.chain_labels import good_path, pareto_paths
 
 QUIET = {"deadline": None, "derandomize": True}
 Times = tuple[int, ...]

@@ -11,7 +11,8 @@ import pytest
 
 from galvatron_lite.cost.memory import MemoryTerms, worst_moment
 from galvatron_lite.search import nets as graphs
-from galvatron_lite.search.chain import Chain, ChainLayer, Path, pareto_paths
+from galvatron_lite.search.chain import Chain, ChainLayer, Path
+from galvatron_lite.search.chain_labels import pareto_paths
 from galvatron_lite.search.nets import good_way, net_paths
 from tests.search.nets import Net, Node, best_in_order, time_of
 

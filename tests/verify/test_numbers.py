@@ -6,12 +6,13 @@ import torch
 
 import galvatron_lite.runtime.engine
 from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.zoo import build
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.plans.spelled import parse_strategy
 from galvatron_lite.verify.numbers.check import check_numbers
 from galvatron_lite.verify.numbers.train import TrainingFork
 from galvatron_lite.verify.schema import Check, Verdict
-from galvatron_lite.verify.source import ModelSource, named_source
+from galvatron_lite.verify.source import ModelSource, factory_source, named_source
 from tests.equivalence.plans import write_plan
 
 
@@ -77,3 +78,21 @@ def test_a_weight_that_is_not_updated_is_found() -> None:
     assert "weights after step 2" in check.said
     assert any("embed.weight" in line for line in check.details)
     assert not any("gradients of step 1" in line for line in check.details)
+
+
+def masked() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Samples of which unlike shares of labels count."""
+    torch.manual_seed(0)
+    model = build("gpt-tiny", vocab=64, layers=4, hidden=16, heads=2, sequence=16)
+    tokens = torch.randint(0, 64, (8, 16))
+    return model, {
+        "tokens": tokens,
+        "labels": tokens.where(torch.arange(16) % (torch.arange(8)[:, None] + 1) == 0, -100),
+    }
+
+
+def test_shares_with_unlike_counts_of_labels_weigh_as_in_training() -> None:
+    source = factory_source(masked)
+    for plan in (plan_for(source, "data2", devices=2), plan_for(source, "whole", devices=1, microbatches=2)):
+        check = checked(source, plan)
+        assert check.verdict is Verdict.PASSED, check

@@ -30,6 +30,7 @@ from galvatron_lite.errors import ExhaustedError, GalvatronError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.runtime.alike import from_rank_zero
 from galvatron_lite.runtime.monitor.blame import EXHAUSTED
 from galvatron_lite.runtime.monitor.clock import LayerClock
 from galvatron_lite.runtime.monitor.correct import level_groups, probe_points
@@ -161,7 +162,7 @@ class Monitor:
     def _make_room(self, optimizer: torch.optim.Optimizer) -> str:
         """Change to a plan that takes less; why not, where there is none."""
         decider = self._decider
-        plan, error = _from_rank_zero(lambda: (None, "") if decider is None else decider.exhausted(self.step))
+        plan, error = from_rank_zero(lambda: (None, "") if decider is None else decider.exhausted(self.step))
         if plan is None:
             return (
                 f"No plan takes less: {error}. Use more devices, a smaller batch, or host memory (--fix offload=...)."
@@ -189,9 +190,9 @@ class Monitor:
         self._seconds.clear()
         runs = [(run.first, run.count) for stage in self._parallel.plan.stages for run in stage.runs]
         window = window_of(self.step, every, self._names, runs)
-        if _from_rank_zero(lambda: decider is not None and wants_links(decider.state, window)):
+        if from_rank_zero(lambda: decider is not None and wants_links(decider.state, window)):
             window = replace(window, links=measure_links(self._probes, device))
-        chosen: Plan | None = _from_rank_zero(lambda: None if decider is None else decider.decide(window))
+        chosen: Plan | None = from_rank_zero(lambda: None if decider is None else decider.decide(window))
         if chosen is not None:
             self._switch(optimizer, chosen)
 
@@ -300,20 +301,6 @@ def window_of(step: int, every: Sequence[RankMeasurement], names: list[str], run
             groups.append(LayerGroup(name, tuple(seconds), tuple(seconds.values())))
     memory = tuple(rank.memory for rank in every)
     return StepWindow(step, (first, middle, third), tuple(groups), memory if all(memory) else ())
-
-
-def _from_rank_zero(of_rank_zero: Callable[[], Any]) -> Any:
-    """Rank 0's result on every rank; an error there is raised on all."""
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = of_rank_zero()
-        except Exception as error:
-            box[1] = error
-    dist.broadcast_object_list(box)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,16 @@ def memory_checks(runs: Sequence[RoleRun], plan: Plan, cluster: Cluster | None =
     if plan.prediction is None:
         said = "The plan has no prediction: evaluate it first."
         return [Check(name, Verdict.SKIPPED, said) for name in (MEMORY, BUDGET)]
+    if stack := stack_of(plan):
+        said = f"The plan is priced as {stack} runs it, which this run of galvatron's own runtime does not show."
+        return [Check(name, Verdict.SKIPPED, said) for name in (MEMORY, BUDGET)]
     predicted = device_memory(plan)
     return [_as_predicted(runs, predicted), _budget(runs, plan, predicted, cluster)]
+
+
+def stack_of(plan: Plan) -> str:
+    """Other software that a plan is priced for; empty: our own runtime."""
+    return "" if plan.provenance is None else plan.provenance.stack
 
 
 def _as_predicted(runs: Sequence[RoleRun], predicted: Sequence[MemoryBreakdown]) -> Check:

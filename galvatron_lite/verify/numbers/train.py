@@ -27,6 +27,7 @@ from galvatron_lite.runtime.pieces import Held, held_gradients, held_parameters,
 from galvatron_lite.verify.launched import ForkedServer, fork
 from galvatron_lite.verify.numbers.shrink import Recipe, Small, make_small
 from galvatron_lite.verify.source import ModelSource
+from galvatron_lite.verify.trial.check import try_model
 
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 RELATIVE = 1e-5
@@ -100,9 +101,12 @@ def train_under_plan(small: Small, plan: Plan, reference: ReferenceTraining) -> 
         the boxes that this rank has and items in them.
     """
     small.model.load_state_dict(reference.initial)
+    # shares weigh as auto_parallelize lets them weigh: by their counts of labels, where the loss is a mean over these
+    findings = try_model(small.model, small.batches[0], small.layers, loss_fn=small.loss_fn)
     parallel = ParallelModel(
-        small.model, plan, small.layers, small.batches[0], loss_fn=small.loss_fn, device="cpu", precision="fp32"
-    )
+        small.model, plan, small.layers, small.batches[0], loss_fn=small.loss_fn, device="cpu", precision="fp32",
+        loss_weight=findings.weight,
+    )  # fmt: skip
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
     relative, wrong, held = RELATIVE * small.relative, list[str](), dict[str, Any]()
 
