@@ -133,11 +133,13 @@ def test_a_network_has_its_published_size(
 def test_networks_without_published_activations_have_their_published_parameters() -> None:
     # Of a ConvMixer the published multiply-adds leave the depthwise convolutions out; the others have none published.
     for name, millions in (
-        ("convmixer_768_32", 21.11), ("convmixer_1536_20", 51.63), ("nf_regnet_b0", 8.76), ("eca_nfnet_l0", 24.14),
-        ("nfnet_f7", 499.5), ("cs3sedarknet_l", 21.91), ("cs3se_edgenet_x", 50.72), ("darknetaa53", 36.02),
-        ("efficientnetv2_rw_t", 13.65), ("efficientnetv2_rw_s", 23.94),
+        ("convmixer_768_32", 21.11), ("convmixer_1536_20", 51.63), ("nfnet_f7", 499.5), ("cs3sedarknet_l", 21.91),
+        ("cs3se_edgenet_x", 50.72), ("darknetaa53", 36.02), ("efficientnetv2_rw_t", 13.65),
+        ("efficientnetv2_rw_s", 23.94),
     ):  # fmt: skip
-        assert graph_of(name).parameters / 1e6 == pytest.approx(millions, rel=0.005)
+        assert graph_of(name).parameters / 1e6 == pytest.approx(millions, rel=0.001)
+    for name, millions in (("nf_regnet_b0", 8.76), ("eca_nfnet_l0", 24.14)):
+        assert graph_of(name).parameters / 1e6 == pytest.approx(millions, rel=0.002)
 
 
 def test_the_convnext_and_vit_shapes_have_their_published_parameters() -> None:
