@@ -193,8 +193,9 @@ def finalists(
 
 
 def pipelines(request: Request, pricer: LayerPricer, best: SolvedPlan, slack: float) -> tuple[Finalist, ...]:
-    """For each pipeline degree the plan of least closed form, where that is near the best plan's, and the same with
-    fewer stages a group; all simulated, for which of them is quickest the closed form does not tell.
+    """For each pipeline degree the plan of least closed form, where that is near the best plan's, the same with fewer
+    stages a group, and beside a zero-bubble one the best of other schedules; all simulated, for which of them is
+    quickest the closed form does not tell.
 
     Args:
         request: what is planned.
@@ -207,9 +208,17 @@ def pipelines(request: Request, pricer: LayerPricer, best: SolvedPlan, slack: fl
         own = replace(request, fixed=replace(request.fixed, pipeline=degree))
         below = int(best.partition.time * (1.0 + _REACH))
         found = _searched(own, pricer, below=below, slack=slack, effort=_WORK) if degree > 1 else None
-        if found is not None:
-            first = _finalist(request, pricer, _name(found.problem.shape), found)
-            options += [first, *_less_interleaved(request, pricer, first)]
+        if found is None:
+            continue
+        first = _finalist(request, pricer, _name(found.problem.shape), found)
+        options += [first, *_less_interleaved(request, pricer, first)]
+        others = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
+        if first.plan.schedule.splits_backward and others:
+            # its closed form leaves out waits that simulation shows, which those of the others have
+            found = _searched(replace(own, schedules=others), pricer, below=below, slack=slack, effort=_WORK)
+            if found is not None:
+                second = _finalist(request, pricer, _name(found.problem.shape), found)
+                options += [second, *_less_interleaved(request, pricer, second)]
     return tuple(options)
 
 
