@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
+from typing import cast
 
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.errors import InputError
@@ -19,9 +20,9 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.backends import ANY, Backend
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedule_names
 from galvatron_lite.parallelism.registry import CHOSEN
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
 from galvatron_lite.search.ways import Delay
 
@@ -65,6 +66,10 @@ def _switch(name: str, text: str) -> bool:
     return words[text]
 
 
+def _order(name: str, text: str) -> object:
+    return _word(dict(schedule_names()))(name, text)
+
+
 def _word(words: dict[str, object]) -> Reader:
     def read(name: str, text: str) -> object:
         if text not in words:
@@ -74,11 +79,6 @@ def _word(words: dict[str, object]) -> Reader:
     return read
 
 
-_SCHEDULES: dict[str, object] = {
-    **{schedule.value: schedule for schedule in Schedule},
-    "interleaved": Schedule.INTERLEAVED, "zb1p": Schedule.ZERO_BUBBLE_1P, "zb2p": Schedule.ZERO_BUBBLE_2P,
-    "zbv": Schedule.ZERO_BUBBLE_V,
-}  # fmt: skip
 _RECOMPUTE: dict[str, object] = {choice.value: choice for choice in Recompute}
 _RECOMPUTE |= {"off": Recompute.NONE, "on": Recompute.FULL}
 _OFFLOAD: dict[str, object] = {choice.value: choice for choice in Offload}
@@ -95,7 +95,7 @@ NAMES: tuple[PinName, ...] = (
             means="samples of a micro-batch over all devices of a stage"),
     PinName("mbs", ("micro_batch_size",), _number, "device_samples", once=True,
             means="samples of a micro-batch on one data-parallel rank; needs dp, or pp, tp and cp"),
-    PinName("schedule", (), _word(_SCHEDULES), "schedule", once=True, means="order of micro-batches in the pipeline"),
+    PinName("schedule", (), _order, "schedule", once=True, means="order of micro-batches in the pipeline"),
     PinName("virtual", ("vpp", "virtual_stages"), _number, "virtual", once=True, means="stages each group runs"),
     PinName("rule", (), _word(_RULES), "rule", once=True, means="cdp-v1 or cdp-v2, of delayed gradients"),
     PinName("setting", (), _word(_SETTINGS), "setting", once=True,
@@ -188,7 +188,7 @@ def schedules_named(wanted: Sequence[Schedule | str] | None, pinned: Schedule | 
 
 def _schedule(name: str) -> Schedule:
     try:
-        schedule = Schedule(str(pin_named("schedule").read("schedule", name.lower())))
+        schedule = cast("Schedule", _order("schedule", name.lower()))
     except InputError as error:
         raise InputError("--schedule", name, error.remedy) from None
     if not schedule.executable:
@@ -233,7 +233,8 @@ def _lacking(name: str, text: str, backend: Backend) -> str:
     pin = pin_named(name)
     value = pin.read(pin.name, text)
     if pin.field == "schedule":
-        return "" if value in (*backend.schedules, Schedule.CYCLIC) else f"the {Schedule(str(value)).value} schedule"
+        order = cast("Schedule", value)
+        return "" if order in backend.schedules or not order.executable else f"the {order} schedule"
     if pin.field == "virtual":
         runs = value == 1 or any(order.virtual_stages != 1 for order in backend.schedules)
     elif pin.field == "ulysses":
@@ -431,7 +432,8 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
 
 
 def _delay(once: dict[str, object]) -> Delay | None:
-    cyclic = once.get("schedule") is Schedule.CYCLIC
+    order = cast("Schedule | None", once.get("schedule"))
+    cyclic = order is not None and not order.executable
     if cyclic:
         del once["schedule"]
     rule, setting = once.pop("rule", None), once.pop("setting", None)

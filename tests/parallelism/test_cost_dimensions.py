@@ -9,7 +9,7 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
 from galvatron_lite.parallelism.registry import DIMENSIONS
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
@@ -67,8 +67,8 @@ def test_tensor_is_not_offered_where_the_structure_forbids_it() -> None:
 def test_pipeline_figures() -> None:
     assert boundary_bytes(100, 8, Strategy(data=2, tensor=2)) == 400
     assert boundary_bytes(100, 8, Strategy(data=2, tensor=2, sequence_parallel=True)) == 200
-    assert [in_flight(Schedule.ONE_F_ONE_B, 4, stage, 3) for stage in range(4)] == [3, 3, 2, 1]
-    assert in_flight(Schedule.GPIPE, 4, 3, 7) == 7
+    assert [Schedule.ONE_F_ONE_B.in_flight(4, stage, 3) for stage in range(4)] == [3, 3, 2, 1]
+    assert Schedule.GPIPE.in_flight(4, 3, 7) == 7
     assert [buffer_bytes(3, 10, count) for count in (1, 2, 8)] == [10, 26, 26]
 
 
