@@ -9,6 +9,7 @@ from pathlib import Path
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, write_value
 from galvatron_lite.parallelism.cyclic.rules import device_count
+from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Stage
 from galvatron_lite.plans.spelled import spelled_out
@@ -111,7 +112,8 @@ def _check_cyclic(plan: Plan, field: str) -> None:
         raise InputError(f"{field}, schedule", plan.schedule.value, remedy)
     if plan.schedule.executable or plan.virtual_stages != 1:
         value = f"{plan.schedule.value}, {plan.virtual_stages} virtual stages"
-        raise InputError(f"{field}, schedule", value, "Cyclic data parallelism: schedule cyclic, virtual_stages 1.")
+        remedy = f"Cyclic data parallelism: schedule {DELAYED_SCHEDULE}, virtual_stages 1."
+        raise InputError(f"{field}, schedule", value, remedy)
     if plan.microbatches != count:
         raise InputError(f"{field}, microbatches", plan.microbatches, f"As many as stages: {count}.")
     needed = device_count(plan.cyclic.setting, count)

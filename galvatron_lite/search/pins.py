@@ -20,7 +20,7 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.backends import ANY, Backend
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedule_names
+from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE, Schedule, schedule_names
 from galvatron_lite.parallelism.registry import CHOSEN
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
@@ -192,7 +192,7 @@ def _schedule(name: str) -> Schedule:
     except InputError as error:
         raise InputError("--schedule", name, error.remedy) from None
     if not schedule.executable:
-        raise InputError("--schedule", name, "It is of no pipeline: --allow-delay --fix schedule=cyclic.")
+        raise InputError("--schedule", name, f"It is of no pipeline: --allow-delay --fix schedule={schedule}.")
     return schedule
 
 
@@ -339,7 +339,8 @@ class Pins:
             return Delay() if allowed else None
         if not allowed:
             said = (("setting", self.delay.setting), ("rule", self.delay.rule))
-            name, value = next(((name, own.value) for name, own in said if own is not None), ("schedule", "cyclic"))
+            some = [(name, own.value) for name, own in said if own is not None]
+            name, value = some[0] if some else ("schedule", DELAYED_SCHEDULE)
             remedy = "It trains by delayed gradients: the training rule changes. Allow that: --allow-delay."
             raise InputError(f"--fix {name}", value, remedy)
         return self.delay
