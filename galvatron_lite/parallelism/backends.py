@@ -10,6 +10,7 @@ from operator import attrgetter
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedules
+from galvatron_lite.parallelism.registry import added_dimensions
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 
 
@@ -69,9 +70,16 @@ class Backend:
             return self.missing
         return (*self.missing, f"{self.name} runs no pipelines in {mode.value} (--backend {ANY.name} prices them)")
 
+    @property
+    def limits(self) -> Mapping[str, tuple[object, ...]]:
+        """``values``, and of dimensions that are none of the fields of ``Strategy``."""
+        if self.name in (GALVATRON.name, ANY.name) or not added_dimensions():
+            return self.values
+        return {**{one.name: (1,) for one in added_dimensions() if self.name not in one.software}, **self.values}
+
     def runs(self, strategy: Strategy) -> bool:
         """Whether it trains with a strategy."""
-        return all(getattr(strategy, name) in values for name, values in self.values.items()) and self.says(strategy)
+        return all(getattr(strategy, name) in values for name, values in self.limits.items()) and self.says(strategy)
 
     def says(self, strategy: Strategy) -> bool:
         """Whether the fields of a strategy, each of which it runs, go together."""
