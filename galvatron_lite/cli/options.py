@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from galvatron_lite.parallelism.pipeline.schedule import DEFAULT_SCHEDULE, schedules
+
 if TYPE_CHECKING:
     from galvatron_lite.request import PlanArguments
 
@@ -42,7 +44,8 @@ _shape = partial(_option, panel="Describe the model by its shape (instead of --m
 
 Fix = Annotated[list[str] | None, _pin("--fix", "Keep this: pp=4, zero=3, layers.3.recompute=full; repeatable.")]
 Forbid = Annotated[list[str] | None, _pin("--forbid", "Do without: tp, pipeline, recompute …; repeatable.")]
-Schedule = Annotated[list[str] | None, _pin("--schedule", "Of the pipeline: 1f1b, gpipe …; repeatable.")]
+_SOME = ", ".join(dict.fromkeys((DEFAULT_SCHEDULE, *schedules()[:1])))
+Schedule = Annotated[list[str] | None, _pin("--schedule", f"Of the pipeline: {_SOME} …; repeatable.")]
 Backend = Annotated[str, _pin("--backend", "What runs the plan: galvatron, deepspeed, or any: all that is priced.")]
 For = Annotated[
     str | None,

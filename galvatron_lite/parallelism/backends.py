@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import attrgetter
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, SIMPLE, ZERO_BUBBLE, Schedule
+from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedules
+from galvatron_lite.parallelism.registry import added_dimensions
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 
 
@@ -31,7 +33,7 @@ class Backend:
     """What a way to train supports."""
 
     name: str  # as given to ``--backend``
-    schedules: tuple[Schedule, ...]  # pipeline schedules it runs
+    pipeline: Callable[[Schedule], bool]  # which pipeline schedules it runs
     # what fields of ``Strategy`` may be; a field that is absent may have any value
     values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()  # what it leaves out, a line each, told with every plan
@@ -48,10 +50,19 @@ class Backend:
     # whether it runs plans other than stages in the model's order: branches on devices of their own, and delayed
     # gradients
     beside: bool = True
-    # by schedule: fields of ``Strategy``, and the value that each must have under it
-    asked: Mapping[Schedule, tuple[tuple[str, object], ...]] = field(default_factory=dict)
+    # fields of ``Strategy``, and the value that each must have under a schedule that splits backward
+    split_backward: tuple[tuple[str, object], ...] = ()
     # by field of ``Strategy``: the value that the search keeps to where none is asked for
     reserved: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """The pipeline schedules it runs."""
+        return tuple(filter(self.pipeline, schedules()))
+
+    def asked(self, schedule: Schedule) -> tuple[tuple[str, object], ...]:
+        """Fields of ``Strategy``, and the value that each must have in a pipeline under a schedule."""
+        return self.split_backward if schedule.splits_backward else ()
 
     def leaves_out(self, mode: Mode) -> tuple[str, ...]:
         """What is missing in a mode, a line each."""
@@ -59,9 +70,16 @@ class Backend:
             return self.missing
         return (*self.missing, f"{self.name} runs no pipelines in {mode.value} (--backend {ANY.name} prices them)")
 
+    @property
+    def limits(self) -> Mapping[str, tuple[object, ...]]:
+        """``values``, and of dimensions that are none of the fields of ``Strategy``."""
+        if self.name in (GALVATRON.name, ANY.name) or not added_dimensions():
+            return self.values
+        return {**{one.name: (1,) for one in added_dimensions() if self.name not in one.software}, **self.values}
+
     def runs(self, strategy: Strategy) -> bool:
         """Whether it trains with a strategy."""
-        return all(getattr(strategy, name) in values for name, values in self.values.items()) and self.says(strategy)
+        return all(getattr(strategy, name) in values for name, values in self.limits.items()) and self.says(strategy)
 
     def says(self, strategy: Strategy) -> bool:
         """Whether the fields of a strategy, each of which it runs, go together."""
@@ -91,27 +109,28 @@ def _trains(strategy: Strategy) -> bool:
 SPLIT_BACKWARD: tuple[tuple[str, object], ...] = (
     ("zero", 1), ("offload", Offload.NONE), ("depth", 1), ("height", 1), ("width", 1), ("filters", 1), ("channels", 1),
 )  # fmt: skip
-"""What zero-bubble schedules ask of strategies: ZeRO reduces gradients, and offload takes them, when backward ends,
-before those of weights are made; products with shares of pixels and channels make them in backward."""
+"""What split backward asks of strategies: ZeRO reduces gradients, and offload takes them, when backward ends, before
+those of weights are made; products with shares of pixels and channels make them in backward."""
+_EXECUTABLE: Callable[[Schedule], bool] = attrgetter("executable")
 GALVATRON = Backend(
     "galvatron",
-    EXECUTABLE,
+    _EXECUTABLE,
     {},
     ("galvatron tries host memory only where it is asked for (--fix offload=...): how much a node has is not known",),
     rule=_trains,
-    asked=dict.fromkeys(ZERO_BUBBLE, SPLIT_BACKWARD),
+    split_backward=SPLIT_BACKWARD,
     reserved={"offload": Offload.NONE},
 )
 """What ``auto_parallelize`` trains with."""
 ANY = Backend(
     "any",
-    tuple(schedule for schedule in Schedule if schedule is not Schedule.CYCLIC),
+    _EXECUTABLE,
     missing=("any offers all that is priced; host memory is taken as large enough for what is offloaded",),
 )
 """Everything that is priced: plans for other software, or to see what one would gain."""
 DEEPSPEED = Backend(
     TrainedBy.DEEPSPEED.value,
-    SIMPLE,
+    attrgetter("simple"),
     {
         **dict.fromkeys(("tensor", "context", "expert", "depth", "height", "width", "filters", "channels"), (1,)),
         "offload": (Offload.NONE, Offload.STATES),
@@ -159,7 +178,7 @@ _TRANSFORMERS_ALONE: dict[str, tuple[object, ...]] = {
 _BY_BLOCK = ("sequence_parallel", "expert", "expert_tensor", "recompute")
 MEGATRON = Backend(
     "megatron",
-    (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
+    lambda schedule: "megatron" in schedule.software,
     _TRANSFORMERS_ALONE,
     rule=_megatron,
     modes=(Mode.TRAINING,),
@@ -174,7 +193,7 @@ NEMO = replace(MEGATRON, name="nemo", stack="megatron-bridge")
 """The same for NeMo's recipes, which train with Megatron-Bridge."""
 TORCHTITAN = Backend(
     "torchtitan",
-    (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.GPIPE),
+    lambda schedule: "torchtitan" in schedule.software,
     {**_TRANSFORMERS_ALONE, "ulysses": (False,)},
     rule=_fully_sharded,
     modes=(Mode.TRAINING,),
@@ -188,7 +207,7 @@ TORCHTITAN = Backend(
 """What torchtitan's command line can be told: FSDP2, and one strategy for all layers."""
 ACCELERATE = Backend(
     "accelerate",
-    SIMPLE,
+    attrgetter("simple"),
     {**_TRANSFORMERS_ALONE, "ulysses": (False,), "expert": (1,), "sequence_parallel": (False,)},
     ("accelerate runs no pipelines",),
     rule=_fully_sharded,

@@ -11,7 +11,7 @@ from typing import Any
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy, strategy_of
 from galvatron_lite.plans.schema import BranchPlacement, LayerRun, Plan, Stage
 
 REMEDY = (
@@ -44,7 +44,7 @@ def parse_strategy(text: str, field: str = "strategy") -> Strategy:
         chosen |= fields
     if not text.split():
         raise InputError(field, text, REMEDY)
-    return Strategy(**chosen)  # type: ignore[arg-type]
+    return strategy_of(chosen)
 
 
 def _fields(word: str) -> dict[str, object] | None:
@@ -60,6 +60,9 @@ def _fields(word: str) -> dict[str, object] | None:
     spread = _WHOLE_EXPERTS.match(word)
     if spread:
         return {"expert": int(spread[1]), "expert_tensor": 1}
+    name = word.rstrip("0123456789")
+    if name in ADDED and word[len(name) :].lstrip("0") == word[len(name) :] != "":
+        return {name: int(word[len(name) :])}
     found = _DEGREE.match(word)
     if not found or (found[3] and found[1] != "tensor"):
         return None

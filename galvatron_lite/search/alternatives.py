@@ -23,7 +23,7 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Alternative, Plan, Schedule
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
 from galvatron_lite.profiler.schema import LayerPoint, OriginKind, Profile
 from galvatron_lite.search.best_first import MOST_WORK, SolvedPlan, finished, search
 from galvatron_lite.search.result import summary
@@ -178,7 +178,7 @@ def finalists(
     for one in simple:
         _add(options, one)
     if all(one.found.problem.shape != best.problem.shape for one in simple):
-        options += _less_interleaved(request, pricer, first)
+        options += _fewer_stages(request, pricer, first)
     if wanted < 1:
         return tuple(options)
     others = [other for other in best.others if other.partition is not best.partition]
@@ -211,18 +211,18 @@ def pipelines(request: Request, pricer: LayerPricer, best: SolvedPlan, slack: fl
         if found is None:
             continue
         first = _finalist(request, pricer, _name(found.problem.shape), found)
-        options += [first, *_less_interleaved(request, pricer, first)]
+        options += [first, *_fewer_stages(request, pricer, first)]
         others = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
         if first.plan.schedule.splits_backward and others:
             # its closed form leaves out waits that simulation shows, which those of the others have
             found = _searched(replace(own, schedules=others), pricer, below=below, slack=slack, effort=_WORK)
             if found is not None:
                 second = _finalist(request, pricer, _name(found.problem.shape), found)
-                options += [second, *_less_interleaved(request, pricer, second)]
+                options += [second, *_fewer_stages(request, pricer, second)]
     return tuple(options)
 
 
-def _less_interleaved(request: Request, pricer: LayerPricer, first: Finalist) -> Iterator[Finalist]:
+def _fewer_stages(request: Request, pricer: LayerPricer, first: Finalist) -> Iterator[Finalist]:
     """Plans like one, with fewer stages a group, that are quicker: the closed form knows less of uneven ones, which
     waits show in simulation."""
     shape = first.found.problem.shape
@@ -349,7 +349,7 @@ def _declared(request: Request, fixed: Fixed, devices: int) -> bool:
 def _name(shape: Shape) -> str:
     if shape.stages == 1:
         return "no pipeline"
-    order = "" if shape.schedule is Schedule.ONE_F_ONE_B else f", {shape.schedule.value}"
+    order = "" if shape.schedule is DEFAULT_SCHEDULE else f", {shape.schedule}"
     return f"pipeline {shape.stages}{order}"
 
 

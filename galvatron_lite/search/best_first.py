@@ -23,8 +23,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
-from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
-from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Plan, Schedule
 from galvatron_lite.search.bounds import StageBounds, equals, score, scores_of
 from galvatron_lite.search.partition import best_partition
 from galvatron_lite.search.problem import HEAVY, Partition, Problem, step_time
@@ -81,7 +80,7 @@ def search(
         request: what is planned.
         pricer: of the profile.
         progress: called with (shapes done, shapes in all, what is being looked at).
-        exact: False: a good plan, soon, from the most promising shapes of 1F1B or GPipe alone.
+        exact: False: a good plan, soon, from the most promising shapes of simple schedules alone.
         stoppable: whether Ctrl-C ends the search with the best plan so far; where there is none it is raised.
         start: a plan to begin with: what is found beats it, or it is what the search ends with.
         effort: labels after which an exact search ends.
@@ -89,7 +88,7 @@ def search(
         slack: share by which plans may be quicker than the one that is found.
         ahead: the same where that is ``start``.
     """
-    few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
+    few = tuple(schedule for schedule in request.schedules if schedule.simple)
     if not exact and few and (request.fixed.virtual or 1) == 1:
         request = replace(request, schedules=few)
     walk = _Walk(effort if exact else _QUICK_WORK, exact, start, start, below, slack, max(ahead, slack))
@@ -139,8 +138,8 @@ class _Walk:
     open: float = inf  # a time that no plan beats in the nodes that were looked into but not to the end
     inside: _Node | None = None  # the node that is being looked into
     met: dict[tuple[int, Schedule], SolvedPlan] = field(default_factory=dict)  # best by pipeline degree and schedule
-    # shapes of interleaved 1F1B by pipeline degree and micro-batches: they differ in the stages of each group
-    interleaved: dict[tuple[int, int], list[Problem]] = field(default_factory=dict)
+    # shapes of front-loaded schedules that differ in the stages of each group alone
+    front_loaded: dict[tuple[Schedule, int, int], list[Problem]] = field(default_factory=dict)
 
     @property
     def limit(self) -> int | None:
@@ -205,8 +204,9 @@ class _Walk:
         glance, shapes = request.known.glance(pricer.profile), shapes_of(request)
         for shape in shapes:
             problem = open_problem(request, pricer, shape)
-            if shape.schedule is Schedule.INTERLEAVED:
-                self.interleaved.setdefault((shape.stages, shape.microbatches), []).append(problem)
+            if shape.schedule.front_loaded:
+                key = shape.schedule, shape.stages, shape.microbatches
+                self.front_loaded.setdefault(key, []).append(problem)
             problem.answers.glanced = problem.answers.glanced or glance.bound(request.graph, shape)
             self.push(problem, _Stage.GLANCED, problem.answers.glanced)
         done = 0
@@ -220,10 +220,10 @@ class _Walk:
             progress(len(shapes), len(shapes), "done")
 
     def _averaged(self, problem: Problem) -> float:
-        """A quick bound of a shape; under interleaved 1F1B found for all numbers of stages a group at once."""
+        """A quick bound of a shape; under front-loaded schedules found for all numbers of stages a group at once."""
         shape = problem.shape
-        if not problem.answers.averaged and shape.schedule is Schedule.INTERLEAVED:
-            alike = self.interleaved[shape.stages, shape.microbatches]
+        if not problem.answers.averaged and shape.schedule.front_loaded:
+            alike = self.front_loaded[shape.schedule, shape.stages, shape.microbatches]
             for own, bound in zip(alike, averaged(alike), strict=True):
                 own.answers.averaged = float(bound)
         problem.answers.averaged = problem.answers.averaged or average_of(problem)
@@ -358,7 +358,7 @@ def _uniform(problem: Problem) -> list[Uniform]:
 
 
 def _shape_text(shape: Shape) -> str:
-    order = "" if shape.schedule is Schedule.ONE_F_ONE_B else f"{shape.schedule.value}, "
+    order = "" if shape.schedule is DEFAULT_SCHEDULE else f"{shape.schedule}, "
     return f"{shape.stages} stages, {order}{shape.microbatches} micro-batches"
 
 

@@ -23,7 +23,7 @@ from galvatron_lite.cost.schedule import Figure, Form
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills, in_flight
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, Path
 from galvatron_lite.search.nets import Net, good_way, net_paths
@@ -253,7 +253,7 @@ class Problem:
 
     def held(self, stage: int) -> int:
         """Micro-batches in flight in a stage."""
-        return in_flight(self.shape.schedule, self.shape.stages, stage, self.shape.microbatches)
+        return self.shape.schedule.in_flight(self.shape.stages, stage, self.shape.microbatches)
 
     def filled(self, stage: int) -> bool:
         """Whether so many are in flight in the first backward alone, see ``cost.memory.terms``."""

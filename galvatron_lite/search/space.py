@@ -35,8 +35,8 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON, Backend
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.registry import CHOSEN
-from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.parallelism.registry import choosing
+from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 
@@ -84,10 +84,13 @@ class Fixed:
 
 def _off(dimension: str) -> tuple[tuple[str, object], ...]:
     """The fields of ``Strategy`` that a dimension sets, with the values that mean it is not used."""
-    if dimension not in STRATEGY_FIELDS:
-        return ()
     plain = Strategy()
-    return tuple((name, getattr(plain, name)) for name in STRATEGY_FIELDS[dimension])
+    return tuple((name, getattr(plain, name)) for name in fields_of(dimension))
+
+
+def fields_of(dimension: str) -> tuple[str, ...]:
+    """The fields of ``Strategy`` that a dimension sets."""
+    return (dimension,) if dimension in ADDED else STRATEGY_FIELDS.get(dimension, ())
 
 
 STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
@@ -161,7 +164,7 @@ class Space:
 
     def _narrowed(self, fixed: Fixed) -> Narrowed:
         """What backend, cluster and pins leave of the values of each field."""
-        values = dict(self.backend.values)
+        values = dict(self.backend.limits)
         if not self.offload:
             values["offload"] = (Offload.NONE,)
         pinned = {name for name, _ in fixed.pinned}
@@ -224,7 +227,7 @@ def reasons(graph: ModelGraph) -> tuple[str, ...]:
     the same is said, by their names in the plan."""
     found: dict[tuple[str, str], list[str]] = {}
     for name in {layer.kind: None for layer in graph.layers}:
-        for dimension in CHOSEN:
+        for dimension in choosing():
             said = dimension.reason(graph.kinds[name])
             if said:
                 key = dimension.name, said.removeprefix(f"{dimension.name}: {graph.kinds[name].name}")

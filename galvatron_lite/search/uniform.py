@@ -328,8 +328,7 @@ class Uniform:
             total = total + ramp * reduce(np.add, each) + rounds * reduce(np.maximum, own)
         total = np.broadcast_to(total, [len(next(iter(part.values()))) if part else 1 for part in parts])
         alive = self._agreeing(parts) & (total < limit)
-        # Under interleaved 1F1B later groups hold no more micro-batches of any chunk.
-        ahead = self.problem.shape.schedule is Schedule.INTERLEAVED
+        ahead = self.problem.shape.schedule.front_loaded  # later groups hold no more micro-batches of any chunk
         for group in (group for groups in self._alike.values() for group in groups[: 1 if ahead else None]):
             if not alive.any():
                 break
@@ -501,7 +500,7 @@ def _worst(runs: Sequence[Run], held: int) -> IntArray:
 
 
 def averaged(problems: Sequence[Problem]) -> FloatArray:
-    """(V,): times that no uniform plan under interleaved 1F1B beats, of shapes that differ in stages a group alone.
+    """(V,): times that no uniform plan beats under a front-loaded schedule, of shapes that differ in stages alone.
 
     Quickly: all groups take their average of what blocks, sends and the least of other layers come to, and of memory
     only blocks in the first group count, when it begins its first backward pass: p micro-batches of each of its v

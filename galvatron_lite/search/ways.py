@@ -11,7 +11,7 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import Backend
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, Alternative, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, Alternative, Plan, Stage
 from galvatron_lite.search.result import provenance, runs_of, summary
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
@@ -156,7 +156,7 @@ def _alone(task: PlanTask, count: int) -> Plan | None:
     layers = request.graph.layers
     stage = Stage(runs_of(layers, [Strategy()] * len(layers)))
     plan = Plan(
-        PLAN_VERSION, request.graph.name, 1, request.global_batch, count, Schedule.ONE_F_ONE_B,
+        PLAN_VERSION, request.graph.name, 1, request.global_batch, count, DEFAULT_SCHEDULE,
         request.graph.precision, (stage,), mode=task.session.mode,
     )  # fmt: skip
     try:

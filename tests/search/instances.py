@@ -11,7 +11,7 @@ from math import prod
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -181,5 +181,5 @@ def pins(profile: Profile, devices: int, batch: int, draw: random.Random) -> Fix
         microbatches=sometimes([count for count in (1, 2, 3) if batch % count == 0]),
         strategy=(draw.choice(strategy),) if draw.random() < 0.2 else (),
         layers=((draw.choice([layer, "l*"]), *draw.choice(strategy)),) if draw.random() < 0.3 else (),
-        forbidden=tuple(draw.sample([one.name for one in DIMENSIONS], draw.choice([0, 0, 1]))),
+        forbidden=tuple(draw.sample([one.name for one in dimensions()], draw.choice([0, 0, 1]))),
     )
