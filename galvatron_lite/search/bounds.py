@@ -505,12 +505,12 @@ def scores_of(problem: Problem, bounds: StageBounds) -> Scores:
         for place in places:
             least = (lagrange.through(place - ends[0]).max(axis=0) + before) * (1 - _TINY) - 1
             names = built[1][place - ends[0]].strategies
-            scores[place] = other, dict(zip(names, map(float, least), strict=True))
+            scores[place] = other, dict(zip(names, map(float, least), strict=True))  # none but these fit the stage
     return scores
 
 
 def score(scores: Scores, tied: tuple[tuple[int, Strategy], ...]) -> float:
     """A time that no plan with these strategies for tied layers beats."""
-    known = [(scores[place][0], scores[place][1].get(own, 0.0)) for place, own in tied if place in scores]
+    known = [(scores[place][0], scores[place][1].get(own, np.inf)) for place, own in tied if place in scores]
     others = min((other for other, _ in known), default=np.inf)
     return min(others, max((own for _, own in known), default=0.0))
