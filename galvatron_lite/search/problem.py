@@ -109,6 +109,7 @@ class Answers:
     good: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
     quickest: dict[tuple[object, ...], tuple[float, StagePlan | None, float]] = field(default_factory=dict)
     lightest: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
+    best: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)  # the last answer of ``quickest``
     bounds: dict[tuple[Choice, bool], StageBounds | None] = field(default_factory=dict)  # by runs: one, or any
     alike: dict[Layout | None, list[list[int]]] = field(default_factory=dict)  # by wire, stages that cost the same
     runs: list[tuple[int, int]] = field(default_factory=list)  # of equal layers
@@ -378,30 +379,32 @@ class Problem:
                 known[key] = (plan, least + self.shape.microbatches * sum(fixed))
         return known[key]
 
-    def quickest(self, stage: int, inside: range, cap: int | None) -> tuple[StagePlan | None, float]:
+    def quickest(self, stage: int, inside: range, cap: int | None, near: float = 0.0) -> tuple[StagePlan | None, float]:
         """The way to run a stage that takes least time alone, and a time that no other way beats.
 
-        None where none fits or none is within the cap.
+        None where none fits or none is within the cap. A way will do that some other may beat by the share ``near``.
         """
-        key, known, most = self.key(stage, inside), self.answers.quickest, np.inf if cap is None else cap
+        key, known, most = (*self.key(stage, inside), near), self.answers.quickest, np.inf if cap is None else cap
         if key not in known or (known[key][1] is None and known[key][0] < most):
-            known[key] = (most, *self._quickest(stage, inside, cap))
+            known[key] = (most, *self._quickest(stage, inside, cap, near))
+            if known[key][1] is not None:
+                self.answers.best[key[:-1]] = known[key][1]
         _, plan, least = known[key]
         return (None, np.inf) if least > most else (plan, least)
 
     def met(self, stage: int, inside: range) -> StagePlan | None:
         """The best answer of ``quickest`` and ``good`` that is known."""
         key = self.key(stage, inside)
-        return self.answers.quickest.get(key, (0.0, None, 0.0))[1] or self.answers.good.get(key, (None, 0.0))[0]
+        return self.answers.best.get(key) or self.answers.good.get(key, (None, 0.0))[0]
 
-    def _quickest(self, stage: int, inside: range, cap: int | None) -> tuple[StagePlan | None, float]:
+    def _quickest(self, stage: int, inside: range, cap: int | None, near: float) -> tuple[StagePlan | None, float]:
         built = self.chain(stage, inside, scalar=True)
         if built is None:
             return None, np.inf
         sends = self.fixed_costs(stage, inside)[:2]
         fixed = self.shape.microbatches * sum(sends)
         net = self._net(stage, inside, *built)
-        front = net_paths(net, None if cap is None else cap - fixed, widest(built[0]))
+        front = net_paths(net, None if cap is None else cap - fixed, widest(built[0]), near)
         self.work += front.work
         if not front.paths:
             return None, front.dropped + fixed
