@@ -73,6 +73,7 @@ def search(
     below: int | None = None,
     slack: float = 0.0,
     ahead: float = 0.0,
+    settled: float = 0.0,
 ) -> SolvedPlan | None:
     """The best plan over all shapes; None where nothing fits.
 
@@ -87,11 +88,12 @@ def search(
         below: picoseconds that a plan must take less than, to be of any use.
         slack: share by which plans may be quicker than the one that is found.
         ahead: the same where that is ``start``.
+        settled: the same for plans that only labels find.
     """
     few = tuple(schedule for schedule in request.schedules if schedule.simple)
     if not exact and few and (request.fixed.virtual or 1) == 1:
         request = replace(request, schedules=few)
-    walk = _Walk(effort if exact else _QUICK_WORK, exact, start, start, below, slack, max(ahead, slack))
+    walk = _Walk(effort if exact else _QUICK_WORK, exact, start, start, below, slack, max(ahead, slack), settled)
     stopped = False
     try:
         walk.run(request, pricer, progress)
@@ -126,12 +128,13 @@ class _Walk:
     """Nodes in the order they are looked into, and the best plan so far."""
 
     most_work: int  # labels after which the search ends; an exact one only once there is a plan
-    exact: bool  # exact, below, slack, ahead: see ``search``
+    exact: bool  # exact, below, slack, ahead, settled: see ``search``
     best: SolvedPlan | None  # plan so far
     start: SolvedPlan | None
     below: int | None
     slack: float
     ahead: float
+    settled: float
     heap: list[tuple[float, int, _Node]] = field(default_factory=list)  # (rank, number, node)
     order: Iterator[int] = field(default_factory=count)  # gives the numbers
     work: int = 0  # labels looked at
@@ -170,6 +173,10 @@ class _Walk:
             node = heapq.heappop(self.heap)[2]
             if not self.worth(node.bound):
                 continue
+            if self.best and node.stage is _Stage.TRIED and node.problem.shape.virtual == 1:
+                if node.bound >= self.best.partition.time * (1.0 - self.settled):
+                    self.open = min(self.open, node.bound)
+                    continue
             if self.work < self.most_work or (self.exact and self.best is None and self.below is None):
                 self.inside = node
                 return node
@@ -270,7 +277,8 @@ class _Walk:
         """The best plan of a node by labels over all cuts; one stage was solved exactly."""
         if problem.shape.stages == 1:
             cap = None if self.limit is None else self.limit - 1
-            self.open = min(self.open, problem.quickest(0, range(len(problem.graph.layers)), cap)[1])
+            whole = range(len(problem.graph.layers))
+            self.open = min(self.open, problem.quickest(0, whole, cap, self.settled)[1])
             return
         before = problem.work
         plan, least = best_partition(problem, bounds, self.limit)
@@ -282,7 +290,7 @@ class _Walk:
         """The best uniform plan of a node; looked for once other nodes have had a chance to lower the limit."""
         problem = node.problem
         if node.stage is _Stage.PRICED:
-            least = min(plans.bound(problem.runs) for plans in _uniform(problem))
+            least = min(plans.bound(float(self.limit or inf), problem.runs) for plans in _uniform(problem))
             self.push(problem, _Stage.TRIED, max(node.bound, least))
         else:
             self.work += _LOOK
@@ -324,7 +332,7 @@ class _Walk:
             if todo:
                 place = max(todo, key=lambda place: float(bounds.excess[place[0]][place[1:]]))
                 cap = None if limit is None else limit - 1 - bounds.others(*place)
-                least = problem.quickest(place[0], range(*place[1:]), cap)[1]
+                least = problem.quickest(place[0], range(*place[1:]), cap, self.settled)[1]
                 bounds = bounds.with_theta(list(equals(problem, place)), least)
                 continue
             todo = [place for place in stages if exact and place not in bounds.ramped and len(stages) > 1]

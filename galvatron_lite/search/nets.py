@@ -66,9 +66,9 @@ class _Relaxed:
     charged: dict[Pair, tuple[int, IntArray]]
 
 
-def net_paths(net: Net, cap: int | None = None, beam: int | None = None) -> ChainFront:
+def net_paths(net: Net, cap: int | None = None, beam: int | None = None, near: float = 0.0) -> ChainFront:
     """The Pareto set of a net within memory, as ``chain.pareto_paths`` has it of a chain."""
-    return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam)
+    return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam, near)
 
 
 def good_way(net: Net) -> tuple[Path | None, float]:

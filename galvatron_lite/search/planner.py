@@ -153,7 +153,7 @@ def _ordinary(
         ahead = ahead and _ahead(request, pricer, first, contenders, tolerance)
     looked = partial(
         search, request, pricer, progress, stoppable=stoppable, start=first, effort=effort, ahead=ahead,
-        slack=SLACK * tolerance,
+        slack=SLACK * tolerance, settled=tolerance,
     )  # fmt: skip
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
     found = (looked(exact=False) if effort == 0 else None) or looked()

@@ -219,7 +219,10 @@ def with_edges(problem: Problem) -> Iterator[Problem]:
 
 def bounds_of(problem: Problem) -> StageBounds | None:
     """Lower bounds of a problem; None where nothing fits."""
-    return relaxed(problem, tables_by_stage(problem))
+    known, key = problem.answers.bounds, (problem.choice, problem.runs == 1)
+    if key not in known:
+        known[key] = relaxed(problem, tables_by_stage(problem))
+    return known[key]
 
 
 def average_of(problem: Problem) -> float:

@@ -58,7 +58,9 @@ def simplest(request: Request, pricer: LayerPricer, result: SolvedPlan, toleranc
     limit = max(int(least / (1.0 - tolerance)), result.partition.time)
     best, most = result, most_runs(request, result)
     for runs in range(1, min(most, _MOST_RUNS) + 1):
-        below = partial(search, pricer=pricer, below=limit + 1, slack=SLACK * tolerance, effort=_WORK)
+        below = partial(
+            search, pricer=pricer, below=limit + 1, slack=SLACK * tolerance, settled=tolerance, effort=_WORK
+        )
         simple = result if runs == most else below(replace(_like(request, result.problem.shape), runs=runs))
         if simple is not None:
             narrower = (below(replace(narrow, runs=runs)) for narrow in _narrower(request, simple.problem.shape))
