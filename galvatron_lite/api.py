@@ -74,6 +74,8 @@ def plan(
             - ``forbid``: dimensions that no layer may use: ``tp``, ``pipeline``; one or a list.
             - ``schedules``: of the pipeline, to choose from.
             - ``backend``: what is to run the plan: ``galvatron``, ``deepspeed``, or ``any`` for all that is priced.
+            - ``target``: other software that is to train by the plan, with its own costs: ``megatron``, ``nemo``,
+              ``torchtitan``, ``deepspeed`` or ``accelerate``.
             - ``mode``: what the plan is for: ``training`` (if not given) or ``inference``: forward passes only.
             - ``allow_delay``: whether gradients may be delayed (cyclic data parallelism), which changes the training
               rule; ``fix`` may say which: ``rule=cdp-v1``, ``setting=data``, ``schedule=cyclic``.

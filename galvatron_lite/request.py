@@ -18,7 +18,7 @@ from galvatron_lite.api_profile import find_profile
 from galvatron_lite.calibration.store import load_calibration, margin_of
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.backends import backend_named
+from galvatron_lite.parallelism.backends import backend_named, target_named
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.pins import Pins, check_backend, near, read_pins, schedules_named
@@ -53,6 +53,7 @@ class PlanArguments(TypedDict, total=False):
     forbid: str | Sequence[str]
     schedules: str | Sequence[Schedule | str] | None
     backend: str
+    target: str | None
     mode: Mode | str
     allow_delay: bool
     margin: str | float | None
@@ -108,7 +109,7 @@ class PlanRequest:
             fix=fix if isinstance(fix, Pins) else texts("fix", fix),
             forbid=texts("forbid", arguments.get("forbid")),
             schedules=texts("schedules", arguments.get("schedules")),
-            backend=arguments.get("backend", "galvatron"),
+            backend=_backend(arguments),
             mode=mode_named(arguments.get("mode", "training")),
             allow_delay=_flag("allow_delay", arguments.get("allow_delay", False)),
             margin=share("--margin", arguments.get("margin")),
@@ -152,6 +153,16 @@ class PlanRequest:
             delay=pins.delay_where(allowed=self.allow_delay),
             margin=margin,
         )
+
+
+def _backend(arguments: PlanArguments) -> str:
+    """The backend, or what other software can be told."""
+    target, backend = arguments.get("target"), arguments.get("backend")
+    if target is None:
+        return backend or "galvatron"
+    if backend not in (None, "galvatron"):
+        raise InputError("--for", target, f"--backend {backend} says otherwise: leave one out.")
+    return target_named(target).name
 
 
 def _check_names(names: Iterable[str], allowed: Sequence[str]) -> None:

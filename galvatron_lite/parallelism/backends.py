@@ -45,7 +45,13 @@ class Backend:
     uniform: tuple[str, ...] = ()
     block_uniform: tuple[str, ...] = ()  # fields that have one value in all blocks besides
     block_rule: Callable[[Strategy], bool] | None = None  # what it asks of blocks alone; None: nothing
-    even: bool = False  # whether every stage of a pipeline has as many blocks as any other
+    # fields of the layers around the blocks and their values; None: the blocks' own
+    edges: tuple[tuple[str, object], ...] = ()
+    # ``uniform`` fields and the values they may have under a pipeline, and without one; others may have any
+    piped: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    alone: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    # whether every stage of a pipeline has as many blocks as any other, or the ends one fewer
+    even: bool = False
     stack: str = ""  # the software whose costs plans for it are estimated with; empty: our own runtime's
     # whether it runs plans other than stages in the model's order: branches on devices of their own, and delayed
     # gradients
@@ -152,17 +158,16 @@ DEEPSPEED = Backend(
 
 def _megatron(strategy: Strategy) -> bool:
     """All replicas share optimizer states (the distributed optimizer), and nothing else."""
-    return strategy.data == 1 and strategy.zero_stage == (strategy.zero * strategy.context > 1) and _spreads(strategy)
+    return strategy.data == 1 and strategy.zero_stage == (strategy.zero * strategy.context > 1)
 
 
 def _fully_sharded(strategy: Strategy) -> bool:
-    """FSDP2 shares parameters wherever there are replicas."""
-    return strategy.zero_stage in ((2, 3) if strategy.zero * strategy.context > 1 else (0,)) and _spreads(strategy)
-
-
-def _spreads(strategy: Strategy) -> bool:
-    """Experts are whole, one device each."""
-    return strategy.expert == 1 or strategy.expert_tensor == 1
+    """FSDP2 shares states wherever there are replicas; experts are whole, and spread over the ranks of one replica."""
+    spread = strategy.expert == 1 or (
+        (strategy.tensor == 1 or strategy.expert_tensor == 1)
+        and strategy.zero * strategy.context * strategy.tensor % strategy.expert == 0
+    )
+    return (strategy.zero_stage > 0) == (strategy.zero * strategy.context > 1) and spread
 
 
 def _sequence_parallel(strategy: Strategy) -> bool:
@@ -179,13 +184,15 @@ _BY_BLOCK = ("sequence_parallel", "expert", "expert_tensor", "recompute")
 MEGATRON = Backend(
     "megatron",
     lambda schedule: "megatron" in schedule.software,
-    _TRANSFORMERS_ALONE,
+    {**_TRANSFORMERS_ALONE, "offload": (Offload.NONE, Offload.STATES)},
     rule=_megatron,
     modes=(Mode.TRAINING,),
-    uniform=("tensor", "context", "ulysses"),
+    uniform=("tensor", "context", "ulysses", "offload"),
     block_uniform=_BY_BLOCK,
     block_rule=_sequence_parallel,
+    edges=(("recompute", Recompute.NONE), ("sequence_parallel", None)),
     beside=False,
+    reserved={"offload": Offload.NONE},
     stack="megatron-core",
 )
 """What Megatron-LM can be told: the distributed optimizer, and one strategy for all layers."""
@@ -198,8 +205,13 @@ TORCHTITAN = Backend(
     rule=_fully_sharded,
     modes=(Mode.TRAINING,),
     uniform=("data", "tensor", "context", "zero_stage"),
+    # torch.distributed.pipelining gathers parameters and reduces gradients once a step, which is what ZeRO-1 moves and
+    # holds (backward_maybe_with_nosync)
+    piped=(("zero_stage", (0, 1)),),
+    alone=(("zero_stage", (0, 2, 3)),),
     block_uniform=_BY_BLOCK,
     block_rule=_sequence_parallel,
+    edges=MEGATRON.edges,
     beside=False,
     even=True,
     stack="torchtitan",
@@ -208,7 +220,7 @@ TORCHTITAN = Backend(
 ACCELERATE = Backend(
     "accelerate",
     attrgetter("simple"),
-    {**_TRANSFORMERS_ALONE, "ulysses": (False,), "expert": (1,), "sequence_parallel": (False,)},
+    {**_TRANSFORMERS_ALONE, "ulysses": (False,), "expert": (1,), "sequence_parallel": (False,), "zero_stage": (0, 2, 3)},
     ("accelerate runs no pipelines",),
     rule=_fully_sharded,
     pipelines=(),
@@ -216,11 +228,36 @@ ACCELERATE = Backend(
     uniform=("data", "tensor", "context", "zero_stage"),
     block_uniform=("recompute",),
     block_rule=lambda strategy: strategy.recompute is not Recompute.SELECTIVE,
+    edges=(("recompute", Recompute.NONE),),
     beside=False,
     stack="torchtitan-eager",
 )
 """What accelerate's configuration can be told: FSDP2, and one strategy for all layers."""
-BACKENDS = {backend.name: backend for backend in (GALVATRON, DEEPSPEED, ANY, MEGATRON, NEMO, TORCHTITAN, ACCELERATE)}
+DEEPSPEED_FILE = replace(
+    DEEPSPEED,
+    name="deepspeed-file",
+    missing=DEEPSPEED.missing[:1],
+    block_uniform=("recompute",),
+    block_rule=ACCELERATE.block_rule,
+    edges=ACCELERATE.edges,
+    stack="deepspeed",
+)
+"""What DeepSpeed's configuration file can be told, for a training script of the user's own."""
+TARGETS = {"megatron": MEGATRON, "nemo": NEMO, "torchtitan": TORCHTITAN, "deepspeed": DEEPSPEED_FILE,
+           "accelerate": ACCELERATE}  # fmt: skip
+"""Other software that plans are made for, by the name of ``--for``."""
+BACKENDS = {backend.name: backend for backend in (GALVATRON, DEEPSPEED, ANY, *TARGETS.values())}
+
+
+def target_named(name: str, field: str = "--for") -> Backend:
+    """What other software can be told.
+
+    Raises:
+        InputError: no such software.
+    """
+    if name not in TARGETS:
+        raise InputError(field, name, f"Give one of {', '.join(TARGETS)}.")
+    return TARGETS[name]
 
 
 def in_mode(backend: Backend, mode: Mode) -> Backend:

@@ -78,11 +78,14 @@ def weighted(weights: Sequence[float], values: Sequence[int]) -> int:
 
 
 def even_cuts(graph: ModelGraph, stages: int) -> tuple[int, ...]:
-    """Boundaries (0, ..., L) of stages with equally many blocks; empty where their number does not divide."""
+    """Boundaries (0, ..., L) of stages with equally many blocks, where they do not divide with one fewer at each end;
+    empty where neither divides."""
     blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
-    if not blocks or len(blocks) % stages:
+    fewer = int(len(blocks) % stages > 0)
+    each, rest = divmod(len(blocks) + 2 * fewer, stages)
+    if not blocks or rest or each == fewer:
         return ()
-    return (0, *blocks[:: len(blocks) // stages][1:], len(graph.layers))
+    return (0, *blocks[each - fewer :: each][: stages - 1], len(graph.layers))
 
 
 def is_glued(graph: ModelGraph) -> bool:

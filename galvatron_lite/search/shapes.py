@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
-from galvatron_lite.search.problem import Choice, Problem, is_glued
+from galvatron_lite.search.problem import Choice, Problem, even_cuts, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
 from galvatron_lite.search.tables import Glue, Layout, Store, StrategyTable, Tables, glue_of
 
@@ -124,8 +124,7 @@ def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
             offered += [(schedule, virtual) for virtual in virtual_stages(request.graph, schedule, stages)]
     pinned = request.fixed.virtual
     if request.fixed.even:
-        blocks = sum(layer.role is Role.BLOCK for layer in request.graph.layers)
-        offered = [one for one in offered if one[1] == 1 or blocks % (stages * one[1]) == 0]
+        offered = [one for one in offered if one[1] == 1 or even_cuts(request.graph, stages * one[1])]
     return [(schedule, virtual) for schedule, virtual in offered if pinned in (None, virtual)]
 
 

@@ -55,9 +55,10 @@ class Fixed:
     layers: tuple[tuple[str, str, object], ...] = ()
     # names of dimensions (``tensor``, ``pipeline``, ``recompute`` ...) that no layer may use
     forbidden: tuple[str, ...] = ()
-    # whether every stage of a pipeline has as many blocks as any other (the smallest budget that an error names is
-    # that of any split)
+    # whether every stage of a pipeline has as many blocks as any other, or the ends one fewer where that divides (the
+    # smallest budget that an error names is that of any split)
     even: bool = False
+    piped: bool = False  # whether there are several stages
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether a strategy has the values pinned for every layer and uses nothing forbidden."""
@@ -213,6 +214,10 @@ def pipeline_degrees(devices: int, layers: int, fixed: Fixed, cluster: Cluster |
         for degree in divisors(devices)
         if degree <= layers and (degree == 1 or cluster is None or cluster.of_one_type(devices // degree, devices))
     )
+    if fixed.piped:
+        degrees = degrees[1:] if fixed.pipeline != 1 else ()
+        if not degrees:
+            return ()
     if "pipeline" in fixed.forbidden:
         return (1,)
     if fixed.pipeline is None:
