@@ -42,6 +42,7 @@ class Communication:
     overlaps: bool  # whether compute of the same layer or its neighbours can hide it
     count: Whole = 1  # how many times; 0 where a strategy does not need it
     cause: str = ""  # the dimension it comes from, for people
+    load: Real = 1.0  # bytes of the rank that exchanges most over ``size``, the mean: all wait for it
 
 
 def sent(*communications: Communication) -> tuple[Communication, ...]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.model.graph import LayerKind, Recompute, Routing
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import dimensions
@@ -165,7 +165,7 @@ def richer(kind: LayerKind, draw: random.Random) -> LayerKind:
         dims=replace(attentive.dims, experts=4),
         expert_parameters=draw.randint(1, kind.parameters.tensor),
         dispatched_bytes=draw.randint(100, 5000),
-        unique_copies=draw.choice([0, 2]),
+        routing=Routing(2, draw.random() < 0.5, excess=draw.choice([0.0, 0.5])),
     )
 
 

@@ -21,6 +21,7 @@ from galvatron_lite.model.graph import (
     Passed,
     Recompute,
     Role,
+    Routing,
     Sharding,
     SplitDims,
     TensorSplit,
@@ -64,7 +65,7 @@ class Tape:
     borrowed: set[int] = field(default_factory=set)
     expert_items: int = 0  # parameter items that expert parallelism divides; part of the weights
     dispatched_bytes: int = 0  # bytes of the copies of tokens that go to experts
-    unique_copies: int = 0  # copies of a token, where a rank is sent only one
+    routing: Routing = Routing()  # noqa: RUF009  frozen; how tokens go to experts
     _keys: int = 0
     _read: set[int] = field(default_factory=set)
     _gathered: set[int] = field(default_factory=set)
@@ -193,7 +194,7 @@ class Tape:
             regathers_recomputed=len(self._gathered) if self.kernels.regather_recomputed else 0,
             expert_parameters=self.expert_items,
             dispatched_bytes=self.dispatched_bytes,
-            unique_copies=self.unique_copies,
+            routing=self.routing,
         )
 
     def _kept(self, values: Iterable[Value]) -> TensorSplit:
