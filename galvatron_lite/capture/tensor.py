@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.shared import items_of
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
 from galvatron_lite.model.graph import OperatorClass, Sharding, TensorSplit
@@ -313,6 +314,7 @@ class MixtureFigures:
 
     experts: int = 0  # every divisor of it divides the experts of each mixture
     parameters: int = 0  # items of all experts
+    frozen: int = 0  # those among them that get no gradient
     dispatched_bytes: int = 0  # per sample, see ``LayerKind``
     reason: str = ""  # why experts cannot be spread
 
@@ -331,7 +333,8 @@ def mixture_figures(block: nn.Module, calls: Sequence[OperatorCall]) -> MixtureF
     parameters = [block.get_submodule(one.path).get_parameter(name) for one in found for name in one.parameters]
     return MixtureFigures(
         gcd(*(mixture.experts for mixture in found)),
-        sum(parameter.numel() for parameter in parameters),
+        items_of(parameters),
+        items_of(parameters, frozen=True),
         sum(_sent(block, mixture, calls) for mixture in found),
     )
 
