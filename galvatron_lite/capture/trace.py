@@ -174,8 +174,8 @@ def _row_error(
 
 
 def _signatures(twin: nn.Module, seen: Observation) -> dict[str, Hashable]:
-    """What equal blocks share: structure, shapes that enter, which parameters they share with others, and, where some are
-    frozen, whether gradients go further back."""
+    """What equal blocks share: structure, shapes that enter, which parameters they share with others, and of those with
+    frozen parameters whether gradients go further back."""
     holders: dict[int, set[str]] = {}
     for path in {call.path for call in seen.calls}:
         for parameter in twin.get_submodule(path).parameters():
