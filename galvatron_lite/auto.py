@@ -32,7 +32,6 @@ from galvatron_lite.plans.io import check_plan, file_named, read_plan
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
-from galvatron_lite.runtime.alike import from_rank_zero
 from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.plain import RandomStates
 from galvatron_lite.runtime.monitor.attach import (
@@ -44,6 +43,7 @@ from galvatron_lite.runtime.monitor.attach import (
     split_phases,
     steer,
 )
+from galvatron_lite.runtime.peers import from_rank_zero
 from galvatron_lite.saying import say
 from galvatron_lite.world import join, pick_device, world_size
 
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from galvatron_lite.request import PlanArguments
     from galvatron_lite.runtime.cyclic.model import CyclicModel
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
-    from galvatron_lite.runtime.derived import InferenceModel
     from galvatron_lite.runtime.engine import ParallelModel
-    from galvatron_lite.runtime.loss_weight import LossWeight
+    from galvatron_lite.runtime.loss.weights import LossWeight
     from galvatron_lite.runtime.monitor.schema import Adapt
+    from galvatron_lite.runtime.parameters.copies import InferenceModel
     from galvatron_lite.verify.launched import Verifier
     from galvatron_lite.verify.trial.check import Findings
 
@@ -293,7 +293,7 @@ def _tried_out(
     init_fn: Callable[[nn.Module], None] | None,
 ) -> Findings:
     """Rank 0's findings about the loss, on every rank."""
-    from galvatron_lite.runtime.loss_weight import check_reduction
+    from galvatron_lite.runtime.loss.weights import check_reduction
     from galvatron_lite.verify.trial.check import try_model
 
     check_reduction(reduction, weight)
@@ -479,8 +479,8 @@ def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepS
 
 
 def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:
-    from galvatron_lite.runtime.derived import InferenceModel
     from galvatron_lite.runtime.engine import ParallelModel
+    from galvatron_lite.runtime.parameters.copies import InferenceModel
 
     if not isinstance(model, ParallelModel):
         what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"

@@ -30,7 +30,7 @@ from galvatron_lite.profiler import measure
 from galvatron_lite.profiler.store import last_profile, read_profile
 from galvatron_lite.profiler.timing import TimingRule
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.state import full_gradients
+from galvatron_lite.runtime.parameters.full_state import full_gradients
 
 RATE, STEPS, SECONDS = 1e-3, 3, 150.0
 PLAN = "chosen.yaml"

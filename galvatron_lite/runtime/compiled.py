@@ -25,8 +25,8 @@ from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.recompute.apply import casting_anew
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.mesh import Group, Meshes
-from galvatron_lite.runtime.placement import LayerAssignment
 
 Forward = Callable[..., Any]
 AUTO, DEFAULT = "auto", "inductor"

@@ -21,29 +21,29 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.zero.apply import set_all_reduce
 from galvatron_lite.plans.phases import PlannedPhase
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.assignment import check_samples
 from galvatron_lite.runtime.batch_checks import GlobalBatches
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.compiled import check_compile
-from galvatron_lite.runtime.derived import ParameterCopies
-from galvatron_lite.runtime.loss_tensor import global_mean, guard_loss
-from galvatron_lite.runtime.loss_weight import LossWeight, check_reduction
+from galvatron_lite.runtime.loss.tensor import global_mean, guard_loss
+from galvatron_lite.runtime.loss.weights import LossWeight, check_reduction
 from galvatron_lite.runtime.mesh import build_meshes
 from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
 from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime, parallelize
-from galvatron_lite.runtime.parameter_use import ParameterUse, check_hooks, is_alone, refuse_direct_calls
-from galvatron_lite.runtime.parameters import multiply_gradients
+from galvatron_lite.runtime.parameters.copies import ParameterCopies
+from galvatron_lite.runtime.parameters.full_state import full_state_dict, load_full_state_dict
+from galvatron_lite.runtime.parameters.managed import multiply_gradients
+from galvatron_lite.runtime.parameters.pieces import entries_of
+from galvatron_lite.runtime.parameters.use import ParameterUse, check_hooks, is_alone, refuse_direct_calls
 from galvatron_lite.runtime.phases import Steering
-from galvatron_lite.runtime.pieces import entries_of
 from galvatron_lite.runtime.pipelined import output_count, pipelined_loss, pipelined_outputs, pipelined_step
-from galvatron_lite.runtime.placement import check_samples
 from galvatron_lite.runtime.reshard.original import original_of
 from galvatron_lite.runtime.reshard.reshard import Resharding
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
-from galvatron_lite.runtime.state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.step_end import (
     GradientsAside,
     check_gradients,
@@ -459,7 +459,7 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's ``state_dict()`` on the CPU of every rank, under the user's own names; all ranks call it.
 
-        It is what the unsplit model loads, and every other plan. See ``runtime.state.full_state_dict``.
+        It is what the unsplit model loads, and every other plan. See ``runtime.parameters.full_state``.
         """
         return full_state_dict(self)
 

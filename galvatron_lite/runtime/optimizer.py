@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.parameters import Owned, guard_gradients
+from galvatron_lite.runtime.parameters.managed import Owned, guard_gradients
 from galvatron_lite.world import messages_carry_data
 
 if TYPE_CHECKING:

@@ -41,19 +41,27 @@ from galvatron_lite.parallelism.sharded.calls import intercept_custom_functions
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.alike import broadcast_values, share_random_state, shares_samples
+from galvatron_lite.runtime.activations.hooks import hooks_of, install_hooks
+from galvatron_lite.runtime.activations.layout import Layout
+from galvatron_lite.runtime.activations.redistribute import Mover
+from galvatron_lite.runtime.activations.traffic import Traffic, border_of, rules_under
+from galvatron_lite.runtime.assignment import (
+    LayerAssignment,
+    LayerPlans,
+    Stages,
+    glue_layout,
+    glue_of,
+    layer_plans,
+    place_layers,
+    tensor_plans,
+)
 from galvatron_lite.runtime.compiled import compile_blocks
-from galvatron_lite.runtime.hooks import hooks_of, install_hooks
-from galvatron_lite.runtime.layer_plans import LayerPlans, layer_plans, tensor_plans
-from galvatron_lite.runtime.layout import Layout
-from galvatron_lite.runtime.materialize import Materializer
+from galvatron_lite.runtime.loss.routers import check_router_losses, install_router_losses
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
-from galvatron_lite.runtime.parameters import Owned, Updates, hides_norm, owned_parameters, reduced_parameters
-from galvatron_lite.runtime.placement import LayerAssignment, Stages, glue_layout, glue_of, place_layers
-from galvatron_lite.runtime.redistribute import Mover
-from galvatron_lite.runtime.router_losses import check_router_losses, install_router_losses
+from galvatron_lite.runtime.parameters.managed import Owned, Updates, hides_norm, owned_parameters, reduced_parameters
+from galvatron_lite.runtime.parameters.materialize import Materializer
+from galvatron_lite.runtime.peers import broadcast_values, share_random_state, shares_samples
 from galvatron_lite.runtime.sharding import Sharded, StageSplitter
-from galvatron_lite.runtime.traffic import Traffic, border_of, rules_under
 
 Place = Callable[[nn.Module, Layer], None]
 """Brings a layer of a structure out of which a stage was cut already onto the device."""

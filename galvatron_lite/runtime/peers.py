@@ -1,32 +1,24 @@
-"""Doing something on all processes, so that it succeeds on all or is an error on all."""
+"""What all processes do together: starting with equal values, and succeeding or failing as one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from galvatron_lite.errors import GalvatronError, InputError, LaunchError
 from galvatron_lite.parallelism.cyclic.mailbox import RESUME
+from galvatron_lite.plans.schema import Plan
 
 Made = TypeVar("Made")
 
 
-class Peers(Protocol):
-    """The processes that run a model."""
-
-    @property
-    def rank(self) -> int:
-        """Of this one."""
-
-    def everyone(self, value: Any) -> list[Any]:
-        """What every process shows, by rank; all call it."""
-
-
-class ProcessPeers:
+class Peers:
     """The ranks of the default process group. Every rank makes one at the same time."""
 
     def __init__(self, timeout: float) -> None:
@@ -38,11 +30,11 @@ class ProcessPeers:
 
     @property
     def rank(self) -> int:
-        """See ``Peers``."""
+        """Of this process."""
         return dist.get_rank()
 
     def everyone(self, value: Any) -> list[Any]:
-        """See ``Peers``.
+        """What every process shows, by rank; all call it.
 
         Raises:
             LaunchError: one of them is gone, or silent for too long.
@@ -98,3 +90,57 @@ def together(peers: Peers, act: Callable[[], Made], field: str) -> list[Made]:
 def at_first(peers: Peers, act: Callable[[], Made], field: str) -> Made:
     """What rank 0 made, for every process; all call it. Raises what ``together`` does."""
     return cast("Made", together(peers, lambda: act() if peers.rank == 0 else None, field)[0])
+
+
+def shares_samples(plan: Plan) -> bool:
+    """Whether ranks work on the same samples, and must draw the same random numbers."""
+    strategies = [run.strategy for stage in plan.stages for run in stage.runs]
+    return any(strategy.devices > strategy.batch_degree for strategy in strategies)
+
+
+def share_random_state(device: torch.device) -> None:
+    """Give every rank rank 0's random states: ranks that share samples must drop the same activations."""
+    torch.set_rng_state(of_rank_zero(torch.get_rng_state(), device))
+    if device.type != "cpu":
+        torch.cuda.set_rng_state(of_rank_zero(torch.cuda.get_rng_state(device), device), device)
+
+
+def of_rank_zero(state: Tensor, device: torch.device) -> Tensor:
+    """Rank 0's value of a tensor on the CPU."""
+    there = state.to(device)
+    dist.broadcast(there, src=0)
+    return there.cpu()
+
+
+def broadcast_values(model: nn.Module, device: torch.device) -> None:
+    """Make real parameters and buffers equal to rank 0's; those on the meta device have no values yet."""
+    if dist.get_world_size() == 1:
+        return
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_meta:
+            there = tensor.detach().to(device)
+            dist.broadcast(there, src=0)
+            if there.device != tensor.device:
+                tensor.detach().copy_(there)
+
+
+def first_seed(device: torch.device) -> int:
+    """Rank 0's ``torch.initial_seed()``: ``torch.manual_seed`` before decides it."""
+    box = [torch.initial_seed()]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, device=device)
+    return box[0]
+
+
+def from_rank_zero(call: Callable[[], Any]) -> Any:
+    """The call's result on rank 0, or its error, on every rank, so that no rank can differ."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = call()
+        except Exception as error:
+            box[1] = error
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]

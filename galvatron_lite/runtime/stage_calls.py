@@ -29,10 +29,10 @@ from galvatron_lite.parallelism.sharded.tensor import to_local
 from galvatron_lite.parallelism.spatial.apply import leaving
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.layout import WHOLE, AxisSplit
-from galvatron_lite.runtime.loss_weight import LossWeight, ShareScale, share_scales, weighted
+from galvatron_lite.runtime.activations.layout import WHOLE, AxisSplit
+from galvatron_lite.runtime.assignment import glue_of
+from galvatron_lite.runtime.loss.weights import LossWeight, ShareScale, share_scales, weighted
 from galvatron_lite.runtime.parallelize import StageRuntime
-from galvatron_lite.runtime.placement import glue_of
 from galvatron_lite.runtime.sharding import lot_of
 
 OWN, SAME = "own", "same"

@@ -13,7 +13,7 @@ from torch import Tensor
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.parallelize import StageRuntime
-from galvatron_lite.runtime.parameters import guard_gradients, local_tensor, squared_norm_share
+from galvatron_lite.runtime.parameters.managed import guard_gradients, local_tensor, squared_norm_share
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel

@@ -22,7 +22,7 @@ from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.runtime.state import full_gradients
+from galvatron_lite.runtime.parameters.full_state import full_gradients
 from tests.equivalence.plans import describe, sample_plan
 from tests.equivalence.random_models import SAMPLES, draw_model, draw_traits
 from tests.pool import JobError, WorkerPool

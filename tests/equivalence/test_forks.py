@@ -9,7 +9,7 @@ from torch import Tensor
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.state import full_state_dict
+from galvatron_lite.runtime.parameters.full_state import full_state_dict
 from tests.model.forks import MODELS, loss_of
 from tests.pool import WorkerPool
 from tests.runtime.plans import make_plan

@@ -13,7 +13,7 @@ from galvatron_lite.model.graph import Role
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.state import full_state_dict
+from galvatron_lite.runtime.parameters.full_state import full_state_dict
 from tests.pool import WorkerPool
 from tests.runtime.plans import make_plan
 

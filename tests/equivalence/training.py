@@ -23,12 +23,11 @@ from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import gather_full
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime import layer_plans, parallelize
+from galvatron_lite.runtime import assignment, parallelize
+from galvatron_lite.runtime.assignment import LayerAssignment, tensor_plans
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.layer_plans import tensor_plans
-from galvatron_lite.runtime.parameters import Owned
-from galvatron_lite.runtime.placement import LayerAssignment
-from galvatron_lite.runtime.state import full_gradients, full_state_dict
+from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict
+from galvatron_lite.runtime.parameters.managed import Owned
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
 from tests.equivalence.families import PICTURES, build_family, build_model, make_batches
 from tests.equivalence.plans import describe
@@ -146,7 +145,7 @@ def _examined_once(case: Case) -> Iterator[None]:
     def arguments(_model: nn.Module, names: Sequence[str], _batch: Any) -> dict[str, dict[str, int]]:
         return {name: case.sampled[name] for name in names if name in case.sampled}
 
-    with patch.object(parallelize, "known_flow", flow), patch.object(layer_plans, "sample_arguments", arguments):
+    with patch.object(parallelize, "known_flow", flow), patch.object(assignment, "sample_arguments", arguments):
         yield
 
 

@@ -16,7 +16,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.zero.apply import STAGE_3, ZeroGroup, apply_root, shard_group
 from galvatron_lite.parallelism.zero.cost import cut_dim
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.state import full_gradients
+from galvatron_lite.runtime.parameters.full_state import full_gradients
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.pieces import Held, part_of
+from galvatron_lite.runtime.parameters.pieces import Held, part_of
 
 Shown = tuple[str, tuple[int, ...], list[tuple[tuple[tuple[int, int], ...], Tensor]]]
 """A name, a whole shape, and pieces: where in the whole tensor, and their values."""

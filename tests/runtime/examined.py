@@ -8,15 +8,15 @@ from typing import Any
 from unittest.mock import patch
 
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.runtime import layer_plans, parallelize
-from galvatron_lite.runtime.placement import LayerAssignment
+from galvatron_lite.runtime import assignment, parallelize
+from galvatron_lite.runtime.assignment import LayerAssignment
 
 
 @contextmanager
 def examined_once() -> Iterator[None]:
     """All models that are split meanwhile are alike, however they are split."""
     sample_arguments, known_flow, tensor_plans = (
-        layer_plans.sample_arguments,
+        assignment.sample_arguments,
         parallelize.known_flow,
         parallelize.tensor_plans,
     )
@@ -41,7 +41,7 @@ def examined_once() -> Iterator[None]:
         return split[key]
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(layer_plans, "sample_arguments", arguments))
+        stack.enter_context(patch.object(assignment, "sample_arguments", arguments))
         stack.enter_context(patch.object(parallelize, "known_flow", flow))
         stack.enter_context(patch.object(parallelize, "tensor_plans", plans))
         yield

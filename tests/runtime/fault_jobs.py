@@ -25,7 +25,7 @@ from galvatron_lite.runtime.checkpoint import checkpointer
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.blame import operation_of
 from galvatron_lite.runtime.monitor.watch import Watch
-from galvatron_lite.runtime.state import full_state_dict
+from galvatron_lite.runtime.parameters.full_state import full_state_dict
 from tests.runtime.plans import make_plan
 
 WIDTH, SAMPLES = 6, 8

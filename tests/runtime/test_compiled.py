@@ -18,9 +18,9 @@ from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan, Schedule, Stage
 from galvatron_lite.runtime import compiled
+from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.placement import LayerAssignment
 from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
 

@@ -14,7 +14,7 @@ from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.state import full_gradients, full_state_dict, load_full_state_dict
+from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict, load_full_state_dict
 from tests.pool import WorkerPool
 from tests.runtime.plans import make_plan
 from tests.runtime.training import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.layout import Axis, AxisSplit, Box, Layout, layout_of, nothing, route
+from galvatron_lite.runtime.activations.layout import Axis, AxisSplit, Box, Layout, layout_of, nothing, route
 
 ROWS = 12
 Pair = tuple[AxisSplit, AxisSplit, tuple[int, ...]]

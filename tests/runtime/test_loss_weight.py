@@ -14,7 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.store import write_profile
-from galvatron_lite.runtime.loss_weight import TargetCount, TargetCounts, share_factors
+from galvatron_lite.runtime.loss.weights import TargetCount, TargetCounts, share_factors
 from tests.pool import WorkerPool
 from tests.runtime.losses import count_mask, differences, make, planned, refusals, switch_refusal
 

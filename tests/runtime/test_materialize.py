@@ -13,7 +13,7 @@ from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.zoo.gpt import initialise
 from galvatron_lite.parallelism.pipeline.stage import StageModel
-from galvatron_lite.runtime.materialize import Materializer
+from galvatron_lite.runtime.parameters.materialize import Materializer
 from tests.equivalence.families import FAMILIES, PlainModel, build_family, build_model
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.pieces import held_buffers, held_parameters, held_states
-from galvatron_lite.runtime.state import full_state_dict
+from galvatron_lite.runtime.parameters.full_state import full_state_dict
+from galvatron_lite.runtime.parameters.pieces import held_buffers, held_parameters, held_states
 from tests.pool import WorkerPool
 from tests.runtime.assembly import assemble, show
 from tests.runtime.pictures import Pictures, make_net, make_parallel_net, make_pictures

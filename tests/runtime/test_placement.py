@@ -10,8 +10,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
-from galvatron_lite.runtime.layout import Layout
-from galvatron_lite.runtime.placement import check_samples, glue_layout, place_layers
+from galvatron_lite.runtime.activations.layout import Layout
+from galvatron_lite.runtime.assignment import check_samples, glue_layout, place_layers
 from tests.runtime.plans import make_plan
 
 LAYERS = (

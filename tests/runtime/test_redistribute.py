@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_lite.runtime.layout import AxisSplit, Box, Layout
-from galvatron_lite.runtime.redistribute import Mover
+from galvatron_lite.runtime.activations.layout import AxisSplit, Box, Layout
+from galvatron_lite.runtime.activations.redistribute import Mover
 from tests.pool import WorkerPool
 
 TOKENS, PICTURE = (8, 12, 3), (4, 4, 5, 7)

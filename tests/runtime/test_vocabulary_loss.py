@@ -13,7 +13,7 @@ from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.vocabulary import logits
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.state import full_gradients
+from galvatron_lite.runtime.parameters.full_state import full_gradients
 from tests.equivalence import families
 from tests.equivalence.families import build_family, build_model
 from tests.pool import WorkerPool

@@ -17,7 +17,7 @@ from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.state import full_gradients, full_state_dict
+from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict
 from tests.runtime.plans import make_plan
 
 SAMPLES, TOKENS, VOCAB, LAYERS = 8, 16, 96, 3

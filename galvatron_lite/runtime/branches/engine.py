@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from galvatron_lite.model.batch import places, slice_batch
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.runtime.assignment import check_divisible
 from galvatron_lite.runtime.branches.parts import Stream
 from galvatron_lite.runtime.branches.session import BranchSession, Origins
 from galvatron_lite.runtime.branches.setup import set_up_branches
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime
-from galvatron_lite.runtime.placement import check_divisible
 
 
 class BranchedModel(ParallelModel):

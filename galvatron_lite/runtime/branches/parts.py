@@ -20,10 +20,10 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage
+from galvatron_lite.runtime.activations.layout import AxisSplit, Boxes, Layout, nothing
+from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.branches.pending import resolved
-from galvatron_lite.runtime.layout import AxisSplit, Boxes, Layout, nothing
 from galvatron_lite.runtime.mesh import MeshPart
-from galvatron_lite.runtime.placement import LayerAssignment, glue_layout, glue_of, place_layers
 
 TRUNK = "trunk"
 

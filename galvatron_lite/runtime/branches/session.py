@@ -16,6 +16,9 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
+from galvatron_lite.runtime.activations.layout import AxisSplit
+from galvatron_lite.runtime.activations.redistribute import cut_box
+from galvatron_lite.runtime.activations.traffic import RankPiece
 from galvatron_lite.runtime.branches.parts import PlacedPart, StandIn, Stream
 from galvatron_lite.runtime.branches.pending import (
     Applied,
@@ -32,10 +35,7 @@ from galvatron_lite.runtime.branches.pending import (
     with_rows,
 )
 from galvatron_lite.runtime.branches.transfer import BranchChannel, BranchTransfer, Cargo, TransferManifest
-from galvatron_lite.runtime.layout import AxisSplit
 from galvatron_lite.runtime.parallelize import StageRuntime
-from galvatron_lite.runtime.redistribute import cut_box
-from galvatron_lite.runtime.traffic import RankPiece
 
 Origins = Mapping[int, tuple[Tensor, Tensor]]
 """By identity of a tensor of this rank's share of the batch: itself, and the same of the complete micro-batch."""

@@ -15,7 +15,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.pipeline.stage import drop_parameters
 from galvatron_lite.parallelism.pipeline.tied import check_shared, find_shared
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.alike import broadcast_values, of_rank_zero, share_random_state
+from galvatron_lite.runtime.assignment import layer_plans, tensor_plans
 from galvatron_lite.runtime.branches.parts import (
     PlacedPart,
     StandIn,
@@ -29,9 +29,9 @@ from galvatron_lite.runtime.branches.parts import (
 from galvatron_lite.runtime.branches.pending import Foreseen
 from galvatron_lite.runtime.branches.session import PassSetting, RankBranch
 from galvatron_lite.runtime.branches.transfer import BranchChannel
-from galvatron_lite.runtime.layer_plans import layer_plans, tensor_plans
 from galvatron_lite.runtime.mesh import build_part_meshes, join_world
 from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime, assemble
+from galvatron_lite.runtime.peers import broadcast_values, of_rank_zero, share_random_state
 
 
 @dataclass(slots=True)

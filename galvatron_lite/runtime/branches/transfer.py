@@ -21,8 +21,8 @@ from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.cyclic.mailbox import pack, packed_bytes, unpack
-from galvatron_lite.runtime.layout import Box, Boxes, Route, route_boxes
-from galvatron_lite.runtime.redistribute import cut_box
+from galvatron_lite.runtime.activations.layout import Box, Boxes, Route, route_boxes
+from galvatron_lite.runtime.activations.redistribute import cut_box
 
 _TAGS = 2**30
 

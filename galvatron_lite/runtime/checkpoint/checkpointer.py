@@ -20,7 +20,6 @@ from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
 from galvatron_lite.files import write_text, write_value
 from galvatron_lite.folders import Content, begin_folder, content_of, put_in_place, remove_folder
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.alike import shares_samples
 from galvatron_lite.runtime.checkpoint.manifest import (
     CONFIG,
     FORMAT,
@@ -65,9 +64,9 @@ from galvatron_lite.runtime.checkpoint.tensors import (
     stored_tensors,
     write_pieces,
 )
-from galvatron_lite.runtime.peers import ProcessPeers, at_first, together
+from galvatron_lite.runtime.parameters.pieces import Held, Parallel, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.peers import Peers, at_first, shares_samples, together
 from galvatron_lite.runtime.phases import Steering
-from galvatron_lite.runtime.pieces import Held, Parallel, held_buffers, held_parameters, held_states
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.world import SAVER
 
@@ -117,7 +116,7 @@ class Checkpointer:
     """Writes and reads the checkpoints of a model; every rank makes one, and calls its methods, at the same time."""
 
     def __init__(self, parallel: SavableModel, timeout: float = TIMEOUT) -> None:
-        self._parallel, self._peers = parallel, ProcessPeers(timeout)
+        self._parallel, self._peers = parallel, Peers(timeout)
         self._pending: Future[None] | None = None
         self._lineage = Lineage()
 

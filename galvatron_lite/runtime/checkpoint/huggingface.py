@@ -29,7 +29,7 @@ from galvatron_lite.runtime.checkpoint.tensors import (
 )
 from galvatron_lite.runtime.checkpoint.unsplit import unsplit
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.pieces import Held, ItemRun, all_of, held_buffers, held_parameters
+from galvatron_lite.runtime.parameters.pieces import Held, ItemRun, all_of, held_buffers, held_parameters
 from galvatron_lite.units import parse_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -15,8 +15,8 @@ from torch import Tensor
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, TensorRecord
 from galvatron_lite.runtime.checkpoint.plain import check_plain
-from galvatron_lite.runtime.parameters import Owned
-from galvatron_lite.runtime.pieces import Parallel, held_parameter, parameter_name
+from galvatron_lite.runtime.parameters.managed import Owned
+from galvatron_lite.runtime.parameters.pieces import Parallel, held_parameter, parameter_name
 
 PER_GROUP = (
     "base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums",

@@ -15,7 +15,7 @@ from torch import Tensor
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.folders import Content, FileSink, write_file
 from galvatron_lite.model.batch import map_tensors
-from galvatron_lite.runtime.alike import of_rank_zero
+from galvatron_lite.runtime.peers import of_rank_zero
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.folders import Content
+from galvatron_lite.runtime.activations.layout import Box
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, Piece, TensorRecord, key_of
 from galvatron_lite.runtime.checkpoint.shards import CODES, TensorFile, write_tensors
-from galvatron_lite.runtime.layout import Box
+from galvatron_lite.runtime.parameters.pieces import Held, ItemRun, all_of, part_of
 from galvatron_lite.runtime.peers import Peers
-from galvatron_lite.runtime.pieces import Held, ItemRun, all_of, part_of
 
 PieceKey = tuple[str, tuple[int, ...]]
 """Name of a tensor, and place of a piece's first item in it."""

@@ -25,8 +25,8 @@ from galvatron_lite.runtime.checkpoint.sealed import content_errors
 from galvatron_lite.runtime.checkpoint.tensors import check_readable, read_tensors, stored_tensors
 from galvatron_lite.runtime.mesh import StrategyGroups
 from galvatron_lite.runtime.parallelize import StageRuntime
-from galvatron_lite.runtime.parameters import Owned, Updates
-from galvatron_lite.runtime.pieces import Entries, entries_of, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.parameters.managed import Owned, Updates
+from galvatron_lite.runtime.parameters.pieces import Entries, entries_of, held_buffers, held_parameters, held_states
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,15 @@ from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory, StageStates
 from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.alike import broadcast_values, first_seed
+from galvatron_lite.runtime.assignment import check_samples
 from galvatron_lite.runtime.cyclic.checkpoint import FIELD, CyclicCheckpointer, latest
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
 from galvatron_lite.runtime.cyclic.state import even_out, full_state, load_full_state
-from galvatron_lite.runtime.loss_weight import LossWeight, check_even, check_reduction, share_scales
+from galvatron_lite.runtime.loss.weights import LossWeight, check_even, check_reduction, share_scales
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.monitor.observer import Observable, observed
-from galvatron_lite.runtime.parameter_use import check_hooks
-from galvatron_lite.runtime.peers import ProcessPeers, at_first
-from galvatron_lite.runtime.placement import check_samples
+from galvatron_lite.runtime.parameters.use import check_hooks
+from galvatron_lite.runtime.peers import Peers, at_first, broadcast_values, first_seed
 from galvatron_lite.world import pick_device
 
 CLIPPING = (
@@ -163,7 +162,7 @@ class CyclicModel(Observable, nn.Module):
         kinds = () if alone else tuple(MessageContent) if staged else (MessageContent.PARTIAL, MessageContent.UPDATE)
         mailbox = ProcessMailbox(kinds, self.device, timeout)
         self.runtime = set_up(model, plan, layers, batch, dist.get_rank(), mailbox, options)
-        self._keeper = CyclicCheckpointer(self.runtime, ProcessPeers(timeout))
+        self._keeper = CyclicCheckpointer(self.runtime, Peers(timeout))
         self._optimizer: CyclicOptimizer | None = None
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:

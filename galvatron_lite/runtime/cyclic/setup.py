@@ -20,10 +20,10 @@ from galvatron_lite.parallelism.cyclic.states import StageStates
 from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.materialize import Materializer
+from galvatron_lite.runtime.assignment import LayerAssignment, place_layers
 from galvatron_lite.runtime.parallelize import known_flow
-from galvatron_lite.runtime.pieces import Entries, entries_of
-from galvatron_lite.runtime.placement import LayerAssignment, place_layers
+from galvatron_lite.runtime.parameters.materialize import Materializer
+from galvatron_lite.runtime.parameters.pieces import Entries, entries_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.runtime.cyclic.setup import CyclicRuntime
-from galvatron_lite.runtime.pieces import Held, ItemRun, all_of
-from galvatron_lite.runtime.state import gather, put
+from galvatron_lite.runtime.parameters.full_state import gather, put
+from galvatron_lite.runtime.parameters.pieces import Held, ItemRun, all_of
 
 
 def full_state(runtime: CyclicRuntime) -> dict[str, Tensor]:

@@ -20,20 +20,20 @@ from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.deepspeed import config_of
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.alike import broadcast_values
+from galvatron_lite.runtime.assignment import LayerAssignment, check_samples, place_layers
 from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.deepspeed.library import EngineOptimizer, check_engine, load
 from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver
 from galvatron_lite.runtime.deepspeed.states import full_state_dict, load_full_state_dict
-from galvatron_lite.runtime.loss_weight import LossWeight, ShareScale, check_reduction, share_scales, weighted
-from galvatron_lite.runtime.materialize import InitFn, Materializer
+from galvatron_lite.runtime.loss.weights import LossWeight, ShareScale, check_reduction, share_scales, weighted
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.monitor.watch import Watch
-from galvatron_lite.runtime.parameter_use import check_hooks
-from galvatron_lite.runtime.placement import LayerAssignment, check_samples, place_layers
+from galvatron_lite.runtime.parameters.materialize import InitFn, Materializer
+from galvatron_lite.runtime.parameters.use import check_hooks
+from galvatron_lite.runtime.peers import broadcast_values
 from galvatron_lite.runtime.sharding import tied_layers
 from galvatron_lite.world import pick_device
 

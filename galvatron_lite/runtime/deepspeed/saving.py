@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from galvatron_lite.plans.schema import Plan
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
     from galvatron_lite.runtime.parallelize import StageRuntime
+    from galvatron_lite.runtime.parameters.pieces import Entries
     from galvatron_lite.runtime.phases import Steering
-    from galvatron_lite.runtime.pieces import Entries
     from galvatron_lite.runtime.scaling import LossScaler
 
 

@@ -30,7 +30,6 @@ from galvatron_lite.errors import ExhaustedError, GalvatronError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.runtime.alike import from_rank_zero
 from galvatron_lite.runtime.monitor.blame import EXHAUSTED
 from galvatron_lite.runtime.monitor.clock import LayerClock
 from galvatron_lite.runtime.monitor.correct import level_groups, probe_points
@@ -63,6 +62,7 @@ from galvatron_lite.runtime.monitor.schema import (
     StepWindow,
     WindowRecord,
 )
+from galvatron_lite.runtime.peers import from_rank_zero
 from galvatron_lite.runtime.phases import go_over
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from galvatron_lite.errors import ExhaustedError, GalvatronError, LaunchError, PeerError
 from galvatron_lite.runtime.monitor.blame import exhausted, message, operation_of, ran_out, suspects
 from galvatron_lite.runtime.monitor.notes import HEARTBEAT, Board, Note, StepPhase, line_of, publish
-from galvatron_lite.runtime.peers import ProcessPeers
+from galvatron_lite.runtime.peers import Peers
 from galvatron_lite.world import rank
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Watch:
         process = f"{socket.gethostname()}, process {os.getpid()}"
         self._note, self._since = Note(0, StepPhase.BETWEEN, process=process), monotonic()
         self._board: Board | None = None
-        self._arrivals: ProcessPeers | None = None
+        self._arrivals: Peers | None = None
         self._limited = timeout is not None
         self.group: Any = None
         self.clock: Callable[[StepPhase | None], None] | None = None
@@ -134,7 +134,7 @@ class Watch:
         if self._board is None and dist.get_world_size() > 1:
             self._thread = threading.get_ident()
             self._board = Board()
-            self._arrivals = ProcessPeers(self._timeout)
+            self._arrivals = Peers(self._timeout)
             if self._limited:
                 self.group = dist.new_group(timeout=timedelta(seconds=self._timeout), group_desc="step")
             self._board.write(self._note)

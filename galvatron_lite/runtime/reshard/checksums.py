@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.layout import Box
-from galvatron_lite.runtime.pieces import all_of, part_of
+from galvatron_lite.runtime.activations.layout import Box
+from galvatron_lite.runtime.parameters.pieces import all_of, part_of
 from galvatron_lite.runtime.reshard.routes import Everyone, LocalPart, LocalTensors, MovedTensor, first_only
 
 MODULUS = 2**64

@@ -21,8 +21,8 @@ from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.assignment import place_layers
 from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, prepare
-from galvatron_lite.runtime.placement import place_layers
 
 CONTAINERS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 """Attributes of a module that hold parameters, buffers, modules and hooks. Handles and iterators refer to the

@@ -26,16 +26,14 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.schema import Mode, Plan
-from galvatron_lite.runtime.alike import shares_samples
 from galvatron_lite.runtime.checkpoint.plain import RandomStates
 from galvatron_lite.runtime.checkpoint.unsplit import ModelView
 from galvatron_lite.runtime.compiled import check_compile
-from galvatron_lite.runtime.materialize import Materializer
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
 from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, StageRuntime, build, make_pipeline_groups
-from galvatron_lite.runtime.parameter_use import ParameterUse
-from galvatron_lite.runtime.pieces import (
+from galvatron_lite.runtime.parameters.materialize import Materializer
+from galvatron_lite.runtime.parameters.pieces import (
     Entries,
     Held,
     ItemRun,
@@ -45,6 +43,8 @@ from galvatron_lite.runtime.pieces import (
     held_parameters,
     held_states,
 )
+from galvatron_lite.runtime.parameters.use import ParameterUse
+from galvatron_lite.runtime.peers import shares_samples
 from galvatron_lite.runtime.reshard.optimizer import (
     OptimizerReport,
     Regrouping,

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.layout import Box
-from galvatron_lite.runtime.pieces import Held, ItemRun, all_of, part_of
+from galvatron_lite.runtime.activations.layout import Box
+from galvatron_lite.runtime.parameters.pieces import Held, ItemRun, all_of, part_of
 
 MESSAGE_BYTES = 64 * 2**20
 """Bytes of tensors that are sent together: few messages, and little memory for them."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from galvatron_lite.parallelism.context import attention
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor
-from galvatron_lite.runtime.traffic import LayoutTensor
+from galvatron_lite.runtime.activations.traffic import LayoutTensor
 
 Function = Callable[..., Any]
 

@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.placement import place_layers
+from galvatron_lite.runtime.assignment import place_layers
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.dry.roles import named_for
 from galvatron_lite.verify.numbers.shrink_model import (

@@ -23,7 +23,7 @@ from torch import Tensor
 from galvatron_lite.model.batch import batch_size, call_model, loss_of, slice_batch
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.pieces import Held, held_gradients, held_parameters, part_of
+from galvatron_lite.runtime.parameters.pieces import Held, held_gradients, held_parameters, part_of
 from galvatron_lite.verify.launched import ForkedServer, fork
 from galvatron_lite.verify.numbers.shrink import Recipe, Small, make_small
 from galvatron_lite.verify.source import ModelSource

@@ -21,7 +21,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_flow import at
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.loss_weight import (
+from galvatron_lite.runtime.loss.weights import (
     LossWeight,
     TargetCount,
     TargetCounts,

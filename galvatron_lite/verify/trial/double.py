@@ -24,8 +24,8 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_flow import at
 from galvatron_lite.model.trace_meta import BATCH_NORMS, meta_copy
 from galvatron_lite.model.trace_record import ValuesReadError
-from galvatron_lite.runtime.loss_weight import ShareScale, TargetCount, mean_of_targets
-from galvatron_lite.runtime.materialize import Materializer
+from galvatron_lite.runtime.loss.weights import ShareScale, TargetCount, mean_of_targets
+from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.units import format_count
 from galvatron_lite.verify.numbers.shrink_model import calmed, can_drop, cut_for, dropped, narrowed, with_samples
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from galvatron_lite.runtime.branches.engine import BranchedModel
-from galvatron_lite.runtime.state import full_gradients
+from galvatron_lite.runtime.parameters.full_state import full_gradients
 from tests.runtime.branches.networks import Case, layers_of, make_batch, make_model, make_plan
 from tests.runtime.training import ADAMW, Trained, train_plainly
 

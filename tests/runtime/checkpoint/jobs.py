@@ -144,7 +144,7 @@ def load(run: tuple[ParallelModel, torch.optim.Optimizer, Any, Position], folder
 
 def moments(optimizer: torch.optim.Optimizer, parallel: ParallelModel) -> dict[str, Tensor]:
     """The optimizer's states as one process has them."""
-    from galvatron_lite.runtime.pieces import held_states
-    from galvatron_lite.runtime.state import gather
+    from galvatron_lite.runtime.parameters.full_state import gather
+    from galvatron_lite.runtime.parameters.pieces import held_states
 
     return gather(held_states(parallel, optimizer))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.layout import Box
+from galvatron_lite.runtime.activations.layout import Box
 from galvatron_lite.runtime.reshard.checksums import checksum
 from galvatron_lite.runtime.reshard.original import Structure
 from galvatron_lite.runtime.reshard.routes import Everyone, covers, first_only, receives, sends

@@ -19,7 +19,7 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.pieces import held_parameters, held_states
+from galvatron_lite.runtime.parameters.pieces import held_parameters, held_states
 from galvatron_lite.runtime.reshard.transfer import nbytes
 from tests.equivalence.families import make_batches
 from tests.equivalence.test_experts import plan as mixed

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.layout import Box
-from galvatron_lite.runtime.pieces import (
+from galvatron_lite.runtime.activations.layout import Box
+from galvatron_lite.runtime.parameters.pieces import (
     Entries,
     Held,
     Parallel,

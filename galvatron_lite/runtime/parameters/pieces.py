@@ -17,9 +17,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
-from galvatron_lite.runtime.layout import Box
+from galvatron_lite.runtime.activations.layout import Box
 from galvatron_lite.runtime.parallelize import StageRuntime
-from galvatron_lite.runtime.parameters import Owned
+from galvatron_lite.runtime.parameters.managed import Owned
 
 RUNNING = ("running_mean", "running_var")
 """Buffers of normalisations of which a rank that shares channels keeps its own channels only."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.layout import AxisSplit, Box, Boxes, route
+from galvatron_lite.runtime.activations.layout import AxisSplit, Box, Boxes, route
 
 Shape = tuple[int, ...]
 

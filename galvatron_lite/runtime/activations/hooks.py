@@ -20,8 +20,8 @@ from galvatron_lite.parallelism.channel.apply import is_shared
 from galvatron_lite.parallelism.sharded.collectives import enter
 from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
 from galvatron_lite.parallelism.spatial.apply import SPECS, SpecsAt
-from galvatron_lite.runtime.layout import IDS, INNER, AxisSplit, Layout
-from galvatron_lite.runtime.traffic import Bordered, BoundaryLayout, LayoutTensor, RankPiece, Traffic
+from galvatron_lite.runtime.activations.layout import IDS, INNER, AxisSplit, Layout
+from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, LayoutTensor, RankPiece, Traffic
 
 UserHooks = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """By path of a module, the forward pre-hooks and the forward hooks that its user registered."""

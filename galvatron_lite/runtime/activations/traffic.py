@@ -28,10 +28,10 @@ from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
-from galvatron_lite.runtime.layout import PIXELS, WHOLE, Axis, AxisSplit, Layout
+from galvatron_lite.runtime.activations.layout import PIXELS, WHOLE, Axis, AxisSplit, Layout
+from galvatron_lite.runtime.activations.redistribute import Mover
+from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.mesh import StrategyGroups
-from galvatron_lite.runtime.placement import LayerAssignment
-from galvatron_lite.runtime.redistribute import Mover
 
 Arrived = tuple[Mapping[str, tuple[AxisSplit, tuple[int, ...]]], Layout]
 """Of a nest that travels between stages: split and full shape of each tensor that holds samples, by place, and the

@@ -28,8 +28,8 @@ from galvatron_lite.parallelism.sharded.groups import pieces_of, take_pieces
 from galvatron_lite.parallelism.sharded.tensor import specs_of, to_local
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.assignment import LayerAssignment, glue_of
 from galvatron_lite.runtime.mesh import Meshes
-from galvatron_lite.runtime.placement import LayerAssignment, glue_of
 
 _GATHERED, _MASK = "_of_all_tokens", "attention_mask"
 

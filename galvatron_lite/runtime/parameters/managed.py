@@ -22,8 +22,8 @@ from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.shares import RowShare, share_of
+from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
-from galvatron_lite.runtime.placement import LayerAssignment
 
 Shards = Mapping[str, ParameterShard]
 """How parameters lie in the full ones, by name."""
@@ -171,7 +171,7 @@ _ELEMENTWISE = frozenset((
 _REMEDY = (
     "A rank holds a part of the gradient under this plan, and the norm of a part is not the whole one's. Call "
     "parallel.clip_grad_norm(max_norm) in its place, which returns the whole model's norm before clipping, or give "
-    "max_grad_norm to train_step. runtime.state.full_gradients(parallel) has whole gradients."
+    "max_grad_norm to train_step. runtime.parameters.full_state.full_gradients(parallel) has whole gradients."
 )
 _SCALER = (
     "A rank sees overflow in its part of the gradient alone, and would skip a step that others take. Compute with "

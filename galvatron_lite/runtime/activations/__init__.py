@@ -1,0 +1,1 @@
+"""Activations between layers that are split in unlike ways."""

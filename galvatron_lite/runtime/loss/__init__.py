@@ -1,0 +1,1 @@
+"""The loss of a batch that ranks and micro-batches share."""
