@@ -69,6 +69,10 @@ def plan(
             - ``sequence``: tokens a sample, for a model by name.
             - ``precision``: of compute, for a model by name; the best that the devices train in if not given: bf16,
               else fp16, else fp32.
+            - ``trainable``: of a model by name: ``all``, or ``lora:r=16`` (``lora:r=16,targets=q+v``): adapters beside
+              linear layers of its blocks alone.
+            - ``freeze``: names of what gets no gradient, of a model by name: ``before``, ``layers.[0-9].*``; one or a
+              list.
             - ``fix``: what is not left to the search: ``pp=4``, ``layers.3.recompute=full`` (``search.pins``);
               one, a list, or a mapping: ``{"pp": 4}``.
             - ``forbid``: dimensions that no layer may use: ``tp``, ``pipeline``; one or a list.

@@ -17,7 +17,7 @@ from galvatron_lite.plans.io import check_plan, read_plan, refuse_phases
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import profile_hash, read_profile
-from galvatron_lite.request import PlanArguments, PlanRequest, Progress, memory_budget
+from galvatron_lite.request import PlanArguments, PlanRequest, Progress, memory_budget, texts
 from galvatron_lite.verify.schema import Checks, checks_named
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def _profile_for(plans: Sequence[Given], profile: Profile | str | Path | None, s
     if profile is not None or setup.get("model") is not None:
         return find_profile(
             profile, model=setup.get("model"), cluster=setup.get("cluster"), gpus=setup.get("gpus"),
-            sequence=setup.get("sequence"), precision=setup.get("precision"),
+            sequence=setup.get("sequence"), precision=setup.get("precision"), trainable=setup.get("trainable"),
+            freeze=texts("freeze", setup.get("freeze")),
         )  # fmt: skip
     made = [plan if isinstance(plan, Plan) else _planned(Path(plan)) for plan in plans]
     return profile_of(next((plan for plan in made if plan is not None and plan.provenance), None))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from galvatron_lite.errors import GalvatronError, InputError
+from galvatron_lite.model.trainable import Trainable
 
 if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
@@ -29,6 +30,8 @@ def find_profile(
     sequence: int | None = None,
     precision: str | None = None,
     stack: str = "",
+    trainable: str | None = None,
+    freeze: Sequence[str] = (),
 ) -> Profile:
     """The profile that ``plan`` works from; see there for the arguments.
 
@@ -40,6 +43,8 @@ def find_profile(
         sequence: tokens a sample.
         precision: of compute.
         stack: training software whose costs are estimated (``stacks.catalog``); empty: our own runtime.
+        trainable: which parameters train, of a model by name.
+        freeze: names of those that do not.
 
     Raises:
         InputError: nothing to plan from, a cluster that does not have the devices asked for, or a precision that its
@@ -48,10 +53,18 @@ def find_profile(
     if profile is not None and model is not None:
         raise InputError("--model", str(model), "Give a profile or a model, not both.")
     if model is not None:
-        return _estimate(model, cluster, gpus, sequence, precision, stack)
+        return _estimate(model, cluster, gpus, sequence, precision, stack, Trainable.parse(trainable, freeze))
+    if trainable is not None or freeze:
+        raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), _AS_IT_TRAINS)
     known = _read(profile)
     _check_as_profiled(known, sequence, precision)
     return _on_cluster(known, cluster, gpus)
+
+
+_AS_IT_TRAINS = (
+    "What was measured or captured tells nothing of other parameters training. Give a --model by name; or freeze "
+    "parameters and add adapters in the module, and profile that."
+)
 
 
 def _check_as_profiled(profile: Profile, sequence: int | None, precision: str | None) -> None:
@@ -71,6 +84,7 @@ def _estimate(
     sequence: int | None,
     precision: str | None,
     stack: str = "",
+    trainable: Trainable | None = None,
 ) -> Profile:
     from galvatron_lite.capture.named import graph_named
     from galvatron_lite.cluster.precisions import check_precision
@@ -86,10 +100,12 @@ def _estimate(
         check_precision(model.precision, machine)
         if precision not in (None, model.precision):
             raise InputError("--precision", precision, f"The model was captured in {model.precision}; capture it anew.")
+        if trainable is not None:
+            raise InputError("--trainable", str(trainable), _AS_IT_TRAINS)
         graph = model
     else:
         chosen, kernels = precision_on(machine, precision), None if software is None else software.kernels
-        graph = graph_named(str(model), sequence=sequence, precision=chosen, kernels=kernels)
+        graph = graph_named(str(model), sequence=sequence, precision=chosen, kernels=kernels, trainable=trainable)
     known = estimate_profile(graph, machine, precision=graph.precision, name=graph.name, stack=software)
     return replace(known, stack=stack)
 

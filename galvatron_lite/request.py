@@ -49,6 +49,8 @@ class PlanArguments(TypedDict, total=False):
     batch: int | None
     sequence: int | None
     precision: str | None
+    trainable: str | None
+    freeze: str | Sequence[str]
     fix: str | Sequence[str] | Mapping[str, object] | Pins
     forbid: str | Sequence[str]
     schedules: str | Sequence[Schedule | str] | None
@@ -70,6 +72,8 @@ class PlanRequest:
     gpus: int | None = None
     sequence: int | None = None
     precision: str | None = None
+    trainable: str | None = None
+    freeze: tuple[str, ...] = ()
     mem: str | int = DEFAULT_BUDGET
     batch: int | None = None
     fix: tuple[str, ...] | Pins = ()
@@ -94,7 +98,7 @@ class PlanRequest:
             InputError: an unknown argument, or one that cannot be read; names it.
         """
         _check_names(arguments, ("profile", *PlanArguments.__annotations__, *others))
-        for name in ("model", "cluster", "precision"):
+        for name in ("model", "cluster", "precision", "trainable"):
             _check_name(name, arguments.get(name))
         fix = arguments.get("fix", ())
         return cls(
@@ -104,6 +108,8 @@ class PlanRequest:
             gpus=integer("gpus", arguments.get("gpus")),
             sequence=integer("sequence", arguments.get("sequence")),
             precision=arguments.get("precision"),
+            trainable=arguments.get("trainable"),
+            freeze=texts("freeze", arguments.get("freeze")),
             mem=memory_budget(arguments.get("mem", DEFAULT_BUDGET)),
             batch=integer("batch", arguments.get("batch")),
             fix=fix if isinstance(fix, Pins) else texts("fix", fix),
@@ -122,7 +128,8 @@ class PlanRequest:
             return self.profile(devices)
         return find_profile(
             self.profile, model=self.model, cluster=self.cluster, gpus=devices, sequence=self.sequence,
-            precision=self.precision, stack=backend_named(self.backend).stack,
+            precision=self.precision, stack=backend_named(self.backend).stack, trainable=self.trainable,
+            freeze=self.freeze,
         )  # fmt: skip
 
     def resolve(self) -> PlanSetting:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, kind_of, read_data, to_data, write_data
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.trainable import Trainable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,31 +75,34 @@ def _in_cache(name: str) -> Path:
     return Path(found)
 
 
-def graph_of_config(path: Path, *, sequence: int | None = None, precision: str = "bf16") -> ModelGraph:
+def graph_of_config(
+    path: Path, *, sequence: int | None = None, precision: str = "bf16", trainable: Trainable | None = None
+) -> ModelGraph:
     """The graph of the model that a configuration describes.
 
     Args:
         path: of the ``config.json``.
         sequence: tokens a sample; as many as the model has positions, ``LONGEST`` at most, if not given.
+        trainable: which parameters train; None: all.
 
     Raises:
         InputError: transformers is missing, or has no such model with a loss; or more tokens than positions.
         FileFormatError: the file does not describe a model.
         TraceError: the model cannot be captured.
     """
-    kept = _cache_file(path, sequence, precision)
+    kept = _cache_file(path, sequence, precision, trainable)
     if kept.is_file():
         try:
             return from_data(ModelGraph, read_data(kept), str(kept))
         except FileFormatError:
             kept.unlink(missing_ok=True)  # another version wrote it, or not to its end
-    graph = _traced(path, sequence, precision)
+    graph = _traced(path, sequence, precision, trainable)
     with suppress(OSError):  # planning goes on where nothing can be kept
         write_data(kept, to_data(graph))
     return graph
 
 
-def _cache_file(path: Path, sequence: int | None, precision: str) -> Path:
+def _cache_file(path: Path, sequence: int | None, precision: str, trainable: Trainable | None) -> Path:
     """Where the graph is kept: another file for other contents of the configuration and other versions."""
     versions = []
     for package in ("transformers", "torch", "galvatron_lite"):
@@ -107,15 +111,16 @@ def _cache_file(path: Path, sequence: int | None, precision: str) -> Path:
         except PackageNotFoundError:
             versions.append("")
     sources = [str(one.stat().st_mtime_ns) for one in sorted(Path(__file__).parent.glob("*.py"))]
-    text = [path.read_text(encoding="utf-8"), str(sequence), precision, *versions, *sources]
+    text = [path.read_text(encoding="utf-8"), str(sequence), precision, str(trainable), *versions, *sources]
     digest = hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "galvatron_lite" / "graphs" / f"{digest}.json"
 
 
-def _traced(path: Path, sequence: int | None, precision: str) -> ModelGraph:
+def _traced(path: Path, sequence: int | None, precision: str, trainable: Trainable | None) -> ModelGraph:
     import torch
 
+    from galvatron_lite.capture.adapters import make_trainable
     from galvatron_lite.capture.trace import trace
     from galvatron_lite.model.example import example_batch
 
@@ -129,7 +134,7 @@ def _traced(path: Path, sequence: int | None, precision: str) -> ModelGraph:
         remedy = f"What a {type(model).__name__} takes is not known. Give the model itself: FILE.py:FACTORY."
         raise InputError("model", str(path), remedy) from error
     name = path.stem if path.stem != "config" else path.parent.resolve().name
-    return trace(model, batch, precision=precision, name=name)
+    return trace(make_trainable(model, trainable), batch, precision=precision, name=name)
 
 
 def build_model(path: Path) -> nn.Module:

@@ -14,6 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import load_model, model_names
+from galvatron_lite.model.trainable import Trainable
 from galvatron_lite.model.zoo import SIZES, build, size_named
 
 
@@ -49,7 +50,7 @@ def load_factory(target: str) -> tuple[Any, Any, Any]:
     return model, batch, loss_fn
 
 
-def graph_of_factory(target: str, precision: str = "bf16") -> ModelGraph:
+def graph_of_factory(target: str, precision: str = "bf16", trainable: Trainable | None = None) -> ModelGraph:
     """The graph of what a factory makes, without memory where it can be called so.
 
     Raises:
@@ -58,6 +59,7 @@ def graph_of_factory(target: str, precision: str = "bf16") -> ModelGraph:
     """
     import torch
 
+    from galvatron_lite.capture.adapters import make_trainable
     from galvatron_lite.capture.trace import trace
     from galvatron_lite.model.example import example_batch
 
@@ -70,11 +72,16 @@ def graph_of_factory(target: str, precision: str = "bf16") -> ModelGraph:
     except Exception:  # whatever a user's function does that there are no shapes for
         model, batch, loss_fn = load_factory(target)
         batch = example_batch(model) if batch is None else batch
-    return trace(model, batch, loss_fn=loss_fn, precision=precision)
+    return trace(make_trainable(model, trainable), batch, loss_fn=loss_fn, precision=precision)
 
 
 def graph_named(
-    name: str, *, sequence: int | None = None, precision: str = "bf16", kernels: Kernels | None = None
+    name: str,
+    *,
+    sequence: int | None = None,
+    precision: str = "bf16",
+    kernels: Kernels | None = None,
+    trainable: Trainable | None = None,
 ) -> ModelGraph:
     """The graph of a model by its name.
 
@@ -86,6 +93,8 @@ def graph_named(
         precision: of compute.
         kernels: that run a model of ``configs/models``; PyTorch's own if not given. Others run as they are written.
 
+        trainable: which parameters train; None: all.
+
     Raises:
         InputError: no such name: tells all.
         FileFormatError: the file cannot be read.
@@ -93,19 +102,19 @@ def graph_named(
     if is_factory(name):
         if sequence is not None:
             raise InputError("--seq", sequence, f"{name} decides how long its samples are: leave --seq out.")
-        return graph_of_factory(name, precision)
+        return graph_of_factory(name, precision, trainable)
     config = find_config(name)
     if config is not None:
-        return graph_of_config(config, sequence=sequence, precision=precision)
+        return graph_of_config(config, sequence=sequence, precision=precision, trainable=trainable)
     try:
-        return load_model(name, sequence=sequence, precision=precision, kernels=kernels)
+        return load_model(name, sequence=sequence, precision=precision, kernels=kernels, trainable=trainable)
     except InputError as error:
         size = size_named(name)
         if error.field == "model" and size is None:
             raise InputError("model", name, f"{error.remedy} Small ones of the zoo: {', '.join(_small())}.") from error
         if size is None or name.replace("-", "") in {known.replace("-", "") for known in model_names()}:
             raise
-        return _traced(size, sequence, precision)
+        return _traced(size, sequence, precision, trainable)
 
 
 def _small() -> tuple[str, ...]:
@@ -114,12 +123,13 @@ def _small() -> tuple[str, ...]:
     return tuple(size for size in SIZES if size.replace("-", "") not in shipped)
 
 
-def _traced(size: str, sequence: int | None, precision: str) -> ModelGraph:
+def _traced(size: str, sequence: int | None, precision: str, trainable: Trainable | None) -> ModelGraph:
     import torch
 
+    from galvatron_lite.capture.adapters import make_trainable
     from galvatron_lite.capture.trace import trace
     from galvatron_lite.model.example import example_batch
 
     with torch.device("meta"):
         model = build(size, **({} if sequence is None else {"sequence": sequence}))
-    return trace(model, example_batch(model), precision=precision, name=size)
+    return trace(make_trainable(model, trainable), example_batch(model), precision=precision, name=size)

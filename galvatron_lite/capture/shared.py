@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 
@@ -60,13 +60,17 @@ def _buffer_bytes(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:
 
 
 def _ties(everything: dict[str, dict[str, nn.Parameter]], first: dict[str, str]) -> tuple[Tie, ...]:
-    shared: dict[tuple[str, str], int] = {}
+    shared: dict[tuple[str, str], list[nn.Parameter]] = {}
     for layer, parameters in everything.items():
         for name, parameter in parameters.items():
             if first[name] != layer:
-                pair = (first[name], layer)
-                shared[pair] = shared.get(pair, 0) + parameter.numel()
-    return tuple(Tie(one, other, items) for (one, other), items in shared.items())
+                shared.setdefault((first[name], layer), []).append(parameter)
+    return tuple(Tie(*pair, items_of(both), items_of(both, frozen=True)) for pair, both in shared.items())
+
+
+def items_of(parameters: Iterable[nn.Parameter], *, frozen: bool = False) -> int:
+    """Items of parameters, or of those among them that get no gradient."""
+    return sum(one.numel() for one in parameters if not (frozen and one.requires_grad))
 
 
 _Key = tuple[int, int]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.shared import items_of
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
 from galvatron_lite.model.graph import OperatorClass, Routing, Sharding, TensorSplit
@@ -314,6 +315,7 @@ class MixtureFigures:
 
     experts: int = 0  # every divisor of it divides the experts of each mixture
     parameters: int = 0  # items of all experts
+    frozen: int = 0  # those among them that get no gradient
     dispatched_bytes: int = 0  # per sample, see ``LayerKind``
     routing: Routing = Routing()  # noqa: RUF009  frozen
     reason: str = ""  # why experts cannot be spread
@@ -338,7 +340,8 @@ def mixture_figures(block: nn.Module, calls: Sequence[OperatorCall], tokens: int
     excess = CORRECTED_SCORES if corrected else AUXILIARY_LOSS
     return MixtureFigures(
         experts,
-        sum(parameter.numel() for parameter in parameters),
+        items_of(parameters),
+        items_of(parameters, frozen=True),
         sum(rows * width for rows, width in copies),
         Routing(max(rows for rows, _ in copies) // tokens, excess=excess),
     )

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.capture.limits import dead_parameters, folded_argument, split_dims, token_writes, whole_reason
-from galvatron_lite.capture.shared import Owners, find_owners, layer_needs, lent, linked, passed_between, read_elsewhere
+from galvatron_lite.capture.shared import (
+    Owners,
+    find_owners,
+    items_of,
+    layer_needs,
+    lent,
+    linked,
+    passed_between,
+    read_elsewhere,
+)
 from galvatron_lite.capture.tensor import (
     MixtureFigures,
     TensorFigures,
@@ -165,7 +174,8 @@ def _row_error(
 
 
 def _signatures(twin: nn.Module, seen: Observation) -> dict[str, Hashable]:
-    """What equal blocks share: structure, shapes that enter, and which parameters they share with others."""
+    """What equal blocks share: structure, shapes that enter, which parameters they share with others, and of those with
+    frozen parameters whether gradients go further back."""
     holders: dict[int, set[str]] = {}
     for path in {call.path for call in seen.calls}:
         for parameter in twin.get_submodule(path).parameters():
@@ -173,7 +183,8 @@ def _signatures(twin: nn.Module, seen: Observation) -> dict[str, Hashable]:
     keys: dict[str, Hashable] = {}
     for call in seen.calls:
         block = twin.get_submodule(call.path)
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in call.inputs)
+        frozen = any(not parameter.requires_grad for parameter in block.parameters())
+        shapes = tuple((tuple(one.shape), one.dtype, frozen and one.requires_grad) for one in call.inputs)
         shared = tuple(name for name, p in block.named_parameters() if len(holders[id(p)]) > 1)
         keys.setdefault(call.path, (signature(block), shapes, shared))
     return keys
@@ -238,6 +249,12 @@ def _with_lent(kind: LayerKind, size: int) -> LayerKind:
 def _sample_shape(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Shape of one sample of the first floating tensor; empty where there is none."""
     return next((tuple(tensor.shape[1:]) for tensor in tensors if tensor.is_floating_point()), ())
+
+
+def _frozen(region: nn.Module) -> frozenset[str]:
+    """Paths of modules in it whose parameters all get no gradient."""
+    held = {path: list(module.parameters(recurse=False)) for path, module in region.named_modules()}
+    return frozenset(path for path, own in held.items() if own and not any(one.requires_grad for one in own))
 
 
 def _typical(calls: Sequence[BlockCall]) -> BlockCall:
@@ -370,8 +387,10 @@ class _Capture:
         boundary: tuple[int, int],
         entering: Sequence[int],
     ) -> LayerKind:
-        operators = merge(figure.whole.calls, figure.shardings())
         modules = [self.twin.get_submodule(path) for path in layer.modules]
+        operators = merge(
+            figure.whole.calls, figure.shardings(), _frozen(modules[0] if layer.role is Role.BLOCK else self.twin)
+        )
         plan = figure.plan
         mixture = MixtureFigures()
         if layer.role is Role.BLOCK:
@@ -383,6 +402,8 @@ class _Capture:
         return LayerKind(
             name=layer.kind,
             parameters=self._parameters(layer, figure.sharded),
+            frozen=self._parameters(layer, figure.sharded, frozen=True),
+            frozen_experts=mixture.frozen,
             operators=operators,
             kept=kept,
             working=figure.split("working"),
@@ -428,13 +449,16 @@ class _Capture:
         name = token_writes(self.twin.get_submodule(layer.name), call)
         return f"{name} writes to shares of the tokens" if name else ""
 
-    def _parameters(self, layer: Layer, sharded: frozenset[str]) -> TensorSplit:
-        """Parameter items; ``sharded`` names those split, from the layer where it is one block, else from the model."""
+    def _parameters(self, layer: Layer, sharded: frozenset[str], *, frozen: bool = False) -> TensorSplit:
+        """Parameter items, or the frozen ones.
+
+        ``sharded`` names those split, from the layer where it is one block, else from the model.
+        """
         prefix = f"{layer.name}." if layer.role is Role.BLOCK else ""
         parts = {f"{prefix}{name}" for name in sharded}
-        parameters = self.owners.parameters[layer.name].items()
-        split = sum(parameter.numel() for name, parameter in parameters if name in parts)
-        return TensorSplit(tensor=split, whole=sum(parameter.numel() for _, parameter in parameters) - split)
+        parameters = self.owners.parameters[layer.name]
+        split = items_of((one for name, one in parameters.items() if name in parts), frozen=frozen)
+        return TensorSplit(tensor=split, whole=items_of(parameters.values(), frozen=frozen) - split)
 
     def _output_bytes(self, path: str, operators: Sequence[Operator]) -> int:
         """Bytes per sample that the linear at a path gives."""

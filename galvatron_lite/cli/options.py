@@ -42,6 +42,13 @@ _pin = partial(_option, panel="Restrict the search")
 _ask = partial(_option, panel="Ask another question (one at a time)")
 _shape = partial(_option, panel="Describe the model by its shape (instead of --model)")
 
+Trainable = Annotated[
+    str | None, typer.Option("--trainable", help="With --model: all, or adapters alone: lora:r=16,targets=q+v.")
+]
+Freeze = Annotated[
+    list[str] | None,
+    typer.Option("--freeze", help="With --model, no gradients of: before, layers.[0-9].*; repeatable."),
+]
 Fix = Annotated[list[str] | None, _pin("--fix", "Keep this: pp=4, zero=3, layers.3.recompute=full; repeatable.")]
 Forbid = Annotated[list[str] | None, _pin("--forbid", "Do without: tp, pipeline, recompute …; repeatable.")]
 _SOME = ", ".join(dict.fromkeys((DEFAULT_SCHEDULE, *schedules()[:1])))

@@ -77,6 +77,8 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
     verbose: opts.Verbose = False,
+    trainable: opts.Trainable = None,
+    freeze: opts.Freeze = None,
     fix: opts.Fix = None,
     forbid: opts.Forbid = None,
     schedule: opts.Schedule = None,
@@ -129,10 +131,11 @@ def _run(options: SimpleNamespace) -> None:
     def profile_of(devices: int | None, tokens: int | None = options.sequence) -> Profile:
         from galvatron_lite.api_profile import find_profile
 
-        software = _stack_of(options)
+        software, model = _stack_of(options), _model(options, flags, tokens, devices)
+        named = {"trainable": options.trainable, "freeze": options.freeze or ()} if model == options.model else {}
         return find_profile(
-            options.profile, model=_model(options, flags, tokens, devices), cluster=options.cluster, gpus=devices,
-            sequence=tokens, precision=options.precision, stack="" if software is None else software.name,
+            options.profile, model=model, cluster=options.cluster, gpus=devices, sequence=tokens,
+            precision=options.precision, stack="" if software is None else software.name, **named,
         )  # fmt: skip
 
     setup = opts.arguments(
@@ -150,6 +153,9 @@ def _run(options: SimpleNamespace) -> None:
     source += ", ".join(filter(None, (profile.origin.source, profile.origin.date)))
     if profile.stack:
         source += f", as {profile.stack} runs it"
+    graph = profile.graph
+    if graph.trainable < graph.parameters:
+        source += f", {format_count(graph.trainable)} of {format_count(graph.parameters)} parameters train"
     if estimated and options.precision is None and options.verbose:
         source += ", precision chosen automatically (--precision overrides it)"
     if question:
@@ -246,13 +252,16 @@ def _model(
     from galvatron_lite.api_profile import precision_on
     from galvatron_lite.model.shapes import build_graph, load_model, load_shape, shape_from_flags
     from galvatron_lite.model.shapes.fields import sizes_of
+    from galvatron_lite.model.trainable import Trainable
 
     model: str | None = options.model
+    trainable = Trainable.parse(options.trainable, options.freeze or ())
     if options.image is not None:
         if model is None:
             raise InputError("--image", options.image, "Name the model with --model.")
         precision = precision_on(options.cluster, options.precision, gpus)
-        return load_model(model, overrides=sizes_of(load_shape(model), model, options.image), precision=precision)
+        sizes = sizes_of(load_shape(model), model, options.image)
+        return load_model(model, overrides=sizes, precision=precision, trainable=trainable)
     if not flags:
         return model
     if model is not None:
@@ -265,7 +274,7 @@ def _model(
         raise InputError(missing, None, "A model by its shape needs --layers, --hidden, --heads, --vocab and --seq.")
     software = _stack_of(options)
     kernels = None if software is None else software.kernels
-    return build_graph(shape_from_flags(flags), precision=precision, kernels=kernels)
+    return build_graph(shape_from_flags(flags), precision=precision, kernels=kernels, trainable=trainable)
 
 
 def _write_settings(plan: Plan, tool: str, path: Path) -> tuple[str, ...]:

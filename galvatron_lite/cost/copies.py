@@ -43,9 +43,10 @@ def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strat
     """
     if not profile.copied_bytes:
         return 0
-    item, total = activation_bytes(profile.graph.precision), kind.parameters.total
-    read = [operator.weight_bytes / operator.count / item for operator in kind.operators if operator.weight_bytes]
-    looked_up = total - sum(operator.weight_bytes for operator in kind.operators) / item
+    item, total = activation_bytes(profile.graph.precision), kind.trainable
+    trained = [one for one in kind.operators if one.weight_bytes and not one.frozen]
+    read = [operator.weight_bytes / operator.count / item for operator in trained]
+    looked_up = total - sum(operator.weight_bytes for operator in trained) / item
     most = max([looked_up, *read])
     if most <= 0:  # a layer without weights
         return 0

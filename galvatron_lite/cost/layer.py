@@ -41,6 +41,7 @@ class ParameterSharing:
     # so do their whole gradients
     grouped: bool = False
     copied: int = 0  # items of its own copy of parameters that a layer of another stage owns
+    frozen: int = 0  # items of that copy that get no gradient
     exchanged: int = 0  # items whose gradients are summed with the other stage once a step
 
 
@@ -349,7 +350,7 @@ class LayerPricer:
         again: Real,
     ) -> dict[str, Any]:
         """Fields of ``LayerCost``, of one strategy or of many."""
-        kind = self.profile.graph.kinds[name].with_copy(sharing.copied)
+        kind = self.profile.graph.kinds[name].with_copy(sharing.copied, sharing.frozen)
         work = self.work(kind, strategy, microbatch)
         figures = figures.beside(work.edge_bytes, *work.edge_working)
         figures = replace(figures, kept=0) if self.profile.forward_only else figures
@@ -385,8 +386,10 @@ class LayerPricer:
             shard_share=self.profile.shard_share,
             pictures=self.profile.pictures,
         )
-        items = float(kind.parameters.total)
-        whole = LayerWork(1.0 * microbatch, 1, False, Recompute.NONE, items, items, items, items)
+        items, trained = float(kind.parameters.total), float(kind.trainable)
+        whole = LayerWork(
+            1.0 * microbatch, 1, False, Recompute.NONE, items, trained, items, trained, frozen_items=items - trained
+        )
         work = reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), dimensions(), whole)
         return without_gradients(work) if self.profile.forward_only else work
 
@@ -412,7 +415,7 @@ class LayerPricer:
 
     def _update_seconds(self, kind: LayerKind, work: LayerWork) -> Real:
         optimizer = self.profile.optimizer
-        tensors = sum(operator.count for operator in kind.operators if operator.weight_bytes)
+        tensors = sum(one.count for one in kind.operators if one.weight_bytes and not one.frozen)
         own = work.state_items - work.host_items
         return own * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 
 from galvatron_lite.cost.layer import ParameterSharing
 from galvatron_lite.model.graph import ModelGraph, Tie
@@ -32,9 +33,14 @@ def _joined(
     first, second = place[tie.first], place[tie.second]
     if first in inside and second in inside:
         owns = index == first and tie.parameters > 0
-        return ParameterSharing(sharing.grouped or owns, sharing.copied, sharing.exchanged)
-    copied = tie.parameters if index == second else 0
-    return ParameterSharing(sharing.grouped, sharing.copied + copied, sharing.exchanged + tie.parameters)
+        return replace(sharing, grouped=sharing.grouped or owns)
+    copies = index == second
+    return replace(
+        sharing,
+        copied=sharing.copied + tie.parameters * copies,
+        frozen=sharing.frozen + tie.frozen * copies,
+        exchanged=sharing.exchanged + tie.parameters - tie.frozen,
+    )
 
 
 def tied_groups(graph: ModelGraph) -> tuple[tuple[int, ...], ...]:

@@ -103,6 +103,7 @@ class Operator(Strict):
     # items that are summed over all pixels before the operator's result is known (sums and squares of a batch
     # normalisation's channels, a mean over the picture)
     statistics: Flops = 0
+    frozen: bool = False  # its weights get no gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,13 @@ class LayerKind(Strict):
     channel_reasons: dict[str, str] = field(default_factory=dict)
     context_reason: str = ""  # why the layer's code does not run on shares of the tokens; empty where it does
     expert_reason: str = ""  # why the experts of a mixture cannot be spread; empty where nothing is to be said
+    frozen: TensorSplit = TensorSplit()  # the part of ``parameters`` that gets no gradient
+    frozen_experts: Size = 0  # the part of ``expert_parameters`` that gets none
+
+    @property
+    def trainable(self) -> int:
+        """Parameter items that get a gradient."""
+        return self.parameters.total - self.frozen.total
 
     @property
     def flops(self) -> int:
@@ -212,12 +220,17 @@ class LayerKind(Strict):
         idle = self.expert_parameters * (experts - choices) // experts if choices and experts else 0
         return self.parameters.total - idle
 
-    def with_copy(self, items: int) -> LayerKind:
-        """The kind with its own copy of so many shared parameters, which tensor parallelism splits as the owner's."""
+    def with_copy(self, items: int, frozen: int = 0) -> LayerKind:
+        """The kind with its own copy of so many shared parameters, which tensor parallelism splits as the owner's.
+
+        Args:
+            items: of the copy.
+            frozen: those among them that get no gradient.
+        """
         if items == 0:
             return self
-        own = self.parameters
-        return replace(self, parameters=TensorSplit(own.tensor + items, own.sequence, own.whole))
+        copied = replace(self.parameters, tensor=self.parameters.tensor + items)
+        return replace(self, parameters=copied, frozen=replace(self.frozen, tensor=self.frozen.tensor + frozen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +250,7 @@ class Tie(Strict):
     first: Name  # name of the layer that owns them
     second: Name  # name of the layer that uses them too; its kind's ``parameters`` do not count them
     parameters: Size  # items shared; 0: the two only have the same strategy
+    frozen: Size = 0  # those among them that get no gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +323,11 @@ class ModelGraph(Strict):
         """Parameter items that one token is multiplied by: of a mixture those of the experts it visits; a table that is
         looked up (before the blocks) counts none."""
         return sum(self.kinds[layer.kind].active_parameters for layer in self.layers if layer.role is not Role.BEFORE)
+
+    @property
+    def trainable(self) -> int:
+        """Those of them that get a gradient."""
+        return sum(self.kinds[layer.kind].trainable for layer in self.layers)
 
     @property
     def flops(self) -> int:

@@ -129,8 +129,8 @@ Shardings = Mapping[tuple[str, OperatorClass], Sharding]
 """How tensor parallelism divides the calls of one module and class; not at all where it is not given."""
 
 
-def merge(calls: Sequence[OperatorCall], shardings: Shardings) -> tuple[Operator, ...]:
-    """Operators of one layer from its calls, in running order.
+def merge(calls: Sequence[OperatorCall], shardings: Shardings, frozen: Collection[str] = ()) -> tuple[Operator, ...]:
+    """Operators of one layer from its calls, in running order; ``frozen``: paths of modules whose weights do not train.
 
     Heavy calls of one module and shape are one entry; so are all memory-bound calls of one module, but for those that
     pass a window over a picture, of which those of one window are. Backward calls add
@@ -154,7 +154,11 @@ def merge(calls: Sequence[OperatorCall], shardings: Shardings) -> tuple[Operator
             part = (flops * share // left, moved * share // left)
             backward[key] = (backward[key][0] + part[0], backward[key][1] + part[1])
             flops, moved, left = flops - part[0], moved - part[1], left - share
-    return tuple(_operator(key, forward[key], *backward[key], shardings.get(key[:2], Sharding.NONE)) for key in forward)
+    operators = (_operator(key, forward[key], *backward[key], shardings.get(key[:2], Sharding.NONE)) for key in forward)
+    return tuple(
+        replace(operator, frozen=True) if key[0] in frozen and operator.weight_bytes else operator
+        for key, operator in zip(forward, operators, strict=True)
+    )
 
 
 def _homes(call: OperatorCall, keys: list[_Key]) -> list[_Key]:

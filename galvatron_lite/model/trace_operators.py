@@ -84,12 +84,16 @@ def _weight_shapes(_rows: Tensor, _gradient: Tensor, _ends: Tensor, weight: Tens
 
 
 def _keep_experts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs)
+    rows, weight, ends = inputs
+    needs_rows, needs_weight = (one.requires_grad for one in (rows, weight))
+    ctx.needs = needs_rows, needs_weight
+    ctx.save_for_backward(rows if needs_weight else None, weight, ends)
 
 
-def _backward_experts(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _backward_experts(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
-    return grouped(gradient, weight.transpose(-2, -1), ends), grouped_weight(rows, gradient, ends, weight), None
+    to_rows = grouped(gradient, weight.transpose(-2, -1), ends) if ctx.needs[0] else None
+    return to_rows, grouped_weight(rows, gradient, ends, weight) if ctx.needs[1] else None, None
 
 
 grouped.register_autograd(_backward_experts, setup_context=_keep_experts)

@@ -79,10 +79,16 @@ class LayerWork:
     # bytes of neighbours' pixels, or of whole logits, that are kept from forward to backward, one micro-batch
     edge_bytes: Whole = 0
     edge_working: tuple[Whole, Whole] = (0, 0)  # bytes that backward and forward work with beside them
+    frozen_items: Real = 0.0  # the part of ``parameters`` that gets no gradient
+    frozen_experts: Real = 0.0  # the part of ``expert_items`` that gets none
 
-    def sliced(self, items: Real) -> LayerWork:
-        """The same with a slice of so many items of the parameters."""
-        return replace(self, parameters=items, state_items=items, parameter_items=items, gradient_items=items)
+    def sliced(self, items: Real, frozen: Real) -> LayerWork:
+        """The same with a slice of so many items of the parameters, some of them frozen."""
+        trained = items - frozen
+        return replace(
+            self, parameters=items, parameter_items=items, state_items=trained, gradient_items=trained,
+            frozen_items=frozen,
+        )  # fmt: skip
 
     def sending(self, *communications: Communication) -> LayerWork:
         """The same with more communications, as far as any strategy needs them."""

@@ -156,17 +156,22 @@ def expert_group(strategy: Either) -> RankGroup:
     return rank_group(strategy.expert, expert_slices(strategy), strategy.devices // strategy.expert)
 
 
-def shared_items(work: LayerWork, strategy: Either) -> tuple[tuple[Real, StateSpread], ...]:
-    """The parameters one device computes with, in parts of equal spread, experts last where there are any."""
-    dense = (work.parameters - work.expert_items, spread_of(strategy))
+def shared_items(work: LayerWork, strategy: Either, *, trained: bool = False) -> tuple[tuple[Real, StateSpread], ...]:
+    """The parameters one device computes with, in parts of equal spread, experts last where there are any.
+
+    ``trained``: only those that get a gradient.
+    """
+    experts = work.expert_items - work.frozen_experts * trained
+    dense = (work.parameters - work.frozen_items * trained - experts, spread_of(strategy))
     if never(work.expert_items):
         return (dense,)
-    return (dense, (work.expert_items, expert_spread_of(strategy)))
+    return (dense, (experts, expert_spread_of(strategy)))
 
 
-def sharded_items(work: LayerWork, strategy: Either) -> Real:
+def sharded_items(work: LayerWork, strategy: Either, *, trained: bool = False) -> Real:
     """How many of them ZeRO shards: not experts of which no other rank has a copy."""
-    return sum((where(spread.shards.size > 1, items, 0.0) for items, spread in shared_items(work, strategy)), 0.0)
+    parts = shared_items(work, strategy, trained=trained)
+    return sum((where(spread.shards.size > 1, items, 0.0) for items, spread in parts), 0.0)
 
 
 def rank_group(size: Whole, stride: Whole, siblings: Whole) -> RankGroup:

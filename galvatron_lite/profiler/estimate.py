@@ -161,10 +161,12 @@ def _accumulation(
 ) -> tuple[float, int]:
     """Seconds that adding gradients up takes in backward, and kernels: where they live in buffers, every micro-batch
     reads and writes them."""
-    tensors = sum(1 for operator in kind.operators if operator.kind is OperatorClass.MATMUL and operator.weight_bytes)
+    trained = (operator for operator in kind.operators if operator.weight_bytes and not operator.frozen)
+    tensors = sum(operator.kind is OperatorClass.MATMUL for operator in trained)
     if not states.buffered_gradients or not tensors:
         return 0.0, 0
-    items = kind.parameters.at(degree, split) - kind.expert_parameters / degree * (1 - 1 / expert)
+    experts = (kind.expert_parameters - kind.frozen_experts) / degree * (1 - 1 / expert)
+    items = kind.parameters.at(degree, split) - kind.frozen.at(degree, split) - experts
     return stream(machine, items * 2 * ITEM_BYTES[states.gradients]), tensors
 
 

@@ -19,7 +19,7 @@ SURFACE = {
         "--best-batch", "--margin", "--max-batch", "--fewest", "--step", "--rate", "--tokens", "--price",
         "--tokens-total", "--tolerance",
         "--samples-total", "--steps", "--within", "--pareto", "--memory-step", "--plot", "--image",
-        "--mode", "--allow-delay", "--phases", "-v", "--verbose",
+        "--mode", "--allow-delay", "--phases", "-v", "--verbose", "--trainable", "--freeze",
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.model.graph import Layer
+from tests.equivalence.adapters import with_adapters
 
 HIDDEN, LAYERS, TOKENS, VOCAB, HEADS = 32, 4, 16, 67, 4
 
@@ -132,6 +133,12 @@ def _encoder_decoder() -> tuple[nn.Module, Callable[[int], Batch]]:
     return transformers.T5ForConditionalGeneration(config), _tokens
 
 
+def _adapted(
+    family: tuple[nn.Module, Callable[[int], Batch]], targets: Collection[str]
+) -> tuple[nn.Module, Callable[[int], Batch]]:
+    return with_adapters(family[0], targets), family[1]
+
+
 def _images(samples: int) -> Batch:
     return {"pixel_values": torch.rand(samples, 3, 16, 16), "labels": torch.randint(0, 5, (samples,))}
 
@@ -175,9 +182,11 @@ _BUILDERS: Mapping[str, Callable[[], tuple[nn.Module, Callable[[int], Batch]]]] 
     "unet": lambda: _pictures("unet-bilinear-mini"),
     "cosmoflow": lambda: _pictures("cosmoflow-mini"),
     "t5": _encoder_decoder,
+    "llama-adapters": lambda: _adapted(_zoo("llama-tiny"), ("q_proj", "v_proj", "down_proj")),
+    "mixtral-adapters": lambda: _adapted(_hugging_face("mixtral"), ("q_proj", "o_proj")),
 }
 PICTURES = ("resnet", "vgg", "convnext", "unet", "cosmoflow")
-APART = ("t5", "mixtral-balanced", "mixtral-padded")
+APART = ("t5", "mixtral-balanced", "mixtral-padded", "llama-adapters", "mixtral-adapters")
 """Families that some plans only are for."""
 BATCH_NORMS = ("resnet", "unet")
 FAMILIES = tuple(name for name in _BUILDERS if name not in (*PICTURES, *APART))

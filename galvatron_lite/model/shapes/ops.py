@@ -60,7 +60,9 @@ def rms_norm(tape: Tape, name: str, x: Value, width: int, *, fused: bool) -> Val
     normalised = tape.value(x.items, x.part, FP32)
     tape.count(width)
     operator = memory_operator(name, x, moved, backward_moved, width * tape.item_bytes, count=6)
-    return tape.record(ShapeCall((x,), out, saved=(upcast, root, normalised), fusible=True), operator)
+    for_input = (upcast, root) if x.grad else ()
+    for_weight = () if tape.freezes(name) else (normalised,)
+    return tape.record(ShapeCall((x,), out, saved=(*for_input, *for_weight), fusible=True), operator)
 
 
 def _norm(tape: Tape, name: str, x: Value, statistics: Value, weights: int) -> Value:
@@ -218,7 +220,26 @@ def linear(
     # our own selective recomputation keeps the sum of a row-split matmul's products, of which each device has a share
     summed = part is Division.SEQUENCE and tape.kernels.selective == "operators"
     anchor = replace(out, part=Division.SEQUENCE) if summed else out
-    return tape.record(ShapeCall((x,), out, saved=saved, anchor=(anchor,), rebuilt=rebuilt), operator)
+    done = tape.record(ShapeCall((x,), out, saved=saved, anchor=(anchor,), rebuilt=rebuilt), operator)
+    training = tape.training
+    if training is None or name not in training.adapted:
+        return done
+    return _adapted(tape, name, x, done, (inner, training.rank, columns), part)
+
+
+def _adapted(tape: Tape, name: str, x: Value, base: Value, sizes: tuple[int, int, int], part: Division) -> Value:
+    """What a linear layer gives plus the scaled product of its input with an adapter's two matrices.
+
+    Of a layer split by columns the second matrix is split, of one split by rows the first one.
+    """
+    inner, rank, columns = sizes
+    split = (Division.WHOLE, part) if part is Division.TENSOR else (part, Division.WHOLE)
+    narrow = linear(tape, f"{name}.lora_down", x, inner, rank, split[0], bias=False)
+    update = linear(tape, f"{name}.lora_up", narrow, rank, columns, split[1], bias=False)
+    scaled = tape.value(update.items, update.part)
+    operator = memory_operator(f"{name}.lora_scale", update, 2 * update.bytes, 2 * update.bytes)
+    tape.record(ShapeCall((update,), scaled, fusible=True), operator)
+    return add(tape, f"{name}.lora_sum", base, scaled)
 
 
 def _share(tape: Tape, kept: Value, x: Value) -> Value:
@@ -295,7 +316,7 @@ def scale(tape: Tape, name: str, x: Value, width: int) -> Value:
     out = tape.value(x.items, x.part)
     tape.count(width)
     operator = memory_operator(name, x, 2 * x.bytes, 4 * x.bytes, width * tape.item_bytes)
-    return tape.record(ShapeCall((x,), out, saved=(x,)), operator)
+    return tape.record(ShapeCall((x,), out, saved=() if tape.freezes(name) else (x,)), operator)
 
 
 def add(tape: Tape, name: str, first: Value, second: Value) -> Value:

@@ -25,6 +25,7 @@ from galvatron_lite.model.shapes.fields import (
     VitShape,
     complete,
 )
+from galvatron_lite.model.trainable import Trainable, with_trainable
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -34,7 +35,12 @@ _FLAGS |= {"image": "image_size", "tied": "tied_embeddings"}
 
 
 def build_graph(
-    shape: Shape, *, sequence: int | None = None, precision: str = "bf16", kernels: Kernels | None = None
+    shape: Shape,
+    *,
+    sequence: int | None = None,
+    precision: str = "bf16",
+    kernels: Kernels | None = None,
+    trainable: Trainable | None = None,
 ) -> ModelGraph:
     """The graph of a shape: layers and their figures for one sample, nothing measured.
 
@@ -44,6 +50,7 @@ def build_graph(
         precision: of activations and compute, a key of ``units.ITEM_BYTES``; under ``fp8`` activations are bf16 and
             the blocks' matmuls run in fp8.
         kernels: which run; None: PyTorch's own on a CUDA device, RMSNorm step by step where the shape says so.
+        trainable: which parameters train; None: all.
 
     Raises:
         InputError: sizes that do not fit one another, an unknown precision, more tokens than learned positions, or a
@@ -53,7 +60,13 @@ def build_graph(
         raise InputError("precision", precision, f"Choose one of {', '.join(ITEM_BYTES)}.")
     whole = complete(shape if sequence is None else _with_sequence(shape, sequence))
     chosen = kernels or replace(EAGER, fused_norm=getattr(shape, "fused_norm", True))
-    return _graph(whole, precision, *_running(precision, chosen))
+    how = _running(precision, chosen)
+    if trainable is None:
+        return _graph(whole, precision, *how)
+    if isinstance(whole, PictureShape) and not isinstance(whole, VitShape):
+        remedy = "Networks of convolutions by name train whole: give the model itself, FILE.py:FACTORY."
+        raise InputError("--freeze", ", ".join(trainable.freeze) or None, remedy)
+    return with_trainable(lambda: _graph(whole, precision, *how), trainable)
 
 
 def _running(precision: str, kernels: Kernels) -> tuple[int, Kernels]:
@@ -102,6 +115,7 @@ def load_model(
     sequence: int | None = None,
     precision: str = "bf16",
     kernels: Kernels | None = None,
+    trainable: Trainable | None = None,
 ) -> ModelGraph:
     """The graph of a shipped model or of a model file; see ``build_graph``.
 
@@ -110,7 +124,7 @@ def load_model(
         FileFormatError: the file cannot be read.
     """
     shape = load_shape(name_or_path, overrides=overrides)
-    return build_graph(shape, sequence=sequence, precision=precision, kernels=kernels)
+    return build_graph(shape, sequence=sequence, precision=precision, kernels=kernels, trainable=trainable)
 
 
 def load_shape(name_or_path: str, *, overrides: Mapping[str, object] | None = None) -> Shape:

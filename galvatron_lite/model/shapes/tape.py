@@ -8,6 +8,7 @@ takes the place of their attention matrices.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -45,6 +46,7 @@ from galvatron_lite.model.shapes.records import (
     split_of,
     whole_tokens,
 )
+from galvatron_lite.model.trainable import LayerTraining, layer_training
 
 _SHARDING = {Division.TENSOR: Sharding.TENSOR, Division.SEQUENCE: Sharding.SEQUENCE, Division.WHOLE: Sharding.NONE}
 
@@ -66,6 +68,11 @@ class Tape:
     expert_items: int = 0  # parameter items that expert parallelism divides; part of the weights
     dispatched_bytes: int = 0  # bytes of the copies of tokens that go to experts
     routing: Routing = Routing()  # noqa: RUF009  frozen; how tokens go to experts
+    training: LayerTraining | None = field(default_factory=layer_training)  # None: everything trains
+    frozen: dict[Division, int] = field(default_factory=lambda: dict.fromkeys(Division, 0))  # of ``weights``
+    frozen_experts: int = 0  # of ``expert_items``
+    _counted: tuple[Counter[Division], int] = field(default_factory=lambda: (Counter(), 0))
+    _constant: set[int] = field(default_factory=set)
     _keys: int = 0
     _read: set[int] = field(default_factory=set)
     _gathered: set[int] = field(default_factory=set)
@@ -78,7 +85,8 @@ class Tape:
 
     def enter(self, items: int, part: Division = Division.SEQUENCE, item_bytes: int = 0, grad: bool = True) -> Value:
         """A boundary tensor that enters the layer."""
-        self.inputs.append(self.value(items, part, item_bytes, grad))
+        returns = self.training is None or self.training.returns
+        self.inputs.append(self.value(items, part, item_bytes, grad and returns))
         return self.inputs[-1]
 
     def labels(self, items: int) -> Value:
@@ -98,6 +106,7 @@ class Tape:
     def count(self, items: int, part: Division = Division.WHOLE) -> None:
         """Count parameter items."""
         self.weights[part] += items
+        self._counted[0][part] += items
 
     def gather(self, value: Value) -> Value:
         """The value gathered over the tensor group: every device holds all of it while it computes."""
@@ -116,13 +125,46 @@ class Tape:
         """Add a call and its cost. Returns the call's output.
 
         A tensor that a call before has read already gets a second gradient: adding it moves three times its bytes.
+        Parameters that were counted since the last call are the call's.
         """
+        if self.training is not None:
+            call, operator = self._as_trained(call, operator)
         taken = {value.key: value for value in call.inputs if value.grad and value.key != call.output.key}
         sums = 3 * sum(value.bytes for key, value in taken.items() if key in self._read and not value.storage)
         self._read |= taken.keys()
         summed = replace(operator, backward_moved=operator.backward_moved + sums) if sums else operator
         self.records.append((call, summed))
         return call.output
+
+    def _as_trained(self, call: ShapeCall, operator: Operator) -> Record:
+        """The call where some parameters are frozen: what backward does of it and what is saved for that.
+
+        A frozen matmul or convolution passes its gradient on to its input, for which it needs no input. What neither
+        trains nor hands gradients on has no backward.
+        """
+        counted, experts = self._counted
+        self._counted = (Counter(), self.expert_items)
+        weighted = counted.total() > 0 or operator.weight_bytes > 0
+        frozen = weighted and self.freezes(operator.name)
+        if frozen:
+            self.frozen_experts += self.expert_items - experts
+            for part, items in counted.items():
+                self.frozen[part] += items
+        inputs = tuple(replace(one, grad=one.grad and one.key not in self._constant) for one in call.inputs)
+        flows, operator = any(one.grad for one in inputs), replace(operator, frozen=frozen)
+        if not flows and (frozen or not weighted):
+            self._constant.add(call.output.key)
+            silent = replace(call, inputs=inputs, saved=(), output=replace(call.output, grad=False))
+            return silent, replace(operator, backward_flops=0, backward_moved=0)
+        if weighted and operator.kind is not OperatorClass.MEMORY and (frozen or not flows):
+            half = min(operator.backward_flops, operator.flops)
+            operator = replace(operator, backward_flops=half, backward_moved=operator.backward_moved // 2)
+            call = replace(call, saved=()) if frozen else call
+        return replace(call, inputs=inputs), operator
+
+    def freezes(self, name: str) -> bool:
+        """Whether the weights of an operator get no gradient."""
+        return self.training is not None and name in self.training.frozen
 
     def narrow_copy(self, value: Value) -> tuple[Value, bool]:
         """A copy of a tensor in one byte an item, and whether it is new: readers of one tensor share it."""
@@ -174,6 +216,8 @@ class Tape:
         return LayerKind(
             name=name,
             parameters=TensorSplit(tensor=self.weights[Division.TENSOR], whole=self.weights[Division.WHOLE]),
+            frozen=TensorSplit(tensor=self.frozen[Division.TENSOR], whole=self.frozen[Division.WHOLE]),
+            frozen_experts=self.frozen_experts,
             operators=operators if sequence_parallel else tuple(_unshared(operator) for operator in operators),
             kept=kept if sequence_parallel else {choice: whole_tokens(split) for choice, split in kept.items()},
             working=whole_tokens(excess(self._kept(backward), saved)),

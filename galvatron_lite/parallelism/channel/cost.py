@@ -97,7 +97,8 @@ class ChannelDimension(Dimension):
             items = where(degree > 1, kind.parameters.total - split + split / degree, items)
         items = work.parameters if context.pictures.whole_weights else items
         moved = [one for by in BY for one in _moved(kind, strategy, by, share, context.pictures.gathers_each)]
-        return work.sliced(items).sending(*moved)
+        frozen = items * (kind.frozen.total / max(1, kind.parameters.total))
+        return work.sliced(items, frozen).sending(*moved)
 
 
 def _moved(kind: LayerKind, strategy: Either, by: str, share: Real, each: bool) -> Iterator[Communication]:

@@ -49,8 +49,8 @@ class DataDimension(Dimension):
 
         Context ranks see other tokens with the same parameters, so where they share no states they are replicas too.
         """
-        parts = list(zip(shared_items(work, strategy), (True, work.expert_items > 0), strict=False))
-        several = [(spread.replicas.size > 1) & present for (_, spread), present in parts]
+        parts = shared_items(work, strategy, trained=True)
+        several = [(spread.replicas.size > 1) & (items > 0) for items, spread in parts]
         sums = [
             Communication(
                 Collective.ALL_REDUCE,
@@ -61,7 +61,7 @@ class DataDimension(Dimension):
                 count=mask * 1,
                 cause=self.name,
             )
-            for ((items, spread), _), mask in zip(parts, several, strict=True)
+            for (items, spread), mask in zip(parts, several, strict=True)
         ]
         overhead = work.step_overhead + where(reduce(or_, several), context.host.get(self.name, 0.0), 0.0)
         return replace(work.sending(*sums), samples=work.samples / strategy.data, step_overhead=overhead)

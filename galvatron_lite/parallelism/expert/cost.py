@@ -72,10 +72,13 @@ class ExpertDimension(Dimension):
         degree, spread = strategy.expert, strategy.expert > 1
         if never(spread) or kind.expert_parameters == 0:
             return work
-        own = where(spread, kind.expert_parameters / (degree * expert_slices(strategy)), 0.0)
+        ways = degree * expert_slices(strategy)
+        own, frozen = (where(spread, items / ways, 0.0) for items in (kind.expert_parameters, kind.frozen_experts))
         items = where(spread, work.parameters - kind.expert_parameters / strategy.tensor + own, work.parameters)
+        rest = where(spread, work.frozen_items - kind.frozen_experts / strategy.tensor + frozen, work.frozen_items)
         exchanges = self._exchanges(kind, strategy, _tokens(work, strategy), context)
-        return replace(work.sliced(items).sending(*exchanges), expert_items=own)
+        sliced = work.sliced(items, rest).sending(*exchanges)
+        return replace(sliced, expert_items=own, frozen_experts=frozen)
 
     def _exchanges(
         self, kind: LayerKind, strategy: Either, share: Real, context: DimensionContext

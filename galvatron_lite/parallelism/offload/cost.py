@@ -37,7 +37,7 @@ class OffloadDimension(Dimension):
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """Nothing, states, activations or both; no states where there are no parameters, no activations where a layer
         keeps none."""
-        states, kept = kind.parameters.total > 0, any(size.total for size in kind.kept.values())
+        states, kept = kind.trainable > 0, any(size.total for size in kind.kept.values())
         wanted = {Offload.NONE: True, Offload.STATES: states, Offload.ACTIVATIONS: kept, Offload.ALL: states and kept}
         return [{"offload": choice} for choice, there in wanted.items() if there]
 

@@ -77,14 +77,15 @@ class TensorDimension(Dimension):
         gathered = up(where(once, int(kind.regathers > 0) * kind.input_bytes * samples * (1 - 1 / degree), 0.0))
         activations = sent(*_at_regions(kind, strategy, samples, group), *_at_loss(kind, strategy, samples, group))
         # parameters used on token shards (norms) have partial gradients
-        partial = kind.parameters.whole * context.reduce_item_bytes
+        partial = (kind.parameters.whole - kind.frozen.whole) * context.reduce_item_bytes
         count = shared * int(partial > 0)
         summed = Communication(Collective.ALL_REDUCE, partial, group, Moment.STEP, False, count, self.name)
         working, forward = kind.working, kind.forward_working
         return replace(
-            work.sliced(where(split, kind.parameters.at(degree, shared), work.parameters)).sending(
-                *activations, summed
-            ),
+            work.sliced(
+                where(split, kind.parameters.at(degree, shared), work.parameters),
+                where(split, kind.frozen.at(degree, shared), work.frozen_items),
+            ).sending(*activations, summed),
             tensor=degree,
             sequence_parallel=shared,
             microbatch_overhead=work.microbatch_overhead + self._waiting(activations, context),

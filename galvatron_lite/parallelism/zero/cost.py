@@ -68,7 +68,7 @@ class ZeroDimension(Dimension):
         """Says so where there is nothing to shard."""
         return "" if kind.parameters.total else f"zero: {kind.name} has no parameters to shard"
 
-    def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:  # noqa: ARG002
+    def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """Fewer samples, a shard of every state, gathers of parameters and reduce-scatters of gradients."""
         sharded = strategy.state_shards > 1
         if never(sharded):
@@ -76,41 +76,50 @@ class ZeroDimension(Dimension):
         once = sharded & (strategy.zero_stage == 1)
         wrapped = sharded & (strategy.zero_stage != 1)
         passing = wrapped & (strategy.zero_stage == 3)
-        parts = shared_items(work, strategy)
-        at_rest = sum(items * shard_of(spread.shards.size, context.shard_share) for items, spread in parts)
+        parts, trained = shared_items(work, strategy), shared_items(work, strategy, trained=True)
+        held, updated = (
+            sum(items * shard_of(spread.shards.size, context.shard_share) for items, spread in one)
+            for one in (parts, trained)
+        )
         spread_out = sharded_items(work, strategy)
+        returns = not kind.frozen.total or any(one.backward_flops or one.backward_moved for one in kind.operators)
+        stages = (once, wrapped, passing * returns)  # what has no backward is not gathered for it
         moved = (
             one
-            for items, spread in parts
-            for one in self._moved(items, spread.shards, (once, wrapped, passing), context)
+            for (items, spread), (trains, _) in zip(parts, trained, strict=True)
+            for one in self._moved((items, trains), spread.shards, stages, context)
         )
         host, scattered = context.host, sharded if context.accumulates else wrapped
         return replace(
             work.sending(*moved),
             samples=work.samples / strategy.zero,
-            state_items=where(sharded, at_rest, work.state_items),
-            parameter_items=where(wrapped, at_rest, work.parameter_items),
-            gradient_items=where(scattered, at_rest, work.gradient_items),
+            state_items=where(sharded, updated, work.state_items),
+            parameter_items=where(wrapped, held, work.parameter_items),
+            gradient_items=where(scattered, updated, work.gradient_items),
             gathered_items=where(wrapped & opposite(passing), spread_out, work.gathered_items),
             transient_items=where(passing, spread_out, work.transient_items),
-            reduce_items=where(scattered, spread_out, work.reduce_items),
+            reduce_items=where(scattered, sharded_items(work, strategy, trained=True), work.reduce_items),
             gradients_persist=work.gradients_persist & opposite(scattered),
             step_overhead=work.step_overhead + where(once, host.get("data", 0.0), 0.0),
             microbatch_overhead=work.microbatch_overhead + where(wrapped, host.get(self.name, 0.0), 0.0),
         )
 
     def _moved(
-        self, items: Real, group: RankGroup, stages: tuple[Flag, Flag, Flag], context: DimensionContext
+        self, items: tuple[Real, Real], group: RankGroup, stages: tuple[Flag, Flag, Flag], context: DimensionContext
     ) -> Iterator[Communication]:
-        """Gathers of parameters and the reduce-scatter of gradients, for ZeRO-1, for ZeRO-2 or 3, for ZeRO-3."""
-        several = group.size > 1
-        updated, gathered = items * context.parameter_item_bytes, items * context.gather_item_bytes
-        reduced = items * context.reduce_item_bytes
+        """Gathers of parameters and the reduce-scatter of gradients, for ZeRO-1, for ZeRO-2 or 3, for ZeRO-3.
+
+        ``items``: all, and those that get a gradient.
+        """
+        several, trains = group.size > 1, items[1] > 0
+        updated, gathered = items[1] * context.parameter_item_bytes, items[0] * context.gather_item_bytes
+        reduced = items[1] * context.reduce_item_bytes
         once, wrapped, passing = ((several & stage) * 1 for stage in stages)
+        once, scattered = once * trains, wrapped * trains
         uses = ((Moment.STEP, updated, once), (Moment.FORWARD, gathered, wrapped), (Moment.BACKWARD, gathered, passing))
         for moment, size, count in uses:
             yield Communication(Collective.ALL_GATHER, size, group, moment, True, count, self.name)
-        last, each = (once + wrapped, 0) if context.accumulates else (once, wrapped)
+        last, each = (once + scattered, 0) if context.accumulates else (once, scattered)
         for moment, count in ((Moment.STEP, last), (Moment.BACKWARD, each)):
             yield Communication(Collective.REDUCE_SCATTER, reduced, group, moment, True, count, self.name)
 

@@ -210,7 +210,7 @@ def _apart(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     homes = _homes(planned)
     for tie in planned.graph.ties:
         groups = {homes[tie.first], homes[tie.second]}
-        if not tie.parameters or len(groups) == 1 or not here & {tie.first, tie.second}:
+        if tie.parameters == tie.frozen or len(groups) == 1 or not here & {tie.first, tie.second}:
             continue
         if not any(one.purpose == COPIES and one.kind is MessageType.ALL_REDUCE for one in run.messages):
             names = f"{tie.first} and {tie.second}"

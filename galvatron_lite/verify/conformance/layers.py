@@ -117,7 +117,7 @@ class PlannedLayers:
     def kind_on(self, name: str, here: Collection[str]) -> LayerKind:
         """Of a layer on devices that have these: what it shares with one that they have not, it has a copy of."""
         ties = [tie for tie in self.graph.ties if tie.second == name and not self._has_copy(tie, here)]
-        return self.kind(name).with_copy(sum(tie.parameters for tie in ties))
+        return self.kind(name).with_copy(sum(tie.parameters for tie in ties), sum(tie.frozen for tie in ties))
 
 
 def layer_checks(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph, cluster: Cluster | None = None) -> list[Check]:

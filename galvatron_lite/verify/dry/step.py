@@ -89,16 +89,18 @@ def subject_of(
 
 
 def _unreached(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> frozenset[str]:
-    """Names of the parameters that the loss does not depend on; none where that cannot be seen without values."""
+    """Names of the parameters that get no gradient: frozen ones, and those that the loss does not depend on, as far as
+    that can be seen without values."""
     twin = meta_copy(model)
     named = {name: one for name, one in twin.named_parameters() if one.requires_grad}
+    frozen = {name for name, one in twin.named_parameters(remove_duplicate=False) if not one.requires_grad}
     try:
         with shapes_only(Recorder()):
             loss = loss_of(call_model(twin, batch), batch, loss_fn)
             reached = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     except Exception:  # whatever the model's code does that there are no shapes for
-        return frozenset()
-    return frozenset(name for name, gradient in zip(named, reached, strict=True) if gradient is None)
+        return frozenset(frozen)
+    return frozenset(frozen.union(name for name, one in zip(named, reached, strict=True) if one is None))
 
 
 def dry_run(
@@ -299,7 +301,7 @@ class _Run:
         sent = len(self._log.messages)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         del self._log.messages[sent:]

@@ -1,0 +1,158 @@
+"""Which parameters of a model train: all, those outside of frozen ones, or low-rank adapters alone.
+
+Adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) stand beside linear layers of the repeated blocks: a layer of m inputs
+and n outputs gets two matrices (m, r) and (r, n) that train, and everything else is frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorClass, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """What trains. Patterns are those of shells (``layers.[0-9].*``); a module's name stands for all that is in it."""
+
+    rank: int = 0  # of the adapters; 0: there are none
+    targets: tuple[str, ...] = ("*",)  # last parts of the names of linear layers that get adapters
+    freeze: tuple[str, ...] = ()  # names of what gets no gradient
+
+    @classmethod
+    def parse(cls, trainable: str | None, freeze: Sequence[str] = ()) -> Trainable | None:
+        """What two options say; None: everything trains.
+
+        Args:
+            trainable: ``all``, or ``lora:r=16``, also with the linear layers that get adapters
+                (``lora:r=16,targets=q+v``); all linear layers of blocks if not given.
+            freeze: patterns of names.
+
+        Raises:
+            InputError: other words, or a rank that is no positive number.
+        """
+        if trainable in (None, "all"):
+            return cls(freeze=tuple(freeze)) if freeze else None
+        kind, _, options = trainable.partition(":")
+        fields = dict(field.partition("=")[::2] for field in options.split(",") if field)
+        if kind != "lora" or not fields.keys() <= {"r", "targets"} or not all(fields.values()):
+            raise InputError("--trainable", trainable, "Give all, lora:r=16 or lora:r=16,targets=q+v.")
+        rank = fields.get("r", "8")
+        if not rank.isdecimal() or int(rank) < 1:
+            raise InputError("--trainable", trainable, "The rank r is a whole number from 1: lora:r=16.")
+        return cls(int(rank), tuple(fields.get("targets", "*").split("+")), tuple(freeze))
+
+    def freezes(self, name: str) -> bool:
+        """Whether a parameter or module of the model as it was is frozen."""
+        return self.rank > 0 or any(_covers(pattern, name) for pattern in self.freeze)
+
+    def adapts(self, name: str) -> bool:
+        """Whether a linear layer of a block gets an adapter."""
+        last = name.rpartition(".")[2]
+        chosen = self.rank > 0 and last != "router" and any(fnmatchcase(last, target) for target in self.targets)
+        return chosen and not any(_covers(pattern, name) for pattern in self.freeze)
+
+    def check(self, names: Sequence[str], adapted: int) -> None:
+        """Refuse patterns that match none of a model's names, and adapters that no layer gets."""
+        for pattern in self.freeze:
+            if not any(_covers(pattern, name) for name in names):
+                raise InputError(
+                    "--freeze", pattern, f"The model has nothing of that name: {', '.join(names[:6])}, ..."
+                )
+        if self.rank and not adapted:
+            remedy = "No linear layer of a block has such a name; leave targets out to adapt all of them."
+            raise InputError("--trainable", "+".join(self.targets), remedy)
+
+
+def _covers(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTraining:
+    """What trains in one layer of a closed form."""
+
+    frozen: frozenset[str] = frozenset()  # operators whose weights are frozen
+    adapted: frozenset[str] = frozenset()  # linear layers beside which adapters stand
+    rank: int = 0
+    returns: bool = True  # whether gradients go on to the layers before
+
+
+_RUNNING: ContextVar[LayerTraining | None] = ContextVar("galvatron_layer_training", default=None)
+
+
+def layer_training() -> LayerTraining | None:
+    """What trains in the layers that are written down now; None: everything."""
+    return _RUNNING.get()
+
+
+@contextmanager
+def _training(setting: LayerTraining) -> Iterator[None]:
+    before = _RUNNING.set(setting)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(before)
+
+
+def with_trainable(build: Callable[[], ModelGraph], trainable: Trainable) -> ModelGraph:
+    """A closed form's graph of which some parameters train.
+
+    Args:
+        build: makes the graph; called once more for each way in which layers train.
+        trainable: matched with names of layers and operators (``layers.3.attention.q``).
+    """
+    graph = build()
+    settings = list(_settings(graph, trainable))
+    names = [f"{layer.name}.{name}" for layer in graph.layers for name in _names(graph.kind_of(layer))]
+    trainable.check(names, sum(len(setting.adapted) for setting in settings))
+    graphs: dict[LayerTraining, ModelGraph] = {}
+    kinds: dict[str, LayerKind] = {}
+    labels: dict[tuple[str, LayerTraining], str] = {}
+    layers = []
+    for layer, setting in zip(graph.layers, settings, strict=True):
+        if setting not in graphs:
+            with _training(setting):
+                graphs[setting] = build()
+        if (layer.kind, setting) not in labels:
+            kind = graphs[setting].kinds[layer.kind]
+            alike = (label for label, known in kinds.items() if replace(known, name=kind.name) == kind)
+            label = next(alike, layer.kind if layer.kind not in kinds else f"{layer.kind}{len(kinds)}")
+            labels[layer.kind, setting], kinds[label] = label, replace(kind, name=label)
+        layers.append(replace(layer, kind=labels[layer.kind, setting]))
+    frozen = {layer.name for layer, setting in zip(layers, settings, strict=True) if "embedding" in setting.frozen}
+    ties = tuple(replace(tie, frozen=tie.parameters if tie.first in frozen else 0) for tie in graph.ties)
+    return replace(graph, layers=tuple(layers), kinds=kinds, ties=ties)
+
+
+def _settings(graph: ModelGraph, trainable: Trainable) -> Iterator[LayerTraining]:
+    """What trains in each layer, in order; a tied head trains as its table does."""
+    returns, tables = False, dict[str, bool]()
+    tied = {tie.second: tie.first for tie in graph.ties if tie.parameters}
+    for layer in graph.layers:
+        kind = graph.kind_of(layer)
+        frozen = {name for name in _names(kind) if trainable.freezes(f"{layer.name}.{name}")}
+        tables[layer.name] = "embedding" in frozen
+        if layer.name in tied:
+            frozen = (frozen | {"head"}) if tables[tied[layer.name]] else frozen - {"head"}
+        adapted = {name for name in _linear(layer, kind) if trainable.adapts(f"{layer.name}.{name}")}
+        yield LayerTraining(frozenset(frozen), frozenset(adapted), trainable.rank, returns)
+        weighted = {name for one in kind.operators if one.weight_bytes for name in one.name.split("+")}
+        looked_up = {"embedding"} & set(_names(kind))
+        returns = returns or bool(adapted) or bool((weighted | looked_up) - frozen)
+
+
+def _names(kind: LayerKind) -> list[str]:
+    """Names of operators, those that a compiler joined each by itself."""
+    return [name for operator in kind.operators for name in operator.name.split("+")]
+
+
+def _linear(layer: Layer, kind: LayerKind) -> list[str]:
+    """Linear layers of a block, those of experts left out."""
+    matmuls = (one for one in kind.operators if one.kind is OperatorClass.MATMUL and one.weight_bytes)
+    return [one.name for one in matmuls if one.count == 1] if layer.role is Role.BLOCK else []
