@@ -24,6 +24,7 @@ SURFACE = {
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
     },
+    "profile-transfer": {"--to", "--gpus", "--precision", "-o", "--output", "--folder", "--json"},
     "profile-import": {
         "--from", "--hardware", "--nodes", "--gpus-per-node", "--layers", "--hidden", "--seq", "--engine",
         "--device-memory", "-o", "--output", "--folder", "--json",
@@ -54,7 +55,9 @@ SURFACE = {
     "checkpoint": set(),
     "verify": {"--model", "--seq", "--checks", "--profile", "--processes", "--steps", "--json"},
     "diagnose": {"--profile", "--plan", "--update", "--json"},
-    "validate": {"--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped"},
+    "validate": {
+        "--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped", "--transfer",
+    },
 }  # fmt: skip
 
 
@@ -74,6 +77,7 @@ def test_the_commands_and_their_options_are_pinned() -> None:
         ["plan"],
         ["profile"],
         ["profile", "import"],
+        ["profile", "transfer"],
         ["plan", "import"],
         ["plan", "export"],
         ["checkpoint", "show"],
