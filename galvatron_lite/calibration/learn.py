@@ -35,7 +35,7 @@ def learn(
     predict: Callable[[Vector], Vector],
     measured: Sequence[float],
     mean: Sequence[float] | Vector,
-    widths: Sequence[float],
+    widths: Sequence[float] | Vector,
     noise: float,
     rounds: int = 3,
     slopes: NDArray[np.float64] | None = None,

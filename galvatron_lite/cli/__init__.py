@@ -11,6 +11,7 @@ import typer
 import typer.core
 
 from galvatron_lite.cli.adapt import adapt_app
+from galvatron_lite.cli.calibrate import calibrate_command
 from galvatron_lite.cli.checkpoint import checkpoint_app
 from galvatron_lite.cli.compare import compare_command
 from galvatron_lite.cli.diagnose import diagnose_command
@@ -32,7 +33,7 @@ _CLOSED_PIPE = 128 + 13  # exit status of a program that SIGPIPE ended
 
 _ORDER = (
     "profile", "plan", "launch", "verify", "explain", "report", "evaluate", "compare", "export", "diagnose",
-    "checkpoint", "adapt", "validate", "oracle", "profile-import", "profile-transfer",
+    "checkpoint", "adapt", "validate", "calibrate", "oracle", "profile-import", "profile-transfer",
 )  # fmt: skip
 """The order of use, in which the help lists commands."""
 _TRAIN, _PLANS, _RUNS = "Plan and train", "Understand a plan", "Understand a run"
@@ -73,6 +74,7 @@ app.command("diagnose", rich_help_panel=_RUNS)(diagnose_command)
 app.add_typer(checkpoint_app, name="checkpoint", rich_help_panel=_RUNS)
 app.add_typer(adapt_app, name="adapt", rich_help_panel=_RUNS)
 app.command("validate", epilog=EPILOG, rich_help_panel=_ACCURACY)(validate_command)
+app.command("calibrate", rich_help_panel=_ACCURACY)(calibrate_command)
 app.command("oracle", rich_help_panel=_ACCURACY)(oracle_command)
 
 

@@ -74,6 +74,7 @@ def plan_command(
     margin: Annotated[
         str | None, typer.Option("--margin", help="Share of the budget to keep free; default: the predictions' error.")
     ] = None,
+    calibration: opts.Calibration = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
     verbose: opts.Verbose = False,

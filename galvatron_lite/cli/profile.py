@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from galvatron_lite.capture.named import load_factory
+from galvatron_lite.cli import options
 from galvatron_lite.cli.terminal import interruptible, print_json, progress_bar
 from galvatron_lite.limits import SAMPLES
 
@@ -39,6 +40,7 @@ def profile_command(
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Of the profile; from the model if not given.")] = None,
     folder: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),
+    calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
 ) -> None:  # fmt: skip
     """Measure or estimate what each layer costs.

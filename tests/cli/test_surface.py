@@ -19,10 +19,11 @@ SURFACE = {
         "--best-batch", "--margin", "--max-batch", "--fewest", "--step", "--rate", "--tokens", "--price",
         "--tokens-total", "--tolerance",
         "--samples-total", "--steps", "--within", "--pareto", "--memory-step", "--plot", "--image",
-        "--mode", "--allow-delay", "--phases", "-v", "--verbose",
+        "--mode", "--allow-delay", "--phases", "--calibration", "-v", "--verbose",
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
+        "--calibration",
     },
     "profile-transfer": {"--to", "--gpus", "--precision", "-o", "--output", "--folder", "--json"},
     "profile-import": {
@@ -32,7 +33,7 @@ SURFACE = {
     "export": {"--to", "-o", "--output", "--strict", "--json"},
     "evaluate": {
         "--profile", "--model", "--cluster", "--gpus", "--batch", "--seq", "--precision", "--mem", "--json", "-o",
-        "--output", "-v", "--verbose",
+        "--output", "--calibration", "-v", "--verbose",
     },
     "explain": {
         "--profile", "--model", "--cluster", "--gpus", "--seq", "--precision", "--mem", "--no-what-if", "--seconds",
@@ -53,7 +54,8 @@ SURFACE = {
     },
     "adapt": set(),
     "checkpoint": set(),
-    "verify": {"--model", "--seq", "--checks", "--profile", "--processes", "--steps", "--json"},
+    "verify": {"--model", "--seq", "--checks", "--profile", "--processes", "--steps", "--calibration", "--json"},
+    "calibrate": {"-o", "--output", "--calibration", "--json"},
     "diagnose": {"--profile", "--plan", "--update", "--json"},
     "validate": {
         "--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped", "--transfer",

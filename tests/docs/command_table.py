@@ -61,6 +61,9 @@ INSTEAD = {
     "galvatron profile transfer a100.yaml --to h100 -o h100.yaml": Instead(
         "galvatron profile transfer profiles/t4/Model.yaml --to h100 -o h100.yaml", "the profile that is there"
     ),
+    "galvatron calibrate mine.jsonl -o constants": Instead(
+        "galvatron calibrate four.jsonl -o constants", "the row of the page is one"
+    ),
     "galvatron plan import --from hetu FILE": Instead(
         "galvatron plan import --from hetu theirs.json --profile llama.yaml -o ours.yaml", "a placeholder"
     ),
@@ -79,6 +82,7 @@ SAYS = {
     "profile import": r"\d[KMBT] parameters in \d+ layers", "profile transfer": r"Written to h100\.yaml",
     "profile": r"\d[KMBT]? parameters in \d+ layers(.|\n)*Written to profiles/",
     "validate": r'family +rows|"families": \{', "evaluate": r"fits: (yes|no)", "export": r"--|\{|ritten",
+    "calibrate": r"error on runs left out(.|\n)*Written to constants",
     "adapt": r"step \d+", "launch": r"-m torch\.distributed\.run|srun --nodes=|-m galvatron_lite\.launch\.ray_job",
     "report": r"Written to \S+\.(html|json)", "checkpoint": r"step \d+, \d+ process|whole, \d+ files|\.safetensors",
     "oracle": r"strategy|reproduced|paradl|data",
