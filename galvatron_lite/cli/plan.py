@@ -149,6 +149,8 @@ def _run(options: SimpleNamespace) -> None:
     last = " (the last profile made here)" if options.profile is None and options.model is None else ""
     source = f"{'the shape given' if flags else profile.name + last}: {profile.origin.kind.value}, "
     source += ", ".join(filter(None, (profile.origin.source, profile.origin.date)))
+    if options.profile is not None and options.cluster is not None:
+        source += f"; communication {profile.communication_origin.source}"
     if profile.stack:
         source += f", as {profile.stack} runs it"
     if estimated and options.precision is None and options.verbose:

@@ -22,6 +22,7 @@ from galvatron_lite.calibration.learn import Vector, learn
 from galvatron_lite.calibration.parameters import SCALES
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import constants_for_device, load_calibration
+from galvatron_lite.cluster.catalog import match_device
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cluster.precisions import check_precision
 from galvatron_lite.errors import InputError
@@ -149,7 +150,7 @@ def machines(
     one, other = (
         machine_of(device, precision or profile.graph.precision, constants_for_device(calibration, device.name,
                    device.source), host, stack.uneven_shares)
-        for device in (profile.cluster.device, cluster.device)
+        for device in (match_device(profile.cluster.device.name) or profile.cluster.device, cluster.device)
     )  # fmt: skip
     return one, other
 
