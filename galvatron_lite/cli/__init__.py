@@ -11,6 +11,7 @@ import typer
 import typer.core
 
 from galvatron_lite.cli.adapt import adapt_app
+from galvatron_lite.cli.calibrate import calibrate_command
 from galvatron_lite.cli.checkpoint import checkpoint_app
 from galvatron_lite.cli.compare import compare_command
 from galvatron_lite.cli.diagnose import diagnose_command
@@ -20,7 +21,7 @@ from galvatron_lite.cli.export import export_command, plan_export_command, plan_
 from galvatron_lite.cli.launch import SETTINGS, launch_command
 from galvatron_lite.cli.oracle import oracle_command
 from galvatron_lite.cli.plan import plan_app
-from galvatron_lite.cli.profile import profile_command
+from galvatron_lite.cli.profile import profile_command, profile_transfer_command
 from galvatron_lite.cli.report import report_command
 from galvatron_lite.cli.validate import EPILOG, validate_command
 from galvatron_lite.cli.verify import verify_command
@@ -32,7 +33,7 @@ _CLOSED_PIPE = 128 + 13  # exit status of a program that SIGPIPE ended
 
 _ORDER = (
     "profile", "plan", "launch", "verify", "explain", "report", "evaluate", "compare", "export", "diagnose",
-    "checkpoint", "adapt", "validate", "oracle", "profile-import",
+    "checkpoint", "adapt", "validate", "calibrate", "oracle", "profile-import", "profile-transfer",
 )  # fmt: skip
 """The order of use, in which the help lists commands."""
 _TRAIN, _PLANS, _RUNS = "Plan and train", "Understand a plan", "Understand a run"
@@ -40,12 +41,12 @@ _ACCURACY = "Understand the predictions"
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands; ``profile import`` is one beside ``profile MODEL``."""
+    """The commands; ``profile import`` and ``profile transfer`` are beside ``profile MODEL``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The command that the words name, its name and the words that are left for it."""
-        if args[:2] == ["profile", "import"]:
-            return "profile import", self.commands["profile-import"], args[2:]
+        if args[:1] == ["profile"] and args[1:2] in (["import"], ["transfer"]):
+            return f"profile {args[1]}", self.commands[f"profile-{args[1]}"], args[2:]
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -58,6 +59,7 @@ app = typer.Typer(
 )
 app.command("profile", rich_help_panel=_TRAIN)(profile_command)
 app.command("profile-import", hidden=True)(profile_import_command)
+app.command("profile-transfer", hidden=True)(profile_transfer_command)
 app.add_typer(plan_app, name="plan", rich_help_panel=_TRAIN)
 plan_app.command("import")(plan_import_command)
 plan_app.command("export")(plan_export_command)
@@ -72,6 +74,7 @@ app.command("diagnose", rich_help_panel=_RUNS)(diagnose_command)
 app.add_typer(checkpoint_app, name="checkpoint", rich_help_panel=_RUNS)
 app.add_typer(adapt_app, name="adapt", rich_help_panel=_RUNS)
 app.command("validate", epilog=EPILOG, rich_help_panel=_ACCURACY)(validate_command)
+app.command("calibrate", rich_help_panel=_ACCURACY)(calibrate_command)
 app.command("oracle", rich_help_panel=_ACCURACY)(oracle_command)
 
 

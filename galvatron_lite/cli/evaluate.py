@@ -37,6 +37,7 @@ def evaluate_command(
         str | None,
         typer.Option("--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%; 95% if not given."),
     ] = None,
+    calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
     as_json: Annotated[bool, typer.Option("--json", help="Print the priced plan as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the priced plan to this file.")] = None,
     verbose: options.Verbose = False,

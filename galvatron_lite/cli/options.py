@@ -29,6 +29,22 @@ Verbose = Annotated[
 ]
 
 
+def _estimate_with(context: typer.Context, folder: Path | None) -> Path | None:
+    if folder is not None:
+        from galvatron_lite.calibration.store import chosen_calibration
+
+        context.with_resource(chosen_calibration(folder))
+    return folder
+
+
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration", callback=_estimate_with, help="Constants to estimate with: what galvatron calibrate wrote."
+    ),
+]
+
+
 def arguments(**options: object) -> PlanArguments:
     """The options that were set, as arguments of ``api.plan``."""
     return cast("PlanArguments", {name: value for name, value in options.items() if value is not None})

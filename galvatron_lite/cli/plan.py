@@ -74,6 +74,7 @@ def plan_command(
     margin: Annotated[
         str | None, typer.Option("--margin", help="Share of the budget to keep free; default: the predictions' error.")
     ] = None,
+    calibration: opts.Calibration = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
     verbose: opts.Verbose = False,
@@ -151,6 +152,8 @@ def _run(options: SimpleNamespace) -> None:
     last = " (the last profile made here)" if options.profile is None and options.model is None else ""
     source = f"{'the shape given' if flags else profile.name + last}: {profile.origin.kind.value}, "
     source += ", ".join(filter(None, (profile.origin.source, profile.origin.date)))
+    if options.profile is not None and options.cluster is not None:
+        source += f"; communication {profile.communication_origin.source}"
     if profile.stack:
         source += f", as {profile.stack} runs it"
     graph = profile.graph

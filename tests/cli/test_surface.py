@@ -19,11 +19,13 @@ SURFACE = {
         "--best-batch", "--margin", "--max-batch", "--fewest", "--step", "--rate", "--tokens", "--price",
         "--tokens-total", "--tolerance",
         "--samples-total", "--steps", "--within", "--pareto", "--memory-step", "--plot", "--image",
-        "--mode", "--allow-delay", "--phases", "-v", "--verbose", "--trainable", "--freeze",
+        "--mode", "--allow-delay", "--phases", "--calibration", "-v", "--verbose", "--trainable", "--freeze",
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
+        "--calibration",
     },
+    "profile-transfer": {"--to", "--gpus", "--precision", "-o", "--output", "--folder", "--json"},
     "profile-import": {
         "--from", "--hardware", "--nodes", "--gpus-per-node", "--layers", "--hidden", "--seq", "--engine",
         "--device-memory", "-o", "--output", "--folder", "--json",
@@ -31,7 +33,7 @@ SURFACE = {
     "export": {"--to", "-o", "--output", "--strict", "--json"},
     "evaluate": {
         "--profile", "--model", "--cluster", "--gpus", "--batch", "--seq", "--precision", "--mem", "--json", "-o",
-        "--output", "-v", "--verbose",
+        "--output", "--calibration", "-v", "--verbose",
     },
     "explain": {
         "--profile", "--model", "--cluster", "--gpus", "--seq", "--precision", "--mem", "--no-what-if", "--seconds",
@@ -52,9 +54,12 @@ SURFACE = {
     },
     "adapt": set(),
     "checkpoint": set(),
-    "verify": {"--model", "--seq", "--checks", "--profile", "--processes", "--steps", "--json"},
+    "verify": {"--model", "--seq", "--checks", "--profile", "--processes", "--steps", "--calibration", "--json"},
+    "calibrate": {"-o", "--output", "--calibration", "--json"},
     "diagnose": {"--profile", "--plan", "--update", "--json"},
-    "validate": {"--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped"},
+    "validate": {
+        "--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped", "--transfer",
+    },
 }  # fmt: skip
 
 
@@ -74,6 +79,7 @@ def test_the_commands_and_their_options_are_pinned() -> None:
         ["plan"],
         ["profile"],
         ["profile", "import"],
+        ["profile", "transfer"],
         ["plan", "import"],
         ["plan", "export"],
         ["checkpoint", "show"],
