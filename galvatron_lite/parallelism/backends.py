@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, SIMPLE, ZERO_BUBBLE, Schedule
 from galvatron_lite.parallelism.strategy import Offload, Strategy
@@ -218,7 +218,7 @@ def backend_named(name: str) -> Backend:
         InputError: there is none.
     """
     if name not in BACKENDS:
-        raise InputError("--backend", name, f"Give one of {', '.join(BACKENDS)}.")
+        raise unknown("--backend", name, BACKENDS)
     return BACKENDS[name]
 
 

@@ -140,7 +140,7 @@ class Strategy(Degrees[int, bool]):
     channels: int = 1
 
     def __str__(self) -> str:
-        """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``whole`` where nothing is split."""
+        """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``unsplit`` where nothing is split."""
         parts = []
         if self.data > 1:
             parts.append(f"data{self.data}")
@@ -160,4 +160,4 @@ class Strategy(Degrees[int, bool]):
             parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
         if self.offload is not Offload.NONE:
             parts.append("offload" + ("" if self.offload is Offload.ALL else f"-{self.offload.value}"))
-        return " ".join(parts) or "whole"
+        return " ".join(parts) or "unsplit"

@@ -6,15 +6,14 @@ A pin is ``NAME=VALUE`` for the whole plan, or ``LAYERS.NAME=VALUE`` for some la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
 
 from galvatron_lite.cost.sharing import tied_groups
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, UnknownNameError, suggestion, unknown
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.backends import ANY, Backend
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
@@ -68,7 +67,7 @@ def _switch(name: str, text: str) -> bool:
 def _word(words: dict[str, object]) -> Reader:
     def read(name: str, text: str) -> object:
         if text not in words:
-            raise InputError(f"--fix {name}", text, f"{near(text, words)}Give one of {', '.join(words)}.")
+            raise unknown(f"--fix {name}", text, words)
         return words[text]
 
     return read
@@ -147,8 +146,9 @@ def pin_named(text: str) -> PinName:
     known = {alias: pin for pin in NAMES for alias in (pin.name, *pin.aliases)}
     name = text.lower().replace("-", "_")
     if name not in known:
-        every = ", ".join("/".join((pin.name, *pin.aliases[:1])) for pin in NAMES)
-        raise InputError("--fix", text, f"{near(name, known, _OTHER_PINS)}Known: {every}.")
+        every = ["/".join((pin.name, *pin.aliases[:1])) for pin in NAMES]
+        near = suggestion(name, known, _OTHER_PINS)
+        raise UnknownNameError("--fix", text, near or f"Known: {', '.join(every)}.")
     return known[name]
 
 
@@ -156,19 +156,13 @@ def dimensions_named(text: str) -> tuple[str, ...]:
     """The dimensions that forbidding a name leaves out."""
     name = text.lower()
     if name not in FORBIDDEN:
-        raise InputError("--forbid", text, f"{near(name, FORBIDDEN, _OTHER_DIMENSIONS)}Known: {', '.join(FORBIDDEN)}.")
+        raise unknown("--forbid", text, FORBIDDEN, others=_OTHER_DIMENSIONS)
     return FORBIDDEN[name]
 
 
 def typed_name(field: str) -> str:
     """How a user writes a pin of a field."""
     return next((pin.name for pin in NAMES if pin.field == field), field)
-
-
-def near(text: str, names: Iterable[str], others: Mapping[str, str] = NO_OTHERS) -> str:
-    """``Did you mean X?`` and a space; empty where nothing known is like it and ``others`` does not tell."""
-    close = [others[text]] if text in others else get_close_matches(text, list(names), n=1)
-    return f"Did you mean {close[0]}? " if close else ""
 
 
 def schedules_named(wanted: Sequence[Schedule | str] | None, pinned: Schedule | None) -> tuple[Schedule, ...] | None:
@@ -190,7 +184,7 @@ def _schedule(name: str) -> Schedule:
     try:
         schedule = Schedule(str(pin_named("schedule").read("schedule", name.lower())))
     except InputError as error:
-        raise InputError("--schedule", name, error.remedy) from None
+        raise UnknownNameError("--schedule", name, error.remedy) from None
     if not schedule.executable:
         raise InputError("--schedule", name, "It is of no pipeline: --allow-delay --fix schedule=cyclic.")
     return schedule
@@ -481,7 +475,7 @@ def _read(pin_text: str, graph: ModelGraph) -> tuple[str | None, PinName, object
         raise InputError("--fix", pin_text, f"{pin.name} is chosen once for the whole plan: write {name}={text}.")
     names = [layer.name for layer in graph.layers]
     if not any(fnmatchcase(one, layers) for one in names):
-        raise InputError("--fix", pin_text, f"{near(layers, names)}Layers of {graph.name}: {_few(names)}.")
+        raise InputError("--fix", pin_text, f"{suggestion(layers, names)} Layers of {graph.name}: {_few(names)}.")
     return layers, pin, value
 
 
