@@ -17,11 +17,11 @@ from galvatron_lite.analysis.setting import PlanSetting, first_devices
 from galvatron_lite.api_profile import find_profile
 from galvatron_lite.calibration.store import load_calibration, margin_of
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.parallelism.backends import backend_named, target_named
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.pins import Pins, check_backend, near, read_pins, schedules_named
+from galvatron_lite.search.pins import Pins, check_backend, read_pins, schedules_named
 from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
@@ -175,8 +175,7 @@ def _backend(arguments: PlanArguments) -> str:
 def _check_names(names: Iterable[str], allowed: Sequence[str]) -> None:
     for name in names:
         if name not in allowed:
-            meant = f"Did you mean {_ALIASES[name]}? " if name in _ALIASES else near(name, allowed)
-            raise InputError("argument", name, f"{meant}Known: {', '.join(allowed)}.")
+            raise unknown("argument", name, allowed, others=_ALIASES)
 
 
 def texts(name: str, value: object) -> tuple[str, ...]:
@@ -203,7 +202,7 @@ def mode_named(value: object) -> Mode:
     """What a plan is for, by its name."""
     names = [mode.value for mode in Mode]
     if not isinstance(value, str) or value not in names:
-        raise InputError("--mode", value, f"Give one of {', '.join(names)}.")
+        raise unknown("--mode", value, names)
     return Mode(value)
 
 

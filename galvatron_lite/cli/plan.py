@@ -12,7 +12,7 @@ import typer
 
 from galvatron_lite.cli import options as opts
 from galvatron_lite.cli.terminal import NO_PLAN, interruptible, plain_table, print_json, search_progress, wide_console
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.units import (
     format_bytes,
     format_count,
@@ -50,7 +50,9 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated."
+            "--model",
+            help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated.",
+            autocompletion=opts.complete_models,
         ),
     ] = None,
     profile: Annotated[
@@ -184,7 +186,7 @@ def _backend_of(options: SimpleNamespace) -> str:
     if options.backend != "galvatron":
         raise InputError("--for", options.target, f"--backend {options.backend} says otherwise: leave one out.")
     if options.target not in TOOLS:
-        raise InputError("--for", options.target, f"Give one of {', '.join(sorted(TOOLS))}.")
+        raise unknown("--for", options.target, sorted(TOOLS))
     return str(options.target)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from galvatron_lite.cli.terminal import plain_table, print_json, progress_bar, wide_console
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ def validate_command(
     from galvatron_lite.validate.results import macros, score_families
 
     if by not in _GROUPINGS:
-        raise InputError("--by", by, f"Choose one of {', '.join(_GROUPINGS)}.")
+        raise unknown("--by", by, _GROUPINGS)
     if plot is not None:
         check_target(plot)
 
@@ -134,7 +134,7 @@ def _chosen(runs: tuple[PublishedRun, ...], families: list[str], quality: str | 
     known = list(dict.fromkeys(run.family for run in runs))
     for name in families:
         if name not in known:
-            raise InputError("--family", name, f"The file holds {', '.join(known)}.")
+            raise unknown("--family", name, known)
     if quality is not None and (not quality or set(quality.upper()) - set("ABC")):
         raise InputError("--quality", quality, "Give grades: A, B or AB.")
     grades = set((quality or "").upper())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import attrgetter
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedules
 from galvatron_lite.parallelism.registry import added_dimensions
@@ -274,7 +274,7 @@ def backend_named(name: str) -> Backend:
         InputError: there is none.
     """
     if name not in BACKENDS:
-        raise InputError("--backend", name, f"Give one of {', '.join(BACKENDS)}.")
+        raise unknown("--backend", name, BACKENDS)
     return BACKENDS[name]
 
 

@@ -173,7 +173,7 @@ class Strategy(Degrees[int, bool]):
         return prod(degree for _, degree in self.more) if self.more else 1
 
     def __str__(self) -> str:
-        """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``whole`` where nothing is split."""
+        """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``unsplit`` where nothing is split."""
         parts = [f"{name}{degree}" for name, degree in self.more]
         if self.data > 1:
             parts.append(f"data{self.data}")
@@ -193,7 +193,7 @@ class Strategy(Degrees[int, bool]):
             parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
         if self.offload is not Offload.NONE:
             parts.append("offload" + ("" if self.offload is Offload.ALL else f"-{self.offload.value}"))
-        return " ".join(parts) or "whole"
+        return " ".join(parts) or "unsplit"
 
 
 def strategy_of(chosen: Mapping[str, Any]) -> Strategy:

@@ -18,14 +18,15 @@ REMEDY = (
     "Write parts such as data4, zero3x8 (stage 3 over 8), zero3 (over ranks of context or pixels alone), tensor2, "
     "tensor2+sp, context2, ulysses2, expert4, expert4-whole, spatial2x4 (rows x columns; spatial2x2x4: planes x rows "
     "x columns), filters2, channels2, "
-    "recompute, selective, offload, offload-states, offload-activations; or whole."
+    "recompute, selective, offload, offload-states, offload-activations; or unsplit."
 )
 _DEGREE = re.compile(r"^(data|tensor|context|ulysses|expert|filters|channels)([1-9]\d*)(\+sp)?$")
 _WHOLE_EXPERTS = re.compile(r"^expert([1-9]\d*)-whole$")
 _SPATIAL = re.compile(r"^spatial(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)$")
 _ZERO = re.compile(r"^zero([123])(?:x([1-9]\d*))?$")
 _FIXED: dict[str, dict[str, object]] = {
-    "whole": {},
+    "unsplit": {},
+    "whole": {},  # as it was written before
     "recompute": {"recompute": Recompute.FULL},
     "selective": {"recompute": Recompute.SELECTIVE},
     "offload": {"offload": Offload.ALL},

@@ -63,7 +63,7 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     return InfeasibleError(
         f"No plan of {request.graph.name} fits {shares or format_budget(bytes_on(before, ''))} a device on "
         f"{request.devices} devices. {_needed(request, lean, slack)}, with {summary(lean.plan)}. "
-        "What would have to give: more memory a device, more devices, shorter samples, or a smaller model.",
+        "Use more memory a device, more devices (--fewest says how many), shorter sequences or a smaller model.",
         _with_margin(request, lean.budget.most),
     )
 

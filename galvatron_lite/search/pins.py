@@ -6,16 +6,15 @@ A pin is ``NAME=VALUE`` for the whole plan, or ``LAYERS.NAME=VALUE`` for some la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
 from typing import cast
 
 from galvatron_lite.cost.sharing import tied_groups
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, UnknownNameError, suggestion, unknown
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.backends import ANY, Backend
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
@@ -73,7 +72,7 @@ def _order(name: str, text: str) -> object:
 def _word(words: dict[str, object]) -> Reader:
     def read(name: str, text: str) -> object:
         if text not in words:
-            raise InputError(f"--fix {name}", text, f"{near(text, words)}Give one of {', '.join(words)}.")
+            raise unknown(f"--fix {name}", text, words)
         return words[text]
 
     return read
@@ -161,8 +160,9 @@ def pin_named(text: str) -> PinName:
     known = {alias: pin for pin in pin_names() for alias in (pin.name, *pin.aliases)}
     name = text.lower().replace("-", "_")
     if name not in known:
-        every = ", ".join("/".join((pin.name, *pin.aliases[:1])) for pin in pin_names())
-        raise InputError("--fix", text, f"{near(name, known, _OTHER_PINS)}Known: {every}.")
+        every = ["/".join((pin.name, *pin.aliases[:1])) for pin in pin_names()]
+        near = suggestion(name, known, _OTHER_PINS)
+        raise UnknownNameError("--fix", text, near or f"Known: {', '.join(every)}.")
     return known[name]
 
 
@@ -170,19 +170,13 @@ def dimensions_named(text: str) -> tuple[str, ...]:
     """The dimensions that forbidding a name leaves out."""
     name, known = text.lower(), forbidden_names()
     if name not in known:
-        raise InputError("--forbid", text, f"{near(name, known, _OTHER_DIMENSIONS)}Known: {', '.join(known)}.")
+        raise unknown("--forbid", text, known, others=_OTHER_DIMENSIONS)
     return known[name]
 
 
 def typed_name(field: str) -> str:
     """How a user writes a pin of a field."""
     return next((pin.name for pin in pin_names() if pin.field == field), field)
-
-
-def near(text: str, names: Iterable[str], others: Mapping[str, str] = NO_OTHERS) -> str:
-    """``Did you mean X?`` and a space; empty where nothing known is like it and ``others`` does not tell."""
-    close = [others[text]] if text in others else get_close_matches(text, list(names), n=1)
-    return f"Did you mean {close[0]}? " if close else ""
 
 
 def schedules_named(wanted: Sequence[Schedule | str] | None, pinned: Schedule | None) -> tuple[Schedule, ...] | None:
@@ -204,7 +198,7 @@ def _schedule(name: str) -> Schedule:
     try:
         schedule = cast("Schedule", _order("schedule", name.lower()))
     except InputError as error:
-        raise InputError("--schedule", name, error.remedy) from None
+        raise UnknownNameError("--schedule", name, error.remedy) from None
     if not schedule.executable:
         raise InputError("--schedule", name, f"It is of no pipeline: --allow-delay --fix schedule={schedule}.")
     return schedule
@@ -498,7 +492,7 @@ def _read(pin_text: str, graph: ModelGraph) -> tuple[str | None, PinName, object
         raise InputError("--fix", pin_text, f"{pin.name} is chosen once for the whole plan: write {name}={text}.")
     names = [layer.name for layer in graph.layers]
     if not any(fnmatchcase(one, layers) for one in names):
-        raise InputError("--fix", pin_text, f"{near(layers, names)}Layers of {graph.name}: {_few(names)}.")
+        raise InputError("--fix", pin_text, f"{suggestion(layers, names)} Layers of {graph.name}: {_few(names)}.")
     return layers, pin, value
 
 

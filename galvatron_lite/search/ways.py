@@ -145,8 +145,8 @@ def with_one_device(plan: Plan, task: PlanTask) -> Plan:
     quickest = min((one for count in counts if (one := _alone(task, count)) is not None), key=seconds_of, default=None)
     if quickest is None or seconds_of(quickest) >= seconds_of(plan):
         return plan
-    what = f"one device alone is predicted quicker, {format_seconds(seconds_of(quickest))}"
-    note = f"{what} instead of {format_seconds(seconds_of(plan))}: plan for 1 device"
+    seconds = f"{format_seconds(seconds_of(quickest))} instead of {format_seconds(seconds_of(plan))}"
+    note = f"a single device is predicted to be faster ({seconds}): use --gpus 1"
     return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, note)))
 
 
