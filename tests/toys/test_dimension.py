@@ -86,7 +86,7 @@ def test_it_is_unknown_before_and_after(tmp_path: Path) -> None:
         read_plan(tmp_path / "plan.yaml")
     with pytest.raises(InputError, match="pods2"):
         parse_strategy("pods2")
-    with pytest.raises(InputError, match="'pods' cannot be used"):
+    with pytest.raises(InputError, match="'pods' is unknown"):
         make_plan(**SETUP, fix="pods=2")
 
 
