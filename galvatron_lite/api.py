@@ -65,7 +65,7 @@ def plan(
             - ``gpus``: how many devices; the whole cluster if not given.
             - ``mem``: budget a device: ``40GB``, ``40GiB``, ``80%`` of the device's memory (or 0.8), or bytes; 95 % if
               not given. Where devices are of several types, a share is of each one's own memory.
-            - ``batch``: samples a step over all devices; 8 a device if not given.
+            - ``batch``: samples a step over all devices; 8 a device (32 pictures) if not given.
             - ``sequence``: tokens a sample, for a model by name.
             - ``precision``: of compute, for a model by name; the best that the devices train in if not given: bf16,
               else fp16, else fp32.
@@ -90,7 +90,7 @@ def plan(
     setting = request.resolve()
     devices = setting.profile.cluster.devices
     return ask(
-        setting, devices, batch_for(devices, request.batch), certify=certify, runners_up=runners_up,
+        setting, devices, batch_for(setting, devices, request.batch), certify=certify, runners_up=runners_up,
         progress=request.progress,
         stoppable=True, tolerance=share("--tolerance", tolerance) or 0.0,
     )  # fmt: skip

@@ -78,7 +78,7 @@ def _groups(cluster: Cluster, devices: int) -> tuple[DeviceGroup, ...]:
     return tuple(groups)
 
 
-SAMPLES_PER_DEVICE = 8  # samples a step and device where no batch is given
+SAMPLES_PER_DEVICE, PICTURES_PER_DEVICE = 8, 32  # a step, where no batch is given
 
 Progress = Callable[[int, int, str], None]
 
@@ -164,9 +164,11 @@ class Points:
     complete: bool = True  # False where it was interrupted: what was not looked at may hold better ones
 
 
-def batch_for(devices: int, batch: int | None) -> int:
-    """Samples a step: those given, else 8 a device."""
-    return SAMPLES_PER_DEVICE * devices if batch is None else batch
+def batch_for(setting: PlanSetting, devices: int, batch: int | None) -> int:
+    """Samples a step: those given, else 8 a device, and 32 where a sample is a picture and not a sequence of tokens."""
+    if batch is not None:
+        return batch
+    return (PICTURES_PER_DEVICE if setting.profile.graph.sequence == 1 else SAMPLES_PER_DEVICE) * devices
 
 
 def ask(

@@ -200,7 +200,7 @@ def _device_points(
     for number, devices in enumerate(counts):
         if progress is not None:
             progress(number, len(counts), f"{devices} GPUs")
-        samples = batch_for(devices, batch)
+        samples = batch_for(setting, devices, batch)
         point = _bounded(setting, target, devices, samples) or look(setting, devices, samples)
         yield point
         if point.plan is not None and _met(setting, target, point):
@@ -321,7 +321,7 @@ def _cost_points(setting: PlanSetting, batch: int | None, progress: Progress | N
     for number, devices in enumerate(counts):
         if progress is not None:
             progress(number, len(counts), f"{devices} GPUs")
-        yield look(setting, devices, batch_for(devices, batch))
+        yield look(setting, devices, batch_for(setting, devices, batch))
 
 
 def _cost(run: TrainingAmount, price: float, point: Point, sequence: int) -> RunCost:
@@ -381,7 +381,7 @@ def _budget_points(
     setting: PlanSetting, batch: int | None, step: int, progress: Progress | None, searching: Progress | None
 ) -> Iterator[Point]:
     devices = setting.profile.cluster.devices
-    samples, whole = batch_for(devices, batch), as_budget(setting.budget_at(devices))
+    samples, whole = batch_for(setting, devices, batch), as_budget(setting.budget_at(devices))
     budget = whole.most
     while budget >= 1:
         if progress is not None:

@@ -43,7 +43,7 @@ def plan_command(
         str, typer.Option("--mem", help="Memory budget a device: 40GB (decimal), 40GiB (binary) or 80%.")
     ] = "95%",
     batch: Annotated[
-        int | None, typer.Option("--batch", help="Samples a step over all devices; default: 8 a device.")
+        int | None, typer.Option("--batch", help="Samples a step over all devices; default: 8 a device (32 pictures).")
     ] = None,
     gpus: opts.Gpus = None,
     cluster: opts.Cluster = None,

@@ -133,10 +133,11 @@ def smallest_budget(capsys: pytest.CaptureFixture[str]) -> int:
 def test_a_budget_too_small_names_the_smallest_that_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "plan", *SMALL, "--mem", "100MB") == 1
+    question = ["plan", *SMALL, "--gpus", "2", "--batch", "16"]
+    assert run(monkeypatch, *question, "--mem", "100MB") == 1
     smallest = smallest_budget(capsys)
-    assert run(monkeypatch, "plan", *SMALL, "--mem", f"{smallest}B") == 0
-    assert run(monkeypatch, "plan", *SMALL, "--mem", f"{round(0.96 * smallest)}B") == 1
+    assert run(monkeypatch, *question, "--mem", f"{smallest}B") == 0
+    assert run(monkeypatch, *question, "--mem", f"{round(0.96 * smallest)}B") == 1
 
 
 @pytest.mark.parametrize(

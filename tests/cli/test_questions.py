@@ -52,7 +52,7 @@ def test_the_front_is_printed_drawn_and_told_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     target = tmp_path / "front.svg"
-    options = ["--pareto", "--batch", "16", "--memory-step", "400MB"]
+    options = ["--pareto", "--layers", "2", "--gpus", "2", "--batch", "16", "--memory-step", "400MB"]
     assert run(monkeypatch, *SMALL, *options, "--plot", str(target)) == 0
     out = capsys.readouterr().out
     assert "none is beaten in both time and memory" in out

@@ -49,7 +49,7 @@ def graphs(name: str) -> tuple[ModelGraph, ModelGraph]:
     return trace(model, batch_of(name), precision="fp32"), build_graph(shape_of(name), precision="fp32")
 
 
-CASES = [*MINI, "unet", "cosmoflow-512", "perception", "perception-published"]
+CASES = [*MINI, "cosmoflow-512"]
 
 
 def pairs(name: str) -> list[tuple[LayerKind, LayerKind]]:
