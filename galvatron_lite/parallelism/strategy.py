@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -196,9 +196,21 @@ class Strategy(Degrees[int, bool]):
         return " ".join(parts) or "unsplit"
 
 
+DEGREES = ("data", "zero", "context", "tensor", "depth", "height", "width", "filters", "channels")
+
+
+def degree_names() -> tuple[str, ...]:
+    """What multiplies to the devices of a stage."""
+    return (*ADDED, *DEGREES)
+
+
+def changed(strategy: Strategy, changes: Mapping[str, Any]) -> Strategy:
+    """The same with other fields, and other degrees of dimensions of ``ADDED``."""
+    degrees = {**dict(strategy.more), **changes}
+    more = tuple((name, degrees[name]) for name in ADDED if degrees.get(name, 1) > 1)
+    return replace(strategy, **{name: value for name, value in changes.items() if name not in ADDED}, more=more)
+
+
 def strategy_of(chosen: Mapping[str, Any]) -> Strategy:
     """A strategy of fields and of degrees of dimensions of ``ADDED``, by name."""
-    more = tuple((name, chosen[name]) for name in ADDED if chosen.get(name, 1) > 1)
-    return Strategy(
-        **{name: value for name, value in chosen.items() if name not in ADDED and name != "more"}, more=more
-    )
+    return changed(Strategy(), {name: value for name, value in chosen.items() if name != "more"})
