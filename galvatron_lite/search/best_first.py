@@ -163,7 +163,7 @@ class _Walk:
     def push(self, problem: Problem, stage: _Stage, bound: float, bounds: StageBounds | None = None) -> None:
         """Add a node, unless it leads nowhere; exact searches come after quick ones, which may lower the limit."""
         if self.worth(bound) and bound < inf:
-            late = stage is _Stage.TRIED and self.limit is not None
+            late = stage is _Stage.TRIED and self.limit is not None and not self.settled
             rank = (bound + (self.limit or 0)) / 2 if late else bound
             heapq.heappush(self.heap, (rank, next(self.order), _Node(problem, stage, bound, bounds)))
 
@@ -173,15 +173,19 @@ class _Walk:
             node = heapq.heappop(self.heap)[2]
             if not self.worth(node.bound):
                 continue
-            if self.best and node.stage is _Stage.TRIED and node.problem.shape.virtual == 1:
-                if node.bound >= self.best.partition.time * (1.0 - self.settled):
-                    self.open = min(self.open, node.bound)
-                    continue
+            if node.stage is _Stage.TRIED and self._is_settled(node):
+                self.open = min(self.open, node.bound)
+                continue
             if self.work < self.most_work or (self.exact and self.best is None and self.below is None):
                 self.inside = node
                 return node
             self.open = min(self.open, node.bound)
         return None
+
+    def _is_settled(self, node: _Node) -> bool:
+        """Whether the labels that a node asks for would lead to a plan that is hardly quicker."""
+        least = inf if self.best is None else self.best.partition.time * (1.0 - self.settled)
+        return node.problem.shape.virtual == 1 and node.bound >= least
 
     def better(self, problem: Problem, partition: Partition | None) -> None:
         """Keep a plan that beats the best so far, and one that beats those of its degree and schedule."""

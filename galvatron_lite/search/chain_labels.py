@@ -37,6 +37,7 @@ from galvatron_lite.search.chain_bounds import (
     UPDATED,
     ChainBounds,
     ChainFigures,
+    PriceHint,
 )
 from galvatron_lite.search.pareto import pareto_rows, pareto_within
 
@@ -72,7 +73,7 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None, 
     return _front(bounds, limit, beam) if len(chain.weights) > 1 else _quickest(bounds, limit, beam, near)
 
 
-def good_path(chain: Chain, cap: int | None = None) -> tuple[Path | None, float]:
+def good_path(chain: Chain, cap: int | None = None, like: PriceHint | None = None) -> tuple[Path | None, float]:
     """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits.
 
     The time is infinite where no path takes at most ``cap``.
@@ -80,7 +81,7 @@ def good_path(chain: Chain, cap: int | None = None) -> tuple[Path | None, float]
     if chain.runs == 1 and is_countable(chain):
         best = best_of_parts(chain, np.inf if cap is None else cap)
         return best, np.inf if best is None else float(best.time[0] * chain.weights[0])
-    bounds = ChainBounds.of(chain)
+    bounds = ChainBounds.of(chain, like)
     if bounds.exceeds(bounds.line.longest if cap is None else min(float(cap), bounds.line.longest)):
         return None, np.inf
     path = bounds.rounded()

@@ -26,6 +26,7 @@ from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, Path
+from galvatron_lite.search.chain_bounds import PriceHint
 from galvatron_lite.search.nets import Net, good_way, net_paths
 from galvatron_lite.search.tables import Glue, Layout, StrategyTable, Tables, glue_of, ticks
 
@@ -114,6 +115,8 @@ class Answers:
     lightest: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
     best: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)  # the last answer of ``quickest``
     bounds: dict[tuple[Choice, bool], StageBounds | None] = field(default_factory=dict)  # by runs: one, or any
+    # by micro-batches in flight and number of layers
+    hints: dict[tuple[int, int], PriceHint] = field(default_factory=dict)
     alike: dict[Layout | None, list[list[int]]] = field(default_factory=dict)  # by wire, stages that cost the same
     runs: list[tuple[int, int]] = field(default_factory=list)  # of equal layers
     sends: dict[tuple[Layout | None, int, int], tuple[int, float]] = field(default_factory=dict)  # ``Problem.send``
@@ -377,7 +380,8 @@ class Problem:
                 known[key] = (None, np.inf)
             else:
                 net, fixed = self._net(stage, inside, *built), self.fixed_costs(stage, inside)[:2]
-                path, least = good_way(net)
+                like = self.answers.hints.setdefault((self.held(stage), inside.stop - inside.start), PriceHint())
+                path, least = good_way(net, like)
                 plan = None if path is None else self._told(net, path, built[1], fixed)
                 known[key] = (plan, least + self.shape.microbatches * sum(fixed))
         return known[key]

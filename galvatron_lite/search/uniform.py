@@ -244,8 +244,8 @@ class Uniform:
         return {place: tables[number] for place, number in self.chunks.positions.items()}
 
     def _ordered(self, limit: float, runs: int | None) -> Iterator[IntArray]:
-        """Choices for blocks that take less than a limit and that the first and the last group may hold, some at a time,
-        in the order of ``_least``."""
+        """Choices for blocks that take less than a limit and that the first and last group may hold, in the order of
+        ``_least``, some at a time."""
         rows = np.flatnonzero(self._least < limit)
         if runs == 1 and self.mixtures is not None:
             rows = rows[rows < len(self.mixtures.table)]
