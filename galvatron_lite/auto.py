@@ -318,7 +318,7 @@ def _profile(
     folder: Path,
 ) -> Profile:
     from galvatron_lite.capture.trace import trace
-    from galvatron_lite.profiler.kept_profiles import kept_profile, other_hardware, profile_name
+    from galvatron_lite.profiler.kept_profiles import check_trainable, kept_profile, other_hardware, profile_name
     from galvatron_lite.profiler.measure import measure_profile
     from galvatron_lite.profiler.measure_tasks import agree, notices
     from galvatron_lite.profiler.schema import Profile
@@ -327,6 +327,7 @@ def _profile(
 
     if profile is not None:
         known = profile if isinstance(profile, Profile) else read_profile(Path(profile))
+        check_trainable(model, known)
         _warn(other_hardware(known))
         return known
     graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)

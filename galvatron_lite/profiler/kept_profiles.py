@@ -15,6 +15,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.profiler.store import check_hardware, data_hash, last_profile, read_profile
 from galvatron_lite.saying import say
+from galvatron_lite.units import format_count
 from galvatron_lite.world import world_size
 
 
@@ -38,6 +39,28 @@ def kept_profile(model: nn.Module, graph: ModelGraph, folder: Path) -> Profile |
             say(f"profile {path} is of this model on this machine: taken")
             return known
     return None
+
+
+_OTHER = 0.05
+"""Share of the parameters by which those that train may differ between a profile and the model."""
+
+
+def check_trainable(model: nn.Module, profile: Profile) -> None:
+    """Refuse a profile that was made while other parameters trained: backward, gradients and states were others.
+
+    Raises:
+        InputError: the share of parameters that train is not the model's.
+    """
+    items = [(one.numel(), one.requires_grad) for one in model.parameters()]
+    trained, total = sum(size for size, trains in items if trains), sum(size for size, _ in items)
+    graph = profile.graph
+    if abs(trained / max(total, 1) - graph.trainable / max(graph.parameters, 1)) > _OTHER:
+        counts = f"{format_count(graph.trainable)} of {format_count(graph.parameters)}"
+        remedy = (
+            f"Of its parameters {counts} trained; of this model {format_count(trained)} of {format_count(total)} do. "
+            "Profile the model as it trains, or leave the profile out."
+        )
+        raise InputError("profile", profile.name, remedy)
 
 
 def other_hardware(profile: Profile, here: Cluster | None = None) -> list[str]:

@@ -13,9 +13,10 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import reserved
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.step import straggling
-from galvatron_lite.errors import GalvatronError
+from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
+from galvatron_lite.model.trainable import Trainable
 from galvatron_lite.oracle.pricing import lay_out_model, profile_on
 from galvatron_lite.oracle.rows import Method
 from galvatron_lite.oracle.strategies import RowQuestion
@@ -224,9 +225,13 @@ class Predictor:
         if isinstance(shape, Skipped):
             return shape
         storage = precision if precision in ITEM_BYTES else "fp8"
-        key = (shape, stack.kernels, storage)
-        if key not in self.graphs:
-            self.graphs[key] = build_graph(shape, precision=storage, kernels=stack.kernels)
+        try:
+            trainable = Trainable.parse(run.trainable, (run.freeze or "").split())
+            key = (shape, stack.kernels, storage, trainable)
+            if key not in self.graphs:
+                self.graphs[key] = build_graph(shape, precision=storage, kernels=stack.kernels, trainable=trainable)
+        except InputError as error:
+            return Skipped("trainable parameters not understood", str(error))
         return self.graphs[key]
 
     def profile_of(self, understood: Understood, plan: Plan) -> Profile:

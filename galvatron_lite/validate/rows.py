@@ -69,6 +69,8 @@ class PublishedRun:
     n_experts: int | None = None
     moe_topk: int | None = None
     moe_ffn: int | None = None
+    trainable: str | None = None
+    freeze: str | None = None
     gpu: str | None = None
     gpu_mem_gb: float | None = None
     gpus_per_node: int | None = None

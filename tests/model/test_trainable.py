@@ -18,6 +18,7 @@ from galvatron_lite.model import zoo
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
 from galvatron_lite.model.shapes import build_graph, load_model
 from galvatron_lite.model.trainable import Trainable
+from galvatron_lite.profiler.kept_profiles import check_trainable
 from tests.model.test_shapes_trace import SHAPES, SIZES, TOKENS
 
 WAYS = {
@@ -107,3 +108,7 @@ def test_a_profile_is_of_what_trained_when_it_was_made() -> None:
     known = find_profile(model="llama2-7b", cluster="a100-80gb")
     with pytest.raises(InputError, match="freeze parameters and add adapters in the module"):
         plan(known, trainable="lora:r=16")
+    model = zoo.build("llama-tiny")
+    check_trainable(model, known)
+    with pytest.raises(InputError, match="Profile the model as it trains"):
+        check_trainable(make_trainable(model, Trainable.parse("lora:r=4")), known)

@@ -79,6 +79,7 @@ def test_models_from_figures() -> None:
     [
         ({"layers": None}, "figures missing: layers"), ({"arch": "decoder (Transformer-XL, memory)"}, "not modelled"),
         ({"hidden": 1000, "heads": 16}, "head size"), ({"gpu": "abacus"}, "no data sheet"),
+        ({"trainable": "adapters"}, "trainable parameters"), ({"freeze": "nothing"}, "trainable parameters"),
         ({"gpu": "unknown"}, "GPU not stated"), ({"problem": "layers: 'x'"}, "cannot be read"),
     ],
 )  # fmt: skip
@@ -86,6 +87,15 @@ def test_what_cannot_be_predicted_says_why(changes: dict[str, object], reason: s
     outcome = Predictor(CALIBRATION).predict(gpt(**changes))
     assert isinstance(outcome, Skipped)
     assert reason in outcome.reason
+
+
+def test_rows_of_adapters_are_quicker_and_smaller() -> None:
+    predictor = Predictor(CALIBRATION)
+    whole, adapters = (predictor.predict(gpt(hidden=8192, heads=64, trainable=one)) for one in (None, "lora:r=8"))
+    assert isinstance(whole, Predicted)
+    assert isinstance(adapters, Predicted)
+    assert adapters.step_seconds < 0.8 * whole.step_seconds
+    assert adapters.memory.optimizer + adapters.memory.gradients < 0.1 * whole.memory.optimizer
 
 
 def test_dense_blocks_before_the_experts() -> None:
