@@ -116,8 +116,8 @@ _ROUNDING = 1e-9
 _TRIES = 3
 """How often a plan is made for less room, until one fits, and how many fewer stages a group are tried."""
 _REACH, _FARTHEST, _WORK = 0.03, 0.15, 400_000
-"""By how much a simulated step may be below its closed form for a plan to be looked at, at least and at most, and labels
-for each degree."""
+"""By how much a simulated step may be below its closed form for a plan to be looked at, at least and at most, and
+labels for each degree."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
