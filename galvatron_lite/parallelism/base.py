@@ -200,6 +200,10 @@ class Dimension:
         degree = getattr(strategy, self.degree)
         return f"{self.degree}{degree}" if degree > 1 else ""
 
+    def in_words(self, strategy: Strategy) -> str:
+        """The same in a report."""
+        return f"{self.means or self.name}: {getattr(strategy, self.degree)}" if self.word(strategy) else ""
+
     def read(self, word: str) -> dict[str, object] | None:
         """The fields that a word of a short name sets: the inverse of ``word``; None for words that say nothing."""
         degree = degree_in(word, self.degree)

@@ -82,6 +82,11 @@ def short_name(strategy: Strategy) -> str:
     return " ".join(filter(None, (one.word(strategy) for one in (*_ADDED, *_WRITTEN)))) or WHOLE
 
 
+def in_words(strategy: Strategy) -> str:
+    """The same in a report."""
+    return "; ".join(filter(None, (one.in_words(strategy) for one in (*_ADDED, *_WRITTEN)))) or "nothing is split"
+
+
 def fields_in(word: str) -> dict[str, object] | None:
     """The fields that a word of a short name sets: the inverse of ``short_name``; None for words that say nothing."""
     if word == WHOLE:

@@ -83,6 +83,11 @@ class ChannelDimension(Dimension):
         degrees = ("filters", strategy.filters), ("channels", strategy.channels)
         return " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
 
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        degrees = ("output", strategy.filters), ("input", strategy.channels)
+        return "; ".join(f"{name} channels shared by {degree}" for name, degree in degrees if degree > 1)
+
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
         for name in ("filters", "channels"):

@@ -62,6 +62,11 @@ class ContextDimension(Dimension):
         name = "ulysses" if strategy.ulysses else "context"
         return f"{name}{strategy.context}" if strategy.context > 1 else ""
 
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        said = f"tokens shared by {strategy.context}" + " (heads exchanged)" * strategy.ulysses
+        return said if strategy.context > 1 else ""
+
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
         if (heads := degree_in(word, "ulysses")) is not None:

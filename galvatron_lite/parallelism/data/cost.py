@@ -25,6 +25,7 @@ from galvatron_lite.parallelism.base import (
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, shared_items
+from galvatron_lite.parallelism.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ class DataDimension(Dimension):
     forbids = MappingProxyType({"data": ("data",), "ddp": ("data",)})
     parts = MappingProxyType({"data": ("data",)})
     examples = "data4"
+
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        return f"{strategy.data} replicas" if strategy.data > 1 else ""
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """Every divisor of ``devices``; any kind of layer can be replicated."""

@@ -57,6 +57,10 @@ class ExpertDimension(Dimension):
         whole = strategy.expert_tensor and strategy.tensor > 1
         return f"expert{strategy.expert}" + ("-whole" if whole else "") if strategy.expert > 1 else ""
 
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        return f"experts spread {strategy.expert} ways" if strategy.expert > 1 else ""
+
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
         degree = degree_in(word.removesuffix("-whole"), "expert")

@@ -59,6 +59,13 @@ class OffloadDimension(Dimension):
             return ""
         return "offload" + ("" if strategy.offload is Offload.ALL else f"-{strategy.offload.value}")
 
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        if strategy.offload is Offload.NONE:
+            return ""
+        kept = "states and activations" if strategy.offload is Offload.ALL else strategy.offload.value
+        return f"{kept} in host memory"
+
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
         kept = {"offload": Offload.ALL, "offload-states": Offload.STATES, "offload-activations": Offload.ACTIVATIONS}

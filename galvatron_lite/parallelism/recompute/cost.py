@@ -54,6 +54,12 @@ class RecomputeDimension(Dimension):
         """``recompute``, ``selective``."""
         return {Recompute.NONE: "", Recompute.FULL: "recompute", Recompute.SELECTIVE: "selective"}[strategy.recompute]
 
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        again = {Recompute.FULL: "computed again in backward"}
+        again[Recompute.SELECTIVE] = "what is cheap is computed again in backward"
+        return again.get(strategy.recompute, "")
+
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
         found = {"recompute": Recompute.FULL, "selective": Recompute.SELECTIVE}.get(word)

@@ -81,6 +81,10 @@ class SpatialDimension(Dimension):
         planes = f"{strategy.depth}x" if strategy.depth > 1 else ""
         return f"spatial{planes}{strategy.height}x{strategy.width}" if strategy.spatial > 1 else ""
 
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        return f"pixels shared by {strategy.spatial}" if strategy.spatial > 1 else ""
+
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
         found = re.fullmatch(r"spatial(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", word, re.ASCII)

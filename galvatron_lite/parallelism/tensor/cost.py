@@ -62,6 +62,11 @@ class TensorDimension(Dimension):
         """``tensor2+sp``."""
         return f"tensor{strategy.tensor}" + "+sp" * strategy.sequence_parallel if strategy.tensor > 1 else ""
 
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        said = f"matmuls shared by {strategy.tensor}" + ", tokens between them too" * strategy.sequence_parallel
+        return said if strategy.tensor > 1 else ""
+
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
         shared = word.endswith("+sp")

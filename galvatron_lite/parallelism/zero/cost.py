@@ -59,6 +59,12 @@ class ZeroDimension(Dimension):
         used = strategy.zero > 1 or strategy.zero_stage
         return f"zero{strategy.zero_stage}" + f"x{strategy.zero}" * (strategy.zero > 1) if used else ""
 
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        states = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states"}
+        said = f"{states.get(strategy.zero_stage, 'states')} shared by {strategy.state_shards}"
+        return said if self.word(strategy) else ""
+
     def read(self, word: str) -> dict[str, object] | None:
         """See ``word``."""
         found = re.fullmatch(r"zero([123])(?:x([1-9]\d*))?", word, re.ASCII)
