@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
+from operator import attrgetter
 
 from galvatron_lite.analysis.explanation import Neighbour, RunChoice, RunnerUp
 from galvatron_lite.analysis.step_time import PricedStages
@@ -22,7 +23,7 @@ from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.search.alternatives import UNBOUNDED
 from galvatron_lite.search.best_first import finished, search
@@ -44,7 +45,7 @@ def _keeps_rules(graph: ModelGraph, stages: Sequence[range], strategies: Sequenc
 
 
 _BATCH = ("data", "zero", "zero_stage")
-_NAMES = tuple(item.name for item in fields(Strategy))
+_NAMES = tuple(item.name for item in fields(Strategy) if item.name != "more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class PlanDimension:
     used: Callable[[Strategy], bool]  # whether a strategy uses it
     gives: bool = False  # whether devices that it does not take work on other samples
     between: tuple[str, ...] = ()  # fields that may follow: what makes no sense without it
+    trades: bool = False  # whether it splits samples, in place of another dimension that does
 
 
 AXES = (
@@ -67,13 +69,21 @@ AXES = (
     PlanDimension("context", ("context",), lambda s: s.context, lambda s: s.context > 1, True, ("ulysses",)),
     PlanDimension("ulysses", ("ulysses",), None, lambda s: s.ulysses),
     PlanDimension("expert", ("expert", "expert_tensor"), lambda s: s.expert, lambda s: s.expert > 1),
-    PlanDimension("zero", ("zero", "zero_stage", "data"), lambda s: s.zero, lambda s: s.zero_stage > 0),
+    PlanDimension("zero", ("zero", "zero_stage", "data"), lambda s: s.zero, lambda s: s.zero_stage > 0, trades=True),
     PlanDimension("spatial", ("depth", "height", "width"), lambda s: s.spatial, lambda s: s.spatial > 1, True),
     PlanDimension("filters", ("filters",), lambda s: s.filters, lambda s: s.filters > 1, True),
     PlanDimension("channels", ("channels",), lambda s: s.channels, lambda s: s.channels > 1, True),
     PlanDimension("recompute", ("recompute",), None, lambda s: s.recompute is not Recompute.NONE),
     PlanDimension("offload", ("offload",), None, lambda s: s.offload is not Offload.NONE),
 )
+
+
+def _axes() -> tuple[PlanDimension, ...]:
+    def added(name: str) -> PlanDimension:
+        degree = attrgetter(name)
+        return PlanDimension(name, (name, "data", "zero"), degree, lambda s: degree(s) > 1, trades=True)
+
+    return (*AXES, *map(added, ADDED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +100,17 @@ def _steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[_Neig
     sample, more samples are worked on at once, in the way the chosen strategy splits the batch. Along any other: all.
     """
     every = [one for one in offered if one != chosen]
-    for axis in AXES:
+    for axis in _axes():
         found = [one for one in every if _differs_only_in(axis, chosen, one)]
         for one in found if axis.degree is None else _next(axis, chosen, found):
             yield _NeighbourStep(axis, one, axis.used(chosen) and not axis.used(one))
 
 
 def _differs_only_in(axis: PlanDimension, chosen: Strategy, other: Strategy) -> bool:
-    changed = {name for name in _NAMES if getattr(chosen, name) != getattr(other, name)}
+    changed = {name for name in (*_NAMES, *ADDED) if getattr(chosen, name) != getattr(other, name)}
     if not changed & set(axis.own):
         return False
-    if axis.name == "zero":
+    if axis.trades:
         return changed <= set(axis.own) and chosen.batch_degree == other.batch_degree
     allowed = {*axis.own, *(_BATCH if axis.gives else ())}
     if not (axis.used(chosen) and axis.used(other)):

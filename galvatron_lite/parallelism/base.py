@@ -7,6 +7,7 @@ into seconds and bytes. Neither ``cost`` nor ``search`` knows any dimension by n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -159,6 +160,33 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
+class StrategyField:
+    """A field of ``Strategy`` as people pin it."""
+
+    field: str
+    name: str  # as the project calls it
+    aliases: tuple[str, ...] = ()  # what else it is called
+    means: str = ""  # for people
+    words: Mapping[str, object] | None = None  # values by word; None: whole numbers
+    least: int = 1  # of whole numbers
+    most: int | None = None
+    splits: bool = False  # whether its value multiplies into the devices of a stage
+    remedy: str = ""  # what to give instead of another word, or of a number above ``most``
+
+
+SWITCH: Mapping[str, object] = {
+    "on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False,
+}  # fmt: skip
+"""Words of a field that is on or off."""
+
+
+def degree_in(word: str, name: str) -> int | None:
+    """The degree of a word such as ``tensor4``; None where it is another word."""
+    number = word.removeprefix(name)
+    return int(number) if number != word and re.fullmatch(r"[1-9]\d*", number, re.ASCII) else None
+
+
+@dataclass(frozen=True, slots=True)
 class Dimension:
     """A way to split a layer: one folder under ``parallelism``, whose ``cost.py`` has a subclass of this."""
 
@@ -167,6 +195,26 @@ class Dimension:
     means: str = ""  # what its degree is, for people
     aliases: tuple[str, ...] = ()  # what else people call it
     software: tuple[str, ...] = ()  # other training software that has it, by the names of backends
+
+    fields: ClassVar[tuple[StrategyField, ...]] = ()  # how its fields are pinned
+    # what ``--forbid`` takes, and the parts that it leaves out; parts, and the fields of ``Strategy`` that each sets
+    forbids: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    parts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    examples: ClassVar[str] = ""  # words of strategies
+
+    def word(self, strategy: Strategy) -> str:
+        """What a strategy's short name says of it; empty where it is not used."""
+        degree = getattr(strategy, self.degree)
+        return f"{self.degree}{degree}" if degree > 1 else ""
+
+    def in_words(self, strategy: Strategy) -> str:
+        """The same in a report."""
+        return f"{self.means or self.name}: {getattr(strategy, self.degree)}" if self.word(strategy) else ""
+
+    def read(self, word: str) -> dict[str, object] | None:
+        """The fields that a word of a short name sets: the inverse of ``word``; None for words that say nothing."""
+        degree = degree_in(word, self.degree)
+        return None if degree is None else {self.degree: degree}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Legal settings of this dimension's fields of ``Strategy`` for a kind of layer on up to so many devices."""

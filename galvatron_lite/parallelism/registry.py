@@ -47,6 +47,17 @@ _CHOSEN: tuple[Dimension, ...] = (
 )
 """In the order they are chosen: what a later one may choose depends on the earlier ones."""
 
+_PINNED: tuple[Dimension, ...] = (
+    DataDimension(), ZeroDimension(), TensorDimension(), ContextDimension(), ExpertDimension(), SpatialDimension(),
+    ChannelDimension(), RecomputeDimension(), OffloadDimension(),
+)  # fmt: skip
+_WRITTEN: tuple[Dimension, ...] = (
+    DataDimension(), ZeroDimension(), ContextDimension(), ExpertDimension(), TensorDimension(), SpatialDimension(),
+    ChannelDimension(), RecomputeDimension(), OffloadDimension(),
+)  # fmt: skip
+"""In the order of the words of a strategy."""
+UNSPLIT, FORMER = "unsplit", "whole"
+"""The word of a strategy that splits nothing, now and in older plan files."""
 _ADDED: list[Dimension] = []
 """Dimensions that split samples besides data and ZeRO, the outermost ranks first."""
 
@@ -59,6 +70,34 @@ def dimensions() -> tuple[Dimension, ...]:
 def choosing() -> tuple[Dimension, ...]:
     """Every dimension by degree, in the order they are chosen: what a later one may choose depends on earlier ones."""
     return (*_ADDED, *_CHOSEN)
+
+
+def pinned() -> tuple[Dimension, ...]:
+    """Every dimension once, in the order that ``--fix`` and ``--forbid`` name them."""
+    return (*_PINNED, *_ADDED)
+
+
+def short_name(strategy: Strategy) -> str:
+    """``data4 zero3x2 tensor2+sp recompute``; ``unsplit`` where nothing is split."""
+    return " ".join(filter(None, (one.word(strategy) for one in (*_ADDED, *_WRITTEN)))) or UNSPLIT
+
+
+def in_words(strategy: Strategy) -> str:
+    """The same in a report."""
+    return "; ".join(filter(None, (one.in_words(strategy) for one in (*_ADDED, *_WRITTEN)))) or "nothing is split"
+
+
+def fields_in(word: str) -> dict[str, object] | None:
+    """The fields that a word of a short name sets: the inverse of ``short_name``; None for words that say nothing."""
+    if word in (UNSPLIT, FORMER):
+        return {}
+    found = (one.read(word) for one in pinned())
+    return next((fields for fields in found if fields is not None), None)
+
+
+def parts_of() -> dict[str, tuple[str, ...]]:
+    """What can be forbidden of all dimensions, and the fields of ``Strategy`` that each sets."""
+    return {part: fields for one in pinned() for part, fields in (one.parts or {one.name: (one.degree,)}).items()}
 
 
 def added_dimensions() -> tuple[Dimension, ...]:

@@ -174,26 +174,9 @@ class Strategy(Degrees[int, bool]):
 
     def __str__(self) -> str:
         """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``unsplit`` where nothing is split."""
-        parts = [f"{name}{degree}" for name, degree in self.more]
-        if self.data > 1:
-            parts.append(f"data{self.data}")
-        if self.zero > 1 or self.zero_stage:
-            parts.append(f"zero{self.zero_stage}" + (f"x{self.zero}" if self.zero > 1 else ""))
-        if self.context > 1:
-            parts.append(("ulysses" if self.ulysses else "context") + str(self.context))
-        if self.expert > 1:
-            parts.append(f"expert{self.expert}" + ("-whole" if self.expert_tensor and self.tensor > 1 else ""))
-        if self.tensor > 1:
-            parts.append(f"tensor{self.tensor}" + ("+sp" if self.sequence_parallel else ""))
-        if self.spatial > 1:
-            planes = f"{self.depth}x" if self.depth > 1 else ""
-            parts.append(f"spatial{planes}{self.height}x{self.width}")
-        parts += [f"{name}{degree}" for name in ("filters", "channels") if (degree := getattr(self, name)) > 1]
-        if self.recompute is not Recompute.NONE:
-            parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
-        if self.offload is not Offload.NONE:
-            parts.append("offload" + ("" if self.offload is Offload.ALL else f"-{self.offload.value}"))
-        return " ".join(parts) or "unsplit"
+        from galvatron_lite.parallelism.registry import short_name
+
+        return short_name(self)
 
 
 DEGREES = ("data", "zero", "context", "tensor", "depth", "height", "width", "filters", "channels")

@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import cast
 
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.errors import InputError, UnknownNameError, suggestion, unknown
-from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute, Role
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Role
 from galvatron_lite.parallelism.backends import ANY, Backend
+from galvatron_lite.parallelism.base import Dimension, StrategyField
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE, Schedule, schedule_names
-from galvatron_lite.parallelism.registry import added_dimensions, choosing
-from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy
+from galvatron_lite.parallelism.registry import choosing, pinned
+from galvatron_lite.parallelism.strategy import ADDED, Strategy
 from galvatron_lite.search.space import Fixed, fields_of
 from galvatron_lite.search.ways import Delay
 
@@ -45,48 +47,32 @@ class PinName:
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 
 
-def _number(name: str, text: str, least: int = 1) -> int:
+def _number(name: str, text: str, least: int = 1, most: int | None = None, remedy: str = "") -> int:
     if not text.isdecimal() or int(text) < least:
         raise InputError(f"--fix {name}", text, f"Give a whole number, {least} or more.")
+    if most is not None and int(text) > most:
+        raise InputError(f"--fix {name}", text, remedy)
     return int(text)
-
-
-def _stage(name: str, text: str) -> int:
-    number = _number(name, text, 0)
-    if number > 3:
-        raise InputError(f"--fix {name}", text, "ZeRO has stages 0 (off), 1, 2 and 3.")
-    return number
-
-
-def _switch(name: str, text: str) -> bool:
-    words = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
-    if text not in words:
-        raise InputError(f"--fix {name}", text, "Give on or off.")
-    return words[text]
 
 
 def _order(name: str, text: str) -> object:
     return _word(dict(schedule_names()))(name, text)
 
 
-def _word(words: dict[str, object]) -> Reader:
+def _word(words: Mapping[str, object], remedy: str = "") -> Reader:
     def read(name: str, text: str) -> object:
         if text not in words:
-            raise unknown(f"--fix {name}", text, words)
+            raise InputError(f"--fix {name}", text, remedy) if remedy else unknown(f"--fix {name}", text, words)
         return words[text]
 
     return read
 
 
-_RECOMPUTE: dict[str, object] = {choice.value: choice for choice in Recompute}
-_RECOMPUTE |= {"off": Recompute.NONE, "on": Recompute.FULL}
-_OFFLOAD: dict[str, object] = {choice.value: choice for choice in Offload}
-_OFFLOAD |= {"off": Offload.NONE, "on": Offload.ALL, "optimizer": Offload.STATES}
 _RULES: dict[str, object] = {rule.value: rule for rule in CyclicRule}
 _RULES |= {"v1": CyclicRule.V1, "v2": CyclicRule.V2}
 _SETTINGS: dict[str, object] = {setting.value: setting for setting in CyclicSetting}
 
-NAMES: tuple[PinName, ...] = (
+_ONCE: tuple[PinName, ...] = (
     PinName("pipeline", ("pp", "stages"), _number, "pipeline", once=True, means="pipeline stages (groups of devices)"),
     PinName("microbatches", ("m", "ga", "gradient_accumulation", "num_microbatches"), _number, "microbatches",
             once=True, means="micro-batches a step"),
@@ -99,37 +85,8 @@ NAMES: tuple[PinName, ...] = (
     PinName("rule", (), _word(_RULES), "rule", once=True, means="cdp-v1 or cdp-v2, of delayed gradients"),
     PinName("setting", (), _word(_SETTINGS), "setting", once=True,
             means="where delayed gradients run: single, data, zero or stages"),
-    PinName("dp", ("batch_degree",), _number, "batch_degree", splits=True, means="replicas times shards"),
-    PinName("data", ("ddp", "replicas"), _number, "data", means="replicas that hold all states"),
-    PinName("zero", ("zero_stage",), _stage, "zero_stage", means="ZeRO stage, 0 to 3"),
-    PinName("shards", ("fsdp", "zero_degree"), _number, "zero", means="devices that share states"),
-    PinName("tensor", ("tp",), _number, "tensor", splits=True, means="tensor-parallel degree"),
-    PinName("sequence", ("sp", "sequence_parallel"), _switch, "sequence_parallel", means="on or off, beside tensor"),
-    PinName("context", ("cp",), _number, "context", splits=True, means="context-parallel degree"),
-    PinName("ulysses", (), _switch, "ulysses", means="on or off: heads for tokens instead of a ring"),
-    PinName("expert", ("ep",), _number, "expert", means="expert-parallel degree"),
-    PinName("expert_tensor", ("etp",), _number, "expert_tensor", means="tensor degree of experts"),
-    PinName("depth", (), _number, "depth", splits=True, means="devices that share the planes of a volume"),
-    PinName("height", (), _number, "height", splits=True, means="devices that share the rows of a picture"),
-    PinName("width", (), _number, "width", splits=True, means="devices that share the columns of a picture"),
-    PinName("filters", (), _number, "filters", splits=True, means="devices that share convolutions' output channels"),
-    PinName("channels", (), _number, "channels", splits=True, means="devices that share convolutions' input channels"),
-    PinName("recompute", ("ckpt", "checkpointing", "ac"), _word(_RECOMPUTE), "recompute",
-            means="none, selective or full"),
-    PinName("offload", (), _word(_OFFLOAD), "offload", means="none, states, activations or all"),
 )  # fmt: skip
-"""What ``--fix`` takes besides dimensions that are added."""
-
-FORBIDDEN: dict[str, tuple[str, ...]] = {
-    "pipeline": ("pipeline",), "pp": ("pipeline",), "data": ("data",), "ddp": ("data",), "zero": ("zero",),
-    "fsdp": ("zero",), "dp": ("data", "zero"), "tensor": ("tensor",), "tp": ("tensor",), "sequence": ("sequence",),
-    "sp": ("sequence",), "context": ("context",), "cp": ("context",), "ulysses": ("ulysses",), "expert": ("expert",),
-    "ep": ("expert",), "recompute": ("recompute",), "ckpt": ("recompute",), "offload": ("offload",),
-    "spatial": ("spatial",), "filters": ("filters",), "channels": ("channels",),
-    "channel": ("filters", "channels"), "branches": ("branches",), "branch": ("branches",),
-}  # fmt: skip
-"""What ``--forbid`` takes besides, and the dimensions that it leaves out."""
-
+"""What ``--fix`` takes that is chosen once."""
 
 _OTHER_PINS = {
     **dict.fromkeys(("spatial", "pixels", "picture", "image", "grid"), "height, width or depth"),
@@ -143,16 +100,30 @@ _OTHER_DIMENSIONS = dict.fromkeys(
 
 def pin_names() -> tuple[PinName, ...]:
     """Everything that ``--fix`` takes."""
-    more = (
-        PinName(one.name, one.aliases, _number, one.name, splits=True, means=one.means) for one in added_dimensions()
-    )
-    return (*NAMES, *more)
+    return (*_ONCE, *(_pin_of(field) for one in pinned() for field in fields_pinned(one)))
+
+
+def fields_pinned(dimension: Dimension) -> tuple[StrategyField, ...]:
+    """How the fields of a dimension are pinned: of one that says nothing, its degree by its name."""
+    plain = StrategyField(dimension.name, dimension.name, dimension.aliases, dimension.means, splits=True)
+    return dimension.fields or (plain,)
+
+
+def _pin_of(one: StrategyField) -> PinName:
+    number = partial(_number, least=one.least, most=one.most, remedy=one.remedy)
+    read = number if one.words is None else _word(one.words, one.remedy)
+    return PinName(one.name, one.aliases, read, one.field, splits=one.splits, means=one.means)
 
 
 def forbidden_names() -> dict[str, tuple[str, ...]]:
     """What ``--forbid`` takes, and the dimensions that it leaves out."""
-    more = {word: (one.name,) for one in added_dimensions() for word in (one.name, *one.aliases)}
-    return {**FORBIDDEN, **more}
+    layers = {
+        word: parts
+        for one in pinned()
+        for word, parts in (one.forbids or dict.fromkeys((one.name, *one.aliases), (one.name,))).items()
+    }
+    pipeline, branches = (dict.fromkeys(words, (words[0],)) for words in (("pipeline", "pp"), ("branches", "branch")))
+    return {**pipeline, **layers, **branches}
 
 
 def pin_named(text: str) -> PinName:

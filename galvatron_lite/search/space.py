@@ -35,8 +35,8 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON, Backend
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.registry import choosing
-from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy
+from galvatron_lite.parallelism.registry import choosing, parts_of
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 
@@ -91,24 +91,7 @@ def _off(dimension: str) -> tuple[tuple[str, object], ...]:
 
 def fields_of(dimension: str) -> tuple[str, ...]:
     """The fields of ``Strategy`` that a dimension sets."""
-    return (dimension,) if dimension in ADDED else STRATEGY_FIELDS.get(dimension, ())
-
-
-STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
-    "data": ("data",),
-    "zero": ("zero", "zero_stage"),
-    "tensor": ("tensor",),
-    "sequence": ("sequence_parallel",),
-    "context": ("context",),
-    "ulysses": ("ulysses",),
-    "expert": ("expert",),
-    "recompute": ("recompute",),
-    "offload": ("offload",),
-    "spatial": ("depth", "height", "width"),
-    "filters": ("filters",),
-    "channels": ("channels",),
-}
-"""What forbidding a dimension means for a strategy."""
+    return parts_of().get(dimension, ())
 
 
 UNPINNED = Fixed()

@@ -5,11 +5,12 @@ import pytest
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute, Tie
 from galvatron_lite.model.shapes import load_model
+from galvatron_lite.parallelism.registry import parts_of
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.pins import FORBIDDEN, NAMES, NOTHING, Pins, read_pins, schedules_named
+from galvatron_lite.search.pins import NOTHING, Pins, forbidden_names, pin_names, read_pins, schedules_named
 from galvatron_lite.search.planner import find_plan
-from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
+from galvatron_lite.search.space import Fixed
 from tests.analysis.cases import small
 from tests.factories import make_graph, make_kind
 
@@ -143,14 +144,14 @@ def test_forbidden_dimensions_by_their_names() -> None:
     assert pins(forbid=("tp", "sp", "tensor")).fixed.forbidden == ("tensor", "sequence")
     assert pins(forbid=("dp",)).fixed.forbidden == ("data", "zero")
     assert pins(forbid=("pp",)).fixed == Fixed(pipeline=1, forbidden=("pipeline",))
-    known = {name for names in FORBIDDEN.values() for name in names}
-    assert known == {*STRATEGY_FIELDS, "pipeline", "branches"}
+    known = {name for names in forbidden_names().values() for name in names}
+    assert known == {*parts_of(), "pipeline", "branches"}
 
 
 def test_no_two_pins_share_a_name_and_each_says_what_it_means() -> None:
-    names = [name for pin in NAMES for name in (pin.name, *pin.aliases)]
+    names = [name for pin in pin_names() for name in (pin.name, *pin.aliases)]
     assert len(names) == len(set(names))
-    assert all(pin.means for pin in NAMES)
+    assert all(pin.means for pin in pin_names())
 
 
 @pytest.mark.parametrize(

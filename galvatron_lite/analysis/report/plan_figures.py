@@ -15,6 +15,7 @@ from markupsafe import Markup
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.ranks import expert_slices, strides_of
+from galvatron_lite.parallelism.registry import in_words
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.svg import element, figure, rectangle, text
@@ -49,7 +50,7 @@ def looks_of(plans: Sequence[Plan]) -> dict[Strategy, Look]:
         shade = shades.get(hue, 0) % SHADES
         shades[hue] = shades.get(hue, 0) + 1
         fill = f"hue-{hue.removesuffix('_degree')}-{shade}"
-        found[strategy] = Look(_letter(place), fill, _pattern(strategy), str(strategy), _in_words(strategy), count)
+        found[strategy] = Look(_letter(place), fill, _pattern(strategy), str(strategy), in_words(strategy), count)
     return found
 
 
@@ -69,27 +70,6 @@ def _pattern(strategy: Strategy) -> str:
     if strategy.offload is not Offload.NONE:
         return "dots"
     return {Recompute.NONE: "", Recompute.SELECTIVE: "sparse", Recompute.FULL: "dense"}[strategy.recompute]
-
-
-def _in_words(strategy: Strategy) -> str:
-    zero = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states"}
-    parts = [
-        (strategy.data > 1, f"{strategy.data} replicas"),
-        (strategy.zero > 1 or strategy.zero_stage > 0,
-         f"{zero.get(strategy.zero_stage, 'states')} shared by {strategy.state_shards}"),
-        (strategy.context > 1, f"tokens shared by {strategy.context}" + (" (heads exchanged)" * strategy.ulysses)),
-        (strategy.expert > 1, f"experts spread {strategy.expert} ways"),
-        (strategy.tensor > 1,
-         f"matmuls shared by {strategy.tensor}" + (", tokens between them too" * strategy.sequence_parallel)),
-        (strategy.spatial > 1, f"pixels shared by {strategy.spatial}"),
-        (strategy.filters > 1, f"output channels shared by {strategy.filters}"),
-        (strategy.channels > 1, f"input channels shared by {strategy.channels}"),
-        (strategy.recompute is Recompute.FULL, "computed again in backward"),
-        (strategy.recompute is Recompute.SELECTIVE, "what is cheap is computed again in backward"),
-        (strategy.offload is not Offload.NONE, f"{strategy.offload.value} in host memory"
-         if strategy.offload is not Offload.ALL else "states and activations in host memory"),
-    ]  # fmt: skip
-    return "; ".join(words for holds, words in parts if holds) or "nothing is split"
 
 
 def _letter(place: int) -> str:

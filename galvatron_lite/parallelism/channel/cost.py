@@ -24,11 +24,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from galvatron_lite.arrays import Flag, Real, never, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Chosen, Communication, Dimension, DimensionContext, LayerWork, Moment, Room
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Communication,
+    Dimension,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    StrategyField,
+    degree_in,
+)
 from galvatron_lite.parallelism.channel.parts import (
     OUTPUT,
     OperatorPart,
@@ -46,6 +57,7 @@ from galvatron_lite.parallelism.channel.parts import (
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import has_weights, is_picture, items_of
 from galvatron_lite.parallelism.ranks import Either, channel_group
+from galvatron_lite.parallelism.strategy import Strategy
 
 BY = ("filters", "channels")
 """Fields of ``Strategy``: output channels, input channels."""
@@ -57,6 +69,31 @@ class ChannelDimension(Dimension):
 
     name: str = "channel"
     degree: str = "filters"
+
+    fields = (
+        StrategyField("filters", "filters", (), "devices that share convolutions' output channels", splits=True),
+        StrategyField("channels", "channels", (), "devices that share convolutions' input channels", splits=True),
+    )
+    forbids = MappingProxyType({"filters": ("filters",), "channels": ("channels",), "channel": ("filters", "channels")})
+    parts = MappingProxyType({"filters": ("filters",), "channels": ("channels",)})
+    examples = "filters2, channels2"
+
+    def word(self, strategy: Strategy) -> str:
+        """``filters2``, ``channels2``, or both."""
+        degrees = ("filters", strategy.filters), ("channels", strategy.channels)
+        return " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
+
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        degrees = ("output", strategy.filters), ("input", strategy.channels)
+        return "; ".join(f"{name} channels shared by {degree}" for name, degree in degrees if degree > 1)
+
+    def read(self, word: str) -> dict[str, object] | None:
+        """See ``word``."""
+        for name in ("filters", "channels"):
+            if (degree := degree_in(word, name)) is not None:
+                return {name: degree}
+        return None
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, and degrees that divide all channels."""

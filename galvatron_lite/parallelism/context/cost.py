@@ -19,13 +19,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from galvatron_lite.arrays import Real, Whole, largest, never, opposite
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, OperatorClass
-from galvatron_lite.parallelism.base import Chosen, Communication, Dimension, DimensionContext, LayerWork, Moment, Room
+from galvatron_lite.parallelism.base import (
+    SWITCH,
+    Chosen,
+    Communication,
+    Dimension,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    StrategyField,
+    degree_in,
+)
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, context_group
+from galvatron_lite.parallelism.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,32 @@ class ContextDimension(Dimension):
 
     name: str = "context"
     degree: str = "context"
+
+    fields = (
+        StrategyField("context", "context", ("cp",), "context-parallel degree", splits=True),
+        StrategyField("ulysses", "ulysses", (), "on or off: heads for tokens instead of a ring", SWITCH,
+                      remedy="Give on or off."),
+    )  # fmt: skip
+    forbids = MappingProxyType({"context": ("context",), "cp": ("context",), "ulysses": ("ulysses",)})
+    parts = MappingProxyType({"context": ("context",), "ulysses": ("ulysses",)})
+    examples = "context2, ulysses2"
+
+    def word(self, strategy: Strategy) -> str:
+        """``context2``, ``ulysses2``."""
+        name = "ulysses" if strategy.ulysses else "context"
+        return f"{name}{strategy.context}" if strategy.context > 1 else ""
+
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        said = f"tokens shared by {strategy.context}" + " (heads exchanged)" * strategy.ulysses
+        return said if strategy.context > 1 else ""
+
+    def read(self, word: str) -> dict[str, object] | None:
+        """See ``word``."""
+        if (heads := degree_in(word, "ulysses")) is not None:
+            return {"context": heads, "ulysses": True}
+        degree = degree_in(word, "context")
+        return None if degree is None else {"context": degree}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off; a ring, or nothing but shares of the tokens where a layer has no attention; Ulysses where it has."""

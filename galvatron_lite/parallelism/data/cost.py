@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
+from types import MappingProxyType
 
 from galvatron_lite.arrays import where
 from galvatron_lite.cluster.cluster import Collective
@@ -18,11 +19,13 @@ from galvatron_lite.parallelism.base import (
     LayerWork,
     Moment,
     Room,
+    StrategyField,
     shared,
     sliced,
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, shared_items
+from galvatron_lite.parallelism.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,18 @@ class DataDimension(Dimension):
 
     name: str = "data"
     degree: str = "data"
+
+    fields = (
+        StrategyField("batch_degree", "dp", ("batch_degree",), "replicas times shards", splits=True),
+        StrategyField("data", "data", ("ddp", "replicas"), "replicas that hold all states"),
+    )
+    forbids = MappingProxyType({"data": ("data",), "ddp": ("data",)})
+    parts = MappingProxyType({"data": ("data",)})
+    examples = "data4"
+
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        return f"{strategy.data} replicas" if strategy.data > 1 else ""
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """Every divisor of ``devices``; any kind of layer can be replicated."""

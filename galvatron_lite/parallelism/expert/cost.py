@@ -18,13 +18,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import comb, log, sqrt
+from types import MappingProxyType
 
 from galvatron_lite.arrays import Real, Whole, each, largest, least, never, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Routing
-from galvatron_lite.parallelism.base import Chosen, Communication, Dimension, DimensionContext, LayerWork, Moment, Room
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Communication,
+    Dimension,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    Room,
+    StrategyField,
+    degree_in,
+)
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, expert_group, expert_slices
+from galvatron_lite.parallelism.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,30 @@ class ExpertDimension(Dimension):
     """Ways that the experts of a mixture are spread."""
 
     name: str = "expert"
+
+    fields = (
+        StrategyField("expert", "expert", ("ep",), "expert-parallel degree"),
+        StrategyField("expert_tensor", "expert_tensor", ("etp",), "tensor degree of experts"),
+    )
+    forbids = MappingProxyType({"expert": ("expert",), "ep": ("expert",)})
+    parts = MappingProxyType({"expert": ("expert",)})
+    examples = "expert4, expert4-whole"
+
+    def word(self, strategy: Strategy) -> str:
+        """``expert4``, ``expert4-whole``."""
+        whole = strategy.expert_tensor and strategy.tensor > 1
+        return f"expert{strategy.expert}" + ("-whole" if whole else "") if strategy.expert > 1 else ""
+
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        return f"experts spread {strategy.expert} ways" if strategy.expert > 1 else ""
+
+    def read(self, word: str) -> dict[str, object] | None:
+        """See ``word``."""
+        degree = degree_in(word.removesuffix("-whole"), "expert")
+        if degree is None:
+            return None
+        return {"expert": degree, "expert_tensor": 1} if word.endswith("-whole") else {"expert": degree}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or the divisors of the devices and of the experts, each expert sliced by the tensor group or whole."""

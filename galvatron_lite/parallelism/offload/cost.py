@@ -18,13 +18,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from galvatron_lite.arrays import Real, largest, where
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import LayerKind
-from galvatron_lite.parallelism.base import Chosen, Dimension, DimensionContext, LayerWork, Room, shared, sliced
+from galvatron_lite.parallelism.base import (
+    Chosen,
+    Dimension,
+    DimensionContext,
+    LayerWork,
+    Room,
+    StrategyField,
+    shared,
+    sliced,
+)
 from galvatron_lite.parallelism.ranks import Either
-from galvatron_lite.parallelism.strategy import Offload
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,33 @@ class OffloadDimension(Dimension):
 
     name: str = "offload"
     degree: str = ""
+
+    fields = (
+        StrategyField("offload", "offload", (), "none, states, activations or all",
+                      {**{choice.value: choice for choice in Offload},
+                       "off": Offload.NONE, "on": Offload.ALL, "optimizer": Offload.STATES}),
+    )  # fmt: skip
+    forbids = MappingProxyType({"offload": ("offload",)})
+    parts = MappingProxyType({"offload": ("offload",)})
+    examples = "offload, offload-states, offload-activations"
+
+    def word(self, strategy: Strategy) -> str:
+        """``offload``, ``offload-states``, ``offload-activations``."""
+        if strategy.offload is Offload.NONE:
+            return ""
+        return "offload" + ("" if strategy.offload is Offload.ALL else f"-{strategy.offload.value}")
+
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        if strategy.offload is Offload.NONE:
+            return ""
+        kept = "states and activations" if strategy.offload is Offload.ALL else strategy.offload.value
+        return f"{kept} in host memory"
+
+    def read(self, word: str) -> dict[str, object] | None:
+        """See ``word``."""
+        kept = {"offload": Offload.ALL, "offload-states": Offload.STATES, "offload-activations": Offload.ACTIVATIONS}
+        return {"offload": kept[word]} if word in kept else None
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """Nothing, states, activations or both; no states where there are no parameters, no activations where a layer

@@ -16,13 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from galvatron_lite.arrays import Whole, is_option, largest, never, where
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute
-from galvatron_lite.parallelism.base import Communication, Dimension, DimensionContext, LayerWork, Moment, sent
+from galvatron_lite.parallelism.base import (
+    Communication,
+    Dimension,
+    DimensionContext,
+    LayerWork,
+    Moment,
+    StrategyField,
+    sent,
+)
 from galvatron_lite.parallelism.context.cost import ULYSSES
 from galvatron_lite.parallelism.ranks import Either
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.cost import copying, regions
 
 
@@ -31,6 +41,29 @@ class RecomputeDimension(Dimension):
     """What is thrown away in forward and computed again in backward."""
 
     name: str = "recompute"
+
+    fields = (
+        StrategyField("recompute", "recompute", ("ckpt", "checkpointing", "ac"), "none, selective or full",
+                      {**{choice.value: choice for choice in Recompute}, "off": Recompute.NONE, "on": Recompute.FULL}),
+    )  # fmt: skip
+    forbids = MappingProxyType({"recompute": ("recompute",), "ckpt": ("recompute",)})
+    parts = MappingProxyType({"recompute": ("recompute",)})
+    examples = "recompute, selective"
+
+    def word(self, strategy: Strategy) -> str:
+        """``recompute``, ``selective``."""
+        return {Recompute.NONE: "", Recompute.FULL: "recompute", Recompute.SELECTIVE: "selective"}[strategy.recompute]
+
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        again = {Recompute.FULL: "computed again in backward"}
+        again[Recompute.SELECTIVE] = "what is cheap is computed again in backward"
+        return again.get(strategy.recompute, "")
+
+    def read(self, word: str) -> dict[str, object] | None:
+        """See ``word``."""
+        found = {"recompute": Recompute.FULL, "selective": Recompute.SELECTIVE}.get(word)
+        return None if found is None else {"recompute": found}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """What capture found runnable."""

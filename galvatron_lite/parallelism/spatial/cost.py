@@ -18,9 +18,11 @@ a convolution depends on samples x pixels only, so points at shares of a sample 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
+from types import MappingProxyType
 
 import numpy as np
 
@@ -36,6 +38,7 @@ from galvatron_lite.parallelism.base import (
     LayerWork,
     Moment,
     Room,
+    StrategyField,
     sent,
     sliced,
 )
@@ -52,6 +55,7 @@ from galvatron_lite.parallelism.spatial.grids import (
     splits_pixels,
 )
 from galvatron_lite.parallelism.strategies import Strategies
+from galvatron_lite.parallelism.strategy import Strategy
 
 _BORDER = attrgetter(*(item.name for item in fields(SideTraffic)))
 
@@ -62,6 +66,29 @@ class SpatialDimension(Dimension):
 
     name: str = "spatial"
     degree: str = "height"
+
+    fields = (
+        StrategyField("depth", "depth", (), "devices that share the planes of a volume", splits=True),
+        StrategyField("height", "height", (), "devices that share the rows of a picture", splits=True),
+        StrategyField("width", "width", (), "devices that share the columns of a picture", splits=True),
+    )
+    forbids = MappingProxyType({"spatial": ("spatial",)})
+    parts = MappingProxyType({"spatial": ("depth", "height", "width")})
+    examples = "spatial2x4 (rows x columns; spatial2x2x4: planes x rows x columns)"
+
+    def word(self, strategy: Strategy) -> str:
+        """``spatial2x4``, ``spatial2x2x4``."""
+        planes = f"{strategy.depth}x" if strategy.depth > 1 else ""
+        return f"spatial{planes}{strategy.height}x{strategy.width}" if strategy.spatial > 1 else ""
+
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        return f"pixels shared by {strategy.spatial}" if strategy.spatial > 1 else ""
+
+    def read(self, word: str) -> dict[str, object] | None:
+        """See ``word``."""
+        found = re.fullmatch(r"spatial(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", word, re.ASCII)
+        return {"depth": int(found[1] or 1), "height": int(found[2]), "width": int(found[3])} if found else None
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, and degrees that leave each device a pixel of every picture, and what its neighbours need."""

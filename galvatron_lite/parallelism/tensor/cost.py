@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from galvatron_lite.arrays import Flag, Real, Whole, is_option, largest, never, opposite, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
 from galvatron_lite.parallelism.base import (
+    SWITCH,
     Chosen,
     Communication,
     Dimension,
@@ -29,10 +31,13 @@ from galvatron_lite.parallelism.base import (
     LayerWork,
     Moment,
     Room,
+    StrategyField,
+    degree_in,
     sent,
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, tensor_group
+from galvatron_lite.parallelism.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,34 @@ class TensorDimension(Dimension):
 
     name: str = "tensor"
     degree: str = "tensor"
+
+    fields = (
+        StrategyField("tensor", "tensor", ("tp",), "tensor-parallel degree", splits=True),
+        StrategyField("sequence_parallel", "sequence", ("sp", "sequence_parallel"), "on or off, beside tensor", SWITCH,
+                      remedy="Give on or off."),
+    )  # fmt: skip
+    forbids = MappingProxyType(
+        {"tensor": ("tensor",), "tp": ("tensor",), "sequence": ("sequence",), "sp": ("sequence",)}
+    )
+    parts = MappingProxyType({"tensor": ("tensor",), "sequence": ("sequence_parallel",)})
+    examples = "tensor2, tensor2+sp"
+
+    def word(self, strategy: Strategy) -> str:
+        """``tensor2+sp``."""
+        return f"tensor{strategy.tensor}" + "+sp" * strategy.sequence_parallel if strategy.tensor > 1 else ""
+
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        said = f"matmuls shared by {strategy.tensor}" + ", tokens between them too" * strategy.sequence_parallel
+        return said if strategy.tensor > 1 else ""
+
+    def read(self, word: str) -> dict[str, object] | None:
+        """See ``word``."""
+        shared = word.endswith("+sp")
+        degree = degree_in(word.removesuffix("+sp"), "tensor")
+        if degree is None:
+            return None
+        return {"tensor": degree, "sequence_parallel": True} if shared else {"tensor": degree}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or the divisors of ``devices`` that the structure allows, without and with sequence parallelism."""

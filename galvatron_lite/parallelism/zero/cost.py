@@ -12,9 +12,11 @@ the last micro-batch: with a single one they are never all there, with several t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 
 from galvatron_lite.arrays import Flag, Real, Whole, never, opposite, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
@@ -27,11 +29,13 @@ from galvatron_lite.parallelism.base import (
     LayerWork,
     Moment,
     Room,
+    StrategyField,
     shared,
     sliced,
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, sharded_items, shared_items
+from galvatron_lite.parallelism.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,31 @@ class ZeroDimension(Dimension):
 
     name: str = "zero"
     degree: str = "zero"
+
+    fields = (
+        StrategyField("zero_stage", "zero", ("zero_stage",), "ZeRO stage, 0 to 3", least=0, most=3,
+                      remedy="ZeRO has stages 0 (off), 1, 2 and 3."),
+        StrategyField("zero", "shards", ("fsdp", "zero_degree"), "devices that share states"),
+    )  # fmt: skip
+    forbids = MappingProxyType({"zero": ("zero",), "fsdp": ("zero",), "dp": ("data", "zero")})
+    parts = MappingProxyType({"zero": ("zero", "zero_stage")})
+    examples = "zero3x8 (stage 3 over 8), zero3 (over ranks of context or pixels alone)"
+
+    def word(self, strategy: Strategy) -> str:
+        """``zero3x8``."""
+        used = strategy.zero > 1 or strategy.zero_stage
+        return f"zero{strategy.zero_stage}" + f"x{strategy.zero}" * (strategy.zero > 1) if used else ""
+
+    def in_words(self, strategy: Strategy) -> str:
+        """See ``Dimension.in_words``."""
+        states = {1: "optimizer states", 2: "optimizer states and gradients", 3: "all states"}
+        said = f"{states.get(strategy.zero_stage, 'states')} shared by {strategy.state_shards}"
+        return said if self.word(strategy) else ""
+
+    def read(self, word: str) -> dict[str, object] | None:
+        """See ``word``."""
+        found = re.fullmatch(r"zero([123])(?:x([1-9]\d*))?", word, re.ASCII)
+        return {"zero": int(found[2] or 1), "zero_stage": int(found[1])} if found else None
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or every divisor of ``devices`` in stages 1 to 3 (1: states go over the context or spatial
