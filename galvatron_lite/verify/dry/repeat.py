@@ -44,9 +44,9 @@ def _under_way(plan: Plan, stage: int) -> int:
 
 
 def _behind(plan: Plan, stage: int) -> int:
-    """Micro-batches behind two that are held against each other: those under way, and as many as there is room for
-    messages of (``parallelism.pipeline.table.ROOM``), of which one is theirs."""
-    return _under_way(plan, stage) + (ROOM if plan.pipeline > 1 else 1)
+    """Micro-batches behind two that are held against each other: as many as there is room for messages of
+    (``parallelism.pipeline.table.ROOM``), and the one that is under way with them."""
+    return 1 + (ROOM if plan.pipeline > 1 else 1)
 
 
 def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan, stage: int) -> tuple[Message, ...]:
