@@ -64,7 +64,7 @@ def factors_of(profile: Profile, sheet: Sequence[Level]) -> tuple[LevelFactor, .
     found = learn(predict, measured, np.zeros(2 * count), np.tile(_WIDTHS, count), _NOISE, rounds=6).values
     crossing = [sum(_top(profile.cluster, fit) == place for fit in fits) for place in range(count)]
     return tuple(
-        LevelFactor(level.name, *np.exp(found[2 * place : 2 * place + 2]).tolist(), crossing[place])
+        LevelFactor(level.name, float(np.exp(found[2 * place])), float(np.exp(found[2 * place + 1])), crossing[place])
         for place, level in enumerate(cluster.levels)
     )
 
