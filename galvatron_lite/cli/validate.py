@@ -216,14 +216,14 @@ def _score_scale_up(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
     if not scores:
         raise InputError("runs", f"{len(runs)} rows", f"No family has runs of {SMALL} devices or fewer and of {LARGE}.")
     if as_json:
-        names = ("name", "small", "large", "most", "kind", "error", "prior_error", "errors")
+        names = ("name", "small", "large", "most", "kind", "error", "seen_error", "prior_error", "errors")
         print_json({"scores": [{name: getattr(one, name) for name in names} for one in scores]})
         return
-    table = plain_table(
-        "family", f"runs to {SMALL} GPUs", "learnt", f"runs from {LARGE}", "largest", "error %", "priors %"
-    )
+    titles = (f"runs to {SMALL} GPUs", "learnt", f"runs from {LARGE}", "largest", "error %", "same model %", "priors %")
+    table = plain_table("family", *titles)
     for one in scores:
-        figures = (_number(100 * one.error, ""), _number(100 * one.prior_error, ""))
+        shares = (one.error, one.seen_error, one.prior_error)
+        figures = (_number(None if share is None else 100 * share, "") for share in shares)
         table.add_row(one.name, str(one.small), one.kind, str(one.large), f"{one.most:,}", *figures)
     wide_console().print(table)
     mean = sum(one.error for one in scores[:-1]) / (len(scores) - 1)
