@@ -67,6 +67,9 @@ def validate_command(
     transfer: Annotated[
         bool, typer.Option("--transfer", help="Score profiles carried to another device, on pairs of runs.")
     ] = False,
+    scale_up: Annotated[
+        bool, typer.Option("--scale-up", help="Score runs of 256 GPUs and more, predicted from those of up to 64.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Score the cost model against published training runs."""
@@ -102,6 +105,9 @@ def validate_command(
     chosen = _chosen(file.runs, family or [], quality)
     if not chosen:
         raise InputError("runs", str(runs), "It holds no row to score.")
+    if scale_up:
+        _score_scale_up(chosen, calibration, as_json)
+        return
     if transfer:
         _score_transfer(chosen, calibration, as_json)
         return
@@ -197,3 +203,28 @@ def _score_transfer(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
     typer.echo(
         "error: mean of |predicted / measured - 1| of steps there, both ways; same batch: pairs that agree in it, too"
     )
+
+
+def _score_scale_up(runs: Sequence[PublishedRun], folder: Path | None, as_json: bool) -> None:
+    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.configs_path import config_folder
+    from galvatron_lite.validate.scale_up import LARGE, SMALL, scale_up_scores
+
+    priors = load_calibration(folder or config_folder("calibration") / "priors")
+    with progress_bar("Learning", quiet=as_json) as move:
+        scores = scale_up_scores(runs, priors, move)
+    if not scores:
+        raise InputError("runs", f"{len(runs)} rows", f"No family has runs of {SMALL} devices or fewer and of {LARGE}.")
+    if as_json:
+        names = ("name", "small", "large", "most", "kind", "error", "seen_error", "prior_error", "errors")
+        print_json({"scores": [{name: getattr(one, name) for name in names} for one in scores]})
+        return
+    titles = (f"runs to {SMALL} GPUs", "learnt", f"runs from {LARGE}", "largest", "error %", "same model %", "priors %")
+    table = plain_table("family", *titles)
+    for one in scores:
+        shares = (one.error, one.seen_error, one.prior_error)
+        figures = (_number(None if share is None else 100 * share, "") for share in shares)
+        table.add_row(one.name, str(one.small), one.kind, str(one.large), f"{one.most:,}", *figures)
+    wide_console().print(table)
+    mean = sum(one.error for one in scores[:-1]) / (len(scores) - 1)
+    typer.echo(f"error: mean of |predicted / measured - 1| of the large runs; mean over families {mean:.1%}")

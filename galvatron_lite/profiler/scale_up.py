@@ -61,11 +61,10 @@ def factors_of(profile: Profile, sheet: Sequence[Level]) -> tuple[LevelFactor, .
         return np.log([_law(changed, fit, size) for fit, size in asked])
 
     count = len(cluster.levels)
-    learnt = learn(predict, measured, np.zeros(2 * count), np.tile(_WIDTHS, count), _NOISE, rounds=6)
-    bandwidths, latencies = np.exp(learnt.values).reshape(count, 2).T.tolist()
+    found = learn(predict, measured, np.zeros(2 * count), np.tile(_WIDTHS, count), _NOISE, rounds=6).values
     crossing = [sum(_top(profile.cluster, fit) == place for fit in fits) for place in range(count)]
     return tuple(
-        LevelFactor(level.name, bandwidths[place], latencies[place], crossing[place])
+        LevelFactor(level.name, float(np.exp(found[2 * place])), float(np.exp(found[2 * place + 1])), crossing[place])
         for place, level in enumerate(cluster.levels)
     )
 

@@ -40,7 +40,7 @@ from galvatron_lite.runs.schema import measured
 from galvatron_lite.stacks.catalog import GALVATRON, STACKS, match_stack
 from galvatron_lite.validate.checks import device_of
 from galvatron_lite.validate.predict import Predictor, wanted_points
-from galvatron_lite.validate.results import Predicted, Skipped
+from galvatron_lite.validate.results import Judged, Predicted, Skipped
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 
 LEAST = 3  # settings that can be left out in turn
@@ -50,6 +50,9 @@ _NOISE = 0.08
 _KERNELS = ("matmul", "attention", "memory", "optimizer")
 """Fields of a software that the common factor is on."""
 _COMMON_WIDTH = 0.2  # of its prior, as a logarithm
+_FAR = 2.5
+"""Standard deviations from which a common factor says that a field of the rows is wrong, or that the model is not
+understood, rather than that the software's kernels are all so much slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +106,23 @@ def read_observations(paths: Iterable[Path], calibration: Calibration) -> tuple[
             continue
         for run in read_runs(path):
             judged = predictor.judge(run)
-            if isinstance(judged.outcome, Predicted) and judged.time is not None and judged.measured is not None:
-                found.append(_published(run, judged.measured.step_seconds or 0.0, calibration))
+            if (known := _of_row(judged, calibration)) is not None:
+                found.append(known)
             else:
                 reason = judged.outcome.reason if isinstance(judged.outcome, Skipped) else "no step time"
                 skipped[reason] += 1
     return found, dict(skipped)
+
+
+def observation_of(run: PublishedRun, predictor: Predictor) -> MeasuredStep | None:
+    """A row as a measured step; None where it is not scored for time."""
+    return _of_row(predictor.judge(run), predictor.calibration)
+
+
+def _of_row(judged: Judged, calibration: Calibration) -> MeasuredStep | None:
+    if judged.time is None or judged.measured is None:
+        return None
+    return _published(judged.run, judged.measured.step_seconds or 0.0, calibration)
 
 
 _APART = {"run_id", "source", "line", "notes", "derived", "quality", "iter_time_s", "tokens_per_s_per_gpu",
@@ -239,6 +253,8 @@ def calibrate(
             return prices.logs(start + basis @ values)
 
         learnt = learn(logs, seconds.tolist(), np.zeros(len(widths)), widths, _NOISE, rounds=2)
+        if kind == "common factor" and abs(learnt.values[0]) > _FAR * widths[0]:
+            continue
         answers[kind] = _Answer(kind, basis, widths, learnt)
         errors[kind] = _left_out(answers[kind], prices, start, seconds, list(groups.values()))
     kind = min(errors, key=lambda name: (errors[name], name != "unchanged"))

@@ -60,6 +60,7 @@ SURFACE = {
     "diagnose": {"--profile", "--plan", "--update", "--json"},
     "validate": {
         "--by", "--family", "--quality", "--calibration", "--worst", "--plot", "--json", "--skipped", "--transfer",
+        "--scale-up",
     },
 }  # fmt: skip
 
