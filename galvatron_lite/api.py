@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from galvatron_lite.analysis import sweeps
 from galvatron_lite.analysis.setting import ask, batch_for
+from galvatron_lite.api_plans import named_profile
 from galvatron_lite.api_profile import find_profile, precision_on, profile
 from galvatron_lite.errors import InputError
 from galvatron_lite.peers.plan_files import check_devices, priced, read_any_plan
@@ -78,6 +79,8 @@ def plan(
             - ``forbid``: dimensions that no layer may use: ``tp``, ``pipeline``; one or a list.
             - ``schedules``: of the pipeline, to choose from.
             - ``backend``: what is to run the plan: ``galvatron``, ``deepspeed``, or ``any`` for all that is priced.
+            - ``target``: other software that is to train by the plan, with its own costs: ``megatron``, ``nemo``,
+              ``torchtitan``, ``deepspeed`` or ``accelerate``.
             - ``mode``: what the plan is for: ``training`` (if not given) or ``inference``: forward passes only.
             - ``allow_delay``: whether gradients may be delayed (cyclic data parallelism), which changes the training
               rule; ``fix`` may say which: ``rule=cdp-v1``, ``setting=data``, ``schedule=cyclic``.
@@ -290,7 +293,8 @@ def evaluate(
 
     Args:
         plan: a plan, or a file: ours, one written by hand (``plans.written``), or Hetu-Galvatron's.
-        profile: as for ``plan``.
+        profile: with neither a profile nor a model, the one that the plan was made from; for a plan that names none,
+            the last profile made in this folder.
         model: as for ``plan``.
         cluster: as for ``plan``.
         gpus: as for ``plan``.
@@ -304,9 +308,10 @@ def evaluate(
 
     Raises:
         InputError: a file, layer or number that cannot be used; names it. A plan for another number of devices than
-            ``gpus``, or for more than there are.
+            ``gpus``, or for more than there are; the profile that the plan was made from is not here.
     """
-
+    if profile is None and model is None:
+        profile = named_profile(plan)
     known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
     given = plan if isinstance(plan, Plan) else read_any_plan(Path(plan), known, batch)
     check_devices(given, known, gpus)

@@ -121,6 +121,16 @@ def _profile_for(plans: Sequence[Given], profile: Profile | str | Path | None, s
     return profile_of(next((plan for plan in made if plan is not None and plan.provenance), None))
 
 
+def named_profile(plan: Given) -> Profile | None:
+    """The profile that a plan says it was made from; None where it names none (written by hand, or of another planner).
+
+    Raises:
+        InputError: that profile is not here.
+    """
+    own = plan if isinstance(plan, Plan) else _planned(Path(plan))
+    return None if own is None or own.provenance is None else profile_of(own)
+
+
 def _planned(path: Path) -> Plan | None:
     """A plan of ours from a file; None where it is written by hand or of others, which name no profile."""
     refuse_phases(read_data(path), path)

@@ -145,13 +145,15 @@ def _read(profile: Profile | str | Path | None) -> Profile:
 
 def _on_cluster(profile: Profile, cluster: Cluster | str | Path | None, gpus: int | None) -> Profile:
     if cluster is not None:
+        from galvatron_lite.profiler.scale_up import scale_up
+
         machine = _machine(cluster, gpus)
         if not machine.alike:
             remedy = (
                 "It has devices of several types, a profile the figures of one: plan a --model, which is estimated."
             )
             raise InputError("--cluster", machine.name, remedy)
-        return replace(profile.on(machine), fits=(), collectives=())
+        return scale_up(profile, machine)
     if gpus is not None and gpus != profile.cluster.devices:
         raise InputError(
             "--gpus",

@@ -8,6 +8,7 @@ process that only reads a model starts sooner without.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import Enum
 from functools import reduce
 from math import ceil
@@ -88,9 +89,14 @@ def never(mask: Flag) -> bool:
     return not (mask.any() if _is_array(mask) else mask)
 
 
-def power(base: Real, exponent: int) -> Real:
-    """``base ** exponent`` by multiplication: library powers of single numbers and of arrays differ in the last bit."""
-    return reduce(lambda product, _: product * base, range(exponent), 1.0)
+def each(function: Callable[[int], float], figure: Whole) -> Real:
+    """A function of whole numbers, worked out once for each value that an array has."""
+    if not _is_array(figure):
+        return function(int(figure))
+    import numpy as np
+
+    values, places = np.unique(figure, return_inverse=True)
+    return np.array([function(int(value)) for value in values])[places]
 
 
 def is_option(choice: Any, option: Enum) -> Flag:

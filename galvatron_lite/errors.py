@@ -2,6 +2,7 @@
 
 GalvatronError
 ├── InputError (ValueError)      a value the user gave is wrong: names the field, the value, the remedy
+│   ├── UnknownNameError         a name that does not exist: suggests the nearest
 │   ├── UnitError                a size or a share that cannot be read
 │   ├── FileFormatError          a plan, profile, cluster or model file that is corrupt or of another version
 │   └── TraceError               a model, or a block of it, that cannot be captured
@@ -16,7 +17,8 @@ GalvatronError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher, get_close_matches
 from enum import Enum
 from pathlib import PurePath
 from reprlib import Repr
@@ -46,9 +48,11 @@ class InputError(GalvatronError, ValueError):
         remedy: what to give instead.
     """
 
+    verdict = "cannot be used."
+
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
-        said = f"{field} is missing." if value is None else f"{field}: {_shown(value)} cannot be used."
+        said = f"{field} is missing." if value is None else f"{field}: {_shown(value)} {self.verdict}"
         if value is True and type(self) is InputError:  # an option that is on has no value of its own to show
             said = f"{field} cannot be used here."
         super().__init__(f"{said} {remedy}")
@@ -56,6 +60,44 @@ class InputError(GalvatronError, ValueError):
     def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str]]:
         """So that one process can tell another of it."""
         return type(self), (self.field, self.value, self.remedy)
+
+
+class UnknownNameError(InputError):
+    """A name that does not exist; ``unknown`` makes it."""
+
+    verdict = "is unknown."
+
+
+_FEW = 160  # characters of a list of names that is printed beside a suggestion
+
+
+def unknown(
+    field: str, name: object, names: Iterable[str], besides: str = "", others: Mapping[str, str] | None = None
+) -> UnknownNameError:
+    """The error for a name that does not exist, with the nearest ones; a long list only where none is near.
+
+    Args:
+        field: what the name was for, as the user wrote it.
+        name: what was written.
+        names: those that exist.
+        besides: a sentence on what may be written instead of a name.
+        others: words that people may write, and the name that they mean.
+    """
+    known = list(dict.fromkeys(names))
+    hint, every = suggestion(str(name), known, others), f"Known: {', '.join(known)}."
+    words = (hint, "" if hint and len(every) > _FEW else every, besides)
+    return UnknownNameError(field, name, " ".join(filter(None, words)))
+
+
+def suggestion(name: str, names: Iterable[str], others: Mapping[str, str] | None = None) -> str:
+    """``Did you mean X or Y?`` with the nearest of some names; empty where none is near."""
+    known = list(names)
+    if others and name in others:
+        return f"Did you mean {others[name]}?"
+    longer = [one for one in known if one.startswith(name)] if name else []
+    ratios = {one: SequenceMatcher(None, one, name).ratio() for one in get_close_matches(name, known, n=3)}
+    near = longer[:3] or [one for one in ratios if ratios[one] > 0.95 * max(ratios.values())]
+    return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
 class UnitError(InputError):

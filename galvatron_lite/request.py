@@ -17,11 +17,11 @@ from galvatron_lite.analysis.setting import PlanSetting, first_devices
 from galvatron_lite.api_profile import find_profile
 from galvatron_lite.calibration.store import load_calibration, margin_of
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
-from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.backends import backend_named
+from galvatron_lite.errors import InputError, unknown
+from galvatron_lite.parallelism.backends import backend_named, target_named
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.search.pins import Pins, check_backend, near, read_pins, schedules_named
+from galvatron_lite.search.pins import Pins, check_backend, read_pins, schedules_named
 from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class PlanArguments(TypedDict, total=False):
     forbid: str | Sequence[str]
     schedules: str | Sequence[Schedule | str] | None
     backend: str
+    target: str | None
     mode: Mode | str
     allow_delay: bool
     margin: str | float | None
@@ -114,7 +115,7 @@ class PlanRequest:
             fix=fix if isinstance(fix, Pins) else texts("fix", fix),
             forbid=texts("forbid", arguments.get("forbid")),
             schedules=texts("schedules", arguments.get("schedules")),
-            backend=arguments.get("backend", "galvatron"),
+            backend=_backend(arguments),
             mode=mode_named(arguments.get("mode", "training")),
             allow_delay=_flag("allow_delay", arguments.get("allow_delay", False)),
             margin=share("--margin", arguments.get("margin")),
@@ -161,11 +162,20 @@ class PlanRequest:
         )
 
 
+def _backend(arguments: PlanArguments) -> str:
+    """The backend, or what other software can be told."""
+    target, backend = arguments.get("target"), arguments.get("backend")
+    if target is None:
+        return backend or "galvatron"
+    if backend not in (None, "galvatron"):
+        raise InputError("--for", target, f"--backend {backend} says otherwise: leave one out.")
+    return target_named(target).name
+
+
 def _check_names(names: Iterable[str], allowed: Sequence[str]) -> None:
     for name in names:
         if name not in allowed:
-            meant = f"Did you mean {_ALIASES[name]}? " if name in _ALIASES else near(name, allowed)
-            raise InputError("argument", name, f"{meant}Known: {', '.join(allowed)}.")
+            raise unknown("argument", name, allowed, others=_ALIASES)
 
 
 def texts(name: str, value: object) -> tuple[str, ...]:
@@ -192,7 +202,7 @@ def mode_named(value: object) -> Mode:
     """What a plan is for, by its name."""
     names = [mode.value for mode in Mode]
     if not isinstance(value, str) or value not in names:
-        raise InputError("--mode", value, f"Give one of {', '.join(names)}.")
+        raise unknown("--mode", value, names)
     return Mode(value)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Role
 from galvatron_lite.parallelism.context.cost import attention_of
-from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.spatial.grids import splits_pixels
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
@@ -109,7 +109,7 @@ def _offers(kind: LayerKind, wanted: Strategy) -> bool:
 
 
 def _reasons(way: Way, kinds: list[LayerKind]) -> Iterator[str]:
-    for dimension in DIMENSIONS:
+    for dimension in dimensions():
         if dimension.name == way.dimension or (dimension.name == "channel" and way.dimension == "channels"):
             yield from (said for kind in kinds if (said := dimension.reason(kind)))
 

@@ -51,11 +51,11 @@ def test_the_precision_needs_a_place() -> None:
 @pytest.mark.parametrize(
     ("asked", "given", "said"),
     [
-        (api.plan, {"gpu": 4}, "'gpu' cannot be used. Did you mean gpus?"),
-        (api.plan, {"memory": "2GB"}, "'memory' cannot be used. Did you mean mem?"),
+        (api.plan, {"gpu": 4}, "'gpu' is unknown. Did you mean gpus?"),
+        (api.plan, {"memory": "2GB"}, "'memory' is unknown. Did you mean mem?"),
         (api.plan, {"seq": 512}, "Did you mean sequence?"),
         (api.cheapest, {"price": 1, "token": 5}, "Did you mean tokens?"),
-        (api.fewest_devices, {"max_batch": 5}, "'max_batch' cannot be used"),
+        (api.fewest_devices, {"max_batch": 5}, "'max_batch' is unknown"),
         (api.best_batch, {"maxbatch": 5}, "Did you mean max_batch?"),
         (api.pareto_front, {"memory_steps": 5}, "Did you mean memory_step?"),
     ],

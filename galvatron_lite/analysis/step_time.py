@@ -32,6 +32,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, OperatorClass
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.channel.parts import sliced_kind
+from galvatron_lite.parallelism.expert.cost import rank_load
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.schedule import Pass, group_of, stage_at
 from galvatron_lite.parallelism.spatial.cost import samples_of
@@ -214,9 +215,10 @@ class Operations:
         machine = self._machine()
         if machine is None:
             return {OTHER: 1.0}, {OTHER: 1.0}
+        load = rank_load(kind, strategy.expert)
         for operator in _sliced(kind, strategy).operators:
             own = operator_seconds(
-                machine, operator, samples, strategy.tensor, strategy.sequence_parallel, strategy.expert
+                machine, operator, samples, strategy.tensor, strategy.sequence_parallel, strategy.expert, load
             )
             seconds[0][NAMES[operator.kind]] += own.forward
             seconds[1][NAMES[operator.kind]] += own.backward

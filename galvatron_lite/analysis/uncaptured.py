@@ -8,7 +8,7 @@ from typing import Any
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, LayerRun, Plan, Stage
 from galvatron_lite.search.pins import dimensions_named, pin_named
 from galvatron_lite.units import format_bytes
 
@@ -62,7 +62,7 @@ def uncaptured_plan(
     runs = (LayerRun(one.name, one.name, 1, block if one.role is Role.BLOCK else edge) for one in layers)
     count = pins.get("microbatches", 1)
     return Plan(
-        PLAN_VERSION, model, devices, batch, count, Schedule.ONE_F_ONE_B, precision, (Stage(tuple(runs)),)
+        PLAN_VERSION, model, devices, batch, count, DEFAULT_SCHEDULE, precision, (Stage(tuple(runs)),)
     )  # fmt: skip
 
 

@@ -5,6 +5,9 @@ One file a kind of constants; the format is described in ``configs/calibration/R
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -55,10 +58,28 @@ def load_calibration(path: Path | None = None) -> Calibration:
     """The constants of a calibration folder; read once per process.
 
     Args:
-        path: folder with ``devices.json``, ``links.json`` and ``stacks.json``; None: the one that ships with the
-            package.
+        path: folder with ``devices.json``, ``links.json`` and ``stacks.json``; None: the one that is chosen
+            (``chosen_calibration``), else the one that ships with the package.
     """
-    return _load((path or config_folder("calibration")).resolve())
+    return _load((path or _CHOSEN.get() or config_folder("calibration")).resolve())
+
+
+_CHOSEN: ContextVar[Path | None] = ContextVar("calibration", default=None)
+
+
+@contextmanager
+def chosen_calibration(path: Path) -> Iterator[Calibration]:
+    """Estimate with other constants than the shipped ones, inside the ``with`` block.
+
+    Raises:
+        FileFormatError: no such folder, or files that are damaged.
+    """
+    constants = load_calibration(path)
+    token = _CHOSEN.set(path)
+    try:
+        yield constants
+    finally:
+        _CHOSEN.reset(token)
 
 
 @cache

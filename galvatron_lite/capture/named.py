@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron_lite.capture.huggingface import find_config, graph_of_config
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import Kernels
 from galvatron_lite.model.shapes import load_model, model_names
@@ -111,7 +111,8 @@ def graph_named(
     except InputError as error:
         size = size_named(name)
         if error.field == "model" and size is None:
-            raise InputError("model", name, f"{error.remedy} Small ones of the zoo: {', '.join(_small())}.") from error
+            besides = "Or give a .yaml file, a transformers config.json or FILE.py:FACTORY."
+            raise unknown("--model", name, (*model_names(), *_small()), besides) from error
         if size is None or name.replace("-", "") in {known.replace("-", "") for known in model_names()}:
             raise
         return _traced(size, sequence, precision, trainable)

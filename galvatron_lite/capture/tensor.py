@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from galvatron_lite.capture.shared import items_of
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
-from galvatron_lite.model.graph import OperatorClass, Sharding, TensorSplit
+from galvatron_lite.model.graph import OperatorClass, Routing, Sharding, TensorSplit
+from galvatron_lite.model.shapes.fields import AUXILIARY_LOSS, CORRECTED_SCORES
 from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
 from galvatron_lite.model.trace_record import OperatorCall, Recorder, Recording
 from galvatron_lite.model.trace_run import BlockCall, RegionRun, entered, explaining, region_end, run_block, shapes_only
@@ -316,35 +317,41 @@ class MixtureFigures:
     parameters: int = 0  # items of all experts
     frozen: int = 0  # those among them that get no gradient
     dispatched_bytes: int = 0  # per sample, see ``LayerKind``
+    routing: Routing = Routing()  # noqa: RUF009  frozen
     reason: str = ""  # why experts cannot be spread
 
 
-def mixture_figures(block: nn.Module, calls: Sequence[OperatorCall]) -> MixtureFigures:
-    """Figures of a block's mixtures.
+def mixture_figures(block: nn.Module, calls: Sequence[OperatorCall], tokens: int) -> MixtureFigures:
+    """Figures of a block's mixtures; routers that correct every expert's score by a buffer are taken to balance by it.
 
     Args:
         block: on any device.
         calls: what it called, for one sample.
+        tokens: of the sample.
     """
     found = find_mixtures(block)
     reasons = [mixture.reason for mixture in found if mixture.reason]
     if not found or reasons:
         return MixtureFigures(reason="; ".join(reasons))
     parameters = [block.get_submodule(one.path).get_parameter(name) for one in found for name in one.parameters]
+    copies = [_copies(block, mixture, calls) for mixture in found]
+    experts = gcd(*(mixture.experts for mixture in found))
+    corrected = any(buffer.shape == (experts,) and buffer.is_floating_point() for buffer in block.buffers())
+    excess = CORRECTED_SCORES if corrected else AUXILIARY_LOSS
     return MixtureFigures(
-        gcd(*(mixture.experts for mixture in found)),
+        experts,
         items_of(parameters),
         items_of(parameters, frozen=True),
-        sum(_sent(block, mixture, calls) for mixture in found),
+        sum(rows * width for rows, width in copies),
+        Routing(max(rows for rows, _ in copies) // tokens, excess=excess),
     )
 
 
-def _sent(block: nn.Module, mixture: BlockMixture, calls: Sequence[OperatorCall]) -> int:
-    """Bytes of the rows that a mixture's first matmul takes."""
+def _copies(block: nn.Module, mixture: BlockMixture, calls: Sequence[OperatorCall]) -> tuple[int, int]:
+    """Rows that a mixture's first matmul takes, and the bytes of each."""
     matmuls = (c for c in calls if c.path == mixture.path and c.groups > 1 and not c.backward)
     first = next(matmuls, None)
     if first is None:
-        return 0
-    rows = first.flops // (2 * prod(first.shape[1:]))
+        return 0, 0
     weight = block.get_submodule(mixture.path).get_parameter(mixture.parameters[0])
-    return rows * first.shape[1] * weight.element_size()
+    return first.flops // (2 * prod(first.shape[1:])), first.shape[1] * weight.element_size()

@@ -235,7 +235,7 @@ def _read(tensors: Sequence[Passed], layer: Layer, lending: Collection[str]) -> 
     return sum(t.size for t in tensors if t.borrowed and t.producer in lending and layer.name in t.readers)
 
 
-def _edge_regions(layer: Layer, plan: TensorPlan) -> dict[str, int]:
+def _edge_regions(layer: Layer, plan: TensorPlan) -> dict[str, Any]:
     """How often what lies before or after the blocks sums its output, and the gradient of its input."""
     if layer.role is Role.BLOCK:
         return {}
@@ -392,7 +392,9 @@ class _Capture:
             figure.whole.calls, figure.shardings(), _frozen(modules[0] if layer.role is Role.BLOCK else self.twin)
         )
         plan = figure.plan
-        mixture = mixture_figures(modules[0], figure.whole.calls) if layer.role is Role.BLOCK else MixtureFigures()
+        mixture = MixtureFigures()
+        if layer.role is Role.BLOCK:
+            mixture = mixture_figures(modules[0], figure.whole.calls, self.sequence)
         dims = split_dims(self.twin, modules, layer.role, operators, self.sequence, entering)
         returned = [one for call in self.calls[1] if call.path in layer.modules for one in tensors_of(call.output)]
         if any(tensor.dim() < 2 for tensor in returned):  # a loss beside the picture has no channels to share
@@ -422,6 +424,7 @@ class _Capture:
             context_reason=self._context_reason(layer, dims),
             expert_parameters=mixture.parameters,
             dispatched_bytes=mixture.dispatched_bytes,
+            routing=mixture.routing,
             expert_reason=mixture.reason,
         )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 import typer.core
 
 from galvatron_lite.cli.adapt import adapt_app
+from galvatron_lite.cli.calibrate import calibrate_command
 from galvatron_lite.cli.checkpoint import checkpoint_app
 from galvatron_lite.cli.compare import compare_command
 from galvatron_lite.cli.diagnose import diagnose_command
@@ -20,11 +21,11 @@ from galvatron_lite.cli.export import export_command, plan_export_command, plan_
 from galvatron_lite.cli.launch import SETTINGS, launch_command
 from galvatron_lite.cli.oracle import oracle_command
 from galvatron_lite.cli.plan import plan_app
-from galvatron_lite.cli.profile import profile_command
+from galvatron_lite.cli.profile import profile_command, profile_transfer_command
 from galvatron_lite.cli.report import report_command
 from galvatron_lite.cli.validate import EPILOG, validate_command
 from galvatron_lite.cli.verify import verify_command
-from galvatron_lite.errors import GalvatronError
+from galvatron_lite.errors import GalvatronError, suggestion
 from galvatron_lite.launch.error_reports import keep
 
 _CLOSED_PIPE = 128 + 13  # exit status of a program that SIGPIPE ended
@@ -32,21 +33,40 @@ _CLOSED_PIPE = 128 + 13  # exit status of a program that SIGPIPE ended
 
 _ORDER = (
     "profile", "plan", "launch", "verify", "explain", "report", "evaluate", "compare", "export", "diagnose",
-    "checkpoint", "adapt", "validate", "oracle", "profile-import",
+    "checkpoint", "adapt", "validate", "calibrate", "oracle", "profile-import", "profile-transfer",
 )  # fmt: skip
 """The order of use, in which the help lists commands."""
 _TRAIN, _PLANS, _RUNS = "Plan and train", "Understand a plan", "Understand a run"
 _ACCURACY = "Understand the predictions"
 
 
+def _hide_types(parameters: list[Any]) -> list[Any]:
+    """Show flags without a type, as they take no value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
 class Commands(typer.core.TyperGroup):
-    """The commands; ``profile import`` is one beside ``profile MODEL``."""
+    """The commands; ``profile import`` and ``profile transfer`` are beside ``profile MODEL``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The command that the words name, its name and the words that are left for it."""
-        if args[:2] == ["profile", "import"]:
-            return "profile import", self.commands["profile-import"], args[2:]
+        if args[:1] == ["profile"] and args[1:2] in (["import"], ["transfer"]):
+            return f"profile {args[1]}", self.commands[f"profile-{args[1]}"], args[2:]
         return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command by its name."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _hide_types(command.get_params(ctx))
+        return command
+
+    def get_params(self, ctx: Any) -> Any:
+        """Options beside the commands."""
+        return _hide_types(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names in the order of use."""
@@ -54,10 +74,11 @@ class Commands(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    name="galvatron", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    name="galvatron", cls=Commands, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False
 )
 app.command("profile", rich_help_panel=_TRAIN)(profile_command)
 app.command("profile-import", hidden=True)(profile_import_command)
+app.command("profile-transfer", hidden=True)(profile_transfer_command)
 app.add_typer(plan_app, name="plan", rich_help_panel=_TRAIN)
 plan_app.command("import")(plan_import_command)
 plan_app.command("export")(plan_export_command)
@@ -72,11 +93,14 @@ app.command("diagnose", rich_help_panel=_RUNS)(diagnose_command)
 app.add_typer(checkpoint_app, name="checkpoint", rich_help_panel=_RUNS)
 app.add_typer(adapt_app, name="adapt", rich_help_panel=_RUNS)
 app.command("validate", epilog=EPILOG, rich_help_panel=_ACCURACY)(validate_command)
+app.command("calibrate", rich_help_panel=_ACCURACY)(calibrate_command)
 app.command("oracle", rich_help_panel=_ACCURACY)(oracle_command)
 
 
 @app.callback(invoke_without_command=True)
-def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+def root(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
     """Find the fastest parallel training plan for a PyTorch model, and run it unmodified."""
     if version:
         from galvatron_lite import __version__
@@ -86,7 +110,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main() -> None:
-    """Entry point of ``galvatron``: errors of ours end in one line on standard error and exit status 1.
+    """Entry point of ``galvatron``: errors end in one line on standard error and exit status 1, or 2 for wrong usage.
 
     Output that nobody reads on (``| head -1``) ends quietly, as a shell's tools do. What the terminal's encoding has no
     character for (``LC_ALL=C``) is shown as a question mark.
@@ -108,15 +132,33 @@ def main() -> None:
         sys.exit(1)
 
 
+_UsageError: Any = typer.BadParameter.__base__
+
+
 def _run() -> None:
     """Run the command; a closed pipe is a BrokenPipeError, also where typer and rich end with status 1 for it."""
     try:
-        app()
+        status = app(prog_name="galvatron", standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except _UsageError as error:
+        _refuse_usage(error)
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):
             raise ended.__context__ from None
         sys.stdout.flush()
         raise
+
+
+def _refuse_usage(error: Any) -> NoReturn:
+    """End with what is wrong in the command line, the nearest name, and where all are listed."""
+    if not error.format_message():  # a group without a command, whose help is printed
+        sys.exit(2)
+    path = "galvatron" if error.ctx is None else error.ctx.command_path
+    words = error.format_message().rstrip(".")
+    if hasattr(error, "option_name") and getattr(error, "possibilities", None) is not None:
+        words = " ".join((f"No such option: {error.option_name}.", suggestion(error.option_name, error.possibilities)))
+    print(f"{path}: {words.strip().rstrip('.?')}{'?' if '?' in words else '.'} See {path} --help.", file=sys.stderr)
+    sys.exit(2)
 
 
 def _leave_quietly() -> None:

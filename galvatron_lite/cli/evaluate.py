@@ -20,9 +20,7 @@ def evaluate_command(
     plan: Annotated[
         Path, typer.Argument(help="Plan file: ours, written by hand (docs/evaluate.md), or Hetu-Galvatron's JSON.")
     ],
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Profile to price with; the last one made here if not given.")
-    ] = None,
+    profile: options.Profile = None,
     model: options.Model = None,
     cluster: options.Cluster = None,
     gpus: Annotated[
@@ -37,15 +35,18 @@ def evaluate_command(
         str | None,
         typer.Option("--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%; 95% if not given."),
     ] = None,
+    calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
     as_json: Annotated[bool, typer.Option("--json", help="Print the priced plan as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the priced plan to this file.")] = None,
     verbose: options.Verbose = False,
 ) -> None:
     """Predict step time and memory of a given plan."""
     from galvatron_lite import api
+    from galvatron_lite.api_plans import named_profile
     from galvatron_lite.plans.io import write_plan
 
-    known = api.find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
+    source = named_profile(plan) if profile is None and model is None else profile
+    known = api.find_profile(source, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
     found = api.evaluate(plan, known, gpus=gpus, mem=mem, batch=batch)
     if output is not None:
         write_plan(found, output)

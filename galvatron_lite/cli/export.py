@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from galvatron_lite.cli.terminal import print_json
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def plan_export_command(
 
 def _check_peer(peer: str, option: str = "--from") -> None:
     if peer not in PEERS:
-        raise InputError(option, peer, f"Give one of {', '.join(PEERS)}.")
+        raise unknown(option, peer, PEERS)
 
 
 def _engine(name: str) -> Engine:
@@ -156,5 +156,5 @@ def _engine(name: str) -> Engine:
 
     known = {"main": Engine.MAIN, "v2.4.0": Engine.V240}
     if name not in known:
-        raise InputError("--engine", name, f"Give one of {', '.join(known)}.")
+        raise unknown("--engine", name, known)
     return known[name]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import unknown
 
 WRONG = ("InputError: ", "FileFormatError: ", "InfeasibleError: ")
 """Errors that come again where nothing is changed."""
@@ -52,7 +52,7 @@ def launch_command(
 
     known = [one.value for one in Through]
     if through not in (None, *known):
-        raise InputError("--through", through, f"Give one of {', '.join(known)}.")
+        raise unknown("--through", through, known)
     way = None if through is None else Through(through)
     request = LaunchRequest(tuple(program), plan, gpus, per_node, hostfile, way, tuple(srun or ()), port, restarts)
     launch = launch_of(request)

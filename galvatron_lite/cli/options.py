@@ -8,11 +8,43 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from galvatron_lite.parallelism.pipeline.schedule import DEFAULT_SCHEDULE, schedules
+
 if TYPE_CHECKING:
     from galvatron_lite.request import PlanArguments
 
-Model = Annotated[str | None, typer.Option("--model", help="Name (llama2-7b) or YAML file; its costs are estimated.")]
-Cluster = Annotated[str | None, typer.Option("--cluster", help="Name (a100-80gb) or YAML file; needed with --model.")]
+
+def complete_models(incomplete: str) -> list[str]:
+    """Names of models that begin so, for the shell."""
+    from galvatron_lite.model.shapes import model_names
+
+    return [name for name in model_names() if name.startswith(incomplete)]
+
+
+def _complete_clusters(incomplete: str) -> list[str]:
+    from galvatron_lite.cluster.catalog import known_clusters
+
+    return [name for name in known_clusters() if name.startswith(incomplete)]
+
+
+def _complete_tools(incomplete: str) -> list[str]:
+    from galvatron_lite.plans.export.tools import TOOLS
+
+    return [name for name in sorted(TOOLS) if name.startswith(incomplete)]
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Name (llama2-7b) or YAML file; its costs are estimated.", autocompletion=complete_models
+    ),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", help="Name (a100-80gb) or YAML file; needed with --model.", autocompletion=_complete_clusters
+    ),
+]
 Sequence = Annotated[int | None, typer.Option("--seq", help="Tokens a sample, with --model.")]
 Precision = Annotated[str | None, typer.Option("--precision", help="Of compute, with --model.")]
 Profile = Annotated[
@@ -27,13 +59,29 @@ Verbose = Annotated[
 ]
 
 
+def _estimate_with(context: typer.Context, folder: Path | None) -> Path | None:
+    if folder is not None:
+        from galvatron_lite.calibration.store import chosen_calibration
+
+        context.with_resource(chosen_calibration(folder))
+    return folder
+
+
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration", callback=_estimate_with, help="Constants to estimate with: what galvatron calibrate wrote."
+    ),
+]
+
+
 def arguments(**options: object) -> PlanArguments:
     """The options that were set, as arguments of ``api.plan``."""
     return cast("PlanArguments", {name: value for name, value in options.items() if value is not None})
 
 
-def _option(name: str, text: str, panel: str) -> Any:
-    return typer.Option(name, help=text, rich_help_panel=panel)
+def _option(name: str, text: str, panel: str, **more: Any) -> Any:
+    return typer.Option(name, help=text, rich_help_panel=panel, **more)
 
 
 _pin = partial(_option, panel="Restrict the search")
@@ -49,11 +97,16 @@ Freeze = Annotated[
 ]
 Fix = Annotated[list[str] | None, _pin("--fix", "Keep this: pp=4, zero=3, layers.3.recompute=full; repeatable.")]
 Forbid = Annotated[list[str] | None, _pin("--forbid", "Do without: tp, pipeline, recompute …; repeatable.")]
-Schedule = Annotated[list[str] | None, _pin("--schedule", "Of the pipeline: 1f1b, gpipe …; repeatable.")]
+_SOME = ", ".join(dict.fromkeys((DEFAULT_SCHEDULE, *schedules()[:1])))
+Schedule = Annotated[list[str] | None, _pin("--schedule", f"Of the pipeline: {_SOME} …; repeatable.")]
 Backend = Annotated[str, _pin("--backend", "What runs the plan: galvatron, deepspeed, or any: all that is priced.")]
 For = Annotated[
     str | None,
-    _pin("--for", "Plan for megatron, nemo, torchtitan, deepspeed or accelerate; -o writes its settings."),
+    _pin(
+        "--for",
+        "Plan for megatron, nemo, torchtitan, deepspeed or accelerate; -o writes its settings.",
+        autocompletion=_complete_tools,
+    ),
 ]
 Mode = Annotated[str, _pin("--mode", "training, or inference: forward passes only.")]
 AllowDelay = Annotated[

@@ -12,7 +12,7 @@ import typer
 
 from galvatron_lite.cli import options as opts
 from galvatron_lite.cli.terminal import NO_PLAN, interruptible, plain_table, print_json, search_progress, wide_console
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.units import (
     format_bytes,
     format_count,
@@ -50,7 +50,9 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated."
+            "--model",
+            help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated.",
+            autocompletion=opts.complete_models,
         ),
     ] = None,
     profile: Annotated[
@@ -74,6 +76,7 @@ def plan_command(
     margin: Annotated[
         str | None, typer.Option("--margin", help="Share of the budget to keep free; default: the predictions' error.")
     ] = None,
+    calibration: opts.Calibration = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
     verbose: opts.Verbose = False,
@@ -151,6 +154,8 @@ def _run(options: SimpleNamespace) -> None:
     last = " (the last profile made here)" if options.profile is None and options.model is None else ""
     source = f"{'the shape given' if flags else profile.name + last}: {profile.origin.kind.value}, "
     source += ", ".join(filter(None, (profile.origin.source, profile.origin.date)))
+    if options.profile is not None and options.cluster is not None:
+        source += f"; communication {profile.communication_origin.source}"
     if profile.stack:
         source += f", as {profile.stack} runs it"
     graph = profile.graph
@@ -181,7 +186,7 @@ def _backend_of(options: SimpleNamespace) -> str:
     if options.backend != "galvatron":
         raise InputError("--for", options.target, f"--backend {options.backend} says otherwise: leave one out.")
     if options.target not in TOOLS:
-        raise InputError("--for", options.target, f"Give one of {', '.join(sorted(TOOLS))}.")
+        raise unknown("--for", options.target, sorted(TOOLS))
     return str(options.target)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from galvatron_lite.cli.terminal import plain_table, wide_console
+from galvatron_lite.cli.terminal import plain_table, print_wrapped, wide_console
 from galvatron_lite.plans.describe import (
     branch_rows,
     fullest_of,
@@ -61,9 +61,9 @@ def _print_short(console: Console, plan: Plan, source: str, accuracy: str, runne
     _print_layers(console, plan, max(LEAST_ROWS, MOST_LINES - 2 - len(lines) - len(notes)))
     for line in lines:
         cut = line.startswith("runner-up") and len(line) > console.width
-        console.print(f"{line[: console.width - 1]}…" if cut else line)
+        print_wrapped(console, f"{line[: console.width - 1]}…" if cut else line, 11)
     for note in notes:
-        console.print(note)
+        print_wrapped(console, note, 6)
 
 
 def _figures(plan: Plan, source: str, accuracy: str, runners_up: int) -> Iterator[tuple[str, str]]:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from galvatron_lite.capture.named import load_factory
+from galvatron_lite.cli import options
 from galvatron_lite.cli.terminal import interruptible, print_json, progress_bar
 from galvatron_lite.limits import SAMPLES
 
 if TYPE_CHECKING:
+    from galvatron_lite.cluster.cluster import Cluster
     from galvatron_lite.profiler.schema import Profile
 
 
@@ -38,6 +40,7 @@ def profile_command(
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Of the profile; from the model if not given.")] = None,
     folder: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),
+    calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
 ) -> None:  # fmt: skip
     """Measure or estimate what each layer costs.
@@ -94,3 +97,52 @@ def _print(profile: Profile, where: Path, as_json: bool) -> None:
         print_json(profile)
     else:
         print_profile(profile, str(where))
+
+
+def profile_transfer_command(
+    profile: Annotated[Path, typer.Argument(help="A measured profile (YAML or JSON).")],
+    target: Annotated[str, typer.Option("--to", help="Cluster (h100, FILE.yaml) or device (RTX-4090).")],
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices there; the profile's if not given.")] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="Of matmuls, where the profile does not say: tf32.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write it here; else among the profiles, as the last one.")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+) -> None:
+    """Carry a measured profile to another device, by operator class, from both data sheets."""
+    from galvatron_lite.cli.tables import print_profile
+    from galvatron_lite.cli.terminal import plain_table, wide_console
+    from galvatron_lite.profiler.store import read_profile, save_profile, write_profile
+    from galvatron_lite.profiler.transfer import class_ratios, machines, transfer_profile
+
+    known = read_profile(profile)
+    cluster = _target_cluster(target, gpus or known.cluster.devices)
+    made = transfer_profile(known, cluster, precision=precision)
+    where = output or save_profile(made, folder, cluster.name)
+    if output is not None:
+        write_profile(made, output)
+    if as_json:
+        print_json(made)
+        return
+    print_profile(made, str(where))
+    here, there = machines(known, cluster, precision)
+    table = plain_table("class", "part here", "seconds there / here")
+    ratios = class_ratios(known, here, there)
+    for one in ratios:
+        table.add_row(one.kind.value, f"{one.here / sum(each.here for each in ratios):.0%}", f"{one.ratio:.2f}")
+    wide_console().print(table)
+
+
+def _target_cluster(target: str, gpus: int) -> Cluster:
+    """A cluster by name or file; of a device without a cluster of its name, its vendor's reference design."""
+    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.cluster.catalog import known_clusters, load_cluster, match_device
+    from galvatron_lite.cluster.links import cluster_from_links
+
+    device = None if target.lower() in known_clusters() else match_device(target)
+    if device is None:
+        return load_cluster(target, gpus)
+    return cluster_from_links(device, gpus, None, None, None, None, load_calibration())

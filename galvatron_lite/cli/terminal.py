@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from textwrap import wrap
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +25,17 @@ def wide_console(folded: bool = True) -> Console:
     """A console without markup, on standard output."""
     from rich.console import Console
 
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    if not console.is_terminal and not (folded and "COLUMNS" in os.environ):
-        return Console(markup=False, highlight=False, soft_wrap=True, width=WIDE)
-    return console
+    colours: Any = None if os.environ.get("NO_COLOR") else "auto"
+    make = partial(Console, markup=False, highlight=False, soft_wrap=True, color_system=colours)
+    console = make()
+    return console if console.is_terminal or (folded and "COLUMNS" in os.environ) else make(width=WIDE)
+
+
+def print_wrapped(console: Console, line: str, indent: int) -> None:
+    """Print a line in the terminal's width, the further rows indented; in a pipe as one line."""
+    if console.is_terminal:
+        line = "\n".join(wrap(line, console.width, subsequent_indent=" " * indent, break_on_hyphens=False))
+    console.print(line)
 
 
 def plain_table(*columns: str) -> Table:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from galvatron_lite.cli.terminal import plain_table, print_json, progress_bar, wide_console
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from galvatron_lite.validate.results import Mean, Scores
     from galvatron_lite.validate.rows import PublishedRun
@@ -41,7 +41,12 @@ _CORRELATIONS = ("spearman", "group_spearman")
 
 
 def validate_command(
-    runs: Annotated[Path, typer.Argument(help="Published runs, one JSON object a line; - reads standard input.")],
+    runs: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Published runs, one JSON object a line; - reads standard input; those that ship if not given."
+        ),
+    ] = None,
     by: Annotated[str, typer.Option("--by", help=f"Score by: {', '.join(_GROUPINGS)}.")] = "family",
     family: Annotated[
         list[str] | None, typer.Option("--family", help="Only runs of this family; may be given again.")
@@ -59,10 +64,14 @@ def validate_command(
     skipped: Annotated[
         int, typer.Option("--skipped", min=0, help="Show so many rows that are not scored, and why.")
     ] = 3,
+    transfer: Annotated[
+        bool, typer.Option("--transfer", help="Score profiles carried to another device, on pairs of runs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Score the cost model against published training runs."""
     from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.configs_path import profile_folder
     from galvatron_lite.files import write_text
     from galvatron_lite.svg import check_target
     from galvatron_lite.validate.predict import validate_runs
@@ -81,17 +90,21 @@ def validate_command(
     from galvatron_lite.validate.results import macros, score_families
 
     if by not in _GROUPINGS:
-        raise InputError("--by", by, f"Choose one of {', '.join(_GROUPINGS)}.")
+        raise unknown("--by", by, _GROUPINGS)
     if plot is not None:
         check_target(plot)
 
     def key(run: PublishedRun) -> str:
         return str(getattr(run, by) or "not stated")
 
+    runs = runs or profile_folder("published") / "runs.jsonl"
     file = read_file(runs)
     chosen = _chosen(file.runs, family or [], quality)
     if not chosen:
         raise InputError("runs", str(runs), "It holds no row to score.")
+    if transfer:
+        _score_transfer(chosen, calibration, as_json)
+        return
     with progress_bar("Predicting") as move:
 
         def progress(done: int, total: int, label: str) -> None:
@@ -121,7 +134,7 @@ def _chosen(runs: tuple[PublishedRun, ...], families: list[str], quality: str | 
     known = list(dict.fromkeys(run.family for run in runs))
     for name in families:
         if name not in known:
-            raise InputError("--family", name, f"The file holds {', '.join(known)}.")
+            raise unknown("--family", name, known)
     if quality is not None and (not quality or set(quality.upper()) - set("ABC")):
         raise InputError("--quality", quality, "Give grades: A, B or AB.")
     grades = set((quality or "").upper())
@@ -159,3 +172,28 @@ def _number(value: float | int | None, field: str) -> str:
         return ""
     digits = 2 if field in _CORRELATIONS else 1
     return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
+def _score_transfer(runs: Sequence[PublishedRun], folder: Path | None, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.configs_path import config_folder
+    from galvatron_lite.validate.transfer import pairs_of, score_pairs
+
+    with progress_bar("Carrying") as move:
+        pairs = pairs_of(runs, load_calibration(folder or config_folder("calibration") / "priors"), move)
+    if not pairs:
+        raise InputError("runs", f"{len(runs)} rows", "No two of one model and software are of two types of device.")
+    scores = score_pairs(pairs)
+    if as_json:
+        print_json({"pairs": [asdict(pair) for pair in pairs], "scores": [asdict(score) for score in scores]})
+        return
+    table = plain_table("pairs of", "pairs", "same batch", "error %", "median", "same batch %", "by peak rates %")
+    for one in scores:
+        shown = (one.error, one.median, one.same_error, one.peak_error)
+        table.add_row(one.name, str(one.pairs), str(one.same), *(_number(value, "") for value in shown))
+    wide_console().print(table)
+    typer.echo(
+        "error: mean of |predicted / measured - 1| of steps there, both ways; same batch: pairs that agree in it, too"
+    )

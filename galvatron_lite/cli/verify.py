@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from galvatron_lite.capture.named import find_factory, is_factory
+from galvatron_lite.cli import options
 from galvatron_lite.cli.terminal import interruptible, plain_table, print_json, progress_bar, wide_console
 from galvatron_lite.units import format_bytes, format_count
 
@@ -128,6 +129,7 @@ def verify_command(
     moments: Annotated[
         bool, typer.Option("--steps", help="Show memory of the fullest role step by step, layer after layer.")
     ] = False,
+    calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Check a plan without its cluster.

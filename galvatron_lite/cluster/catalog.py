@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
 from math import ceil, prod
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from galvatron_lite.cluster.cluster import Cluster, Device, Level
 from galvatron_lite.cluster.links import level_of_link
 from galvatron_lite.configs_path import config_folder
-from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.errors import FileFormatError, InputError, unknown
 from galvatron_lite.files import from_data, kind_of, read_data, to_data
 from galvatron_lite.limits import DEVICES, check_range
 from galvatron_lite.units import parse_bytes
@@ -121,7 +120,7 @@ def device_named(name: str, field: str = "device") -> Device:
     """
     device = match_device(name)
     if device is None:
-        raise InputError(field, name, f"Known devices: {', '.join(known_devices())}.")
+        raise unknown(field, name, known_devices())
     return device
 
 
@@ -155,9 +154,7 @@ def _find(name_or_path: str | Path) -> Path:
     known = known_clusters()
     name = str(name_or_path).lower()
     if name not in known:
-        close = [one for one in known if one.startswith(name)] or get_close_matches(name, known, n=3)
-        hint = f"Did you mean {' or '.join(close)}? " if close else ""
-        raise InputError("--cluster", str(name_or_path), f"{hint}Known: {', '.join(known)}; or give a YAML file.")
+        raise unknown("--cluster", name, known, "Or give a YAML file.")
     return config_folder("clusters") / f"{name}.yaml"
 
 

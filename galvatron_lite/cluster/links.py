@@ -18,7 +18,7 @@ from galvatron_lite.calibration.schema import Calibration, LinkConstants
 from galvatron_lite.calibration.store import constants_for_link, load_calibration
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
 from galvatron_lite.configs_path import config_folder
-from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.errors import FileFormatError, InputError, unknown
 from galvatron_lite.files import read_data
 
 GBIT = 1e9 / 8
@@ -184,7 +184,7 @@ def link_named(name: str) -> LinkType:
         InputError: no such link type; lists the known ones.
     """
     if name not in link_types():
-        raise InputError("link", name, f"Known: {', '.join(link_types())}.")
+        raise unknown("link", name, link_types())
     return link_types()[name]
 
 
@@ -239,7 +239,7 @@ def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
     if name is None:
         return level
     if not isinstance(name, str) or name not in link_types():
-        raise InputError(f"{field}.link", name, f"Known: {', '.join(link_types())}.")
+        raise unknown(f"{field}.link", name, link_types())
     lanes = level.get("lanes", 1)
     if isinstance(lanes, bool) or not isinstance(lanes, (int, float)):
         raise FileFormatError(f"{field}.lanes", lanes, "Give how many links run side by side: a number.")

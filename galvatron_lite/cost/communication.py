@@ -7,7 +7,7 @@ are told apart by a number for each shape, so that as many lookups are made as t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -72,13 +72,15 @@ class Links:
         Sizes, counts and groups may be arrays (n,); those of several communications that are one object are worked out
         once.
         """
-        known: dict[tuple[Collective, int, int, bool], Real] = {}
+        known: dict[tuple[Collective, int, int, int, bool], Real] = {}
         result = []
         for one in communications:
             staged = one.cause in self.profile.transport.staged
-            key = (one.collective, id(one.size), id(one.group), staged)
+            key = (one.collective, id(one.size), id(one.load), id(one.group), staged)
             if key not in known:
-                known[key] = self._staged(one) if staged else self._once(one)
+                even = type(one.load) is float and one.load == 1.0
+                slowest = one if even else replace(one, size=one.size * one.load)
+                known[key] = self._staged(slowest) if staged else self._once(slowest)
             result.append(known[key] * one.count)
         return result
 

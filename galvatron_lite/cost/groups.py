@@ -7,10 +7,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.simulation import group_ends
+from galvatron_lite.cost.simulation import OrderedStep, group_ends, run_ordered
 from galvatron_lite.cost.stage import Shape, StageCost, held_memory, price_chunk
 from galvatron_lite.cost.timeline_memory import GroupMemory
-from galvatron_lite.cost.zero_bubble import ZeroBubbleStep, run_zero_bubble
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, stride_between
@@ -37,8 +36,8 @@ def price_stages(
         shape: of the plan.
         sizes: layers of each stage.
         strategies: of all layers of the model.
-        ordered: whether zero-bubble passes are put in order, for the memory that they need then; if not, memory is that
-            of the micro-batches that the schedule allows.
+        ordered: whether passes of split backward are put in order, for the memory that they need then; if not, it is
+            that of the micro-batches that the schedule allows.
         memory: whether the memory of their devices is worked out too.
     """
     ends = list(accumulate(sizes))
@@ -102,7 +101,7 @@ def _places(shape: Shape, stage: int, ranges: Sequence[range]) -> frozenset[int]
 def _with_memory(pricer: LayerPricer, shape: Shape, costs: Sequence[StageCost], ordered: bool) -> list[StageCost]:
     """With the memory of the devices that run each stage."""
     result = list(costs)
-    run = zero_bubble_of(pricer.profile, shape, costs) if ordered and shape.schedule.splits_backward else None
+    run = ordered_step(pricer.profile, shape, costs) if ordered and shape.schedule.splits_backward else None
     known: dict[object, MemoryBreakdown] = {}
     for group in range(shape.stages):
         own = _own_stages(shape, group)
@@ -138,13 +137,13 @@ def groups_of(shape: Shape, costs: Sequence[StageCost]) -> list[list[StageCost]]
     return [[costs[stage] for stage in _own_stages(shape, group)] for group in range(shape.stages)]
 
 
-def zero_bubble_of(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> ZeroBubbleStep:
-    """The zero-bubble schedule of priced stages."""
-    return run_zero_bubble(order_of(profile, costs), course_of(shape))
+def ordered_step(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> OrderedStep:
+    """The passes of priced stages, in the order that their seconds ask for."""
+    return run_ordered(order_of(profile, costs), course_of(shape))
 
 
 def order_of(profile: Profile, costs: Sequence[StageCost]) -> PassOrder:
-    """What the zero-bubble order of priced stages is made from."""
+    """What the order of passes is made from where it depends on their seconds."""
     kept = sum(layer.kept + layer.returning for cost in costs for layer in cost.layers)
     share = round(sum(cost.pending for cost in costs) / kept, 3) if kept else 1.0
     return PassOrder(tuple(cost.times for cost in costs), hidden_share(profile), min(share, 1.0))
@@ -156,7 +155,7 @@ def busy_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> 
     From each group's first pass where steps follow one another without waiting for all groups.
     """
     if shape.schedule.splits_backward:
-        step = zero_bubble_of(profile, shape, costs)
+        step = ordered_step(profile, shape, costs)
         return step.spans if profile.steps_overlap else step.ends
     return group_ends([cost.times for cost in costs], course_of(shape), hidden_share(profile))
 

@@ -25,7 +25,7 @@ from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.offload.cost import HostItem, HostTraffic, host_traffic
 from galvatron_lite.parallelism.ranks import Either, rank_group
-from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.spatial.cost import samples_of, shares_pixels
 from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.parallelism.strategy import Offload, Strategy
@@ -390,7 +390,7 @@ class LayerPricer:
         whole = LayerWork(
             1.0 * microbatch, 1, False, Recompute.NONE, items, trained, items, trained, frozen_items=items - trained
         )
-        work = reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), DIMENSIONS, whole)
+        work = reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), dimensions(), whole)
         return without_gradients(work) if self.profile.forward_only else work
 
     def _exposed(self, figures: LayerFigures, work: LayerWork) -> Exposed:

@@ -27,7 +27,7 @@ v stages that a group runs:
     zero-bubble 2p       R = C - (1 + min(2, (m - 1) / (p - 1))) W            (the same: ZB-H2)
 
 R is what one more group delays the step by. Where zero-bubble steps follow one another without waiting for all groups,
-T is the span of the busiest group, as in ``cost.zero_bubble``. Where they wait, 2p gains nothing over 1p: what it saves
+T is the span of the busiest group, as in ``cost.simulation``. Where they wait, 2p gains nothing over 1p: what it saves
 on the way back it pays for by starting later, so it has the form of 1p. On equal stages without sends T equals the
 simulation for interleaved, and for zero-bubble where the gradients of input and weights take a forward each; elsewhere
 the two differ by what the greedy order of the simulation makes of it (``tests/cost``). ZB-V is given the bubble of

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.pipeline.greedy import shown_of, shown_rounds
 from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.table import actions_of
-from galvatron_lite.parallelism.pipeline.times import StageTimes
+from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 
 MOST_EVENTS = 8192
 """Longer steps are continued from their steady state; an event takes less than 0.1 microseconds."""
@@ -149,3 +150,32 @@ def _wakes(course: Course, step: tuple[int, int, int, int], group: int) -> list[
         return []
     woken = group_of(course.schedule, course.groups, after)
     return [] if woken == group else [woken]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedStep:
+    """A step whose order of passes depends on their seconds (zero-bubble schedules)."""
+
+    spans: tuple[float, ...]  # seconds from each group's first pass to its last
+    ends: tuple[float, ...]  # seconds from the step's beginning to each group's last pass
+    actions: tuple[tuple[Action, ...], ...]  # of each group, in order, as far as they are simulated (``shown_of``)
+
+
+def run_ordered(order: PassOrder, course: Course) -> OrderedStep:
+    """A step in the order that its seconds ask for (``parallelism.pipeline.greedy``), which the runtime follows.
+
+    Where software does without the optimizer's global synchronisation (Qi et al. 2023, section 4, post-validation),
+    steps follow one another like parallelograms, so a step takes what the busiest group needs from its first pass to
+    its last, not the makespan.
+
+    Args:
+        order: seconds of every stage's passes, and what else decides their order.
+        course: of the pipeline.
+    """
+    groups = shown_rounds(order, course)
+    more = (course.microbatches - shown_of(course).microbatches) * busiest(order.stages, course, order.hidden)
+    return OrderedStep(
+        tuple(group.span + more for group in groups),
+        tuple(group.starts[0] + group.span + more for group in groups),
+        tuple(group.actions for group in groups),
+    )

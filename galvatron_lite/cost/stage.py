@@ -29,7 +29,7 @@ from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.ranks import tensor_group
 from galvatron_lite.parallelism.registry import REFUSING
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import MemoryBreakdown, Schedule
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, MemoryBreakdown, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import activation_bytes
 
@@ -42,7 +42,7 @@ class Shape:
     stages: int  # pipeline degree: groups of devices
     microbatches: int  # a step
     microbatch: int  # samples of one
-    schedule: Schedule = Schedule.ONE_F_ONE_B  # order of micro-batches
+    schedule: Schedule = DEFAULT_SCHEDULE  # order of micro-batches
     virtual: int = 1  # stages of each group of devices; the plan has ``stages * virtual`` of them
 
     @property

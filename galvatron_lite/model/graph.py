@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from galvatron_lite.arrays import Flag, Real, Whole, where
 from galvatron_lite.files import Strict
-from galvatron_lite.limits import Count, Extent, Flops, Layers, Name, Precision, Samples, Size
+from galvatron_lite.limits import Amount, Count, Extent, Flops, Layers, Name, Precision, Samples, Size
 from galvatron_lite.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -125,6 +125,19 @@ class SplitDims(Strict):
 
 
 @dataclass(frozen=True, slots=True)
+class Routing(Strict):
+    """How the tokens of a mixture go to its experts."""
+
+    choices: Size = 0  # experts that a token visits; 0: not known
+    unique: bool = (
+        False  # whether a rank and a node are sent one copy of a token, however many of its experts they hold
+    )
+    groups: Size = 1  # groups that experts form, and of how many of them a token visits experts at most
+    chosen_groups: Size = 1
+    excess: Amount = 0.0  # tokens of the most loaded expert over the mean, as a share of it
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKind(Strict):
     """What structurally equal layers share."""
 
@@ -177,7 +190,7 @@ class LayerKind(Strict):
     # bytes per sample of the copies of tokens that go to experts in one forward pass; as many come back, and the same
     # goes both ways in backward
     dispatched_bytes: Size = 0
-    unique_copies: Size = 0  # copies of a token among those where a rank is sent only one of them; 0: all are sent
+    routing: Routing = Routing()  # how tokens go to experts
     # why the layer's code does not run on shares of ``filters`` or ``channels``, by name; empty where it does
     channel_reasons: dict[str, str] = field(default_factory=dict)
     context_reason: str = ""  # why the layer's code does not run on shares of the tokens; empty where it does
@@ -199,6 +212,13 @@ class LayerKind(Strict):
     def backward_flops(self) -> int:
         """Backward FLOPs per sample."""
         return sum(operator.backward_flops for operator in self.operators)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameter items without those of experts that a token does not visit."""
+        choices, experts = self.routing.choices, self.dims.experts
+        idle = self.expert_parameters * (experts - choices) // experts if choices and experts else 0
+        return self.parameters.total - idle
 
     def with_copy(self, items: int, frozen: int = 0) -> LayerKind:
         """The kind with its own copy of so many shared parameters, which tensor parallelism splits as the owner's.
@@ -297,6 +317,12 @@ class ModelGraph(Strict):
     def parameters(self) -> int:
         """Parameter items of the whole model, shared ones counted once."""
         return sum(self.kinds[layer.kind].parameters.total for layer in self.layers)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameter items that one token is multiplied by: of a mixture those of the experts it visits; a table that is
+        looked up (before the blocks) counts none."""
+        return sum(self.kinds[layer.kind].active_parameters for layer in self.layers if layer.role is not Role.BEFORE)
 
     @property
     def trainable(self) -> int:

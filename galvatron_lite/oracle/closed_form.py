@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil, prod
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.oracle.layers import ModelSplit, Network, OracleLayer, Wires, all_gather, all_reduce
 from galvatron_lite.oracle.rows import (
     HYBRIDS,
@@ -71,7 +71,7 @@ def quirks_named(names: Iterable[str]) -> frozenset[Quirk]:
     names, known = tuple(names), {quirk.value: quirk for quirk in Quirk}
     for name in names:
         if name not in known and name != "all":
-            raise InputError("--quirk", name, f"Known: {', '.join(known)}, all.")
+            raise unknown("--quirk", name, (*known, "all"))
     return frozenset(Quirk) if "all" in names else frozenset(known[name] for name in names)
 
 

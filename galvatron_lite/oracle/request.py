@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
 from galvatron_lite.api_profile import precision_on
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.configs_path import profile_folder
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.files import read_data, read_value
 from galvatron_lite.limits import DEVICES, LARGEST, check_range
 from galvatron_lite.model.graph import ModelGraph
@@ -64,9 +63,7 @@ def network_named(name_or_path: str) -> Network:
         return read_value(Network, path)
     names = network_names()
     if name_or_path not in names:
-        close = get_close_matches(name_or_path, names, n=3)
-        hint = f"Did you mean {' or '.join(close)}? " if close else ""
-        raise InputError("model", name_or_path, f"{hint}Tables of layers: {', '.join(names)}.")
+        raise unknown("model", name_or_path, names)
     return _shipped_network(name_or_path)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import attrgetter
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, SIMPLE, ZERO_BUBBLE, Schedule
+from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedules
+from galvatron_lite.parallelism.registry import added_dimensions
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 
 
@@ -31,7 +33,7 @@ class Backend:
     """What a way to train supports."""
 
     name: str  # as given to ``--backend``
-    schedules: tuple[Schedule, ...]  # pipeline schedules it runs
+    pipeline: Callable[[Schedule], bool]  # which pipeline schedules it runs
     # what fields of ``Strategy`` may be; a field that is absent may have any value
     values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()  # what it leaves out, a line each, told with every plan
@@ -43,15 +45,30 @@ class Backend:
     uniform: tuple[str, ...] = ()
     block_uniform: tuple[str, ...] = ()  # fields that have one value in all blocks besides
     block_rule: Callable[[Strategy], bool] | None = None  # what it asks of blocks alone; None: nothing
-    even: bool = False  # whether every stage of a pipeline has as many blocks as any other
+    # fields of the layers around the blocks and their values; None: the blocks' own
+    edges: tuple[tuple[str, object], ...] = ()
+    # ``uniform`` fields and the values they may have under a pipeline, and without one; others may have any
+    piped: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    alone: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    # whether every stage of a pipeline has as many blocks as any other, or the ends one fewer
+    even: bool = False
     stack: str = ""  # the software whose costs plans for it are estimated with; empty: our own runtime's
     # whether it runs plans other than stages in the model's order: branches on devices of their own, and delayed
     # gradients
     beside: bool = True
-    # by schedule: fields of ``Strategy``, and the value that each must have under it
-    asked: Mapping[Schedule, tuple[tuple[str, object], ...]] = field(default_factory=dict)
+    # fields of ``Strategy``, and the value that each must have under a schedule that splits backward
+    split_backward: tuple[tuple[str, object], ...] = ()
     # by field of ``Strategy``: the value that the search keeps to where none is asked for
     reserved: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """The pipeline schedules it runs."""
+        return tuple(filter(self.pipeline, schedules()))
+
+    def asked(self, schedule: Schedule) -> tuple[tuple[str, object], ...]:
+        """Fields of ``Strategy``, and the value that each must have in a pipeline under a schedule."""
+        return self.split_backward if schedule.splits_backward else ()
 
     def leaves_out(self, mode: Mode) -> tuple[str, ...]:
         """What is missing in a mode, a line each."""
@@ -59,9 +76,16 @@ class Backend:
             return self.missing
         return (*self.missing, f"{self.name} runs no pipelines in {mode.value} (--backend {ANY.name} prices them)")
 
+    @property
+    def limits(self) -> Mapping[str, tuple[object, ...]]:
+        """``values``, and of dimensions that are none of the fields of ``Strategy``."""
+        if self.name in (GALVATRON.name, ANY.name) or not added_dimensions():
+            return self.values
+        return {**{one.name: (1,) for one in added_dimensions() if self.name not in one.software}, **self.values}
+
     def runs(self, strategy: Strategy) -> bool:
         """Whether it trains with a strategy."""
-        return all(getattr(strategy, name) in values for name, values in self.values.items()) and self.says(strategy)
+        return all(getattr(strategy, name) in values for name, values in self.limits.items()) and self.says(strategy)
 
     def says(self, strategy: Strategy) -> bool:
         """Whether the fields of a strategy, each of which it runs, go together."""
@@ -91,27 +115,28 @@ def _trains(strategy: Strategy) -> bool:
 SPLIT_BACKWARD: tuple[tuple[str, object], ...] = (
     ("zero", 1), ("offload", Offload.NONE), ("depth", 1), ("height", 1), ("width", 1), ("filters", 1), ("channels", 1),
 )  # fmt: skip
-"""What zero-bubble schedules ask of strategies: ZeRO reduces gradients, and offload takes them, when backward ends,
-before those of weights are made; products with shares of pixels and channels make them in backward."""
+"""What split backward asks of strategies: ZeRO reduces gradients, and offload takes them, when backward ends, before
+those of weights are made; products with shares of pixels and channels make them in backward."""
+_EXECUTABLE: Callable[[Schedule], bool] = attrgetter("executable")
 GALVATRON = Backend(
     "galvatron",
-    EXECUTABLE,
+    _EXECUTABLE,
     {},
     ("galvatron tries host memory only where it is asked for (--fix offload=...): how much a node has is not known",),
     rule=_trains,
-    asked=dict.fromkeys(ZERO_BUBBLE, SPLIT_BACKWARD),
+    split_backward=SPLIT_BACKWARD,
     reserved={"offload": Offload.NONE},
 )
 """What ``auto_parallelize`` trains with."""
 ANY = Backend(
     "any",
-    tuple(schedule for schedule in Schedule if schedule is not Schedule.CYCLIC),
+    _EXECUTABLE,
     missing=("any offers all that is priced; host memory is taken as large enough for what is offloaded",),
 )
 """Everything that is priced: plans for other software, or to see what one would gain."""
 DEEPSPEED = Backend(
     TrainedBy.DEEPSPEED.value,
-    SIMPLE,
+    attrgetter("simple"),
     {
         **dict.fromkeys(("tensor", "context", "expert", "depth", "height", "width", "filters", "channels"), (1,)),
         "offload": (Offload.NONE, Offload.STATES),
@@ -133,17 +158,16 @@ DEEPSPEED = Backend(
 
 def _megatron(strategy: Strategy) -> bool:
     """All replicas share optimizer states (the distributed optimizer), and nothing else."""
-    return strategy.data == 1 and strategy.zero_stage == (strategy.zero * strategy.context > 1) and _spreads(strategy)
+    return strategy.data == 1 and strategy.zero_stage == (strategy.zero * strategy.context > 1)
 
 
 def _fully_sharded(strategy: Strategy) -> bool:
-    """FSDP2 shares parameters wherever there are replicas."""
-    return strategy.zero_stage in ((2, 3) if strategy.zero * strategy.context > 1 else (0,)) and _spreads(strategy)
-
-
-def _spreads(strategy: Strategy) -> bool:
-    """Experts are whole, one device each."""
-    return strategy.expert == 1 or strategy.expert_tensor == 1
+    """FSDP2 shares states wherever there are replicas; experts are whole, and spread over the ranks of one replica."""
+    spread = strategy.expert == 1 or (
+        (strategy.tensor == 1 or strategy.expert_tensor == 1)
+        and strategy.zero * strategy.context * strategy.tensor % strategy.expert == 0
+    )
+    return (strategy.zero_stage > 0) == (strategy.zero * strategy.context > 1) and spread
 
 
 def _sequence_parallel(strategy: Strategy) -> bool:
@@ -159,14 +183,16 @@ _TRANSFORMERS_ALONE: dict[str, tuple[object, ...]] = {
 _BY_BLOCK = ("sequence_parallel", "expert", "expert_tensor", "recompute")
 MEGATRON = Backend(
     "megatron",
-    (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
-    _TRANSFORMERS_ALONE,
+    lambda schedule: "megatron" in schedule.software,
+    {**_TRANSFORMERS_ALONE, "offload": (Offload.NONE, Offload.STATES)},
     rule=_megatron,
     modes=(Mode.TRAINING,),
-    uniform=("tensor", "context", "ulysses"),
+    uniform=("tensor", "context", "ulysses", "offload"),
     block_uniform=_BY_BLOCK,
     block_rule=_sequence_parallel,
+    edges=(("recompute", Recompute.NONE), ("sequence_parallel", None)),
     beside=False,
+    reserved={"offload": Offload.NONE},
     stack="megatron-core",
 )
 """What Megatron-LM can be told: the distributed optimizer, and one strategy for all layers."""
@@ -174,13 +200,18 @@ NEMO = replace(MEGATRON, name="nemo", stack="megatron-bridge")
 """The same for NeMo's recipes, which train with Megatron-Bridge."""
 TORCHTITAN = Backend(
     "torchtitan",
-    (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.GPIPE),
+    lambda schedule: "torchtitan" in schedule.software,
     {**_TRANSFORMERS_ALONE, "ulysses": (False,)},
     rule=_fully_sharded,
     modes=(Mode.TRAINING,),
     uniform=("data", "tensor", "context", "zero_stage"),
+    # torch.distributed.pipelining gathers parameters and reduces gradients once a step, which is what ZeRO-1 moves and
+    # holds (backward_maybe_with_nosync)
+    piped=(("zero_stage", (0, 1)),),
+    alone=(("zero_stage", (0, 2, 3)),),
     block_uniform=_BY_BLOCK,
     block_rule=_sequence_parallel,
+    edges=MEGATRON.edges,
     beside=False,
     even=True,
     stack="torchtitan",
@@ -188,8 +219,14 @@ TORCHTITAN = Backend(
 """What torchtitan's command line can be told: FSDP2, and one strategy for all layers."""
 ACCELERATE = Backend(
     "accelerate",
-    SIMPLE,
-    {**_TRANSFORMERS_ALONE, "ulysses": (False,), "expert": (1,), "sequence_parallel": (False,)},
+    attrgetter("simple"),
+    {
+        **_TRANSFORMERS_ALONE,
+        "ulysses": (False,),
+        "expert": (1,),
+        "sequence_parallel": (False,),
+        "zero_stage": (0, 2, 3),
+    },
     ("accelerate runs no pipelines",),
     rule=_fully_sharded,
     pipelines=(),
@@ -197,11 +234,36 @@ ACCELERATE = Backend(
     uniform=("data", "tensor", "context", "zero_stage"),
     block_uniform=("recompute",),
     block_rule=lambda strategy: strategy.recompute is not Recompute.SELECTIVE,
+    edges=(("recompute", Recompute.NONE),),
     beside=False,
     stack="torchtitan-eager",
 )
 """What accelerate's configuration can be told: FSDP2, and one strategy for all layers."""
-BACKENDS = {backend.name: backend for backend in (GALVATRON, DEEPSPEED, ANY, MEGATRON, NEMO, TORCHTITAN, ACCELERATE)}
+DEEPSPEED_FILE = replace(
+    DEEPSPEED,
+    name="deepspeed-file",
+    missing=DEEPSPEED.missing[:1],
+    block_uniform=("recompute",),
+    block_rule=ACCELERATE.block_rule,
+    edges=ACCELERATE.edges,
+    stack="deepspeed",
+)
+"""What DeepSpeed's configuration file can be told, for a training script of the user's own."""
+TARGETS = {"megatron": MEGATRON, "nemo": NEMO, "torchtitan": TORCHTITAN, "deepspeed": DEEPSPEED_FILE,
+           "accelerate": ACCELERATE}  # fmt: skip
+"""Other software that plans are made for, by the name of ``--for``."""
+BACKENDS = {backend.name: backend for backend in (GALVATRON, DEEPSPEED, ANY, *TARGETS.values())}
+
+
+def target_named(name: str, field: str = "--for") -> Backend:
+    """What other software can be told.
+
+    Raises:
+        InputError: no such software.
+    """
+    if name not in TARGETS:
+        raise InputError(field, name, f"Give one of {', '.join(TARGETS)}.")
+    return TARGETS[name]
 
 
 def in_mode(backend: Backend, mode: Mode) -> Backend:
@@ -218,7 +280,7 @@ def backend_named(name: str) -> Backend:
         InputError: there is none.
     """
     if name not in BACKENDS:
-        raise InputError("--backend", name, f"Give one of {', '.join(BACKENDS)}.")
+        raise unknown("--backend", name, BACKENDS)
     return BACKENDS[name]
 
 

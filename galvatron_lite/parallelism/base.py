@@ -42,6 +42,7 @@ class Communication:
     overlaps: bool  # whether compute of the same layer or its neighbours can hide it
     count: Whole = 1  # how many times; 0 where a strategy does not need it
     cause: str = ""  # the dimension it comes from, for people
+    load: Real = 1.0  # bytes of the rank that exchanges most over ``size``, the mean: all wait for it
 
 
 def sent(*communications: Communication) -> tuple[Communication, ...]:
@@ -163,6 +164,9 @@ class Dimension:
 
     name: str = ""  # what people and error messages call it; the key of its host time in ``HostOverhead``
     degree: str = ""  # the field of ``Strategy`` that multiplies into its devices; empty where none does
+    means: str = ""  # what its degree is, for people
+    aliases: tuple[str, ...] = ()  # what else people call it
+    software: tuple[str, ...] = ()  # other training software that has it, by the names of backends
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Legal settings of this dimension's fields of ``Strategy`` for a kind of layer on up to so many devices."""

@@ -1,9 +1,9 @@
 """Which ranks of a stage work together in each dimension, and how far apart they lie. No torch here.
 
-Ranks are row-major over (data, zero, context, tensor, spatial, channel), the last innermost: the ranks of a tensor
-group lie next to one another, and so do those that share the pixels or the channels of a convolution (a layer has one
-or the other: where pixels are shared, neither tokens nor matmuls are). ``strides_of`` is the one place that knows the
-order.
+Ranks are row-major over (dimensions that are added, data, zero, context, tensor, spatial, channel), the last
+innermost: the ranks of a tensor group lie next to one another, and so do those that share the pixels or the channels of
+a convolution (a layer has one or the other: where pixels are shared, neither tokens nor matmuls are). ``strides_of`` is
+the one place that knows the order.
 
 All but the tensor and channel ranks see other tokens or pixels, so gradients are summed over data x zero x context x
 spatial. States are sharded over zero x context x spatial (Megatron-Core's distributed optimizer and torchtitan's
@@ -30,7 +30,7 @@ from galvatron_lite.cluster.cluster import Apart, RankGroup
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.base import LayerWork
 from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import ADDED, Strategy
 
 Either = Strategy | Strategies
 T = TypeVar("T")
@@ -77,7 +77,10 @@ def strides_of(strategy: Either) -> dict[str, Whole]:
     inner: Whole = strategy.slices * strategy.spatial
     for name in ("tensor", "context", "zero"):
         strides[name], inner = inner, inner * getattr(strategy, name)
-    return {**strides, "data": inner}
+    strides["data"], inner = inner, inner * strategy.data
+    for name in reversed(ADDED):
+        strides[name], inner = inner, inner * getattr(strategy, name)
+    return strides
 
 
 @_remembered
@@ -114,7 +117,7 @@ def spread_of(strategy: Either) -> StateSpread:
     strides, sharded = strides_of(strategy), strategy.state_shards > 1
     pixels = strategy.spatial > 1
     context = RankAxis(strategy.context * strategy.spatial, where(pixels, strides["spatial"], strides["context"]))
-    zero, data = RankAxis(strategy.zero, strides["zero"]), RankAxis(strategy.data, strides["data"])
+    zero, data = RankAxis(strategy.zero, strides["zero"]), RankAxis(strategy.replicas, strides["data"])
     split, whole = (RankAxis(where(mask, context.size, 1), context.stride) for mask in (sharded, opposite(sharded)))
     return StateSpread(_joined(split, zero, strategy.devices), _joined(whole, data, strategy.devices))
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Dimension
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.context.cost import ContextDimension
@@ -10,10 +14,11 @@ from galvatron_lite.parallelism.expert.cost import ExpertDimension
 from galvatron_lite.parallelism.offload.cost import OffloadDimension
 from galvatron_lite.parallelism.recompute.cost import RecomputeDimension
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension
+from galvatron_lite.parallelism.strategy import ADDED, Strategy
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.zero.cost import ZeroDimension
 
-DIMENSIONS: tuple[Dimension, ...] = (
+_DIMENSIONS: tuple[Dimension, ...] = (
     TensorDimension(),
     ChannelDimension(),
     SpatialDimension(),
@@ -29,7 +34,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
 _CHANNELS = (ChannelDimension(), ChannelDimension(degree="channels"))
 _PIXELS = (SpatialDimension(degree="depth"), SpatialDimension(degree="height"), SpatialDimension(degree="width"))
 
-CHOSEN: tuple[Dimension, ...] = (
+_CHOSEN: tuple[Dimension, ...] = (
     TensorDimension(),
     ContextDimension(),
     ExpertDimension(),
@@ -41,6 +46,57 @@ CHOSEN: tuple[Dimension, ...] = (
     RecomputeDimension(),
 )
 """In the order they are chosen: what a later one may choose depends on the earlier ones."""
+
+_ADDED: list[Dimension] = []
+"""Dimensions that split samples besides data and ZeRO, the outermost ranks first."""
+
+
+def dimensions() -> tuple[Dimension, ...]:
+    """Every dimension, in the order they are applied: what slices the layer first, what wraps the slices later."""
+    return (*_DIMENSIONS, *_ADDED)
+
+
+def choosing() -> tuple[Dimension, ...]:
+    """Every dimension by degree, in the order they are chosen: what a later one may choose depends on earlier ones."""
+    return (*_ADDED, *_CHOSEN)
+
+
+def added_dimensions() -> tuple[Dimension, ...]:
+    """Those that are none of the fields of ``Strategy``."""
+    return tuple(_ADDED)
+
+
+def added_degrees(strategy: Strategy) -> list[tuple[Dimension, int]]:
+    """Those of them that a strategy uses, with their degrees."""
+    return [(one, degree) for one in _ADDED for name, degree in strategy.more if name == one.name]
+
+
+def add(dimension: Dimension) -> Dimension:
+    """Make a dimension that splits samples one that plans may use and the search may choose.
+
+    Its degree is read by ``getattr(strategy, name)``. Its ranks lie outside of all others, hold the same states and sum
+    their gradients with the data-parallel ranks.
+
+    Raises:
+        InputError: another one, or a field of ``Strategy``, has its name.
+    """
+    if not dimension.name.isidentifier() or hasattr(Strategy(), dimension.name) or dimension.degree != dimension.name:
+        raise InputError("dimension", dimension.name, "Give a name that no dimension has, and the same as its degree.")
+    ADDED.append(dimension.name)
+    _ADDED.append(dimension)
+    return dimension
+
+
+@contextmanager
+def added(dimension: Dimension) -> Iterator[Dimension]:
+    """The same for as long as a block lasts."""
+    add(dimension)
+    try:
+        yield dimension
+    finally:
+        ADDED.remove(dimension.name)
+        _ADDED.remove(dimension)
+
 
 REFUSING: tuple[Dimension, ...] = (*_CHANNELS, *_PIXELS)
 """Those that tell why a layer cannot be split."""

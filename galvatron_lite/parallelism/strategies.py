@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from enum import Enum
+from math import prod
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from galvatron_lite.arrays import BoolArray, IntArray
-from galvatron_lite.parallelism.strategy import Degrees, Strategy
+from galvatron_lite.parallelism.strategy import ADDED, Degrees, Strategy
 
-_FIELDS = {item.name: item.default for item in fields(Strategy)}
+_FIELDS = {item.name: item.default for item in fields(Strategy) if item.name != "more"}
 
 
 class Strategies(Degrees["IntArray", "BoolArray"]):
@@ -30,13 +31,20 @@ class Strategies(Degrees["IntArray", "BoolArray"]):
     @staticmethod
     def of(strategies: Sequence[Strategy]) -> Strategies:
         """The same strategies as arrays."""
-        columns = list(zip(*map(attrgetter(*_FIELDS), strategies), strict=True)) or [()] * len(_FIELDS)
-        pairs = zip(_FIELDS.items(), columns, strict=True)
+        names = {**_FIELDS, **dict.fromkeys(ADDED, 1)}
+        columns = list(zip(*map(attrgetter(*names), strategies), strict=True)) or [()] * len(names)
+        pairs = zip(names.items(), columns, strict=True)
         return Strategies(**{name: _column(default, values) for (name, default), values in pairs})
 
     def at(self, rows: IntArray) -> Strategies:
         """Only some of them."""
-        return Strategies(**{name: getattr(self, name)[rows] for name in _FIELDS})
+        return Strategies(**{name: getattr(self, name)[rows] for name in (*_FIELDS, *ADDED)})
+
+    @property
+    def added(self) -> IntArray:
+        """See ``Degrees.added``."""
+        ways: IntArray = prod((getattr(self, name) for name in ADDED), start=np.ones_like(self.data))
+        return ways
 
     def __len__(self) -> int:
         return len(self.data)

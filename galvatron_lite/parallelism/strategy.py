@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from galvatron_lite.arrays import is_option, where
@@ -11,6 +12,8 @@ from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import Recompute
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pydantic import ConfigDict
 
     from galvatron_lite.arrays import BoolArray, IntArray
@@ -26,6 +29,10 @@ class Offload(StrEnum):
     STATES = "states"
     ACTIVATIONS = "activations"
     ALL = "all"
+
+
+ADDED: list[str] = []
+"""Names of dimensions that are none of the fields of ``Strategy``: each splits samples (``registry.add``)."""
 
 
 class Degrees(Generic[N, B]):
@@ -48,6 +55,11 @@ class Degrees(Generic[N, B]):
         channels: N
 
     @property
+    def added(self) -> N:
+        """How many ways the dimensions of ``ADDED`` split the samples together."""
+        raise NotImplementedError
+
+    @property
     def devices(self) -> N:
         """Devices of the stage that the strategy takes."""
         return self.token_degree * self.tensor * self.slices
@@ -65,7 +77,12 @@ class Degrees(Generic[N, B]):
     @property
     def batch_degree(self) -> N:
         """How many ways the samples are split."""
-        return self.data * self.zero
+        return self.replicas * self.zero
+
+    @property
+    def replicas(self) -> N:
+        """Devices that take other samples and hold the same states."""
+        return self.data * self.added if ADDED else self.data
 
     @property
     def token_degree(self) -> N:
@@ -117,8 +134,10 @@ class Strategy(Degrees[int, bool]):
         filters: devices that share the output channels of convolutions, whose inputs are whole on each.
         channels: devices that share the input channels of convolutions, and the channels of what lies between layers.
 
-    Rank order inside a stage is row-major over (data, zero, context, tensor, depth, height, width, filters,
-    channels), the last innermost (closest).
+        more: degrees above 1 of the dimensions of ``ADDED``, by name and in their order; ``getattr`` reads one.
+
+    Rank order inside a stage is row-major over (those of ``more``, data, zero, context, tensor, depth, height, width,
+    filters, channels), the last innermost (closest).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -138,10 +157,24 @@ class Strategy(Degrees[int, bool]):
     width: int = 1
     filters: int = 1
     channels: int = 1
+    more: tuple[tuple[str, int], ...] = ()
+
+    if not TYPE_CHECKING:  # it would take any name for an attribute
+
+        def __getattr__(self, name: str) -> int:
+            """The degree of a dimension of ``ADDED``."""
+            if name in ADDED:
+                return dict(self.more).get(name, 1)
+            raise AttributeError(name, name=name, obj=self)
+
+    @property
+    def added(self) -> int:
+        """How many ways the dimensions of ``more`` split the samples together."""
+        return prod(degree for _, degree in self.more) if self.more else 1
 
     def __str__(self) -> str:
-        """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``whole`` where nothing is split."""
-        parts = []
+        """Short name for people: ``data4 zero3x2 tensor2+sp recompute``; ``unsplit`` where nothing is split."""
+        parts = [f"{name}{degree}" for name, degree in self.more]
         if self.data > 1:
             parts.append(f"data{self.data}")
         if self.zero > 1 or self.zero_stage:
@@ -160,4 +193,24 @@ class Strategy(Degrees[int, bool]):
             parts.append("recompute" if self.recompute is Recompute.FULL else "selective")
         if self.offload is not Offload.NONE:
             parts.append("offload" + ("" if self.offload is Offload.ALL else f"-{self.offload.value}"))
-        return " ".join(parts) or "whole"
+        return " ".join(parts) or "unsplit"
+
+
+DEGREES = ("data", "zero", "context", "tensor", "depth", "height", "width", "filters", "channels")
+
+
+def degree_names() -> tuple[str, ...]:
+    """What multiplies to the devices of a stage."""
+    return (*ADDED, *DEGREES)
+
+
+def changed(strategy: Strategy, changes: Mapping[str, Any]) -> Strategy:
+    """The same with other fields, and other degrees of dimensions of ``ADDED``."""
+    degrees = {**dict(strategy.more), **changes}
+    more = tuple((name, degrees[name]) for name in ADDED if degrees.get(name, 1) > 1)
+    return replace(strategy, **{name: value for name, value in changes.items() if name not in ADDED}, more=more)
+
+
+def strategy_of(chosen: Mapping[str, Any]) -> Strategy:
+    """A strategy of fields and of degrees of dimensions of ``ADDED``, by name."""
+    return changed(Strategy(), {name: value for name, value in chosen.items() if name != "more"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.backends import BACKENDS, Backend, check_mode
 from galvatron_lite.parallelism.pipeline.table import Pipeline
-from galvatron_lite.plans.schema import Plan
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Plan
 
 
 def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
@@ -30,13 +30,14 @@ def check_runs(plan: Plan, backend: Backend | None = None) -> Plan:
 
 
 def _check_asked(plan: Plan, backend: Backend) -> None:
-    asked = backend.asked.get(plan.schedule, ()) if len(plan.stages) > 1 else ()
+    asked = backend.asked(plan.schedule) if len(plan.stages) > 1 else ()
     for number, stage in enumerate(plan.stages):
         for run in stage.runs:
             for name, value in asked:
                 if getattr(run.strategy, name) != value:
                     place = f"plan, stages.{number}, strategy of {run.first}"
-                    remedy = f"Under {plan.schedule.value} {backend.name} needs {name} {value}; 1f1b takes it as it is."
+                    remedy = f"Under {plan.schedule} {backend.name} needs {name} {value}; "
+                    remedy += f"{DEFAULT_SCHEDULE} takes it as it is."
                     raise InputError(place, str(run.strategy), remedy)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, write_value
 from galvatron_lite.parallelism.cyclic.rules import device_count
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
+from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Stage
 from galvatron_lite.plans.spelled import spelled_out
 from galvatron_lite.units import ITEM_BYTES
@@ -111,7 +112,8 @@ def _check_cyclic(plan: Plan, field: str) -> None:
         raise InputError(f"{field}, schedule", plan.schedule.value, remedy)
     if plan.schedule.executable or plan.virtual_stages != 1:
         value = f"{plan.schedule.value}, {plan.virtual_stages} virtual stages"
-        raise InputError(f"{field}, schedule", value, "Cyclic data parallelism: schedule cyclic, virtual_stages 1.")
+        remedy = f"Cyclic data parallelism: schedule {DELAYED_SCHEDULE}, virtual_stages 1."
+        raise InputError(f"{field}, schedule", value, remedy)
     if plan.microbatches != count:
         raise InputError(f"{field}, microbatches", plan.microbatches, f"As many as stages: {count}.")
     needed = device_count(plan.cyclic.setting, count)
@@ -145,21 +147,21 @@ def _check_branches(plan: Plan, field: str) -> None:
             _check_run(plan, run, f"{name}.runs.{index}", one.devices, one.name)
 
 
-_FACTORS = ("data", "zero", "context", "tensor", "depth", "height", "width", "filters", "channels")
-"""Degrees that multiply to the devices of a stage."""
-
-
 def _factors(strategy: Strategy) -> str:
     """The product that must be the devices of a stage: degrees of every layer, and those of pictures that are used."""
-    told = [name for name in _FACTORS if name in _FACTORS[:4] or getattr(strategy, name) > 1]
-    return " x ".join(told)
+    told = [name for name in DEGREES if name in DEGREES[:4] or getattr(strategy, name) > 1]
+    return " x ".join((*dict(strategy.more), *told))
 
 
 def _check_run(plan: Plan, run: LayerRun, field: str, devices: int, owner: str) -> None:
     strategy = run.strategy
     if run.count < 1:
         raise InputError(f"{field}.count", run.count, "It is at least 1.")
-    for name in ("expert", *_FACTORS):
+    more = dict(strategy.more)
+    if strategy.more != tuple((name, more[name]) for name in ADDED if more.get(name, 1) > 1):
+        remedy = f"Give degrees above 1 of added dimensions, in their order: {', '.join(ADDED) or 'there are none'}."
+        raise InputError(f"{field}.strategy.more", str(more), remedy)
+    for name in ("expert", *DEGREES):
         if getattr(strategy, name) < 1:
             raise InputError(f"{field}.strategy.{name}", getattr(strategy, name), "A degree is at least 1.")
     if strategy.devices != devices:

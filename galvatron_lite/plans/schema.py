@@ -30,6 +30,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.backends import Mode as Mode
 from galvatron_lite.parallelism.backends import TrainedBy as TrainedBy
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
+from galvatron_lite.parallelism.pipeline.schedule import DEFAULT_SCHEDULE as DEFAULT_SCHEDULE
 from galvatron_lite.parallelism.pipeline.schedule import Schedule as Schedule
 from galvatron_lite.parallelism.pipeline.times import PassOrder
 from galvatron_lite.parallelism.strategy import Strategy

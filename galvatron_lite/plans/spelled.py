@@ -11,21 +11,22 @@ from typing import Any
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy, strategy_of
 from galvatron_lite.plans.schema import BranchPlacement, LayerRun, Plan, Stage
 
 REMEDY = (
     "Write parts such as data4, zero3x8 (stage 3 over 8), zero3 (over ranks of context or pixels alone), tensor2, "
     "tensor2+sp, context2, ulysses2, expert4, expert4-whole, spatial2x4 (rows x columns; spatial2x2x4: planes x rows "
     "x columns), filters2, channels2, "
-    "recompute, selective, offload, offload-states, offload-activations; or whole."
+    "recompute, selective, offload, offload-states, offload-activations; or unsplit."
 )
 _DEGREE = re.compile(r"^(data|tensor|context|ulysses|expert|filters|channels)([1-9]\d*)(\+sp)?$")
 _WHOLE_EXPERTS = re.compile(r"^expert([1-9]\d*)-whole$")
 _SPATIAL = re.compile(r"^spatial(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)$")
 _ZERO = re.compile(r"^zero([123])(?:x([1-9]\d*))?$")
 _FIXED: dict[str, dict[str, object]] = {
-    "whole": {},
+    "unsplit": {},
+    "whole": {},  # as it was written before
     "recompute": {"recompute": Recompute.FULL},
     "selective": {"recompute": Recompute.SELECTIVE},
     "offload": {"offload": Offload.ALL},
@@ -44,7 +45,7 @@ def parse_strategy(text: str, field: str = "strategy") -> Strategy:
         chosen |= fields
     if not text.split():
         raise InputError(field, text, REMEDY)
-    return Strategy(**chosen)  # type: ignore[arg-type]
+    return strategy_of(chosen)
 
 
 def _fields(word: str) -> dict[str, object] | None:
@@ -60,6 +61,9 @@ def _fields(word: str) -> dict[str, object] | None:
     spread = _WHOLE_EXPERTS.match(word)
     if spread:
         return {"expert": int(spread[1]), "expert_tensor": 1}
+    name = word.rstrip("0123456789")
+    if name in ADDED and word[len(name) :].lstrip("0") == word[len(name) :] != "":
+        return {name: int(word[len(name) :])}
     found = _DEGREE.match(word)
     if not found or (found[3] and found[1] != "tensor"):
         return None

@@ -24,9 +24,10 @@ from typing import Any
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import from_data, kind_of, to_data
 from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan
-from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Plan, Stage
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, Plan, Stage
 from galvatron_lite.plans.spelled import check_keys, parse_strategy
 
 
@@ -35,7 +36,7 @@ def plan_from(data: object, graph: ModelGraph, field: str) -> Plan:
     if not isinstance(data, Mapping):
         raise InputError(field, kind_of(data), "A plan is a mapping: devices, global_batch, microbatches, runs.")
     _check_top(data, field)
-    schedule = "cyclic" if data.get("cyclic") else "1f1b"
+    schedule = str(DELAYED_SCHEDULE if data.get("cyclic") else DEFAULT_SCHEDULE)
     whole: dict[str, Any] = {"version": PLAN_VERSION, "model": graph.name, "schedule": schedule}
     whole |= {"precision": graph.precision} | {
         key: value for key, value in data.items() if key not in ("runs", "stages")

@@ -20,6 +20,7 @@ from galvatron_lite.parallelism.channel.cost import BY
 from galvatron_lite.parallelism.channel.parts import divides, each_divides, sliced_kind, splits_channels
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS, splits_tokens
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.expert.cost import rank_load
 from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.parallelism.spatial.grids import splits_pixels
 from galvatron_lite.profiler import machine as constants
@@ -98,8 +99,9 @@ def layer_times(
     launches = returns = repeats = unlaunched = 0
     marked = any(operator.again for operator in kind.operators)
     needed = _needed(kind.operators) if early_stop else len(kind.operators)
+    load = rank_load(kind, expert)
     for place, operator in enumerate(kind.operators):
-        seconds = operator_seconds(machine, operator, samples, degree, sequence_parallel, expert)
+        seconds = operator_seconds(machine, operator, samples, degree, sequence_parallel, expert, load)
         there, back = kernels(operator)
         forward, backward = forward + seconds.forward, backward + seconds.backward
         launches, returns = launches + there, returns + back

@@ -69,18 +69,21 @@ def _cpu_work(rates: Rates, rows: float, inner: float, columns: float, groups: f
     return ceil(tiles / rates.units) * (inner + ramp) * 2 * size * size / rates.unit
 
 
-def matmul(machine: Machine, operator: Operator, samples: float, shared: int, expert: int = 1) -> Seconds:
+def matmul(
+    machine: Machine, operator: Operator, samples: float, shared: int, expert: int = 1, load: float = 1.0
+) -> Seconds:
     """Forward and backward of a matmul operator, all calls together.
 
     Backward is one matmul for the input's and one for the weights' gradient. ``shared``: ways the operator is divided;
-    ``expert``: devices its experts are spread over, each of which then sees that many times the rows.
+    ``expert``: devices its experts are spread over, each of which then sees that many times the rows, the most loaded
+    one ``load`` times as many.
     """
     if not operator.weight_bytes:
         return _batched(machine, operator, samples, shared)
     rates = machine.linear if operator.precision in NARROW or not machine.narrow else machine.other
     rows, inner, columns = operator.shape[0] * samples, operator.shape[1], operator.shape[2]
     groups = max(1.0, operator.count / expert) if operator.count > 1 else 1
-    rows *= operator.count / groups
+    rows *= operator.count / groups * (load if operator.count > 1 else 1)
     forward = both = 0.0
     ways = _ways(operator, rows, inner, columns, shared)
     for m, k, n in ways:
@@ -287,15 +290,16 @@ def operator_seconds(
     degree: int = 1,
     sequence_parallel: bool = False,
     expert: int = 1,
+    load: float = 1.0,
 ) -> Seconds:
-    """Forward and backward seconds of an operator, all calls together."""
+    """Forward and backward seconds of an operator, all calls together; ``expert`` and ``load``: see ``matmul``."""
     sharding = operator.sharding
     shared = degree if sharding is Sharding.TENSOR or (sequence_parallel and sharding is Sharding.SEQUENCE) else 1
     kind = operator.kind
     if kind is OperatorClass.MEMORY:
         return _memory(machine, operator, samples / shared, shared)
     if kind is OperatorClass.MATMUL:
-        return matmul(machine, operator, samples, shared, expert)
+        return matmul(machine, operator, samples, shared, expert, load)
     if kind is OperatorClass.ATTENTION:
         return _attention(machine, operator, samples / shared)
     return convolution(machine, operator, samples, shared)

@@ -19,7 +19,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of, side_group, strides_of
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import ADDED, Strategy
 from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.world import join
@@ -191,13 +191,13 @@ _GROUPS = {
     "everyone": (ACTIVATIONS, _ALL),
     **{side: (PIXELS, (side,)) for side in SIDES},
 }
-"""Of each group its purpose, and the dimensions in which its ranks differ."""
+"""Of each group its purpose, and the dimensions in which its ranks differ; those that are added beside data."""
 
 
 def _strides(degrees: Strategy) -> dict[str, int]:
     """Ranks from one to the next in each dimension, the outermost first."""
     strides = {**strides_of(degrees), "slices": 1, **{side: side_group(degrees, side).stride for side in SIDES}}
-    return {name: int(strides[name]) for name in _ALL}
+    return {name: int(strides[name]) for name in (*ADDED, *_ALL)}
 
 
 def _lines(degrees: Strategy, start: int, names: Collection[str]) -> list[Ranks]:
@@ -214,7 +214,9 @@ def _lines(degrees: Strategy, start: int, names: Collection[str]) -> list[Ranks]
 def _named_keys(degrees: Strategy, start: int) -> dict[str, list[Key]]:
     skipped = ("data", "zero") if degrees.state_shards == 1 else ()
     return {
-        name: [(purpose, ranks) for ranks in _lines(degrees, start, dims)] if name not in skipped else []
+        name: [(purpose, ranks) for ranks in _lines(degrees, start, (*ADDED, *dims) if "data" in dims else dims)]
+        if name not in skipped
+        else []
         for name, (purpose, dims) in _GROUPS.items()
     }
 
@@ -257,8 +259,8 @@ class _World:
     def view(self, degrees: Strategy, start: int) -> StrategyGroups:
         """This rank's groups under a strategy of a stage that starts at rank ``start``."""
         groups = {name: self.group_of(keys) for name, keys in _named_keys(degrees, start).items()}
-        rows = _lines(degrees, start, ("data", "zero", *_SHARED))
-        grid = torch.tensor(next(row for row in rows if self._rank in row)).reshape(degrees.data, -1)
+        rows = _lines(degrees, start, (*ADDED, "data", "zero", *_SHARED))
+        grid = torch.tensor(next(row for row in rows if self._rank in row)).reshape(degrees.replicas, -1)
         place, strides = self._rank - start, _strides(degrees)
         return StrategyGroups(
             **groups,

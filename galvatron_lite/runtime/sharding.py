@@ -182,7 +182,7 @@ class StageSplitter:
         for part in _gathered_together(holding):
             managed = shard_group(ZeroGroup(part, mesh, zero_stage), ignored, self.compute)
             done.zero_modules += managed
-            done.replicated += managed if strategy.data > 1 else []
+            done.replicated += managed if strategy.replicas > 1 else []
 
     def _share_experts(self, modules: Sequence[nn.Module], strategy: Strategy) -> set[nn.Parameter]:
         """ZeRO of experts that are spread, over the ranks that hold the same ones; the parameters of which none do."""

@@ -22,6 +22,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.search.best_first import search
 from galvatron_lite.search.pins import typed_name
+from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.search.ways import PlanTask, led, seconds_of
 
@@ -50,7 +51,7 @@ def with_alike(looked: Look, task: PlanTask, runners_up: int) -> Plan:
     ways = [
         replace(every, layers=(*every.layers, *own), even=every.even or task.backend.even)
         for pins in _ways(task)
-        for every in [_pinned(task, pins)]
+        for every in _staged(task, _pinned(task, pins), pins)
         for own in _block_ways(task, pins)
     ]
     for fixed in ways if len(ways) <= _PROMISING else _most_promising(task, ways):
@@ -79,6 +80,27 @@ def _proven(best: Plan, plans: Sequence[Plan]) -> Plan:
     return replace(best, provenance=replace(best.provenance, gap=gap, proof=proof, interrupted=stopped))
 
 
+def _staged(task: PlanTask, fixed: Fixed, pins: Pins) -> Iterator[Fixed]:
+    """One way with a pipeline and without, where the backend has these values only so."""
+    piped, alone = (
+        all(value in dict(values).get(name, (value,)) for name, value in pins)
+        for values in (task.backend.piped, task.backend.alone)
+    )
+    pinned = 1 if "pipeline" in fixed.forbidden else fixed.pipeline
+    if piped and alone:
+        yield fixed
+    elif alone and pinned in (None, 1):
+        yield replace(fixed, pipeline=1)
+    elif piped and pinned != 1:
+        yield replace(fixed, piped=True)
+
+
+def _strategies(request: Request, kind: str, fixed: Fixed) -> Iterator[Strategy]:
+    """Of a kind of layer, on stages of any size that is tried."""
+    for stages in request.pipelines:
+        yield from request.space.strategies(kind, request.devices // stages, fixed)
+
+
 def _ways(task: PlanTask) -> Iterator[Pins]:
     """Values of the fields that all layers share, of which every layer with parameters has a strategy."""
     request, fields = task.request, _fields(task)
@@ -86,7 +108,7 @@ def _ways(task: PlanTask) -> Iterator[Pins]:
     offered = []
     layers = [layer for layer in request.graph.layers if layer.kind in kinds]
     for (kind, _), layer in {(one.kind, request.fixed.pins_of(one.name)): one.name for one in layers}.items():
-        own = request.space.strategies(kind, request.devices, request.fixed.at_layer(layer))
+        own = _strategies(request, kind, request.fixed.at_layer(layer))
         offered.append({tuple(getattr(strategy, name) for name in fields) for strategy in own})
     common = set.intersection(*offered) if offered else set()
     for values in product(*(sorted({one[place] for one in common}, key=str) for place in range(len(fields)))):
@@ -105,12 +127,18 @@ def _block_ways(task: PlanTask, pins: Pins) -> Iterator[tuple[tuple[str, str, ob
         yield ()
         return
     offered = dict[str, list[Strategy]]()
-    for layer in {one.kind: one for one in blocks}.values():
+    for layer in {one.kind: one for one in request.graph.layers}.values():
         fixed = request.fixed.at_layer(layer.name)
-        own = request.space.strategies(layer.kind, request.devices, replace(fixed, strategy=(*fixed.strategy, *pins)))
-        offered[layer.kind] = [strategy for strategy in own if rule is None or rule(strategy)]
+        own = _strategies(request, layer.kind, replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins)))))
+        offered[layer.kind] = [each for each in own if layer.role is not Role.BLOCK or rule is None or rule(each)]
+    around = {layer.kind: offered.pop(layer.kind) for layer in request.graph.layers if layer.role is not Role.BLOCK}
     for values in {tuple(getattr(own, name) for name in fields): None for every in offered.values() for own in every}:
         chosen = []
+        for kind, every in around.items():
+            for name, value in ((name, dict(zip(fields, values, strict=True)).get(name) if value is None else value)
+                                for name, value in task.backend.edges):  # fmt: skip
+                if any(getattr(own, name) == value for own in every):
+                    chosen += [(glob, name, value) for glob in _globs(request.graph, kind)]
         for kind, every in offered.items():
             globs = _globs(request.graph, kind)
             for name, value in zip(fields, values, strict=True):

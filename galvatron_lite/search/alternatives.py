@@ -23,11 +23,11 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Alternative, Plan, Schedule
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
 from galvatron_lite.profiler.schema import LayerPoint, OriginKind, Profile
 from galvatron_lite.search.best_first import MOST_WORK, SolvedPlan, finished, search
 from galvatron_lite.search.result import summary
-from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.shapes import Request, open_problem, shapes_of
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.units import format_budget
 
@@ -115,8 +115,9 @@ UNBOUNDED = 2**60
 _ROUNDING = 1e-9
 _TRIES = 3
 """How often a plan is made for less room, until one fits, and how many fewer stages a group are tried."""
-_REACH, _WORK = 0.03, 400_000
-"""By how much a simulated step may be below its closed form for a plan to be looked at, and labels for each degree."""
+_REACH, _FARTHEST, _WORK = 0.03, 0.15, 400_000
+"""By how much a simulated step may be below its closed form for a plan to be looked at, at least and at most, and
+labels for each degree."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +179,10 @@ def finalists(
     for one in simple:
         _add(options, one)
     if all(one.found.problem.shape != best.problem.shape for one in simple):
-        options += _less_interleaved(request, pricer, first)
+        options += _fewer_stages(request, pricer, first)
+    if request.runs is None and not best.stopped:
+        for one in _near(request, pricer, best):
+            _add(options, one)
     if wanted < 1:
         return tuple(options)
     others = [other for other in best.others if other.partition is not best.partition]
@@ -211,18 +215,39 @@ def pipelines(request: Request, pricer: LayerPricer, best: SolvedPlan, slack: fl
         if found is None:
             continue
         first = _finalist(request, pricer, _name(found.problem.shape), found)
-        options += [first, *_less_interleaved(request, pricer, first)]
+        options += [first, *_fewer_stages(request, pricer, first)]
         others = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
         if first.plan.schedule.splits_backward and others:
             # its closed form leaves out waits that simulation shows, which those of the others have
             found = _searched(replace(own, schedules=others), pricer, below=below, slack=slack, effort=_WORK)
             if found is not None:
                 second = _finalist(request, pricer, _name(found.problem.shape), found)
-                options += [second, *_less_interleaved(request, pricer, second)]
+                options += [second, *_fewer_stages(request, pricer, second)]
     return tuple(options)
 
 
-def _less_interleaved(request: Request, pricer: LayerPricer, first: Finalist) -> Iterator[Finalist]:
+def _near(request: Request, pricer: LayerPricer, best: SolvedPlan) -> Iterator[Finalist]:
+    """The best plans of other shapes of pipelines whose closed form is so near that a simulation may put them first.
+
+    The fewer micro-batches there are, the more filling and draining count, which the closed form is too high for.
+    """
+    for shape in shapes_of(request) if best.gap == 0.0 else ():
+        if shape.stages == 1 or shape == best.problem.shape:
+            continue
+        reach = min(_REACH + (shape.stages - 1) / (2 * shape.microbatches), _FARTHEST)
+        below = int(best.partition.time * (1.0 + reach))
+        known = open_problem(request, pricer, shape).answers
+        if max(known.glanced, known.averaged) < below:
+            fixed = replace(
+                request.fixed, pipeline=shape.stages, microbatches=shape.microbatches, virtual=shape.virtual
+            )
+            narrow = replace(request, fixed=fixed, schedules=(shape.schedule,))
+            found = _searched(narrow, pricer, below=below, effort=_WORK)
+            if found is not None:
+                yield _finalist(request, pricer, _name(shape), found)
+
+
+def _fewer_stages(request: Request, pricer: LayerPricer, first: Finalist) -> Iterator[Finalist]:
     """Plans like one, with fewer stages a group, that are quicker: the closed form knows less of uneven ones, which
     waits show in simulation."""
     shape = first.found.problem.shape
@@ -349,7 +374,7 @@ def _declared(request: Request, fixed: Fixed, devices: int) -> bool:
 def _name(shape: Shape) -> str:
     if shape.stages == 1:
         return "no pipeline"
-    order = "" if shape.schedule is Schedule.ONE_F_ONE_B else f", {shape.schedule.value}"
+    order = "" if shape.schedule is DEFAULT_SCHEDULE else f", {shape.schedule}"
     return f"pipeline {shape.stages}{order}"
 
 

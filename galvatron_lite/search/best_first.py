@@ -23,8 +23,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape
-from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
-from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Plan, Schedule
 from galvatron_lite.search.bounds import StageBounds, equals, score, scores_of
 from galvatron_lite.search.partition import best_partition
 from galvatron_lite.search.problem import HEAVY, Partition, Problem, step_time
@@ -74,6 +73,7 @@ def search(
     below: int | None = None,
     slack: float = 0.0,
     ahead: float = 0.0,
+    settled: float = 0.0,
 ) -> SolvedPlan | None:
     """The best plan over all shapes; None where nothing fits.
 
@@ -81,18 +81,19 @@ def search(
         request: what is planned.
         pricer: of the profile.
         progress: called with (shapes done, shapes in all, what is being looked at).
-        exact: False: a good plan, soon, from the most promising shapes of 1F1B or GPipe alone.
+        exact: False: a good plan, soon, from the most promising shapes of simple schedules alone.
         stoppable: whether Ctrl-C ends the search with the best plan so far; where there is none it is raised.
         start: a plan to begin with: what is found beats it, or it is what the search ends with.
         effort: labels after which an exact search ends.
         below: picoseconds that a plan must take less than, to be of any use.
         slack: share by which plans may be quicker than the one that is found.
         ahead: the same where that is ``start``.
+        settled: the same for plans that only labels find.
     """
-    few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
+    few = tuple(schedule for schedule in request.schedules if schedule.simple)
     if not exact and few and (request.fixed.virtual or 1) == 1:
         request = replace(request, schedules=few)
-    walk = _Walk(effort if exact else _QUICK_WORK, exact, start, start, below, slack, max(ahead, slack))
+    walk = _Walk(effort if exact else _QUICK_WORK, exact, start, start, below, slack, max(ahead, slack), settled)
     stopped = False
     try:
         walk.run(request, pricer, progress)
@@ -127,20 +128,21 @@ class _Walk:
     """Nodes in the order they are looked into, and the best plan so far."""
 
     most_work: int  # labels after which the search ends; an exact one only once there is a plan
-    exact: bool  # exact, below, slack, ahead: see ``search``
+    exact: bool  # exact, below, slack, ahead, settled: see ``search``
     best: SolvedPlan | None  # plan so far
     start: SolvedPlan | None
     below: int | None
     slack: float
     ahead: float
+    settled: float
     heap: list[tuple[float, int, _Node]] = field(default_factory=list)  # (rank, number, node)
     order: Iterator[int] = field(default_factory=count)  # gives the numbers
     work: int = 0  # labels looked at
     open: float = inf  # a time that no plan beats in the nodes that were looked into but not to the end
     inside: _Node | None = None  # the node that is being looked into
     met: dict[tuple[int, Schedule], SolvedPlan] = field(default_factory=dict)  # best by pipeline degree and schedule
-    # shapes of interleaved 1F1B by pipeline degree and micro-batches: they differ in the stages of each group
-    interleaved: dict[tuple[int, int], list[Problem]] = field(default_factory=dict)
+    # shapes of front-loaded schedules that differ in the stages of each group alone
+    front_loaded: dict[tuple[Schedule, int, int], list[Problem]] = field(default_factory=dict)
 
     @property
     def limit(self) -> int | None:
@@ -161,7 +163,7 @@ class _Walk:
     def push(self, problem: Problem, stage: _Stage, bound: float, bounds: StageBounds | None = None) -> None:
         """Add a node, unless it leads nowhere; exact searches come after quick ones, which may lower the limit."""
         if self.worth(bound) and bound < inf:
-            late = stage is _Stage.TRIED and self.limit is not None
+            late = stage is _Stage.TRIED and self.limit is not None and not self.settled
             rank = (bound + (self.limit or 0)) / 2 if late else bound
             heapq.heappush(self.heap, (rank, next(self.order), _Node(problem, stage, bound, bounds)))
 
@@ -171,11 +173,19 @@ class _Walk:
             node = heapq.heappop(self.heap)[2]
             if not self.worth(node.bound):
                 continue
+            if node.stage is _Stage.TRIED and self._is_settled(node):
+                self.open = min(self.open, node.bound)
+                continue
             if self.work < self.most_work or (self.exact and self.best is None and self.below is None):
                 self.inside = node
                 return node
             self.open = min(self.open, node.bound)
         return None
+
+    def _is_settled(self, node: _Node) -> bool:
+        """Whether the labels that a node asks for would lead to a plan that is hardly quicker."""
+        least = inf if self.best is None else self.best.partition.time * (1.0 - self.settled)
+        return node.problem.shape.virtual == 1 and node.bound >= least
 
     def better(self, problem: Problem, partition: Partition | None) -> None:
         """Keep a plan that beats the best so far, and one that beats those of its degree and schedule."""
@@ -205,8 +215,9 @@ class _Walk:
         glance, shapes = request.known.glance(pricer.profile), shapes_of(request)
         for shape in shapes:
             problem = open_problem(request, pricer, shape)
-            if shape.schedule is Schedule.INTERLEAVED:
-                self.interleaved.setdefault((shape.stages, shape.microbatches), []).append(problem)
+            if shape.schedule.front_loaded:
+                key = shape.schedule, shape.stages, shape.microbatches
+                self.front_loaded.setdefault(key, []).append(problem)
             problem.answers.glanced = problem.answers.glanced or glance.bound(request.graph, shape)
             self.push(problem, _Stage.GLANCED, problem.answers.glanced)
         done = 0
@@ -220,10 +231,10 @@ class _Walk:
             progress(len(shapes), len(shapes), "done")
 
     def _averaged(self, problem: Problem) -> float:
-        """A quick bound of a shape; under interleaved 1F1B found for all numbers of stages a group at once."""
+        """A quick bound of a shape; under front-loaded schedules found for all numbers of stages a group at once."""
         shape = problem.shape
-        if not problem.answers.averaged and shape.schedule is Schedule.INTERLEAVED:
-            alike = self.interleaved[shape.stages, shape.microbatches]
+        if not problem.answers.averaged and shape.schedule.front_loaded:
+            alike = self.front_loaded[shape.schedule, shape.stages, shape.microbatches]
             for own, bound in zip(alike, averaged(alike), strict=True):
                 own.answers.averaged = float(bound)
         problem.answers.averaged = problem.answers.averaged or average_of(problem)
@@ -270,7 +281,8 @@ class _Walk:
         """The best plan of a node by labels over all cuts; one stage was solved exactly."""
         if problem.shape.stages == 1:
             cap = None if self.limit is None else self.limit - 1
-            self.open = min(self.open, problem.quickest(0, range(len(problem.graph.layers)), cap)[1])
+            whole = range(len(problem.graph.layers))
+            self.open = min(self.open, problem.quickest(0, whole, cap, self.settled)[1])
             return
         before = problem.work
         plan, least = best_partition(problem, bounds, self.limit)
@@ -282,7 +294,7 @@ class _Walk:
         """The best uniform plan of a node; looked for once other nodes have had a chance to lower the limit."""
         problem = node.problem
         if node.stage is _Stage.PRICED:
-            least = min(plans.bound(problem.runs) for plans in _uniform(problem))
+            least = min(plans.bound(float(self.limit or inf), problem.runs) for plans in _uniform(problem))
             self.push(problem, _Stage.TRIED, max(node.bound, least))
         else:
             self.work += _LOOK
@@ -324,7 +336,7 @@ class _Walk:
             if todo:
                 place = max(todo, key=lambda place: float(bounds.excess[place[0]][place[1:]]))
                 cap = None if limit is None else limit - 1 - bounds.others(*place)
-                least = problem.quickest(place[0], range(*place[1:]), cap)[1]
+                least = problem.quickest(place[0], range(*place[1:]), cap, self.settled)[1]
                 bounds = bounds.with_theta(list(equals(problem, place)), least)
                 continue
             todo = [place for place in stages if exact and place not in bounds.ramped and len(stages) > 1]
@@ -358,7 +370,7 @@ def _uniform(problem: Problem) -> list[Uniform]:
 
 
 def _shape_text(shape: Shape) -> str:
-    order = "" if shape.schedule is Schedule.ONE_F_ONE_B else f"{shape.schedule.value}, "
+    order = "" if shape.schedule is DEFAULT_SCHEDULE else f"{shape.schedule}, "
     return f"{shape.stages} stages, {order}{shape.microbatches} micro-batches"
 
 

@@ -30,7 +30,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from galvatron_lite.arrays import FloatArray, IntArray
+from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
 from galvatron_lite.cost.points import Curves, index_points, slices_of
 from galvatron_lite.cost.schedule import form_of
 from galvatron_lite.cost.sharing import tied_groups
@@ -279,33 +279,33 @@ class _Figures:
         parts = part_of(problem.graph) if problem.runs == 1 and problem.alike_parts and any(ends) else []
         if parts and max(parts.count(0), parts.count(2)) < 2 and not problem.tables[0].fixed.layers:
             return self._alike(np.array(parts), memory, local, room)
-        count = len(self.which)
-        bound = np.full((count + 1, count + 1), -np.inf)
-        for price in self._best_prices(memory, room):
-            free, last = self._least(memory, price), self._least(local, price)
-            if any(ends):
-                kept, kept_last = self._least(memory, price, wired=True), self._least(local, price, wired=True)
-                own = _wired(free, last, kept, kept_last, ends, self.move)
-            else:
-                own = _ranges(free, last)
-            np.maximum(bound, own - price * room, out=bound)
+        prices = self._best_prices(memory, room)
+        free, last = self._least(memory, prices), self._least(local, prices)
+        if any(ends):
+            kept, kept_last = self._least(memory, prices, wired=True), self._least(local, prices, wired=True)
+            own = _wired(free, last, kept, kept_last, ends, self.move)
+        else:
+            own = _ranges(free, last)
+        bound = (own - prices[:, None, None] * room).max(axis=0)
         lightest = [np.array([values.min() for values in own])[self.which] for own in (memory, local)]
-        return np.where((_ranges(*lightest) > room) | np.tri(count + 1, dtype=bool), np.inf, bound)
+        return np.where((_ranges(*lightest) > room) | np.tri(len(bound), dtype=bool), np.inf, bound)
 
-    def _least(self, memory: list[FloatArray], price: float, *, wired: bool = False) -> FloatArray:
-        """(L,): least time + price * memory; infinite where nothing has the wire's layout, if that is asked for."""
+    def _least(self, memory: list[FloatArray], prices: FloatArray, *, wired: bool = False) -> FloatArray:
+        """(K, L): least time + price * memory; infinite where nothing has the wire's layout, if that is asked for."""
         rows = zip(self.time, memory, self.wired, strict=True)
-        values = (own[among] if wired else own for time, size, among in rows for own in [time + price * size])
-        least: FloatArray = np.array([own.min(initial=np.inf) for own in values])[self.which]
-        return least
+        pairs = ((time[among], size[among]) if wired else (time, size) for time, size, among in rows)
+        least = [(time + prices[:, None] * size).min(axis=1, initial=np.inf) for time, size in pairs]
+        return np.stack(least, axis=1)[:, self.which]
 
     def _best_prices(self, memory: list[FloatArray], room: float) -> FloatArray:
         """No price, and those that bound best where a stage needs about as much memory as there is."""
-        spreads = [float(np.array([np.ptp(own) for own in values])[self.which].sum()) for values in (self.time, memory)]
+        counts = np.bincount(self.which)
+        spreads = [float(counts @ [np.ptp(own) for own in values]) for values in (self.time, memory)]
         prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
-        summed = np.cumsum([0 * prices, *np.array([self._least(memory, price) for price in prices]).T], axis=0)
-        lengths = sorted({max(len(self.which) // share, 1) for share in (1, 2, 4, 8, 16, 32, 64)})
-        best = {int(np.argmax((summed[own:] - summed[:-own]).mean(axis=0) - prices * room)) for own in lengths}
+        summed = _summed(self._least(memory, prices))
+        layers = len(self.which)
+        lengths = sorted({max(layers // share, 1) for share in (1, 2, 4, 8, 16, 32, 64)})
+        best = {int(np.argmax((summed[:, own:] - summed[:, :-own]).mean(axis=1) - prices * room)) for own in lengths}
         return np.asarray(prices[sorted({0, *sorted(best)[:_KEPT]})])
 
     def _alike(self, parts: IntArray, memory: list[FloatArray], local: list[FloatArray], room: float) -> FloatArray:
@@ -339,25 +339,29 @@ def _wired(
     free: FloatArray, last: FloatArray, kept: FloatArray, kept_last: FloatArray, ends: tuple[bool, bool], move: float
 ) -> FloatArray:
     """``_ranges`` of a stage with boundaries at these ends; ``kept``: least of the choices in the wire's layout."""
-    never = ~np.isfinite(kept)
+    never = ~np.isfinite(kept[0])
     uniform = _ranges(np.where(never, 0.0, kept), np.where(never, 0.0, kept_last))
-    missing = np.concatenate(([0], np.cumsum(never)))
+    missing = _summed(never)
     uniform = np.where(missing - missing[:, None] > 0, np.inf, uniform)
     mixed = _ranges(free, kept_last if ends[1] else last)
     if ends[0]:
-        mixed = mixed + np.concatenate((kept - free, [0.0]))[:, None]
+        mixed[:, :-1] += (kept - free)[:, :, None]
     return np.minimum(uniform, mixed + sum(ends) * move)
 
 
 def _ranges(values: FloatArray, last: FloatArray) -> FloatArray:
-    """(L + 1, L + 1): sums over the layers i..j-1, with ``last`` for the last of them."""
+    """(..., L + 1, L + 1): sums over the layers i..j-1, with ``last`` for the last of them."""
     total = _summed(values)
-    ends: FloatArray = np.concatenate(([0.0], total[:-1] + last)) - total[:, None]
-    return ends
+    ends = np.concatenate((np.zeros_like(total[..., :1]), total[..., :-1] + last), axis=-1)
+    between: FloatArray = ends[..., None, :] - total[..., :, None]
+    return between
 
 
-def _summed(values: FloatArray) -> FloatArray:
-    return np.concatenate(([0.0], np.cumsum(values)))
+def _summed(values: FloatArray | BoolArray) -> FloatArray:
+    """(..., L + 1): sums of the first so many."""
+    total = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    np.cumsum(values, axis=-1, out=total[..., 1:])
+    return total
 
 
 def _distinct(tables: Sequence[TableRow]) -> list[TableRow]:
@@ -505,12 +509,12 @@ def scores_of(problem: Problem, bounds: StageBounds) -> Scores:
         for place in places:
             least = (lagrange.through(place - ends[0]).max(axis=0) + before) * (1 - _TINY) - 1
             names = built[1][place - ends[0]].strategies
-            scores[place] = other, dict(zip(names, map(float, least), strict=True))
+            scores[place] = other, dict(zip(names, map(float, least), strict=True))  # none but these fit the stage
     return scores
 
 
 def score(scores: Scores, tied: tuple[tuple[int, Strategy], ...]) -> float:
     """A time that no plan with these strategies for tied layers beats."""
-    known = [(scores[place][0], scores[place][1].get(own, 0.0)) for place, own in tied if place in scores]
+    known = [(scores[place][0], scores[place][1].get(own, np.inf)) for place, own in tied if place in scores]
     others = min((other for other, _ in known), default=np.inf)
     return min(others, max((own for _, own in known), default=0.0))

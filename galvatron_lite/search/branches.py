@@ -25,7 +25,7 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import device_range
 from galvatron_lite.plans.notes import plan_notes
-from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Schedule, Stage
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Stage
 from galvatron_lite.profiler.schema import spread_note
 from galvatron_lite.search.best_first import search
 from galvatron_lite.search.programme.ilp_branches import certify_assignment
@@ -320,7 +320,7 @@ def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> P
         request.devices,
         request.global_batch,
         course.count,
-        Schedule.ONE_F_ONE_B,
+        DEFAULT_SCHEDULE,
         graph.precision,
         (Stage(runs_of(trunk.layers, trunk.strategies)),),
         branches=tuple(one for split in chosen for one in split.placements(course)),

@@ -37,6 +37,7 @@ from galvatron_lite.search.chain_bounds import (
     UPDATED,
     ChainBounds,
     ChainFigures,
+    PriceHint,
 )
 from galvatron_lite.search.pareto import pareto_rows, pareto_within
 
@@ -47,17 +48,20 @@ _START, _GROWTH = 0.04, 1.7
 """How far above the bound the first limit of labels is, as a share of an average layer's time; and how it grows."""
 _CROWD, _MOST_PAIRS = 8, 100_000
 """Pairs of labels and choices are looked at up to so many times the beam, or to the second, whichever is more."""
-_FITTING = 1_000
-"""Labels a layer by which it is told whether any path fits."""
+_FITTING, _CLOSE = 1_000, 64
+"""Labels a layer by which it is told whether any path fits, and by which a path near the bound is looked for."""
+_NEAR = 1.1
+"""Caps up to so many times the bound are reached as soon as it is known whether any path fits."""
 
 
-def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) -> ChainFront:
+def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None, near: float = 0.0) -> ChainFront:
     """The Pareto set of a chain within memory; empty where nothing fits.
 
     Args:
         chain: the problem.
         cap: paths of more weighted time than this are of no interest.
         beam: keep only so many labels a layer, the most promising. Where that drops any, the front is not complete.
+        near: of one criterion, a path will do that another one may beat by this share.
     """
     if chain.runs == 1 and len(chain.weights) == 1 and is_countable(chain):
         best = best_of_parts(chain, np.inf if cap is None else cap)
@@ -66,10 +70,10 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None) 
     limit = bounds.line.longest if cap is None else min(float(cap), bounds.line.longest)
     if bounds.exceeds(limit):
         return ChainFront(())
-    return _front(bounds, limit, beam) if len(chain.weights) > 1 else _quickest(bounds, limit, beam)
+    return _front(bounds, limit, beam) if len(chain.weights) > 1 else _quickest(bounds, limit, beam, near)
 
 
-def good_path(chain: Chain, cap: int | None = None) -> tuple[Path | None, float]:
+def good_path(chain: Chain, cap: int | None = None, like: PriceHint | None = None) -> tuple[Path | None, float]:
     """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits.
 
     The time is infinite where no path takes at most ``cap``.
@@ -77,7 +81,7 @@ def good_path(chain: Chain, cap: int | None = None) -> tuple[Path | None, float]
     if chain.runs == 1 and is_countable(chain):
         best = best_of_parts(chain, np.inf if cap is None else cap)
         return best, np.inf if best is None else float(best.time[0] * chain.weights[0])
-    bounds = ChainBounds.of(chain)
+    bounds = ChainBounds.of(chain, like)
     if bounds.exceeds(bounds.line.longest if cap is None else min(float(cap), bounds.line.longest)):
         return None, np.inf
     path = bounds.rounded()
@@ -85,16 +89,21 @@ def good_path(chain: Chain, cap: int | None = None) -> tuple[Path | None, float]
     return path, least if path is None else min(least, float(path.time[0] * chain.weights[0]))
 
 
-def _quickest(bounds: ChainBounds, cap: float, beam: int | None) -> ChainFront:
+def _quickest(bounds: ChainBounds, cap: float, beam: int | None, near: float) -> ChainFront:
     """The path of least time: limits grow until a path is met; then none is quicker."""
-    best = bounds.rounded()
-    if best is None and not _may_fit(bounds.line):
-        return ChainFront(())
+    best, low, most = bounds.rounded(), max(bounds.least * (1 - TINY) - 1, 0.0), cap
+    work, dropped = 0, np.inf
     if best is not None and best.time[0] * bounds.weight > cap:
         best = None
-    low, most = max(bounds.least * (1 - TINY) - 1, 0.0), cap
+    if near and (best is None or low < best.time[0] * bounds.weight * (1 - near)):
+        close = _front(bounds, min(low / (1 - near), cap), _CLOSE)
+        work += close.work
+        best = Path((close.paths[0].time[0] // bounds.weight,), close.paths[0].choices) if close.paths else best
+    if best is not None and low >= best.time[0] * bounds.weight * (1 - near):
+        return ChainFront((best,), work, low)
+    if best is None and cap > _NEAR * low and not _may_fit(bounds.line):
+        return ChainFront((), work)
     step = _START * max(low, cap * 1e-6) / len(bounds.line.kind)
-    work, dropped = 0, np.inf
     if best is not None:
         most = _below(best.time[0] * bounds.weight)
         step = max((most - low) / 8, 1.0)

@@ -10,7 +10,7 @@ from galvatron_lite.cost.layout import layout
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.registry import CHOSEN, REFUSING
+from galvatron_lite.parallelism.registry import REFUSING, choosing
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.pins import typed_name
 from galvatron_lite.search.problem import is_glued
@@ -139,7 +139,7 @@ def _nothing_left(request: Request) -> InputError:
     unable = [one for one in request.graph.layers if not any(_degrees(request, one, size) for size in sizes)]
     names = ", ".join(one.name for one in unable[:3]) + (", ..." if len(unable) > 3 else "")
     kind = request.graph.kinds[unable[0].kind] if unable else None
-    reasons = [] if kind is None else [reason for one in CHOSEN if (reason := one.reason(kind))]
+    reasons = [] if kind is None else [reason for one in choosing() if (reason := one.reason(kind))]
     pins = " ".join(f"{typed_name(name)}={_value(value)}" for name, value in request.fixed.pinned) or "nothing"
     remedy = f"On {request.devices} devices nothing is left for {names or 'the layers'}; lift one of the pins."
     return InputError("--fix", pins, " ".join([remedy, *reasons[:2]]))

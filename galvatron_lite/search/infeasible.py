@@ -19,7 +19,6 @@ from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import ANY, backend_named
-from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Mode, Plan
 from galvatron_lite.profiler.schema import Profile
@@ -64,7 +63,7 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     return InfeasibleError(
         f"No plan of {request.graph.name} fits {shares or format_budget(bytes_on(before, ''))} a device on "
         f"{request.devices} devices. {_needed(request, lean, slack)}, with {summary(lean.plan)}. "
-        "What would have to give: more memory a device, more devices, shorter samples, or a smaller model.",
+        "Use more memory a device, more devices (--fewest says how many), shorter sequences or a smaller model.",
         _with_margin(request, lean.budget.most),
     )
 
@@ -102,7 +101,7 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeanPl
             return None
         plan = finished(wanted, pricer, result)
         factor = max(stage.memory.total / unit.of(stage.device) for stage in plan.stages)
-        if plan.schedule not in SIMPLE:  # a search counts more than is priced
+        if not plan.schedule.simple:  # a search counts more than is priced
             factor = min(2.0 * factor, budget.most / unit.most)
         return LeanPlan(plan, unit.scaled(factor).plus(bool(asked.own)))
 

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.search.chain import Chain, ChainFront, Path
+from galvatron_lite.search.chain_bounds import PriceHint
 from galvatron_lite.search.chain_labels import good_path, pareto_paths
 from galvatron_lite.search.pareto import pareto_rows
 
@@ -66,15 +67,15 @@ class _Relaxed:
     charged: dict[Pair, tuple[int, IntArray]]
 
 
-def net_paths(net: Net, cap: int | None = None, beam: int | None = None) -> ChainFront:
+def net_paths(net: Net, cap: int | None = None, beam: int | None = None, near: float = 0.0) -> ChainFront:
     """The Pareto set of a net within memory, as ``chain.pareto_paths`` has it of a chain."""
-    return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam)
+    return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam, near)
 
 
-def good_way(net: Net) -> tuple[Path | None, float]:
+def good_way(net: Net, like: PriceHint | None = None) -> tuple[Path | None, float]:
     """A good path of one criterion, soon, and a weighted time that no path beats, as ``chain.good_path``."""
     relaxed = _relaxed(net, {})
-    path, least = good_path(relaxed.chain)
+    path, least = good_path(relaxed.chain, like=like)
     return (None if path is None else _priced(net, relaxed, path)[0]), least
 
 

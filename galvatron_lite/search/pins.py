@@ -6,23 +6,23 @@ A pin is ``NAME=VALUE`` for the whole plan, or ``LAYERS.NAME=VALUE`` for some la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
+from typing import cast
 
 from galvatron_lite.cost.sharing import tied_groups
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, UnknownNameError, suggestion, unknown
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.backends import ANY, Backend
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.registry import CHOSEN
-from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.space import STRATEGY_FIELDS, Fixed
+from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE, Schedule, schedule_names
+from galvatron_lite.parallelism.registry import added_dimensions, choosing
+from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy
+from galvatron_lite.search.space import Fixed, fields_of
 from galvatron_lite.search.ways import Delay
 
 Reader = Callable[[str, str], object]
@@ -65,20 +65,19 @@ def _switch(name: str, text: str) -> bool:
     return words[text]
 
 
+def _order(name: str, text: str) -> object:
+    return _word(dict(schedule_names()))(name, text)
+
+
 def _word(words: dict[str, object]) -> Reader:
     def read(name: str, text: str) -> object:
         if text not in words:
-            raise InputError(f"--fix {name}", text, f"{near(text, words)}Give one of {', '.join(words)}.")
+            raise unknown(f"--fix {name}", text, words)
         return words[text]
 
     return read
 
 
-_SCHEDULES: dict[str, object] = {
-    **{schedule.value: schedule for schedule in Schedule},
-    "interleaved": Schedule.INTERLEAVED, "zb1p": Schedule.ZERO_BUBBLE_1P, "zb2p": Schedule.ZERO_BUBBLE_2P,
-    "zbv": Schedule.ZERO_BUBBLE_V,
-}  # fmt: skip
 _RECOMPUTE: dict[str, object] = {choice.value: choice for choice in Recompute}
 _RECOMPUTE |= {"off": Recompute.NONE, "on": Recompute.FULL}
 _OFFLOAD: dict[str, object] = {choice.value: choice for choice in Offload}
@@ -95,7 +94,7 @@ NAMES: tuple[PinName, ...] = (
             means="samples of a micro-batch over all devices of a stage"),
     PinName("mbs", ("micro_batch_size",), _number, "device_samples", once=True,
             means="samples of a micro-batch on one data-parallel rank; needs dp, or pp, tp and cp"),
-    PinName("schedule", (), _word(_SCHEDULES), "schedule", once=True, means="order of micro-batches in the pipeline"),
+    PinName("schedule", (), _order, "schedule", once=True, means="order of micro-batches in the pipeline"),
     PinName("virtual", ("vpp", "virtual_stages"), _number, "virtual", once=True, means="stages each group runs"),
     PinName("rule", (), _word(_RULES), "rule", once=True, means="cdp-v1 or cdp-v2, of delayed gradients"),
     PinName("setting", (), _word(_SETTINGS), "setting", once=True,
@@ -119,7 +118,7 @@ NAMES: tuple[PinName, ...] = (
             means="none, selective or full"),
     PinName("offload", (), _word(_OFFLOAD), "offload", means="none, states, activations or all"),
 )  # fmt: skip
-"""Everything that ``--fix`` takes."""
+"""What ``--fix`` takes besides dimensions that are added."""
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "pipeline": ("pipeline",), "pp": ("pipeline",), "data": ("data",), "ddp": ("data",), "zero": ("zero",),
@@ -129,7 +128,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "spatial": ("spatial",), "filters": ("filters",), "channels": ("channels",),
     "channel": ("filters", "channels"), "branches": ("branches",), "branch": ("branches",),
 }  # fmt: skip
-"""What ``--forbid`` takes, and the dimensions that it leaves out."""
+"""What ``--forbid`` takes besides, and the dimensions that it leaves out."""
 
 
 _OTHER_PINS = {
@@ -142,33 +141,42 @@ _OTHER_DIMENSIONS = dict.fromkeys(
 """Words that people may try, and what to say instead."""
 
 
+def pin_names() -> tuple[PinName, ...]:
+    """Everything that ``--fix`` takes."""
+    more = (
+        PinName(one.name, one.aliases, _number, one.name, splits=True, means=one.means) for one in added_dimensions()
+    )
+    return (*NAMES, *more)
+
+
+def forbidden_names() -> dict[str, tuple[str, ...]]:
+    """What ``--forbid`` takes, and the dimensions that it leaves out."""
+    more = {word: (one.name,) for one in added_dimensions() for word in (one.name, *one.aliases)}
+    return {**FORBIDDEN, **more}
+
+
 def pin_named(text: str) -> PinName:
     """The pin of a name; case and ``-`` for ``_`` do not matter."""
-    known = {alias: pin for pin in NAMES for alias in (pin.name, *pin.aliases)}
+    known = {alias: pin for pin in pin_names() for alias in (pin.name, *pin.aliases)}
     name = text.lower().replace("-", "_")
     if name not in known:
-        every = ", ".join("/".join((pin.name, *pin.aliases[:1])) for pin in NAMES)
-        raise InputError("--fix", text, f"{near(name, known, _OTHER_PINS)}Known: {every}.")
+        every = ["/".join((pin.name, *pin.aliases[:1])) for pin in pin_names()]
+        near = suggestion(name, known, _OTHER_PINS)
+        raise UnknownNameError("--fix", text, near or f"Known: {', '.join(every)}.")
     return known[name]
 
 
 def dimensions_named(text: str) -> tuple[str, ...]:
     """The dimensions that forbidding a name leaves out."""
-    name = text.lower()
-    if name not in FORBIDDEN:
-        raise InputError("--forbid", text, f"{near(name, FORBIDDEN, _OTHER_DIMENSIONS)}Known: {', '.join(FORBIDDEN)}.")
-    return FORBIDDEN[name]
+    name, known = text.lower(), forbidden_names()
+    if name not in known:
+        raise unknown("--forbid", text, known, others=_OTHER_DIMENSIONS)
+    return known[name]
 
 
 def typed_name(field: str) -> str:
     """How a user writes a pin of a field."""
-    return next((pin.name for pin in NAMES if pin.field == field), field)
-
-
-def near(text: str, names: Iterable[str], others: Mapping[str, str] = NO_OTHERS) -> str:
-    """``Did you mean X?`` and a space; empty where nothing known is like it and ``others`` does not tell."""
-    close = [others[text]] if text in others else get_close_matches(text, list(names), n=1)
-    return f"Did you mean {close[0]}? " if close else ""
+    return next((pin.name for pin in pin_names() if pin.field == field), field)
 
 
 def schedules_named(wanted: Sequence[Schedule | str] | None, pinned: Schedule | None) -> tuple[Schedule, ...] | None:
@@ -188,11 +196,11 @@ def schedules_named(wanted: Sequence[Schedule | str] | None, pinned: Schedule | 
 
 def _schedule(name: str) -> Schedule:
     try:
-        schedule = Schedule(str(pin_named("schedule").read("schedule", name.lower())))
+        schedule = cast("Schedule", _order("schedule", name.lower()))
     except InputError as error:
-        raise InputError("--schedule", name, error.remedy) from None
+        raise UnknownNameError("--schedule", name, error.remedy) from None
     if not schedule.executable:
-        raise InputError("--schedule", name, "It is of no pipeline: --allow-delay --fix schedule=cyclic.")
+        raise InputError("--schedule", name, f"It is of no pipeline: --allow-delay --fix schedule={schedule}.")
     return schedule
 
 
@@ -233,13 +241,14 @@ def _lacking(name: str, text: str, backend: Backend) -> str:
     pin = pin_named(name)
     value = pin.read(pin.name, text)
     if pin.field == "schedule":
-        return "" if value in (*backend.schedules, Schedule.CYCLIC) else f"the {Schedule(str(value)).value} schedule"
+        order = cast("Schedule", value)
+        return "" if order in backend.schedules or not order.executable else f"the {order} schedule"
     if pin.field == "virtual":
         runs = value == 1 or any(order.virtual_stages != 1 for order in backend.schedules)
     elif pin.field == "ulysses":
-        runs = value is False or backend.values.get("context") != (1,)
+        runs = value is False or backend.limits.get("context") != (1,)
     else:
-        runs = value in backend.values.get(pin.field, (value,))
+        runs = value in backend.limits.get(pin.field, (value,))
     return "" if runs else _LACKING_WORDS.get(pin.field, pin.means)
 
 
@@ -275,7 +284,7 @@ def _check_against(pins: Sequence[Pin], forbidden: Sequence[str]) -> None:
 def _off(forbidden: Sequence[str], name: str) -> Iterator[tuple[str, object]]:
     """Forbidden dimensions that set a name of ``Strategy``, with the value that is left."""
     for dimension in forbidden:
-        if name in STRATEGY_FIELDS.get(dimension, ()):
+        if name in fields_of(dimension):
             yield dimension, getattr(Strategy(), name)
 
 
@@ -338,7 +347,8 @@ class Pins:
             return Delay() if allowed else None
         if not allowed:
             said = (("setting", self.delay.setting), ("rule", self.delay.rule))
-            name, value = next(((name, own.value) for name, own in said if own is not None), ("schedule", "cyclic"))
+            some = [(name, own.value) for name, own in said if own is not None]
+            name, value = some[0] if some else ("schedule", DELAYED_SCHEDULE)
             remedy = "It trains by delayed gradients: the training rule changes. Allow that: --allow-delay."
             raise InputError(f"--fix {name}", value, remedy)
         return self.delay
@@ -371,7 +381,7 @@ class Pins:
         known = dict(self.fixed.strategy)
         if "batch_degree" in known:
             return int(str(known["batch_degree"]))
-        off = {name for dimension in self.fixed.forbidden for name in STRATEGY_FIELDS.get(dimension, ())}
+        off = {name for dimension in self.fixed.forbidden for name in fields_of(dimension)}
         degrees = [1 if name in off else known.get(name) for name in ("tensor", "context")]
         if self.fixed.pipeline is None or None in degrees:
             return None
@@ -379,7 +389,7 @@ class Pins:
 
     def _check_degrees(self, devices: int) -> None:
         """Degrees that are pinned for one layer, and those for all, must multiply to a divisor of the devices."""
-        splitting = {pin.field: pin.name for pin in NAMES if pin.splits}
+        splitting = {pin.field: pin.name for pin in pin_names() if pin.splits}
         degrees = {splitting[name]: int(str(value)) for name, value in self.fixed.strategy if name in splitting}
         if self.fixed.pipeline is not None:
             degrees = {"pipeline": self.fixed.pipeline, **degrees}
@@ -431,7 +441,8 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
 
 
 def _delay(once: dict[str, object]) -> Delay | None:
-    cyclic = once.get("schedule") is Schedule.CYCLIC
+    order = cast("Schedule | None", once.get("schedule"))
+    cyclic = order is not None and not order.executable
     if cyclic:
         del once["schedule"]
     rule, setting = once.pop("rule", None), once.pop("setting", None)
@@ -453,7 +464,7 @@ def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[t
             if len(meant[other]) == len(meant[layers]) and set(own) & set(meant[other])
         ]  # fmt: skip
         if equal:
-            typed = next(pin.name for pin in NAMES if pin.field == field_name)
+            typed = next(pin.name for pin in pin_names() if pin.field == field_name)
             other, said = equal[0]
             raise InputError(
                 "--fix", f"{layers}.{typed}={_shown(value)}",
@@ -481,7 +492,7 @@ def _read(pin_text: str, graph: ModelGraph) -> tuple[str | None, PinName, object
         raise InputError("--fix", pin_text, f"{pin.name} is chosen once for the whole plan: write {name}={text}.")
     names = [layer.name for layer in graph.layers]
     if not any(fnmatchcase(one, layers) for one in names):
-        raise InputError("--fix", pin_text, f"{near(layers, names)}Layers of {graph.name}: {_few(names)}.")
+        raise InputError("--fix", pin_text, f"{suggestion(layers, names)} Layers of {graph.name}: {_few(names)}.")
     return layers, pin, value
 
 
@@ -500,14 +511,14 @@ def _offered(
         # layers that share parameters have one strategy, those around the blocks one layout: a pin holds for all
         # or for none of them
         tied = [{graph.layers[place].name for place in group} for group in tied_groups(graph)]
-        if any(pin.field == field_name and pin.splits for pin in NAMES):
+        if any(pin.field == field_name and pin.splits for pin in pin_names()):
             tied.append({one.name for one in graph.layers if one.role is not Role.BLOCK})
         for group in tied:
             able = able if group <= {*able} else [name for name in able if name not in group] or able
         if not able:
             others = {one for values in known.values() for one in values} - {getattr(Strategy(), field_name, None)}
             offered = ", ".join(sorted((str(_shown(one)) for one in others), key=_by_length))
-            owners = [one for one in CHOSEN if field_name in STRATEGY_FIELDS.get(one.name, ())]
+            owners = [one for one in choosing() if field_name in fields_of(one.name)]
             kinds = [graph.kinds[layer.kind] for layer in graph.layers if layer.role is Role.BLOCK]
             reason = next((why for kind in kinds for one in owners if (why := one.reason(kind))), "")
             remedy = f"No layer of {graph.name} offers it{f', only {offered}' if offered else ''}. {reason}".rstrip()
@@ -527,7 +538,7 @@ def _unoffered(partly: Sequence[tuple[str, str, object]], graph: ModelGraph) -> 
         able = {layer for layer, name, pinned in partly if (name, pinned) == (field_name, value)}
         unable = [one.name for one in graph.layers if one.role is Role.BLOCK and one.name not in able]
         if unable:
-            name = next(pin.name for pin in NAMES if pin.field == field_name)
+            name = next(pin.name for pin in pin_names() if pin.field == field_name)
             lines.append(
                 f"--fix {name}={_shown(value)} is not possible for {_few(unable)}, and holds for the other layers"
             )
@@ -536,10 +547,10 @@ def _unoffered(partly: Sequence[tuple[str, str, object]], graph: ModelGraph) -> 
 
 def _values(kind: LayerKind, field_name: str, value: object) -> set[object]:
     """What a kind of layer offers of a field of ``Strategy``, on as many devices as the value may ask for."""
-    if field_name not in Strategy.__slots__:
+    if field_name not in (*Strategy.__slots__, *ADDED):
         return {value}
     devices = _MANY * value if isinstance(value, int) and value > 1 else _MANY
-    choices = (choice for dimension in CHOSEN for choice in dimension.choices(kind, devices))
+    choices = (choice for dimension in choosing() for choice in dimension.choices(kind, devices))
     return {choice[field_name] for choice in choices if field_name in choice}
 
 
@@ -565,13 +576,13 @@ def _check_forbidden(forbidden: Sequence[str], pinned: Sequence[tuple[str, objec
     plain = Strategy()
     for name, value in pinned:
         for dimension in forbidden:
-            if name in STRATEGY_FIELDS.get(dimension, ()) and value != getattr(plain, name):
+            if name in fields_of(dimension) and value != getattr(plain, name):
                 raise InputError("--forbid", dimension, f"It is also fixed to {value}: give one of them.")
 
 
 def _check_counts(once: dict[str, object]) -> None:
     """The micro-batches are told by one of three pins."""
-    told = [pin.name for pin in NAMES if pin.field in once and pin.field in _COUNTED]
+    told = [pin.name for pin in pin_names() if pin.field in once and pin.field in _COUNTED]
     if len(told) > 1:
         raise InputError("--fix", told[1], f"It says the same as {told[0]}: give one of them.")
 

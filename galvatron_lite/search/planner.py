@@ -29,6 +29,7 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import Backend, backend_named, check_mode
+from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Mode, Plan, Schedule, TrainedBy
 from galvatron_lite.profiler.schema import Profile, spread_note
@@ -104,7 +105,7 @@ def find_plan(
     runner = backend if isinstance(backend, Backend) else backend_named(backend)
     check_mode(mode, runner)
     if delay is not None and delay.only and not runner.beside:
-        raise InputError("--fix schedule", "cyclic", f"Backend {runner.name} trains without delay alone.")
+        raise InputError("--fix schedule", DELAYED_SCHEDULE, f"Backend {runner.name} trains without delay alone.")
     kept = session or Session(profile, mode)
     if kept.profile is not profile or kept.mode is not mode:
         raise InputError("session", f"{kept.profile.name}, {kept.mode}", f"It is not of {profile.name}, {mode}.")
@@ -152,7 +153,7 @@ def _ordinary(
         ahead = ahead and _ahead(request, pricer, first, contenders, tolerance)
     looked = partial(
         search, request, pricer, progress, stoppable=stoppable, start=first, effort=effort, ahead=ahead,
-        slack=SLACK * tolerance,
+        slack=SLACK * tolerance, settled=tolerance,
     )  # fmt: skip
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
     found = (looked(exact=False) if effort == 0 else None) or looked()

@@ -22,14 +22,16 @@ from galvatron_lite.cost.layout import NEAR, of_layout
 from galvatron_lite.cost.schedule import Figure, Form
 from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.cost.stage import Shape, transfer_seconds
-from galvatron_lite.model.graph import ModelGraph, Role
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills, in_flight
+from galvatron_lite.model.graph import Layer, ModelGraph, Role
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, Path
+from galvatron_lite.search.chain_bounds import PriceHint
 from galvatron_lite.search.nets import Net, good_way, net_paths
 from galvatron_lite.search.tables import Glue, Layout, StrategyTable, Tables, glue_of, ticks
 
 if TYPE_CHECKING:
+    from galvatron_lite.search.bounds import StageBounds
     from galvatron_lite.search.uniform import Uniform
 
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
@@ -77,11 +79,14 @@ def weighted(weights: Sequence[float], values: Sequence[int]) -> int:
 
 
 def even_cuts(graph: ModelGraph, stages: int) -> tuple[int, ...]:
-    """Boundaries (0, ..., L) of stages with equally many blocks; empty where their number does not divide."""
+    """Boundaries (0, ..., L) of stages with equally many blocks, where they do not divide with one fewer at each end;
+    empty where neither divides."""
     blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
-    if not blocks or len(blocks) % stages:
+    fewer = int(len(blocks) % stages > 0)
+    each, rest = divmod(len(blocks) + 2 * fewer, stages)
+    if not blocks or rest or each == fewer:
         return ()
-    return (0, *blocks[:: len(blocks) // stages][1:], len(graph.layers))
+    return (0, *blocks[each - fewer :: each][: stages - 1], len(graph.layers))
 
 
 def is_glued(graph: ModelGraph) -> bool:
@@ -108,6 +113,10 @@ class Answers:
     good: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
     quickest: dict[tuple[object, ...], tuple[float, StagePlan | None, float]] = field(default_factory=dict)
     lightest: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
+    best: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)  # the last answer of ``quickest``
+    bounds: dict[tuple[Choice, bool], StageBounds | None] = field(default_factory=dict)  # by runs: one, or any
+    # by micro-batches in flight and number of layers
+    hints: dict[tuple[int, int], PriceHint] = field(default_factory=dict)
     alike: dict[Layout | None, list[list[int]]] = field(default_factory=dict)  # by wire, stages that cost the same
     runs: list[tuple[int, int]] = field(default_factory=list)  # of equal layers
     sends: dict[tuple[Layout | None, int, int], tuple[int, float]] = field(default_factory=dict)  # ``Problem.send``
@@ -132,6 +141,8 @@ class Problem:
     runs: int | None = None  # of equal strategies that a part of the model may have in a stage; None: any
     _tied: Mapping[int, Strategy] = field(init=False)
     _sharings: dict[tuple[int, int], dict[int, ParameterSharing]] = field(default_factory=dict)
+    # by tables of a stage and its ends
+    _layers: dict[tuple[int, int, int], list[StrategyTable]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._tied = dict(self.choice.tied)
@@ -159,21 +170,37 @@ class Problem:
         """How often each part of a micro-batch counts where another stage is the slowest; shares of one not at all."""
         return tuple(int(ramp) for ramp in self.form.ramp)
 
-    def layer_table(self, stage: int, place: int, inside: range) -> StrategyTable:
-        """The strategies one layer of a stage may take, and their figures."""
-        layer, tied = self.graph.layers[place], self._tied.get(place)
+    def layer_tables(self, stage: int, inside: range) -> list[StrategyTable]:
+        """Of each layer of a stage, the strategies it may take and their figures."""
+        known = (id(self.tables[stage]), inside.start, inside.stop)
+        if known not in self._layers:
+            sharings, found = self._sharing(inside), dict[tuple[object, ...], StrategyTable]()
+            ends = {inside.start} if inside.start else set[int]()
+            ends |= {inside.stop - 1} if inside.stop < self._end else set[int]()
+            named, tables = bool(self.tables[stage].fixed.layers), []
+            for place in inside:
+                layer, sharing = self.graph.layers[place], sharings.get(place, ALONE)
+                settled = (place in ends, layer.role is Role.BLOCK, self._tied.get(place))
+                key = (layer.kind, layer.name if named else "", sharing, *settled)
+                if key not in found:
+                    found[key] = self._layer_table(stage, layer, sharing, *settled)
+                tables.append(found[key])
+            self._layers[known] = tables
+        return self._layers[known]
+
+    def _layer_table(
+        self, stage: int, layer: Layer, sharing: ParameterSharing, at_end: bool, is_block: bool, tied: Strategy | None
+    ) -> StrategyTable:
         # A layer that shares parameters, or a run, takes what is settled for all of them, be it of no help to this one.
         free = tied is None and (self.runs is None or self.alike_parts)
-        offered = self.tables[stage].table if free else self.tables[stage].unpruned
-        whole = offered(layer.kind, layer.name, self._sharing(inside).get(place, ALONE))
-        ends = (inside.start > 0 and place == inside.start) or (inside.stop < self._end and place == inside.stop - 1)
-        wire = self.choice.wire if ends else None
-        glue = self.choice.glue if layer.role is not Role.BLOCK else None
+        tables = self.tables[stage]
+        offered = (tables.table if free else tables.unpruned)(layer.kind, layer.name, sharing)
+        wire, glue = self.choice.wire if at_end else None, None if is_block else self.choice.glue
         if wire is None and glue is None and tied is None:
-            return whole
-        key = (id(whole), (wire, glue, tied))
+            return offered
+        key = (id(offered), (wire, glue, tied))
         if key not in self.answers.tables:
-            self.answers.tables[key] = _fitting(whole, wire, glue, tied)
+            self.answers.tables[key] = _fitting(offered, wire, glue, tied)
         return self.answers.tables[key]
 
     @property
@@ -253,7 +280,7 @@ class Problem:
 
     def held(self, stage: int) -> int:
         """Micro-batches in flight in a stage."""
-        return in_flight(self.shape.schedule, self.shape.stages, stage, self.shape.microbatches)
+        return self.shape.schedule.in_flight(self.shape.stages, stage, self.shape.microbatches)
 
     def filled(self, stage: int) -> bool:
         """Whether so many are in flight in the first backward alone, see ``cost.memory.terms``."""
@@ -267,7 +294,7 @@ class Problem:
             inside: places of its layers.
             scalar: one time criterion (what the stage needs alone) instead of one a bottleneck and the step's.
         """
-        tables = [self.layer_table(stage, place, inside) for place in inside]
+        tables = self.layer_tables(stage, inside)
         if not all(len(table) for table in tables):
             return None
         known: dict[tuple[int, int, int | None, int], ChainLayer] = {}
@@ -325,7 +352,7 @@ class Problem:
 
     def key(self, stage: int, inside: range) -> tuple[object, ...]:
         """Equal for stages that pose the same problem."""
-        tables = tuple(id(self.layer_table(stage, place, inside)) for place in inside)
+        tables = tuple(map(id, self.layer_tables(stage, inside)))
         store = self.tables[stage].store
         between = store.exchanges(inside) if self.graph.tensors else store.crossing[inside.start + 1 : inside.stop]
         return (self.held(stage), tables, between, self.fixed_costs(stage, inside), self.budgets[stage], self.runs)
@@ -353,35 +380,38 @@ class Problem:
                 known[key] = (None, np.inf)
             else:
                 net, fixed = self._net(stage, inside, *built), self.fixed_costs(stage, inside)[:2]
-                path, least = good_way(net)
+                like = self.answers.hints.setdefault((self.held(stage), inside.stop - inside.start), PriceHint())
+                path, least = good_way(net, like)
                 plan = None if path is None else self._told(net, path, built[1], fixed)
                 known[key] = (plan, least + self.shape.microbatches * sum(fixed))
         return known[key]
 
-    def quickest(self, stage: int, inside: range, cap: int | None) -> tuple[StagePlan | None, float]:
+    def quickest(self, stage: int, inside: range, cap: int | None, near: float = 0.0) -> tuple[StagePlan | None, float]:
         """The way to run a stage that takes least time alone, and a time that no other way beats.
 
-        None where none fits or none is within the cap.
+        None where none fits or none is within the cap. A way will do that some other may beat by the share ``near``.
         """
-        key, known, most = self.key(stage, inside), self.answers.quickest, np.inf if cap is None else cap
+        key, known, most = (*self.key(stage, inside), near), self.answers.quickest, np.inf if cap is None else cap
         if key not in known or (known[key][1] is None and known[key][0] < most):
-            known[key] = (most, *self._quickest(stage, inside, cap))
+            known[key] = (most, *self._quickest(stage, inside, cap, near))
+            if (best := known[key][1]) is not None:
+                self.answers.best[key[:-1]] = best
         _, plan, least = known[key]
         return (None, np.inf) if least > most else (plan, least)
 
     def met(self, stage: int, inside: range) -> StagePlan | None:
         """The best answer of ``quickest`` and ``good`` that is known."""
         key = self.key(stage, inside)
-        return self.answers.quickest.get(key, (0.0, None, 0.0))[1] or self.answers.good.get(key, (None, 0.0))[0]
+        return self.answers.best.get(key) or self.answers.good.get(key, (None, 0.0))[0]
 
-    def _quickest(self, stage: int, inside: range, cap: int | None) -> tuple[StagePlan | None, float]:
+    def _quickest(self, stage: int, inside: range, cap: int | None, near: float) -> tuple[StagePlan | None, float]:
         built = self.chain(stage, inside, scalar=True)
         if built is None:
             return None, np.inf
         sends = self.fixed_costs(stage, inside)[:2]
         fixed = self.shape.microbatches * sum(sends)
         net = self._net(stage, inside, *built)
-        front = net_paths(net, None if cap is None else cap - fixed, widest(built[0]))
+        front = net_paths(net, None if cap is None else cap - fixed, widest(built[0]), near)
         self.work += front.work
         if not front.paths:
             return None, front.dropped + fixed

@@ -9,7 +9,16 @@ from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
 from galvatron_lite.model.graph import Layer, ModelGraph
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import device_range
-from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Proof, Provenance, Schedule, Stage
+from galvatron_lite.plans.schema import (
+    DEFAULT_SCHEDULE,
+    PLAN_VERSION,
+    LayerRun,
+    Plan,
+    Proof,
+    Provenance,
+    Schedule,
+    Stage,
+)
 from galvatron_lite.profiler.schema import Profile
 
 _TOLD = 2
@@ -31,7 +40,7 @@ def plan_of(
     microbatches: int,
     cuts: Sequence[int],
     strategies: Sequence[Strategy],
-    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    schedule: Schedule = DEFAULT_SCHEDULE,
 ) -> Plan:
     """A plan without prediction.
 

@@ -19,10 +19,10 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
-from galvatron_lite.search.problem import Choice, Problem, is_glued
+from galvatron_lite.search.problem import Choice, Problem, even_cuts, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
 from galvatron_lite.search.tables import Glue, Layout, Store, StrategyTable, Tables, glue_of
 
@@ -83,14 +83,14 @@ class Request:
 
     def under(self, schedule: Schedule) -> Fixed:
         """What is pinned under a schedule: also what the backend asks of strategies then."""
-        asked = self.space.backend.asked.get(schedule, ())
+        asked = self.space.backend.asked(schedule)
         return (
             replace(self.fixed, strategy=tuple(dict.fromkeys((*self.fixed.strategy, *asked)))) if asked else self.fixed
         )
 
     def offers(self, schedule: Schedule, stages: int) -> bool:
         """Whether the backend has a strategy for every kind of layer under a schedule, with what is pinned."""
-        if not self.space.backend.asked.get(schedule):
+        if not self.space.backend.asked(schedule):
             return True
         devices = self.devices // stages
         names = {(layer.kind, layer.name if self.fixed.layers else "") for layer in self.graph.layers}
@@ -104,45 +104,39 @@ class Request:
 def shapes_of(request: Request) -> list[Shape]:
     """Every shape to try; one stage has no schedule to choose.
 
-    GPipe is left out beside 1F1B: the same plan takes no less time with it (``cost.schedule``), and no less memory.
+    A schedule is left out beside another one under which the same plan takes no more time and memory.
     """
     shapes = []
     for stages in request.pipelines:
         counts = microbatch_counts(request.global_batch, request.fixed)
         for count, (schedule, virtual) in product(counts, _schedules(request, stages)):
-            if schedule is not Schedule.INTERLEAVED or count % stages == 0:
+            if schedule.suits(stages, count):
                 shapes.append(Shape(request.devices, stages, count, request.global_batch // count, schedule, virtual))
     return shapes
 
 
 def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
     if stages == 1:
-        return [(Schedule.ONE_F_ONE_B, 1)]
+        return [(DEFAULT_SCHEDULE, 1)]
     offered = []
     for schedule in request.schedules:
-        known = schedule is Schedule.GPIPE and Schedule.ONE_F_ONE_B in request.schedules
-        if not known and request.offers(schedule, stages):
+        if schedule.no_better_than not in request.schedules and request.offers(schedule, stages):
             offered += [(schedule, virtual) for virtual in virtual_stages(request.graph, schedule, stages)]
     pinned = request.fixed.virtual
     if request.fixed.even:
-        blocks = sum(layer.role is Role.BLOCK for layer in request.graph.layers)
-        offered = [one for one in offered if one[1] == 1 or blocks % (stages * one[1]) == 0]
+        offered = [one for one in offered if one[1] == 1 or even_cuts(request.graph, stages * one[1])]
     return [(schedule, virtual) for schedule, virtual in offered if pinned in (None, virtual)]
 
 
 def virtual_stages(graph: ModelGraph, schedule: Schedule, stages: int) -> list[int]:
-    """How many stages a group of devices may run; every one of several holds a block, or layers before or after all.
+    """How many stages a group of devices may run.
 
     Where layers are of many kinds, few stages: one strategy for all of them rarely pays.
     """
     blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
-    if schedule is Schedule.INTERLEAVED:
-        edges = len({layer.role for layer in graph.layers} - {Role.BLOCK})
-        most = (blocks + edges) // stages if blocks >= stages else 1
-        return list(range(2, (most if len(graph.kinds) <= _KINDS else min(most, _FEW)) + 1))
-    if schedule is Schedule.ZERO_BUBBLE_V:
-        return [2] if 2 * stages <= blocks else []
-    return [1]
+    edges = len({layer.role for layer in graph.layers} - {Role.BLOCK})
+    choices = schedule.virtual_choices(stages, blocks, edges)
+    return [count for count in choices if count <= _FEW or len(graph.kinds) <= _KINDS]
 
 
 def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
@@ -224,7 +218,10 @@ def with_edges(problem: Problem) -> Iterator[Problem]:
 
 def bounds_of(problem: Problem) -> StageBounds | None:
     """Lower bounds of a problem; None where nothing fits."""
-    return relaxed(problem, tables_by_stage(problem))
+    known, key = problem.answers.bounds, (problem.choice, problem.runs == 1)
+    if key not in known:
+        known[key] = relaxed(problem, tables_by_stage(problem))
+    return known[key]
 
 
 def average_of(problem: Problem) -> float:

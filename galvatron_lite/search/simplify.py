@@ -24,7 +24,6 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute, Role
-from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.search.best_first import SolvedPlan, search
@@ -59,7 +58,9 @@ def simplest(request: Request, pricer: LayerPricer, result: SolvedPlan, toleranc
     limit = max(int(least / (1.0 - tolerance)), result.partition.time)
     best, most = result, most_runs(request, result)
     for runs in range(1, min(most, _MOST_RUNS) + 1):
-        below = partial(search, pricer=pricer, below=limit + 1, slack=SLACK * tolerance, effort=_WORK)
+        below = partial(
+            search, pricer=pricer, below=limit + 1, slack=SLACK * tolerance, settled=tolerance, effort=_WORK
+        )
         simple = result if runs == most else below(replace(_like(request, result.problem.shape), runs=runs))
         if simple is not None:
             narrower = (below(replace(narrow, runs=runs)) for narrow in _narrower(request, simple.problem.shape))
@@ -72,15 +73,15 @@ def simplest(request: Request, pricer: LayerPricer, result: SolvedPlan, toleranc
 
 def _like(request: Request, shape: Shape) -> Request:
     """The request of plans of a shape's kind: without a pipeline, or with schedules of one stage a group of devices."""
-    few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
+    few = tuple(schedule for schedule in request.schedules if schedule.simple)
     if shape.stages == 1:
         return replace(request, fixed=replace(request.fixed, pipeline=1))
-    return replace(request, schedules=few) if shape.schedule in SIMPLE and few else request
+    return replace(request, schedules=few) if shape.schedule.simple and few else request
 
 
 def _narrower(request: Request, shape: Shape) -> list[Request]:
-    few = tuple(schedule for schedule in request.schedules if schedule in SIMPLE)
-    narrower = [replace(request, schedules=few)] if few and shape.schedule not in SIMPLE else []
+    few = tuple(schedule for schedule in request.schedules if schedule.simple)
+    narrower = [replace(request, schedules=few)] if few and not shape.schedule.simple else []
     if shape.stages > 1 and request.fixed.pipeline is None and "pipeline" not in request.fixed.forbidden:
         narrower.insert(0, replace(request, fixed=replace(request.fixed, pipeline=1)))
     return narrower

@@ -35,8 +35,8 @@ from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON, Backend
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.registry import CHOSEN
-from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.parallelism.registry import choosing
+from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 
@@ -55,9 +55,10 @@ class Fixed:
     layers: tuple[tuple[str, str, object], ...] = ()
     # names of dimensions (``tensor``, ``pipeline``, ``recompute`` ...) that no layer may use
     forbidden: tuple[str, ...] = ()
-    # whether every stage of a pipeline has as many blocks as any other (the smallest budget that an error names is
-    # that of any split)
+    # whether every stage of a pipeline has as many blocks as any other, or the ends one fewer where that divides (the
+    # smallest budget that an error names is that of any split)
     even: bool = False
+    piped: bool = False  # whether there are several stages
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether a strategy has the values pinned for every layer and uses nothing forbidden."""
@@ -84,10 +85,13 @@ class Fixed:
 
 def _off(dimension: str) -> tuple[tuple[str, object], ...]:
     """The fields of ``Strategy`` that a dimension sets, with the values that mean it is not used."""
-    if dimension not in STRATEGY_FIELDS:
-        return ()
     plain = Strategy()
-    return tuple((name, getattr(plain, name)) for name in STRATEGY_FIELDS[dimension])
+    return tuple((name, getattr(plain, name)) for name in fields_of(dimension))
+
+
+def fields_of(dimension: str) -> tuple[str, ...]:
+    """The fields of ``Strategy`` that a dimension sets."""
+    return (dimension,) if dimension in ADDED else STRATEGY_FIELDS.get(dimension, ())
 
 
 STRATEGY_FIELDS: dict[str, tuple[str, ...]] = {
@@ -161,7 +165,7 @@ class Space:
 
     def _narrowed(self, fixed: Fixed) -> Narrowed:
         """What backend, cluster and pins leave of the values of each field."""
-        values = dict(self.backend.values)
+        values = dict(self.backend.limits)
         if not self.offload:
             values["offload"] = (Offload.NONE,)
         pinned = {name for name, _ in fixed.pinned}
@@ -210,6 +214,10 @@ def pipeline_degrees(devices: int, layers: int, fixed: Fixed, cluster: Cluster |
         for degree in divisors(devices)
         if degree <= layers and (degree == 1 or cluster is None or cluster.of_one_type(devices // degree, devices))
     )
+    if fixed.piped:
+        degrees = degrees[1:] if fixed.pipeline != 1 else ()
+        if not degrees:
+            return ()
     if "pipeline" in fixed.forbidden:
         return (1,)
     if fixed.pipeline is None:
@@ -224,7 +232,7 @@ def reasons(graph: ModelGraph) -> tuple[str, ...]:
     the same is said, by their names in the plan."""
     found: dict[tuple[str, str], list[str]] = {}
     for name in {layer.kind: None for layer in graph.layers}:
-        for dimension in CHOSEN:
+        for dimension in choosing():
             said = dimension.reason(graph.kinds[name])
             if said:
                 key = dimension.name, said.removeprefix(f"{dimension.name}: {graph.kinds[name].name}")

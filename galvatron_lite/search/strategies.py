@@ -8,12 +8,12 @@ from typing import Any
 
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import Dimension, Room
-from galvatron_lite.parallelism.registry import CHOSEN
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.registry import choosing
+from galvatron_lite.parallelism.strategy import ADDED, Strategy, strategy_of
 
 Option = Mapping[str, object]
 _PLAIN: dict[str, Any] = {item.name: item.default for item in fields(Strategy)}
-_LAST = [dimension for dimension in CHOSEN if dimension.degree][-1]
+_LAST = [dimension for dimension in choosing() if dimension.degree][-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,12 @@ def strategies_for(
         narrowed: what fields may be.
     """
     room = Room(devices, node_devices, tokens)
-    partial: list[tuple[dict[str, Any], int]] = [(_PLAIN, devices)]
-    for dimension in CHOSEN:
+    partial: list[tuple[dict[str, Any], int]] = [({**_PLAIN, **dict.fromkeys(ADDED, 1)}, devices)]
+    for dimension in choosing():
         options = [option for option in dimension.choices(kind, devices) if narrowed.keeps(option)]
         partial = _widened(partial, options, dimension, kind, room)
+    if ADDED:
+        return tuple(strategy_of(chosen) for chosen, _ in partial)
     return tuple(Strategy(*chosen.values()) for chosen, _ in partial)  # in the order of its fields, as ``_PLAIN`` is
 
 

@@ -47,8 +47,8 @@ Parts = Sequence[Part]
 Send = tuple[int, int, int, int, int]
 """Whether blocks send, a layer that does, bytes a sample, and the groups of devices on both sides of the boundary."""
 _HALF, _TINY = 0.5, 1e-9
-_PARTS, _AT_ONCE = 8, 64
-"""Parts that the blocks of a group are in; choices for blocks that are timed at once."""
+_PARTS, _LOOKED, _AT_ONCE = 8, 1024, 64
+"""Parts that the blocks of a group are in; choices for blocks that are looked at, and timed, at once."""
 _ZERO = np.zeros((1, 1, 1), dtype=np.int64)
 
 
@@ -148,10 +148,9 @@ class Uniform:
         for places in self.chunks.held:
             self.sharing |= sharing_of(problem.graph, places)
 
-    def bound(self, runs: int | None = None) -> float:
-        """A time that no uniform plan of so many runs beats, quickly."""
-        rows = self._ordered(runs)
-        return float(self._least[rows[0]]) if len(rows) else np.inf
+    def bound(self, limit: float = np.inf, runs: int | None = None) -> float:
+        """A time that no uniform plan of so many runs beats, quickly; infinite where none takes less than a limit."""
+        return next((float(self._least[rows[0]]) for rows in self._ordered(limit, runs)), np.inf)
 
     def best(self, limit: int | None, runs: int | None = None) -> Partition | None:
         """The best plan that fits and takes less than ``limit`` picoseconds; None where there is none.
@@ -160,9 +159,8 @@ class Uniform:
             limit: picoseconds; None: any plan will do.
             runs: see ``Problem``.
         """
-        best, top, rows = None, np.inf if limit is None else limit - _HALF, self._ordered(runs)
-        for begin in range(0, len(rows), _AT_ONCE):
-            some = rows[begin : begin + _AT_ONCE]
+        best, top = None, np.inf if limit is None else limit - _HALF
+        for some in self._ordered(top, runs):
             some = some[self._least[some] < top]
             if not len(some):
                 break
@@ -245,27 +243,41 @@ class Uniform:
         tables = [own.table.at(np.where(number < count, first, second)) for number in parts]
         return {place: tables[number] for place, number in self.chunks.positions.items()}
 
-    def _ordered(self, runs: int | None) -> IntArray:
-        """Choices for blocks that the first and the last group may hold, in the order of ``_least``."""
-        order, mixtures = self._order, self.mixtures
-        return order if runs != 1 or mixtures is None else order[order < len(mixtures.table)]
+    def _ordered(self, limit: float, runs: int | None) -> Iterator[IntArray]:
+        """Choices for blocks that take less than a limit and that the first and last group may hold, in the order of
+        ``_least``, some at a time."""
+        rows = np.flatnonzero(self._least < limit)
+        if runs == 1 and self.mixtures is not None:
+            rows = rows[rows < len(self.mixtures.table)]
+        rows = rows[np.argsort(self._least[rows], kind="stable")]
+        for begin in range(0, len(rows), _LOOKED):
+            some = self._holding(rows[begin : begin + _LOOKED])
+            yield from (some[place : place + _AT_ONCE] for place in range(0, len(some), _AT_ONCE))
 
-    @cached_property
-    def _order(self) -> IntArray:
-        rows, own, shape = np.arange(len(self._least)), self.mixtures, self.problem.shape
-        for group in (0, shape.stages - 1) if own is not None and shape.microbatches > 1 else ():
-            assert own is not None
-            room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
-            moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-            placed = self.chunks.placed[group]
-            flying = np.array([*{counts for _, counts in moments}]) @ placed.reshape(len(placed), -1)
-            flying, held = flying.reshape(-1, *placed.shape[1:]), placed.sum(axis=0)
+    def _holding(self, rows: IntArray) -> IntArray:
+        """Those of some choices for blocks whose states and activations alone the first and the last group may hold."""
+        for room, flying, held in self._flying:
+            assert self.mixtures is not None
+            own = self.mixtures
             first, second, count = own.first[rows], own.second[rows], own.count[rows]
             kept, states = own.table.figures.kept, own.table.figures.resting[:, 0]
             flown = flying[:, 0, count] * kept[first] + flying[:, 1, count] * kept[second]
             resting = held[0, count] * states[first] + held[1, count] * states[second]
             rows = rows[resting + flown.max(axis=0) <= room]
-        return rows[np.argsort(self._least[rows], kind="stable")]
+        return rows
+
+    @cached_property
+    def _flying(self) -> list[tuple[int, IntArray, IntArray]]:
+        """Of the first and the last group, where blocks are alike: bytes there are, blocks of each strategy times
+        micro-batches in flight, by moment and parts of the first strategy, and blocks."""
+        shape, found = self.problem.shape, []
+        for group in (0, shape.stages - 1) if self.mixtures is not None and shape.microbatches > 1 else ():
+            room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
+            moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+            placed = self.chunks.placed[group]
+            flying = np.array([*{counts for _, counts in moments}]) @ placed.reshape(len(placed), -1)
+            found.append((room, flying.reshape(-1, *placed.shape[1:]), placed.sum(axis=0)))
+        return found
 
     @cached_property
     def _least(self) -> FloatArray:
@@ -328,8 +340,7 @@ class Uniform:
             total = total + ramp * reduce(np.add, each) + rounds * reduce(np.maximum, own)
         total = np.broadcast_to(total, [len(next(iter(part.values()))) if part else 1 for part in parts])
         alive = self._agreeing(parts) & (total < limit)
-        # Under interleaved 1F1B later groups hold no more micro-batches of any chunk.
-        ahead = self.problem.shape.schedule is Schedule.INTERLEAVED
+        ahead = self.problem.shape.schedule.front_loaded  # later groups hold no more micro-batches of any chunk
         for group in (group for groups in self._alike.values() for group in groups[: 1 if ahead else None]):
             if not alive.any():
                 break
@@ -501,7 +512,7 @@ def _worst(runs: Sequence[Run], held: int) -> IntArray:
 
 
 def averaged(problems: Sequence[Problem]) -> FloatArray:
-    """(V,): times that no uniform plan under interleaved 1F1B beats, of shapes that differ in stages a group alone.
+    """(V,): times that no uniform plan beats under a front-loaded schedule, of shapes that differ in stages alone.
 
     Quickly: all groups take their average of what blocks, sends and the least of other layers come to, and of memory
     only blocks in the first group count, when it begins its first backward pass: p micro-batches of each of its v

@@ -11,7 +11,7 @@ from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.parallelism.backends import Backend
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, Alternative, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, Alternative, Plan, Stage
 from galvatron_lite.search.result import provenance, runs_of, summary
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.shapes import Request
@@ -145,8 +145,8 @@ def with_one_device(plan: Plan, task: PlanTask) -> Plan:
     quickest = min((one for count in counts if (one := _alone(task, count)) is not None), key=seconds_of, default=None)
     if quickest is None or seconds_of(quickest) >= seconds_of(plan):
         return plan
-    what = f"one device alone is predicted quicker, {format_seconds(seconds_of(quickest))}"
-    note = f"{what} instead of {format_seconds(seconds_of(plan))}: plan for 1 device"
+    seconds = f"{format_seconds(seconds_of(quickest))} instead of {format_seconds(seconds_of(plan))}"
+    note = f"a single device is predicted to be faster ({seconds}): use --gpus 1"
     return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, note)))
 
 
@@ -156,7 +156,7 @@ def _alone(task: PlanTask, count: int) -> Plan | None:
     layers = request.graph.layers
     stage = Stage(runs_of(layers, [Strategy()] * len(layers)))
     plan = Plan(
-        PLAN_VERSION, request.graph.name, 1, request.global_batch, count, Schedule.ONE_F_ONE_B,
+        PLAN_VERSION, request.graph.name, 1, request.global_batch, count, DEFAULT_SCHEDULE,
         request.graph.precision, (stage,), mode=task.session.mode,
     )  # fmt: skip
     try:

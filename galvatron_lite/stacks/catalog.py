@@ -319,6 +319,15 @@ DEFAULT = Stack(
     vocab_multiple=128,
 )
 
+ENGINE = Stack(
+    name="deepspeed",
+    source="github.com/deepspeedai/DeepSpeed, runtime/engine.py: bf16 parameters and sums around a model's own kernels",
+    kernels=EAGER,
+    states=HALF_GRADIENTS,
+    optimizer="adamw",
+)
+"""DeepSpeed's engine around a training script of its user's; published runs are of Megatron-DeepSpeed."""
+
 _NAMES: tuple[tuple[str, Stack], ...] = (
     (r"deepspeed.*bloom|bloom.*deepspeed", BLOOM),
     (r"deepspeed", DEEPSPEED),
@@ -351,7 +360,7 @@ _NAMES: tuple[tuple[str, Stack], ...] = (
     (r"pytorch|\bddp\b|deeplearningexamples", PYTORCH),
 )
 
-STACKS: dict[str, Stack] = {stack.name: stack for stack in (*(stack for _, stack in _NAMES), DEFAULT)}
+STACKS: dict[str, Stack] = {stack.name: stack for stack in (*(stack for _, stack in _NAMES), ENGINE, DEFAULT)}
 """Every stack by name."""
 
 

@@ -19,7 +19,7 @@ from galvatron_lite.model.shapes.images.names import (
     works_on_tokens,
 )
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
-from galvatron_lite.model.shapes.registry import build_graph, load_model
+from galvatron_lite.model.shapes.registry import build_graph, load_model, load_shape, model_names
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.plans import argument, integer_argument
@@ -125,21 +125,23 @@ def _summed(name: str, totals: tuple[float, float, float], side: int, precision:
     return summary_graph(shape, precision, ITEM_BYTES[precision])
 
 
-_NAMED: tuple[tuple[str, dict[str, int]], ...] = (
-    # huggingface.co/Qwen/Qwen3-235B-A22B, Qwen3-30B-A3B and the dense ones: head_dim.
-    ("qwen3-", {"head_dim": 128}),
-    # huggingface.co/openai/gpt-oss-120b: head_dim.
-    ("gpt-oss-", {"head_dim": 64}),
-    # huggingface.co/deepseek-ai/DeepSeek-V3: n_shared_experts x moe_intermediate_size, first_k_dense_replace,
-    # intermediate_size (of the dense layers).
-    ("deepseek-v3", {"shared_ffn": 2048, "dense_layers": 3, "ffn_hidden": 18432}),
-)
+_FORCED = ("force-balanced", "forced expert balance", "force-load-balancing", "fake balanced gate")
+"""What notes say where routers are made to send every expert as many tokens."""
+_UNSTATED = ("biases", "head_norm", "window", "window_period", "sinks", "router", "expert_groups", "chosen_groups")
+"""Fields of ``MoeShape`` that rows have no place for: those of the shipped model of their name."""
 
 
-def named_figures(model: str | None) -> dict[str, int]:
-    """Figures of a public model by its name, by field of a shape; none for a name that is not known."""
+def named_figures(model: str | None) -> dict[str, object]:
+    """Figures of a shipped mixture by its name, by field of a shape; none for a name that is not known.
+
+    Every Qwen3 has heads of 128 (huggingface.co/Qwen).
+    """
     name = (model or "").lower()
-    return next((figures for start, figures in _NAMED if name.startswith(start)), {})
+    shape = load_shape(name) if name in model_names() else None
+    if not isinstance(shape, MoeShape):
+        return {"head_dim": 128} if name.startswith("qwen3-") else {}
+    named = ("head_dim", "ffn_hidden", "shared_ffn", "dense_layers", *_UNSTATED)
+    return {field: getattr(shape, field) for field in named}
 
 
 _NEEDED = ("layers", "hidden", "heads", "vocab", "seq_len")
@@ -247,6 +249,9 @@ def _mixture(run: PublishedRun, stack: Stack) -> Shape | Skipped:
         or named.get("shared_ffn", 0),
         "dense_layers": dense_layers(argument(run.remarks, "moe-layer-freq")) or named.get("dense_layers", 0),
     }
+    fields |= {field: named[field] for field in _UNSTATED if field in named}
+    if any(words in run.remarks for words in _FORCED):
+        fields["expert_excess"] = 0.0
     return MoeShape(**fields)  # type: ignore[arg-type]
 
 

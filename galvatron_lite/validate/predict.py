@@ -23,6 +23,7 @@ from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.parallelism.pictures import is_picture
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, TimeBreakdown
 from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.stacks.schema import Stack, workspace_bytes
 from galvatron_lite.units import ITEM_BYTES
 from galvatron_lite.validate.checks import cluster_of, not_understood
@@ -232,6 +233,11 @@ class Predictor:
         except InputError as error:
             return Skipped("trainable parameters not understood", str(error))
         return self.graphs[key]
+
+    def profile_of(self, understood: Understood, plan: Plan) -> Profile:
+        """The estimated profile of a run's model on its cluster, with the points that pricing ``plan`` looks up."""
+        place = (understood.graph, understood.cluster, understood.stack, understood.precision)
+        return self._pricer(*place, plan).profile
 
     def _pricer(self, graph: ModelGraph, cluster: Cluster, stack: Stack, precision: str, plan: Plan) -> LayerPricer:
         wanted = wanted_points(graph, plan)

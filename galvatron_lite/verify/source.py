@@ -90,8 +90,8 @@ def _refuse(shape: TransformerShape, why: str) -> InputError:
 
 
 def _decoder(shape: DecoderShape | MoeShape, tokens: int) -> nn.Module:
-    if shape.kv_rank or shape.head_dim not in (0, shape.hidden // shape.heads):
-        raise _refuse(shape, "latent attention, or of heads of another width")
+    if shape.kv_rank or shape.window or shape.head_dim not in (0, shape.hidden // shape.heads):
+        raise _refuse(shape, "latent attention, of windows, or of heads of another width")
     sizes = {
         "vocab": shape.entries, "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads,
         "sequence": tokens, "dropout": shape.dropout, "kv_heads": shape.kv_heads or shape.heads,
@@ -99,7 +99,8 @@ def _decoder(shape: DecoderShape | MoeShape, tokens: int) -> nn.Module:
     kinds = (shape.gated_mlp, shape.activation, shape.norm, shape.biases, shape.positions)
     is_llama = kinds == (True, "silu", "rmsnorm", False, "rotary") and not shape.qkv_bias
     if isinstance(shape, MoeShape):
-        if not is_llama or shape.shared_ffn or shape.dense_layers:
+        plain = not (shape.shared_ffn or shape.dense_layers or shape.head_norm or shape.sinks)
+        if not (is_llama and plain and shape.router == "softmax"):
             raise _refuse(shape, "such mixtures")
         experts = {"experts": shape.n_experts, "choices": shape.moe_topk, "tied": shape.tied_embeddings}
         return build("moe-tiny", **sizes, ffn_hidden=shape.moe_ffn or shape.ffn_hidden, **experts)

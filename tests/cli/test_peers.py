@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from galvatron_lite import api
 from galvatron_lite.cli import app
 from galvatron_lite.errors import InputError
-from galvatron_lite.plans.io import read_plan
+from galvatron_lite.plans.io import read_plan, write_plan
 from studies.hetu.formulas import price
 from tests.studies.hetu.cases import FOLDER, found
 
@@ -219,3 +219,13 @@ def test_sizes_that_files_do_not_hold_are_offered(model: str, tmp_path: Path) ->
 def test_an_error_says_what_is_wrong(words: tuple[object, ...], named: str) -> None:
     with pytest.raises(InputError, match=named):
         run(*words)
+
+
+def test_evaluate_takes_the_profile_that_the_plan_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = api.plan(model="gpt2", cluster="a100-40gb", gpus=8, batch=64, runners_up=0)
+    write_plan(plan, tmp_path / "plan.yaml")
+    other = api.profile("gpt2", estimate=True, cluster="h100", gpus=8)  # the last one made here
+    priced = [api.evaluate("plan.yaml", profile).prediction for profile in (None, other)]
+    assert plan.prediction is not None
+    assert [one is not None and one.step_seconds == plan.prediction.step_seconds for one in priced] == [True, False]

@@ -72,7 +72,7 @@ def test_what_fails_is_told_and_is_the_exit_status(folder: Path, monkeypatch: py
         (["--checks", "all"], "--checks: 'all' cannot be used. Give one or several of dry, numbers"),
         (["--processes", "1"], "--processes: 1 cannot be used."),
         ([], "The plan is for tiny, which is no model known here: --model NAME or SCRIPT.py:FACTORY."),
-        (["--model", "gpt-huge"], "model: 'gpt-huge' cannot be used."),
+        (["--model", "gpt-huge"], "model: 'gpt-huge' is unknown."),
         (["--model", "train.py:other"], "train.py has no function 'other'."),
     ],
 )

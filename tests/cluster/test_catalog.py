@@ -152,7 +152,7 @@ def test_a_file_of_fixed_size_is_cut_but_never_stretched(tmp_path: Path) -> None
         ({"colour": "red"}, "colour"),
         ({"device": None}, "either device"),
         ({"groups": [{"device": "T4", "count": 4}]}, "either device"),
-        ({"device": "T5"}, "Known devices"),
+        ({"device": "T5"}, "'T5' is unknown. Known: V100"),
         ({"device": 5}, "device"),
         ({"device": {"name": "own", "memory": "46"}}, "unit"),
         ({"device": {"name": "own", "memory": "46GiB"}}, "memory_bandwidth"),

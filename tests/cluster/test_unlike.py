@@ -87,7 +87,7 @@ def test_links_that_are_given_for_all_count_above_the_types_own(tmp_path: Path) 
         ((run(), run(V100, 8, node(bandwidth=-1.0), network())), {}, "greater than or equal to 1"),
         ((run(), run(V100, 8, node(speed=1), network())), {}, "speed"),
         ((run(), run(V100, 8, node(link="string"), network())), {}, "Known"),
-        ((run(), run("V1000", 8)), {}, "Known devices"),
+        ((run(), run("V1000", 8)), {}, "Known: V100"),
         ((run(), run(V100, 0)), {}, "count"),
         ((run(),), {"device": A100}, "either device"),
     ],

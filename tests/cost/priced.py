@@ -13,6 +13,7 @@ from galvatron_lite.model.graph import (
     Operator,
     OperatorClass,
     Recompute,
+    Routing,
     SplitDims,
     TensorSplit,
 )
@@ -161,7 +162,7 @@ def _block(draw: random.Random) -> LayerKind:
 def _mixture(draw: random.Random) -> LayerKind:
     return replace(
         _block(draw), name="mixture", parameters=TensorSplit(4_000_000, 0, 640), expert_parameters=3_600_000,
-        dispatched_bytes=2**20, unique_copies=draw.choice((0, 4)),
+        dispatched_bytes=2**20, routing=Routing(4, unique=bool(draw.choice((0, 4)))),
     )  # fmt: skip
 
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.schedule import closed_form
-from galvatron_lite.cost.simulation import group_ends
-from galvatron_lite.cost.zero_bubble import run_zero_bubble
-from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Course
+from galvatron_lite.cost.simulation import group_ends, run_ordered
+from galvatron_lite.parallelism.pipeline.schedule import Course
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 from galvatron_lite.plans.schema import Schedule
 from tests.cost.events import makespan, order_of, simulate
+from tests.schedules import SIMPLE
 
 SECONDS = st.floats(0.01, 10)
 SENDS = st.floats(0, 5)
@@ -122,7 +122,7 @@ def test_zero_bubble_equals_the_simulation_of_passes_alike(groups: int, rounds: 
     """With forward, the gradients of inputs and those of weights a second each (Qi et al. 2023, figures 2 and 3)."""
     stages, count = (StageTimes(1, 2, weight=1),) * groups, rounds * groups
     for schedule in (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P):
-        run = run_zero_bubble(PassOrder(stages, 0.0, 0.5), Course(schedule, groups, 1, count))
+        run = run_ordered(PassOrder(stages, 0.0, 0.5), Course(schedule, groups, 1, count))
         span, end = max(run.spans), max(run.ends)
         assert closed_form(stages, count, schedule, steps_overlap=True) == pytest.approx(span, rel=0.12)
         assert closed_form(stages, count, schedule) == pytest.approx(end, rel=0.12)

@@ -12,10 +12,11 @@ from galvatron_lite.cost import simulation
 from galvatron_lite.cost.schedule import closed_form
 from galvatron_lite.cost.simulation import group_ends, run
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
-from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Course, Pass, group_of, stage_actions, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Course, Pass, group_of, schedules, stage_at
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import Schedule
 from tests.cost.events import simulate
+from tests.schedules import SIMPLE
 
 SECONDS = st.floats(0.01, 10)
 INTERLEAVED = st.tuples(st.integers(2, 6), st.integers(1, 4), st.integers(1, 17))
@@ -82,7 +83,7 @@ def test_interleaving_divides_the_bubble(
 def test_every_chunk_passes_every_micro_batch_once(shape: tuple[int, int, int]) -> None:
     groups, virtual, count = shape
     for group in range(groups):
-        actions = stage_actions(Schedule.INTERLEAVED, groups, group, count, virtual)
+        actions = Schedule.INTERLEAVED.actions(groups, group, count, virtual)
         assert len(set(actions)) == len(actions) == 2 * virtual * count
         for chunk in range(virtual):
             for what in (Pass.FORWARD, Pass.BACKWARD):
@@ -100,7 +101,7 @@ def test_interleaved_holds_what_its_warm_up_brings(groups: int, virtual: int) ->
         assert max(sum(counts) for _, counts in held) == 2 * (groups - group - 1) + (virtual - 1) * groups + 1
 
 
-@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("schedule", schedules())
 def test_groups_and_stages_are_inverse(schedule: Schedule) -> None:
     for group in range(4):
         for chunk in range(3):

@@ -12,13 +12,14 @@ from galvatron_lite.cost.step import device_memory
 from galvatron_lite.cost.timeline import Timeline, timeline
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, ZERO_BUBBLE, Pass
+from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Cyclic, Mode, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.result import plan_of
 from tests.cost.test_step import simple
 from tests.factories import random_profile
+from tests.schedules import EXECUTABLE, ZERO_BUBBLE
 
 ROUNDING = 1e-12
 """Seconds."""

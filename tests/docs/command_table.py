@@ -19,7 +19,8 @@ MENTIONS = frozenset(
         "galvatron evaluate", "galvatron launch", "galvatron diagnose", "galvatron verify", "galvatron explain",
         "galvatron compare", "galvatron plan --phases",
         "galvatron adapt replay", "galvatron plan --mode inference", "galvatron plan --backend deepspeed",
-        "galvatron profile import", "galvatron launch --plan", "galvatron plan export", "galvatron plan --model",
+        "galvatron validate --transfer", "galvatron profile transfer", "galvatron profile import",
+        "galvatron launch --plan", "galvatron plan export", "galvatron plan --model",
         "galvatron plan --backend any", "galvatron profile SCRIPT:FACTORY",
         "galvatron export PLAN --to deepspeed|megatron|torchtitan|accelerate|nemo",
         "galvatron plan --model llama2-7b --cluster a100-80gb … --mem 10GB",
@@ -57,6 +58,12 @@ INSTEAD = {
     "galvatron evaluate plan.yaml --profile PROFILE -o priced.yaml": Instead(
         "galvatron evaluate plan.yaml --model llama2-7b --cluster a100-80gb --gpus 8 -o priced.yaml", "a placeholder"
     ),
+    "galvatron profile transfer a100.yaml --to h100 -o h100.yaml": Instead(
+        "galvatron profile transfer profiles/t4/Model.yaml --to h100 -o h100.yaml", "the profile that is there"
+    ),
+    "galvatron calibrate mine.jsonl -o constants": Instead(
+        "galvatron calibrate four.jsonl -o constants", "the row of the page is one"
+    ),
     "galvatron plan import --from hetu FILE": Instead(
         "galvatron plan import --from hetu theirs.json --profile llama.yaml -o ours.yaml", "a placeholder"
     ),
@@ -72,9 +79,10 @@ MADE = "galvatron profile train.py:make_model"
 SAYS = {
     "plan --phases": r"warm-up +2K", "plan import": r"Written to ours\.yaml", "plan export": r"back\.json",
     "plan": r"[\dKM] (samples|tokens)/s|GPU-hours|none is beaten",
-    "profile import": r"\d[KMBT] parameters in \d+ layers",
+    "profile import": r"\d[KMBT] parameters in \d+ layers", "profile transfer": r"Written to h100\.yaml",
     "profile": r"\d[KMBT]? parameters in \d+ layers(.|\n)*Written to profiles/",
     "validate": r'family +rows|"families": \{', "evaluate": r"fits: (yes|no)", "export": r"--|\{|ritten",
+    "calibrate": r"error on runs left out(.|\n)*Written to constants",
     "adapt": r"step \d+", "launch": r"-m torch\.distributed\.run|srun --nodes=|-m galvatron_lite\.launch\.ray_job",
     "report": r"Written to \S+\.(html|json)", "checkpoint": r"step \d+, \d+ process|whole, \d+ files|\.safetensors",
     "oracle": r"strategy|reproduced|paradl|data",

@@ -36,7 +36,7 @@ RUN = _to_run()
 def options_of(words: list[str]) -> set[str]:
     """Options of a command, or of its sub-command where one is named."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    command = commands["-".join(words[:2])] if words[:2] == ["profile", "import"] else commands[words[0]]
+    command = commands.get("-".join(words[:2])) or commands[words[0]]
     within = getattr(command, "commands", {})
     named = within.get(words[1], command) if len(words) > 1 else command
     return {option for parameter in named.params for option in parameter.opts}

@@ -36,7 +36,7 @@ def test_words_are_those_of_the_source() -> None:
     assert len(QUOTED) > 30
     for words in QUOTED:
         said = words.split(": ", 1)[1]
-        said = re.sub(r"^([\w-]+): ('[\w ]+'|…) (cannot be used\. )?|^([\w-]+) is missing\. ", "", said)
+        said = re.sub(r"^([\w-]+): ('[\w ]+'|…) (cannot be used\. |is unknown\. )?|^([\w-]+) is missing\. ", "", said)
         parts = [part.strip() for part in re.split(r"…|(?<=:)$", said) if len(part.strip()) > 8]
         assert parts or said in FIELDS, words
         assert [part for part in parts if part not in known and part not in FIELDS] == [], words

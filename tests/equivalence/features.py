@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
+from tests.schedules import ZERO_BUBBLE
 
 OF_LAYERS: Mapping[str, Callable[[Strategy], bool]] = {
     "data": lambda s: s.data > 1,

@@ -17,7 +17,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import call_model, tensors_of
 from galvatron_lite.model.graph import Recompute, Role
 from galvatron_lite.parallelism.pipeline.runner import PipelineRunner
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE, Action, Pass
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.pipeline.table import actions_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.execution import check_runs, pipeline_of
@@ -26,6 +26,7 @@ from tests.equivalence.families import build_model, make_batches
 from tests.equivalence.plans import write_plan
 from tests.equivalence.training import SAMPLES, Case, Reference, make_case, train_alone, train_under_plans
 from tests.pool import WorkerPool
+from tests.schedules import ZERO_BUBBLE
 
 PLAIN, RECOMPUTE, SELECTIVE = Strategy(), Strategy(recompute=Recompute.FULL), Strategy(recompute=Recompute.SELECTIVE)
 Row = tuple[Schedule, int, Sequence[int], int, Strategy]

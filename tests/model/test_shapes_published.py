@@ -14,6 +14,9 @@ PARAMETERS = {
     "llama3-70b": 70_553_706_496,  # meta-llama/Meta-Llama-3-70B
     "llama3-405b": 405_853_388_800,  # meta-llama/Llama-3.1-405B
     "mixtral-8x7b": 46_702_792_704,  # mistralai/Mixtral-8x7B-v0.1
+    "deepseek-v3": 671_026_404_352,  # deepseek-ai/DeepSeek-V3 without the second token's module and score corrections
+    "qwen3-235b-a22b": 235_093_634_560,  # Qwen/Qwen3-235B-A22B
+    "gpt-oss-120b": 116_829_156_672,  # openai/gpt-oss-120b
     "bert-large": 336_226_108,  # BertForPreTraining of google-bert/bert-large-uncased
     "t5-3b": 2_851_598_336,  # google-t5/t5-3b
     "vit-huge": 632_045_800,  # torchvision vit_h_14, IMAGENET1K_SWAG_LINEAR_V1

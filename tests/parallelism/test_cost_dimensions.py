@@ -9,8 +9,8 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, in_flight
-from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
+from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.strategies import strategies_for
@@ -23,7 +23,7 @@ def work(strategy: Strategy) -> LayerWork:
     context = DimensionContext(strategy.devices, 8, 4, 2, 4, 4, 1, {"zero": 0.5, "data": 0.25})
     items = float(KIND.parameters.total)
     start = LayerWork(32.0, 1, False, Recompute.NONE, items, items, items, items)
-    return reduce(lambda known, dimension: dimension.apply(known, KIND, strategy, context), DIMENSIONS, start)
+    return reduce(lambda known, dimension: dimension.apply(known, KIND, strategy, context), dimensions(), start)
 
 
 def sent(done: LayerWork, moment: Moment) -> list[tuple[Collective, float, RankGroup, int]]:
@@ -61,14 +61,14 @@ def test_strategies_take_all_devices_and_are_legal() -> None:
 def test_tensor_is_not_offered_where_the_structure_forbids_it() -> None:
     alone = replace(make_kind("odd", 10), tensor_reason="heads do not divide")
     assert {option.tensor for option in strategies_for(alone, 4)} == {1}
-    assert [dimension.reason(alone) for dimension in DIMENSIONS if "heads" in dimension.reason(alone)]
+    assert [dimension.reason(alone) for dimension in dimensions() if "heads" in dimension.reason(alone)]
 
 
 def test_pipeline_figures() -> None:
     assert boundary_bytes(100, 8, Strategy(data=2, tensor=2)) == 400
     assert boundary_bytes(100, 8, Strategy(data=2, tensor=2, sequence_parallel=True)) == 200
-    assert [in_flight(Schedule.ONE_F_ONE_B, 4, stage, 3) for stage in range(4)] == [3, 3, 2, 1]
-    assert in_flight(Schedule.GPIPE, 4, 3, 7) == 7
+    assert [Schedule.ONE_F_ONE_B.in_flight(4, stage, 3) for stage in range(4)] == [3, 3, 2, 1]
+    assert Schedule.GPIPE.in_flight(4, 3, 7) == 7
     assert [buffer_bytes(3, 10, count) for count in (1, 2, 8)] == [10, 26, 26]
 
 

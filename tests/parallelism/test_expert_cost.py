@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import Collective, RankGroup
-from galvatron_lite.model.graph import SplitDims, TensorSplit
+from galvatron_lite.model.graph import Routing, SplitDims, TensorSplit
 from galvatron_lite.parallelism.base import Moment
-from galvatron_lite.parallelism.expert.cost import ExpertDimension, reached
+from galvatron_lite.parallelism.expert.cost import ExpertDimension, rank_load, reached
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.strategies import strategies_for
 from tests.factories import make_kind
@@ -97,8 +98,8 @@ def test_a_mixture_of_unknown_size_is_told() -> None:
 
 def test_copies_that_a_rank_is_sent_once() -> None:
     # Of 2 copies to 4 ranks both go to the same one in a quarter of all cases: 1.75 of 2 are sent.
-    assert reached(4, 2) == pytest.approx(1.75)
-    done = work(Strategy(data=4, expert=4), replace(KIND, unique_copies=2), samples=64)
+    assert reached(4, Routing(2)) == pytest.approx(1.75)
+    done = work(Strategy(data=4, expert=4), replace(KIND, routing=Routing(2, unique=True)), samples=64)
     exchange = next(one for one in done.communications if one.cause == "expert")
     assert exchange.size == pytest.approx(COPIES * 64 / 4 * 1.75 / 2)
     assert exchange.group == RankGroup(4, 1, 1)
@@ -107,12 +108,41 @@ def test_copies_that_a_rank_is_sent_once() -> None:
 @given(places=st.integers(1, 6), copies=st.integers(1, 5))
 def test_places_reached_are_those_of_all_ways_to_send(places: int, copies: int) -> None:
     ways = list(product(range(places), repeat=copies))
-    assert reached(places, copies) == pytest.approx(sum(len(set(way)) for way in ways) / len(ways))
+    assert reached(places, Routing(copies)) == pytest.approx(sum(len(set(way)) for way in ways) / len(ways))
+
+
+@pytest.mark.parametrize("places", [1, 2, 4, 8])
+@pytest.mark.parametrize("chosen", [1, 2, 3])
+def test_places_reached_through_chosen_groups_are_those_of_all_ways_to_choose(places: int, chosen: int) -> None:
+    # 4 groups of 2 experts each, 3 copies; places hold 8 / places consecutive experts.
+    counts = [
+        len({expert * places // 8 for expert in experts})
+        for groups in combinations(range(4), chosen)
+        for experts in product([2 * group + side for group in groups for side in range(2)], repeat=3)
+    ]
+    found = reached(places, Routing(3, groups=4, chosen_groups=chosen))
+    assert found == pytest.approx(sum(counts) / len(counts))
+    assert found <= max(chosen, places * chosen / 4)
+
+
+def test_the_most_loaded_rank_sets_the_pace_of_exchanges() -> None:
+    # Loads of 8 experts drawn with the deviation that puts the largest 50 % above the mean, as the form says.
+    uneven = replace(KIND, routing=Routing(2, excess=0.5))
+    assert rank_load(uneven, 1) == 1
+    assert rank_load(uneven, 8) == pytest.approx(1.5)
+    assert list(rank_load(uneven, np.array([8, 1, 4]))) == [rank_load(uneven, degree) for degree in (8, 1, 4)]
+    draws = np.random.default_rng(0).normal(1, 0.5 / np.sqrt(2 * np.log(64)), (4000, 64))
+    ranks = draws.reshape(4000, 16, 4).mean(-1).max(-1).mean()
+    many = replace(KIND, dims=SplitDims(experts=64), routing=Routing(2, excess=0.5))
+    assert rank_load(many, 16) - 1 == pytest.approx(ranks - 1, rel=0.35)  # sqrt(2 ln n) is above the mean largest of n
+    exchange = next(one for one in work(Strategy(data=4, expert=4), uneven).communications if one.cause == "expert")
+    assert exchange.load == rank_load(uneven, 4)
+    assert exchange.size == COPIES * 64 / 4
 
 
 def test_copies_that_a_node_is_sent_once() -> None:
     # The factory's context has nodes of 8 devices: 32 ranks lie on 4 nodes, of which 8 copies reach 3.6.
-    done = work(Strategy(data=32, expert=32), replace(KIND, unique_copies=8), samples=64)
+    done = work(Strategy(data=32, expert=32), replace(KIND, routing=Routing(8, unique=True)), samples=64)
     exchange = next(one for one in done.communications if one.cause == "expert")
     assert exchange.group == RankGroup(4, 8, 8)
     assert exchange.size == pytest.approx(COPIES * 64 / 32 * 4 * (1 - 0.75**8) / 8)

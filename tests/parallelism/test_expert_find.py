@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -118,6 +119,27 @@ def test_experts_of_a_user_are_spread_and_sliced() -> None:
     found = find_slices(block, mixture, 24)
     assert isinstance(found, ExpertSlices)
     assert [(one.name, one.dim) for one in found.parameters] == [("both", 2), ("down", 1)]
+
+
+def test_experts_with_biases_whose_choices_may_be_left_out_are_spread() -> None:
+    config = transformers.GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config)
+    block = model.model.layers[0].mlp
+    for parameter in block.experts.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    given = [torch.randn(1, 10, 32) for _ in range(2)]
+    expected = [block(one)[0].detach() for one in given]
+
+    def spread(group: ThreadGroup) -> Tensor:
+        own = copy.deepcopy(block)
+        shards = spread_experts(own, ThreadExchange(group))
+        assert sorted(shards) == sorted(f"experts.{name}" for name, _ in block.experts.named_parameters())
+        made: Tensor = own(given[group.rank])[0].detach()
+        return made
+
+    for made, wanted in zip(run_threads(2, spread), expected, strict=True):
+        torch.testing.assert_close(made, wanted)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -19,7 +19,7 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import flow_of
 from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner
-from galvatron_lite.parallelism.pipeline.schedule import SIMPLE, Action, Pass, stage_actions
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, schedule_named
 from galvatron_lite.parallelism.pipeline.stage import StageModel
 from galvatron_lite.parallelism.pipeline.table import Pipeline
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, find_shared
@@ -29,6 +29,7 @@ from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.families import FAMILIES, build_family
 from tests.pool import WorkerPool
+from tests.schedules import SIMPLE
 
 SAMPLES = 8
 
@@ -89,7 +90,7 @@ def run_pipeline(sizes: Sequence[int], microbatches: int, schedule: str) -> Mapp
     stage = StageModel(model, layers, stages[here])
     copies = SharedCopies({here: model}, shared, stages, {layer.name: Strategy() for layer in layers})
     copies.start_equal()
-    pipeline = Pipeline(Schedule(schedule), len(sizes))
+    pipeline = Pipeline(schedule_named(schedule), len(sizes))
     runner = PipelineRunner([Chunk(stage)], pipeline_groups(len(sizes)), pipeline, here, torch.device("cpu"))
     rows = SAMPLES // microbatches
     parts = [slice_batch(batch, start, start + rows) for start in range(0, SAMPLES, rows)]
@@ -138,7 +139,7 @@ shapes = st.tuples(st.sampled_from(SIMPLE), st.integers(1, 6), st.integers(1, 12
 
 
 def passes(schedule: Schedule, stages: int, microbatches: int) -> list[tuple[Action, ...]]:
-    return [stage_actions(schedule, stages, stage, microbatches) for stage in range(stages)]
+    return [schedule.actions(stages, stage, microbatches) for stage in range(stages)]
 
 
 @given(shapes)

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
-from galvatron_lite.parallelism.pipeline.schedule import EXECUTABLE, ZERO_BUBBLE, Action, Course, Pass, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, stage_at
 from galvatron_lite.parallelism.pipeline.table import actions_of, ends, room_of
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 from galvatron_lite.plans.schema import Schedule
+from tests.schedules import EXECUTABLE, ZERO_BUBBLE
 
 SECONDS = st.floats(0.1, 2)
 

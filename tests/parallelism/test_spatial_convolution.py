@@ -282,7 +282,7 @@ def test_large_pictures_are_split_and_small_or_shallow_ones_are_not() -> None:
     def plan(extent: int, kernel: Tensor, group: ThreadGroup) -> bool:
         cuts = image_specs((1, 96, extent, extent), (None, group, None))
         halo = halo_of((extent, extent), [SideWindow(3, 1, 1, 1)] * 2, cuts, "conv2d")
-        return overlaps(halo, picture.new_empty(1, 96, extent // 2, extent), kernel)
+        return overlaps(halo.places, picture.new_empty(1, 96, extent // 2, extent), kernel)
 
     def work(group: ThreadGroup) -> tuple[bool, ...]:
         shallow = torch.randn(96, 1, 3, 3)

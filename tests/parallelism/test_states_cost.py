@@ -14,7 +14,7 @@ from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.ranks import context_group, expert_spread_of, spread_of, tensor_group
-from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategies import Strategies
 from galvatron_lite.parallelism.strategy import Strategy
 from tests.factories import make_kind
@@ -28,7 +28,7 @@ def work(strategy: Strategy, kind: LayerKind = KIND, samples: float = 64.0, item
     context = DimensionContext(strategy.devices, 8, item, item, item, item, 1)
     items = float(kind.parameters.total)
     start = LayerWork(samples, 1, False, Recompute.NONE, items, items, items, items)
-    return reduce(lambda known, dimension: dimension.apply(known, kind, strategy, context), DIMENSIONS, start)
+    return reduce(lambda known, dimension: dimension.apply(known, kind, strategy, context), dimensions(), start)
 
 
 def sent_items(communications: list[Communication], item: int = 2) -> float:

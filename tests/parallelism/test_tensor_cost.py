@@ -11,7 +11,7 @@ import pytest
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, SplitDims, TensorSplit
 from galvatron_lite.parallelism.base import DimensionContext, LayerWork, Moment
-from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.cost import ASYNC
 from tests.factories import make_kind
@@ -125,7 +125,7 @@ def test_gathered_and_scattered_tensors_are_copied_where_software_does_so(recomp
     for host in (0.0, per_byte):
         context = DimensionContext(4, 8, 2, 2, 2, 2, 1, host={"gathered_per_byte": host})
         start = LayerWork(1.0, 1, False, Recompute.NONE, 1200.0, 1200.0, 1200.0, 1200.0)
-        done = reduce(lambda known, one, seen=context: one.apply(known, BLOCK, strategy, seen), DIMENSIONS, start)
+        done = reduce(lambda known, one, seen=context: one.apply(known, BLOCK, strategy, seen), dimensions(), start)
         seconds[host] = done.microbatch_overhead
     assert seconds[0.0] == 0
     assert seconds[per_byte] == pytest.approx(per_byte * 500 * (forwards + 1))

@@ -93,7 +93,7 @@ def _beside(stages: tuple[Stage, ...] = (Stage(()),), **changes: Any) -> Plan:
         (replace(PLAN, virtual_stages=2), "virtual_stages: 2 .*divide the 1 stages"),
         (_beside(stages=(Stage(()),) * 2), "a.yaml, stages: 2 .*Beside branches there is one stage"),
         (_beside(first=4), "branches.0: 'first 4, devices 1' .*numbered from 0"),
-        (_beside(first=2, devices=2), "branches.0.runs.0.strategy: 'whole' .*left has 2 devices"),
+        (_beside(first=2, devices=2), "branches.0.runs.0.strategy: 'unsplit' .*left has 2 devices"),
         (_beside(runs=()), "branches.0, runs: 'none' .*A branch has at least one layer"),
     ],
 )
@@ -178,7 +178,7 @@ def test_an_unknown_key_is_named_beside_what_should_be_a_list(tmp_path: Path) ->
 def test_strategies_may_be_in_short_form_and_unknown_words_are_named(tmp_path: Path) -> None:
     long = "strategy:\n      data: 4\n"
     assert read_plan(_edited(tmp_path, long, "strategy: data4\n")) == PLAN
-    with pytest.raises(FileFormatError, match=r"stages.0.runs.0.strategy: 'wholee' .*Write parts such as .* or whole"):
+    with pytest.raises(FileFormatError, match=r"stages.0.runs.0.strategy: 'wholee' .*Write parts such .* or unsplit"):
         read_plan(_edited(tmp_path, long, "strategy: wholee\n"))
 
 

@@ -8,10 +8,10 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.model.graph import LayerKind, Recompute, Routing
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.registry import DIMENSIONS
+from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -165,7 +165,7 @@ def richer(kind: LayerKind, draw: random.Random) -> LayerKind:
         dims=replace(attentive.dims, experts=4),
         expert_parameters=draw.randint(1, kind.parameters.tensor),
         dispatched_bytes=draw.randint(100, 5000),
-        unique_copies=draw.choice([0, 2]),
+        routing=Routing(2, draw.random() < 0.5, excess=draw.choice([0.0, 0.5])),
     )
 
 
@@ -181,5 +181,5 @@ def pins(profile: Profile, devices: int, batch: int, draw: random.Random) -> Fix
         microbatches=sometimes([count for count in (1, 2, 3) if batch % count == 0]),
         strategy=(draw.choice(strategy),) if draw.random() < 0.2 else (),
         layers=((draw.choice([layer, "l*"]), *draw.choice(strategy)),) if draw.random() < 0.3 else (),
-        forbidden=tuple(draw.sample([one.name for one in DIMENSIONS], draw.choice([0, 0, 1]))),
+        forbidden=tuple(draw.sample([one.name for one in dimensions()], draw.choice([0, 0, 1]))),
     )

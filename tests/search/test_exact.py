@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InfeasibleError
-from galvatron_lite.parallelism.pipeline.schedule import SIMPLE
 from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.infeasible import leanest
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.space import Space
+from tests.schedules import SIMPLE
 from tests.search.brute import Brute, bound_of, brute_of, every_plan
 from tests.search.instances import Instance, random_instance, uniform_instance
 

@@ -100,7 +100,7 @@ def test_patterns_of_layers() -> None:
 @pytest.mark.parametrize(
     ("fix", "forbid", "said"),
     [
-        (["tpp=2"], [], r"--fix: 'tpp' cannot be used. Did you mean tp\? Known: pipeline/pp"),
+        (["tpp=2"], [], r"--fix: 'tpp' is unknown. Did you mean tp or pp\?"),
         (["recompte=full"], [], "Did you mean recompute"),
         (["pp"], [], "NAME=VALUE"),
         (["pp="], [], "NAME=VALUE"),
@@ -109,7 +109,7 @@ def test_patterns_of_layers() -> None:
         (["tp=-2"], [], "1 or more"),
         (["zero=4"], [], "stages 0 .off., 1, 2 and 3"),
         (["sp=maybe"], [], "on or off"),
-        (["recompute=ful"], [], r"Did you mean full\? Give one of none, selective, full"),
+        (["recompute=ful"], [], r"Did you mean full\? Known: none, selective, full"),
         (["schedule=1f2b"], [], "Did you mean 1f1b"),
         (["offload=everything"], [], "none, states, activations, all"),
         (["l99.tp=2"], [], r"Did you mean l9\? Layers of test: l0, l1, l2, …, l10, l11"),
@@ -121,7 +121,7 @@ def test_patterns_of_layers() -> None:
         (["spatial=2"], [], r"Did you mean height, width or depth\?"),
         (["rows=2"], [], r"Did you mean height\?"),
         ([], ["pixels"], r"Did you mean spatial\?"),
-        ([], ["tensr"], r"Did you mean tensor\? Known: pipeline, pp"),
+        ([], ["tensr"], r"'tensr' is unknown. Did you mean tensor\?"),
         (["tp=2"], ["tp"], "--forbid: 'tensor'|also fixed to 2"),
         (["l2.recompute=full"], ["recompute"], "also fixed to full"),
         (["pp=2"], ["pipeline"], "also fixed to 1"),

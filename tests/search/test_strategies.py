@@ -12,7 +12,7 @@ import pytest
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute, SplitDims
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import ANY, GALVATRON, Backend
-from galvatron_lite.parallelism.registry import CHOSEN
+from galvatron_lite.parallelism.registry import choosing
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.search.space import Fixed, Space
 from galvatron_lite.search.strategies import Narrowed, strategies_for
@@ -172,6 +172,6 @@ def test_backends_say_what_they_leave_out() -> None:
 
 def test_every_field_is_some_dimension_s() -> None:
     kind = replace(MIXTURE, kept={Recompute.NONE: PLAIN.parameters})
-    fields = {name for dimension in CHOSEN for option in dimension.choices(kind, 8) for name in option}
-    assert fields == set(Strategy.__slots__)
+    fields = {name for dimension in choosing() for option in dimension.choices(kind, 8) for name in option}
+    assert fields == set(Strategy.__slots__) - {"more"}
     assert make_graph([kind], ["block"]).kinds["block"] is kind

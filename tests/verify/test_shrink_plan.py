@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import GALVATRON
-from galvatron_lite.parallelism.pipeline.schedule import ZERO_BUBBLE
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan
@@ -27,6 +26,7 @@ from galvatron_lite.verify.numbers.shrink_plan import (
     small_plan,
 )
 from tests.equivalence.plans import write_plan
+from tests.schedules import ZERO_BUBBLE
 
 GRAPH = load_model("mixtral-8x7b")
 BLOCK = GRAPH.kind_of(GRAPH.layers[1])

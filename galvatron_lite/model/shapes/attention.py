@@ -33,7 +33,7 @@ class Heads:
 
 def attention(
     tape: Tape, name: str, q: Value, k: Value, v: Value, heads: Heads, *, causal: bool, dropout: float = 0.0,
-    biased: bool = False,
+    biased: bool = False, window: int = 0,
 ) -> Value:  # fmt: skip
     """Attention by the tape's kernels.
 
@@ -41,10 +41,11 @@ def attention(
         causal: whether a query sees no later key.
         dropout: probability on the attention weights; the fused kernel keeps no mask of it.
         biased: whether a bias by distance is added to the scores; where the fused kernel does it that costs nothing.
+        window: tokens that a query sees at most; the fused kernel skips the others. 0: no window.
     """
     if tape.kernels.flash_attention:
         bias = _bias(tape, f"{name}.bias", q, k, heads) if biased and tape.kernels.bias_in_mask else None
-        return _flash(tape, f"{name}.scores", (q, k, v), heads, causal=causal, bias=bias)
+        return _flash(tape, f"{name}.scores", (q, k, v), heads, causal=causal, bias=bias, window=window)
     return _plain(tape, name, (q, k, v), heads, causal=causal, dropout=dropout, biased=biased)
 
 
@@ -56,15 +57,19 @@ def _bias(tape: Tape, name: str, q: Value, k: Value, heads: Heads) -> Value:
 
 
 def _flash(
-    tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads, *, causal: bool, bias: Value | None = None
-) -> Value:
+    tape: Tape, name: str, qkv: tuple[Value, Value, Value], heads: Heads, *, causal: bool, bias: Value | None = None,
+    window: int = 0,
+) -> Value:  # fmt: skip
     """Flash attention (Dao 2023): keeps q, k, v, its output and one fp32 log-sum a query and head.
 
     FLOPs count the whole score matrix, causal or not: 2 x queries x keys x heads x (head size + value size) forward
-    (two matmuls), 2.5 times that backward (five matmuls: the scores are computed again).
+    (two matmuls), 2.5 times that backward (five matmuls: the scores are computed again). Of a window every query counts
+    in full, those at the beginning too.
     """
     q, k, v = qkv
     queries, keys = q.items // (heads.queries * heads.size), k.items // (heads.keys * heads.size)
+    if 0 < window < keys:
+        keys, causal = window, False
     out = tape.value(queries * heads.queries * heads.values, q.part)
     sums = tape.value(queries * heads.queries, q.part, FP32, grad=False)
     flops = 2 * queries * keys * heads.queries * (heads.size + heads.values)
@@ -155,14 +160,14 @@ def view(tensor: Value, items: int) -> Value:
     return replace(tensor, items=items, storage=tensor.held)
 
 
-def latent_attention(tape: Tape, shape: TransformerShape, x: Value, *, causal: bool) -> Value:
+def latent_attention(tape: Tape, shape: TransformerShape, x: Value, *, causal: bool, window: int = 0) -> Value:
     """Attention of ``x`` (tokens, hidden) over itself; the result is summed over the tensor group."""
     heads = Heads(shape.heads, shape.heads, shape.head_dim, shape.value_dim or shape.head_dim)
     tokens = x.items // shape.hidden
     q = _queries(tape, shape, x)
     keys, values = _keys_and_values(tape, shape, x, heads)
     q = _turned(tape, "attention.rotary_q", q, tokens * shape.heads * shape.rope_dim)
-    mixed = attention(tape, "attention", q, keys, values, heads, causal=causal, dropout=shape.dropout)
+    mixed = attention(tape, "attention", q, keys, values, heads, causal=causal, dropout=shape.dropout, window=window)
     width = shape.heads * heads.values
     out = ops.linear(
         tape, "attention.out", mixed, width, shape.hidden, Division.SEQUENCE, bias=shape.biases, fp8=tape.kernels.fp8

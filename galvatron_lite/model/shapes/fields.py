@@ -16,6 +16,10 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import Strict
 from galvatron_lite.limits import LAYERS, SAMPLES, Name, is_name
 
+AUXILIARY_LOSS, CORRECTED_SCORES = 0.72, 0.04
+"""Tokens of the most loaded expert over the mean (MaxVio) where an auxiliary loss balances experts, and where a
+correction of each expert's score does (Wang et al. 2024, arXiv:2408.15664, table 2, 1B models)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape(Strict):
@@ -53,6 +57,10 @@ class TransformerShape(Strict):
     q_rank: int = 0  # items of a token's compressed query; 0: queries are not compressed
     rope_dim: int = 0  # of latent attention: items of a head that rotary positions turn, part of ``head_dim``
     value_dim: int = 0  # of latent attention: items of one head of values; 0: ``head_dim``
+    window: int = 0  # tokens that a query sees at most, its own among them; 0: all before it
+    window_period: int = 1  # the last of so many blocks sees all tokens, the others a window; 1: none has a window
+    head_norm: bool = False  # whether every head of queries and keys is normalised (RMSNorm) before positions
+    sinks: bool = False  # whether each head has a learned logit beside its scores
 
     @property
     def entries(self) -> int:
@@ -105,6 +113,12 @@ class MoeShape(TransformerShape):
     dense_layers: int = 0  # how many of the first blocks have a plain MLP of ``ffn_hidden``
     # rows of an expert over its even share, where experts take a fixed number; 1: each takes what comes
     capacity: float = 1.0
+    # how a token's experts are weighted: softmax over all logits, softmax over the chosen ones, or a sigmoid of each
+    router: Literal["softmax", "chosen_softmax", "sigmoid"] = "softmax"
+    expert_groups: int = 1  # groups that experts form, and of how many of them a token visits experts at most
+    chosen_groups: int = 1
+    # how far the load of the most loaded expert is above the mean (``parallelism.expert.cost``); 0: even
+    expert_excess: float = AUXILIARY_LOSS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +312,7 @@ SHAPES: dict[str, type[Shape]] = {
 T = TypeVar("T", bound=TransformerShape)
 _MAY_BE_ZERO = {
     "kv_heads", "head_dim", "ffn_hidden", "moe_ffn", "decoder_layers", "decoder_seq_len", "position_entries",
-    "kv_rank", "q_rank", "rope_dim", "value_dim", "predicted", "shared_ffn", "dense_layers", "image_height",
+    "kv_rank", "q_rank", "rope_dim", "value_dim", "window", "predicted", "shared_ffn", "dense_layers", "image_height",
     "image_width",
 }  # fmt: skip
 
@@ -373,6 +387,12 @@ def _complete_moe(shape: MoeShape) -> MoeShape:
         raise InputError("moe_topk", shape.moe_topk, f"There are {shape.n_experts} experts a block.")
     if shape.dense_layers >= shape.layers:
         raise InputError("dense_layers", shape.dense_layers, f"Choose fewer than the {shape.layers} layers.")
+    if not 0 <= shape.expert_excess < shape.n_experts:
+        remedy = f"Give a number from 0 (even) up to, not including, the {shape.n_experts} experts."
+        raise InputError("expert_excess", shape.expert_excess, remedy)
+    if shape.n_experts % shape.expert_groups or shape.chosen_groups > shape.expert_groups:
+        remedy = f"Groups must divide the {shape.n_experts} experts, and chosen_groups be among them."
+        raise InputError("expert_groups", (shape.expert_groups, shape.chosen_groups), remedy)
     if shape.capacity < 1:
         raise InputError("capacity", shape.capacity, "Give a factor of 1 or more on an expert's even share.")
     whole = _complete_transformer(shape)

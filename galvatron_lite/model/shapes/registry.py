@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron_lite.configs_path import config_folder
-from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.errors import FileFormatError, InputError, unknown
 from galvatron_lite.files import from_data, kind_of, read_data
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
@@ -144,19 +144,14 @@ def _find(name_or_path: str) -> Path:
     plain = {name.replace("-", ""): name for name in names}.get(name_or_path.replace("-", ""))
     if plain:
         return config_folder("models") / f"{plain}.yaml"
-    from difflib import get_close_matches
-
-    close = get_close_matches(name_or_path, names, n=3)
-    hint = f"Did you mean {' or '.join(close)}? " if close else ""
-    remedy = f"{hint}Shipped models: {', '.join(names)}; or give the path of a .yaml file."
-    raise InputError("model", name_or_path, remedy)
+    raise unknown("model", name_or_path, names, "Or give a .yaml file.")
 
 
 def shape_from_data(data: Mapping[str, object], field: str = "model", *, strict: bool = True) -> Shape:
     """The shape that a mapping describes; ``arch`` names its family (``decoder`` where it is missing)."""
     arch = data.get("arch", "decoder")
     if not isinstance(arch, str) or arch not in SHAPES:
-        raise InputError(f"{field}, arch", arch, f"Choose one of {', '.join(SHAPES)}.")
+        raise unknown(f"{field}, arch", arch, SHAPES)
     return complete(from_data(SHAPES[arch], dict(data), field, strict=strict))
 
 

@@ -22,6 +22,7 @@ from galvatron_lite.model.graph import (
     Passed,
     Recompute,
     Role,
+    Routing,
     Sharding,
     SplitDims,
     TensorSplit,
@@ -66,7 +67,7 @@ class Tape:
     borrowed: set[int] = field(default_factory=set)
     expert_items: int = 0  # parameter items that expert parallelism divides; part of the weights
     dispatched_bytes: int = 0  # bytes of the copies of tokens that go to experts
-    unique_copies: int = 0  # copies of a token, where a rank is sent only one
+    routing: Routing = Routing()  # noqa: RUF009  frozen; how tokens go to experts
     training: LayerTraining | None = field(default_factory=layer_training)  # None: everything trains
     frozen: dict[Division, int] = field(default_factory=lambda: dict.fromkeys(Division, 0))  # of ``weights``
     frozen_experts: int = 0  # of ``expert_items``
@@ -237,7 +238,7 @@ class Tape:
             regathers_recomputed=len(self._gathered) if self.kernels.regather_recomputed else 0,
             expert_parameters=self.expert_items,
             dispatched_bytes=self.dispatched_bytes,
-            unique_copies=self.unique_copies,
+            routing=self.routing,
         )
 
     def _kept(self, values: Iterable[Value]) -> TensorSplit:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from math import gcd
 
-from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, SplitDims
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, Routing, SplitDims
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.attention import Heads, attention, latent_attention, view
@@ -155,7 +155,7 @@ def experts(tape: Tape, shape: MoeShape, x: Value) -> Value:
     Router logits are split neither by columns nor by rows. Keeps the router's input, the fp32 probabilities, the chosen
     indices and weights, and what each expert keeps.
     """
-    logits = ops.linear(tape, "router", x, shape.hidden, shape.n_experts, Division.WHOLE, bias=False)
+    logits = ops.linear(tape, "router", x, shape.hidden, shape.n_experts, Division.WHOLE, bias=shape.biases)
     weights = _choose(tape, shape, logits)
     copies = _dispatch(tape, shape, x)
     inner = _activated(tape, shape, copies)
@@ -176,7 +176,9 @@ def _dispatch(tape: Tape, shape: MoeShape, x: Value) -> Value:
     items = round(x.items * shape.moe_topk * shape.capacity)
     copies = tape.value(items, _part(tape))
     tape.dispatched_bytes += copies.bytes
-    tape.unique_copies = shape.moe_topk if tape.kernels.unique_dispatch else 0
+    tape.routing = Routing(
+        shape.moe_topk, tape.kernels.unique_dispatch, shape.expert_groups, shape.chosen_groups, shape.expert_excess
+    )
     moved = x.bytes + copies.bytes
     operator = memory_operator("dispatch", copies, moved, moved, count=_PERMUTE)
     return tape.record(ShapeCall((x if tape.kernels.folded_experts else widen(x),), copies), operator)
@@ -204,16 +206,24 @@ def _activated(tape: Tape, shape: MoeShape, x: Value) -> Value:
 
 
 def _choose(tape: Tape, shape: MoeShape, logits: Value) -> Value:
-    """Softmax in fp32 (keeps its output), top-k (keeps indices), weights that add up to one (keeps them)."""
+    """Scores in fp32 (softmax or sigmoid keeps its output), top-k (keeps indices), weights (keeps them).
+
+    A softmax over the chosen logits alone is part of the weights. What a sigmoid router adds to each expert's score to
+    balance their load (Wang et al. 2024) is a buffer.
+    """
     tokens = logits.items // shape.n_experts
-    probabilities = tape.value(logits.items, logits.part, ops.FP32)
-    operator = memory_operator("router.softmax", probabilities, 2 * probabilities.bytes, 3 * probabilities.bytes)
-    tape.record(ShapeCall((logits,), probabilities, saved=(probabilities,)), operator)
-    chosen = tape.value(tokens * shape.moe_topk, logits.part, ops.FP32)
+    scores = logits
+    if shape.router != "chosen_softmax":
+        scores = tape.value(logits.items, logits.part, FP32)
+        operator = memory_operator(f"router.{shape.router}", scores, 2 * scores.bytes, 3 * scores.bytes)
+        tape.record(ShapeCall((logits,), scores, saved=(scores,)), operator)
+    tape.buffer_bytes += FP32 * shape.n_experts * (shape.router == "sigmoid")
+    chosen = tape.value(tokens * shape.moe_topk, logits.part, FP32)
     indices = tape.value(chosen.items, logits.part, ops.INDEX, grad=False)
-    moved = probabilities.bytes + chosen.bytes + indices.bytes
-    operator = memory_operator("router.topk", chosen, moved, moved, count=_TOP_K)
-    return tape.record(ShapeCall((probabilities,), chosen, saved=(chosen, indices)), operator)
+    passes = 1 + (shape.expert_groups > 1)  # limited to groups, scores are read again for the best groups
+    moved = passes * scores.bytes + chosen.bytes + indices.bytes
+    operator = memory_operator("router.topk", chosen, moved, moved, count=passes * _TOP_K)
+    return tape.record(ShapeCall((scores,), chosen, saved=(chosen, indices)), operator)
 
 
 def _grouped(tape: Tape, shape: MoeShape, name: str, x: Value, extents: tuple[int, int], part: Division) -> Value:
@@ -222,8 +232,9 @@ def _grouped(tape: Tape, shape: MoeShape, name: str, x: Value, extents: tuple[in
     rows, many = x.items // inner, shape.n_experts
     out = tape.value(rows * columns, Division.TENSOR if part is Division.TENSOR else _part(tape))
     flops, weight = 2 * rows * inner * columns, many * inner * columns
-    tape.count(weight, Division.TENSOR)
-    tape.expert_items += weight
+    items = weight + many * columns * shape.biases
+    tape.count(items, Division.TENSOR)
+    tape.expert_items += items
     fp8 = tape.kernels.fp8
     kept = ops.cast_input(tape, name, x, out, weight) if fp8 else x
     moved = x.bytes + out.bytes
@@ -236,21 +247,29 @@ def _grouped(tape: Tape, shape: MoeShape, name: str, x: Value, extents: tuple[in
 
 
 def attend(
-    tape: Tape, shape: TransformerShape, x: Value, *, causal: bool = False, source: Value | None = None
+    tape: Tape, shape: TransformerShape, x: Value, *, causal: bool = False, source: Value | None = None, window: int = 0
 ) -> Value:
-    """Attention of ``x`` over itself, or over ``source`` (cross-attention); both (tokens, hidden).
+    """Attention of ``x`` over itself (of each query over ``window`` tokens), or over ``source`` (cross-attention); both
+    (tokens, hidden).
 
     The result is summed over the tensor group, its dropout not yet done.
     """
     if shape.kv_rank and source is None:
-        return latent_attention(tape, shape, x, causal=causal)
+        return latent_attention(tape, shape, x, causal=causal, window=window)
     name = "attention" if source is None else "cross_attention"
     q, k, v = _projections(tape, shape, name, tape.gather(x), None if source is None else tape.gather(source))
+    if shape.head_norm:
+        fused = tape.kernels.fused_norm
+        q = ops.rms_norm(tape, f"{name}.q_norm", q, shape.head_dim, fused=fused)
+        k = ops.rms_norm(tape, f"{name}.k_norm", k, shape.head_dim, fused=fused)
     if shape.positions == "rotary":
         q, k = ops.rotary(tape, f"{name}.rotary_q", q), ops.rotary(tape, f"{name}.rotary_k", k)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
     biased = shape.positions in ("alibi", "relative") and source is None
-    mixed = attention(tape, name, q, k, v, heads, causal=causal, dropout=shape.dropout, biased=biased)
+    tape.count(shape.heads * shape.sinks, Division.TENSOR)
+    mixed = attention(
+        tape, name, q, k, v, heads, causal=causal, dropout=shape.dropout, biased=biased, window=window
+    )  # fmt: skip
     out = ops.linear(
         tape, f"{name}.out", mixed, shape.attention_width, shape.hidden, Division.SEQUENCE, bias=shape.biases,
         fp8=tape.kernels.fp8,
@@ -351,12 +370,12 @@ def block_kind(
 
 def pre_norm_block(
     shape: TransformerShape, tokens: int, item_bytes: int, name: str = "block", *, causal: bool = True,
-    kernels: Kernels = EAGER,
+    kernels: Kernels = EAGER, window: int = 0,
 ) -> LayerKind:  # fmt: skip
     """A block that normalises before attention and before the MLP (GPT, Llama, Mixtral, T5's encoder)."""
     tape = Tape(item_bytes, kernels)
     x = tape.enter(tokens * shape.hidden)
-    attended = attend(tape, shape, norm(tape, shape, "norm1", x), causal=causal)
+    attended = attend(tape, shape, norm(tape, shape, "norm1", x), causal=causal, window=window)
     x = ops.residual(tape, "attention", x, attended, shape.dropout)
     normed = norm(tape, shape, "norm2", x)
     mixed = mixture(tape, shape, normed) if isinstance(shape, MoeShape) else mlp(tape, shape, normed)
@@ -387,21 +406,34 @@ def decoder_graph(
 ) -> ModelGraph:
     """Embedding, pre-norm blocks (the first ones dense, if the mixture says so), final norm with head and loss."""
     tokens = shape.seq_len
-    kinds = [
-        embedding_kind(shape, tokens, item_bytes, kernels),
-        pre_norm_block(shape, tokens, item_bytes, kernels=kernels),
-        head_kind(shape, tokens, item_bytes, kernels),
-    ]
-    layers = blocks("layers", "block", shape.layers)
-    notes: tuple[str, ...] = ()
-    if isinstance(shape, MoeShape):
-        notes = ("Tokens are taken to be spread evenly over the experts.",)
-        if shape.dense_layers:
-            kinds.append(pre_norm_block(dense_of(shape), tokens, item_bytes, "dense_block", kernels=kernels))
-            dense = [replace(layer, kind="dense_block") for layer in layers[: shape.dense_layers]]
-            layers = [*dense, *layers[shape.dense_layers :]]
+    kinds = {"before": embedding_kind(shape, tokens, item_bytes, kernels)}
+    layers = []
+    for place, layer in enumerate(blocks("layers", "block", shape.layers)):
+        dense = dense_of(shape) if isinstance(shape, MoeShape) and place < shape.dense_layers else None
+        narrow_view = 0 < shape.window < tokens and (place + 1) % shape.window_period != 0
+        name = "dense_" * bool(dense) + "windowed_" * narrow_view + "block"
+        if name not in kinds:
+            window = shape.window if narrow_view else 0
+            kinds[name] = pre_norm_block(dense or shape, tokens, item_bytes, name, kernels=kernels, window=window)
+        layers.append(replace(layer, kind=name))
+    kinds["after"] = head_kind(shape, tokens, item_bytes, kernels)
     return assemble(
-        shape.name, kinds, layers, sequence=tokens, precision=precision, ties=ties_of(shape, "after"), notes=notes
+        shape.name,
+        list(kinds.values()),
+        layers,
+        sequence=tokens,
+        precision=precision,
+        ties=ties_of(shape, "after"),
+        notes=(load_note(shape),) if isinstance(shape, MoeShape) else (),
+    )
+
+
+def load_note(shape: MoeShape) -> str:
+    """How tokens are taken to be spread over experts."""
+    if not shape.expert_excess:
+        return "Tokens are taken to be spread evenly over the experts."
+    return (
+        f"The most loaded expert is taken to have {shape.expert_excess:.0%} more tokens than the mean (expert_excess)."
     )
 
 

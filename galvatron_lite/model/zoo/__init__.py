@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.model.shapes.fields import Shape, complete
 from galvatron_lite.model.shapes.registry import load_shape, model_names, shape_from_data
 
@@ -70,8 +70,7 @@ def build(name: str, **overrides: Any) -> nn.Module:
     """
     size = size_named(name)
     if size is None:
-        remedy = f"Choose one of {', '.join(SIZES)}, or an image network of {', '.join(model_names())}."
-        raise InputError("model", name, remedy)
+        raise unknown("model", name, (*SIZES, *model_names()))
     family = size.split("-")[0]
     if family in _LANGUAGE:
         module, label = _LANGUAGE[family]

@@ -2,12 +2,12 @@
 
 Each rank sends every copy of its tokens to the rank of its expert and takes the result back: two all-to-alls in
 forward, two in backward (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2). A rank then works on tokens of all ranks
-of its group for 1/e of the experts: as many as before where the router is balanced, as its auxiliary loss makes it.
+of its group for 1/e of the experts. All wait for the most loaded rank, in exchanges and in matmuls (``rank_load``).
 
 Software that sends a token once to a rank, however many of its experts the token visits, and once over the network to
 a node, from where it goes on inside (DeepSeek-V3, arXiv:2412.19437, section 3.2.2; github.com/deepseek-ai/DeepEP),
-moves less: of k copies to one of n places each, evenly, n (1 - (1 - 1/n)^k) places get any. Its transfers between and
-inside nodes run as one pipeline, so that those between nodes, the slower ones, count.
+moves less: copies to as many ranks or nodes as a token reaches (``reached``). Its transfers between and inside nodes
+run as one pipeline, so that those between nodes, the slower ones, count.
 
 Where tokens are shared (sequence parallelism) and experts sliced, the slices of an expert gather the copies that each
 of them received and scatter the sums of their results (Megatron-Core's ``MoEAlltoAllTokenDispatcher``).
@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import comb, log, sqrt
 
-from galvatron_lite.arrays import Real, Whole, largest, least, never, power, where
+from galvatron_lite.arrays import Real, Whole, each, largest, least, never, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
-from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.model.graph import LayerKind, Routing
 from galvatron_lite.parallelism.base import Chosen, Communication, Dimension, DimensionContext, LayerWork, Moment, Room
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, expert_group, expert_slices
@@ -86,30 +87,60 @@ class ExpertDimension(Dimension):
         group, part = _route(kind, strategy, context.node_devices)
         near = RankGroup(slices, 1, strategy.devices // slices)
         out, whole = size * part, size * slices
-        calls = (spread & (size > 0)) * 2
+        calls, load = (spread & (size > 0)) * 2, rank_load(kind, strategy.expert)
         joins = (calls > 0) * (strategy.sequence_parallel & (slices > 1))
         for moment in (Moment.FORWARD, Moment.BACKWARD):
-            yield Communication(Collective.ALL_TO_ALL, out, group, moment, False, calls, self.name)
+            yield Communication(Collective.ALL_TO_ALL, out, group, moment, False, calls, self.name, load)
             for sort in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
-                yield Communication(sort, whole, near, moment, False, joins, "tensor")
+                yield Communication(sort, whole, near, moment, False, joins, "tensor", load)
 
 
 def _route(kind: LayerKind, strategy: Either, node_devices: int) -> tuple[RankGroup, Real]:
     """The ranks whose exchange sets the pace, and the share of all copies that they exchange."""
-    group, copies = expert_group(strategy), kind.unique_copies
-    if not copies:
+    group, routing = expert_group(strategy), kind.routing
+    if not routing.unique:
         return group, 1.0
     inside = largest(least(group.size, node_devices // group.stride), 1)
     nodes = group.size // inside
     between = (nodes > 1) & (group.size % inside == 0)
     places = where(between, nodes, group.size)
     stride = where(between, group.stride * inside, group.stride)
-    return RankGroup(places, stride, strategy.devices // places), reached(places, copies) / copies
+    share = each(lambda size: reached(size, routing) / routing.choices, places)
+    return RankGroup(places, stride, strategy.devices // places), share
 
 
-def reached(places: Whole, copies: int) -> Real:
-    """Places that get any of so many copies, each of which goes to one of them at random: n (1 - (1 - 1/n)^k)."""
-    return places * (1 - power(1 - 1 / places, copies))
+def reached(places: int, routing: Routing) -> float:
+    """Ranks or nodes that the copies of a token reach on average, of ``places`` that have equal shares of the experts.
+
+    Each copy goes to one of ``chosen_groups`` of the ``groups`` of experts, which are chosen at random: a place with j
+    chosen groups out of m gets none of k copies with probability (1 - j/m)^k, one that has a share s of a group with
+    (1 - s/m)^k where its group is chosen. Without groups: n (1 - (1 - 1/n)^k).
+    """
+    groups, chosen, copies = routing.groups, routing.chosen_groups, routing.choices
+    if places % groups == 0:
+        return places * chosen / groups * (1 - (1 - groups / (places * chosen)) ** copies)
+    own, rest = divmod(groups, places)
+    if rest:
+        return reached(places, replace(routing, groups=1, chosen_groups=1))
+    ways = [
+        comb(own, j) * comb(groups - own, chosen - j) * (1 - j / chosen) ** copies
+        for j in range(own + 1)
+        if j <= chosen
+    ]
+    return places * (1 - sum(ways) / comb(groups, chosen))
+
+
+def rank_load(kind: LayerKind, degree: Whole) -> Real:
+    """Tokens of the most loaded of ``degree`` ranks that a mixture's experts are spread over, over the mean.
+
+    Loads of experts are taken as independent with the deviation at which the largest of all E is ``excess`` above the
+    mean; the largest of n normal values lies sqrt(2 ln n) deviations above their mean, and a rank has the mean of E / e
+    experts: 1 + excess sqrt(ln e / ln E) sqrt(e / E).
+    """
+    experts, excess = kind.dims.experts, kind.routing.excess
+    if not excess or experts < 2:
+        return 1.0
+    return each(lambda ways: 1 + excess * sqrt(log(ways) / log(experts) * ways / experts), degree)
 
 
 def _tokens(work: LayerWork, strategy: Either) -> Real:

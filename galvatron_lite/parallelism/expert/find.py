@@ -71,8 +71,9 @@ def _equal(experts: nn.ModuleList) -> bool:
 def _unlike(module: nn.Module) -> str:
     """Why a module with stacked experts is not called as routed ones are."""
     taken = inspect.signature(module.forward).parameters.values()
-    needed = [one for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    if len(needed) == 3:
+    positional = [one for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
+    needed = [one for one in positional if one.default is one.empty]
+    if len(needed) <= 3 <= len(positional):
         return ""
     names = ", ".join(one.name for one in needed)
     return f"{type(module).__name__} takes ({names}), not hidden states, chosen experts and their weights, {NOT_SPREAD}"

@@ -10,7 +10,7 @@ from functools import lru_cache
 from galvatron_lite.arrays import Whole
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.parallelism.base import Communication, Moment
-from galvatron_lite.parallelism.pipeline.schedule import Moments, Schedule, moments_of, stage_actions
+from galvatron_lite.parallelism.pipeline.schedule import Moments, Schedule
 from galvatron_lite.parallelism.strategy import Strategy
 
 NAME = "pipeline"
@@ -46,11 +46,6 @@ def stride_between(first: int, second: int, stage_devices: int, node_devices: in
     return stage_devices if nodes[0] == nodes[1] else max(stage_devices, node_devices)
 
 
-def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) -> int:
-    """See ``Schedule.in_flight``."""
-    return schedule.in_flight(stages, stage, microbatches)
-
-
 def fills(schedule: Schedule, held: int, microbatches: int) -> bool:
     """Whether a group of one stage holds so many micro-batches only before its first backward, which makes gradients of
     weights: all of a step, of several (GPipe; 1F1B where as many stages follow). Zero-bubble: the pass that comes first
@@ -61,21 +56,8 @@ def fills(schedule: Schedule, held: int, microbatches: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def chunks_in_flight(schedule: Schedule, pipeline: int, group: int, microbatches: int, virtual: int) -> Moments:
-    """Micro-batches of each virtual stage that a group holds at what may be its worst moments: at least one a virtual
-    stage, see ``schedule.moments_of``.
-
-    From the end of warm-up on they come round again, so a step of three rounds shows them. Interleaved 1F1B: up to
-    ``2 (p - group - 1) + (v - 1) p + 1`` in all (Narayanan et al. 2021, section 2.2). ``zb-v``: up to 2p half stages in
-    all; group g holds 2p - g - 1 of its first and g + 1 of its second.
-    """
-    if schedule.turns_back:
-        most = min(microbatches, 2 * pipeline - group - 1), min(microbatches, group + 1)
-        return (0, most), (1, most)
-    if virtual == 1 and schedule.virtual_stages == 1:
-        return ((0, (in_flight(schedule, pipeline, group, microbatches),)),)
-    if microbatches > 3 * pipeline:
-        return chunks_in_flight(schedule, pipeline, group, 3 * pipeline, virtual)
-    return moments_of(stage_actions(schedule, pipeline, group, microbatches, virtual), virtual)
+    """See ``Schedule.moments``."""
+    return schedule.moments(pipeline, group, microbatches, virtual)
 
 
 def buffer_bytes(left: Whole, right: Whole, microbatches: int, *, counted: bool = True) -> Whole:

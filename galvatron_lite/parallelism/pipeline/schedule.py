@@ -1,17 +1,20 @@
-"""Pipeline schedules: all that is known of each, and the order in which groups of devices work through micro-batches.
+"""Pipeline schedules: each knows all there is to know of it, and the registry knows each.
 
-Pure: no torch, no communication. Zero-bubble orders depend on the seconds of each pass: see ``zero_bubble``;
+Pure: no torch, no communication. Zero-bubble orders depend on the seconds of each pass: see ``greedy``;
 ``table.actions_of`` has the order of every schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from operator import le
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+
+from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
     from galvatron_lite.arrays import IntArray
@@ -62,86 +65,6 @@ class Form:
         return tuple(ramp + rounds for ramp, rounds in zip(self.ramp, self.rounds, strict=True))
 
 
-class Schedule(StrEnum):
-    """Order of micro-batches in a pipeline."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved-1f1b"
-    ZERO_BUBBLE_1P = "zb-1p"
-    ZERO_BUBBLE_2P = "zb-2p"
-    ZERO_BUBBLE_V = "zb-v"
-    CYCLIC = "cyclic"
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether backward is split into the gradient of the input and that of the weights (zero-bubble)."""
-        return self in (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P, Schedule.ZERO_BUBBLE_V)
-
-    @property
-    def executable(self) -> bool:
-        """Whether pipelines run it; cyclic data parallelism is run in a way of its own."""
-        return self is not Schedule.CYCLIC
-
-    @property
-    def virtual_stages(self) -> int | None:
-        """Stages of each group of devices; None: as many as a plan says, more than one."""
-        return {Schedule.INTERLEAVED: None, Schedule.ZERO_BUBBLE_V: 2}.get(self, 1)
-
-    @property
-    def simple(self) -> bool:
-        """Whether a group of devices runs one stage, and backward in one pass."""
-        return self.executable and self.virtual_stages == 1 and not self.splits_backward
-
-    @property
-    def turns_back(self) -> bool:
-        """Whether stages go forth and back over the groups of devices, instead of round and round."""
-        return self is Schedule.ZERO_BUBBLE_V
-
-    @property
-    def settles(self) -> bool:
-        """Whether a group holds as many micro-batches at once in a long step as in one of a few rounds."""
-        return self in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether nothing changes from one micro-batch to the next between warm-up and draining."""
-        return self is Schedule.ONE_F_ONE_B
-
-    def in_flight(self, stages: int, stage: int, microbatches: int) -> int:
-        """The most micro-batches whose activations a stage holds at once, where every group runs one stage.
-
-        1F1B: the stage may run ahead of its own backward by the stages that follow it (Narayanan et al. 2021). GPipe:
-        all. Zero-bubble: its limit, waiting gradients of weights included: as many as there are stages (``zb-1p``) or
-        twice that (``zb-2p``; Qi et al. 2023, section 3.1).
-        """
-        if self is Schedule.GPIPE:
-            return microbatches
-        return min(microbatches, self.limit(stages) if self.splits_backward else stages - stage)
-
-    def form(self, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False) -> Form:
-        """Seconds of a step on so many groups of devices with so many stages each; derived in ``cost.schedule``."""
-        rounds = microbatches - 1
-        if self is Schedule.GPIPE:
-            return Form(microbatches, (1, 1), (rounds, rounds), apart=True)
-        if self is Schedule.INTERLEAVED:
-            padded = -(-microbatches // groups) * groups
-            return Form(padded, (1 / virtual,), (padded - 1 / virtual,))
-        if self.splits_backward:
-            most = 2.0 if self is Schedule.ZERO_BUBBLE_2P and steps_overlap else 1.0
-            return Form(microbatches, (1, 0), (0, 1), 1.0 + min(most, rounds / max(groups - 1, 1)))
-        return Form(microbatches, (1,), (rounds,))
-
-    def limit(self, groups: int) -> int:
-        """Micro-batches of each chunk that a group of devices may hold under a zero-bubble schedule."""
-        return groups if self is Schedule.ZERO_BUBBLE_1P else 2 * groups
-
-
-ZERO_BUBBLE = tuple(schedule for schedule in Schedule if schedule.splits_backward)
-SIMPLE = tuple(schedule for schedule in Schedule if schedule.simple)
-EXECUTABLE = tuple(schedule for schedule in Schedule if schedule.executable)
-
-
 class Pass(StrEnum):
     """What is done with a micro-batch."""
 
@@ -169,6 +92,256 @@ class Course:
     microbatches: int  # a step
 
 
+_REGISTRY: dict[str, Schedule] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule(str):
+    """Order of micro-batches in a pipeline: one object each, that compares and prints as its name.
+
+    The base runs one stage on each group of devices: ``ahead`` forward passes, then a backward and a forward pass in
+    turn. Another order is a subclass; ``register`` makes it one to choose from.
+
+    Attributes:
+        value: its name in plans and on the command line.
+        aliases: other names that people write.
+        software: training software besides this package's runtime that runs it (``backends``).
+        executable: whether pipelines run it; cyclic data parallelism has an engine of its own.
+        virtual_stages: stages of each group of devices; None: as many as a plan says, more than one.
+        splits_backward: whether backward is split into the gradient of the input and that of the weights
+            (``greedy`` orders the passes).
+        no_better_than: name of a schedule under which no plan takes longer or holds more; the search leaves this one
+            out beside it.
+        settles: whether a group holds as many micro-batches at once in a long step as in one of a few rounds.
+        repeats: whether nothing changes from one micro-batch to the next between warm-up and draining.
+        front_loaded: whether before its first backward the first group runs as many micro-batches as there are groups
+            through each of its stages, and later groups hold no more of any stage.
+    """
+
+    value: str
+    aliases: tuple[str, ...] = ()
+    software: tuple[str, ...] = ()
+    executable: bool = True
+    virtual_stages: int | None = 1
+    splits_backward: bool = False
+    no_better_than: str = ""
+    settles: bool = False
+    repeats: bool = False
+    front_loaded: bool = False
+
+    turns_back: ClassVar[bool] = False  # whether stages go forth and back over the groups, not round and round
+    GPIPE: ClassVar[Schedule]
+    ONE_F_ONE_B: ClassVar[Schedule]
+    INTERLEAVED: ClassVar[Schedule]
+    ZERO_BUBBLE_1P: ClassVar[Schedule]
+    ZERO_BUBBLE_2P: ClassVar[Schedule]
+    ZERO_BUBBLE_V: ClassVar[Schedule]
+    CYCLIC: ClassVar[Schedule]
+
+    def __new__(cls, value: str, *_: object, **__: object) -> Schedule:
+        """As text it is its name."""
+        return super().__new__(cls, value)
+
+    def __str__(self) -> str:
+        return self.value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return schedule_named, (self.value,)  # there is one object a schedule
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, __: Any) -> Any:
+        from pydantic_core import core_schema
+
+        serialization = core_schema.to_string_ser_schema()
+        return core_schema.no_info_plain_validator_function(_read, serialization=serialization)
+
+    @property
+    def simple(self) -> bool:
+        """Whether a group of devices runs one stage, and backward in one pass."""
+        return self.executable and self.virtual_stages == 1 and not self.splits_backward
+
+    def ahead(self, groups: int, group: int, microbatches: int) -> int:  # noqa: ARG002
+        """Forward passes of a group before its first backward pass, the one it alternates with aside.
+
+        1F1B: one for each stage that follows (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
+        GPU Clusters", section 2.2), so that a stage never holds more than ``groups - group`` micro-batches.
+        """
+        return groups - group - 1
+
+    def in_flight(self, groups: int, group: int, microbatches: int) -> int:
+        """The most micro-batches whose activations a group of one stage holds at once."""
+        return min(microbatches, self.ahead(groups, group, microbatches) + 1)
+
+    def limit(self, groups: int) -> int:
+        """Micro-batches of each stage that a group may hold where backward is split, waiting gradients included."""
+        return groups
+
+    def moments(self, groups: int, group: int, microbatches: int, virtual: int) -> Moments:
+        """Micro-batches of each virtual stage that a group holds at what may be its worst moments.
+
+        From the end of warm-up on they come round again, so a step of three rounds shows them.
+        """
+        if self.virtual_stages == 1:
+            return ((0, (self.in_flight(groups, group, microbatches),)),)
+        return moments_of(self.actions(groups, group, min(microbatches, 3 * groups), virtual), virtual)
+
+    def actions(self, groups: int, group: int, microbatches: int, virtual: int = 1) -> tuple[Action, ...]:  # noqa: ARG002
+        """What a group does in a step, in order, where that does not depend on seconds."""
+        forward = [Action(Pass.FORWARD, index) for index in range(microbatches)]
+        backward = [Action(Pass.BACKWARD, index) for index in range(microbatches)]
+        return alternating(forward, backward, self.ahead(groups, group, microbatches))
+
+    def form(self, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False) -> Form:  # noqa: ARG002
+        """Seconds of a step on so many groups of devices with so many stages each; derived in ``cost.schedule``."""
+        return Form(microbatches, (1,), (microbatches - 1,))
+
+    def virtual_choices(self, groups: int, blocks: int, edges: int) -> Sequence[int]:  # noqa: ARG002
+        """How many stages a group may run of a model of so many blocks, and so many layers or groups of them besides
+        which may have a stage of their own."""
+        return (1,)
+
+    def suits(self, groups: int, microbatches: int) -> bool:  # noqa: ARG002
+        """Whether the search tries so many micro-batches under it."""
+        return True
+
+
+class _AllForward(Schedule):
+    """Every forward pass, then every backward pass (Huang et al. 2019, GPipe)."""
+
+    def ahead(self, groups: int, group: int, microbatches: int) -> int:  # noqa: ARG002
+        return microbatches - 1
+
+    def form(self, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False) -> Form:  # noqa: ARG002
+        return Form(microbatches, (1, 1), (microbatches - 1, microbatches - 1), apart=True)
+
+
+class _Interleaved(Schedule):
+    """Micro-batches go through the stages of a group a round at a time (Narayanan et al. 2021, section 2.2, figure 4):
+    a group holds up to ``2 (p - group - 1) + (v - 1) p + 1`` in all."""
+
+    def actions(self, groups: int, group: int, microbatches: int, virtual: int = 1) -> tuple[Action, ...]:
+        return _interleaved(groups, group, microbatches, virtual)
+
+    def form(self, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False) -> Form:  # noqa: ARG002
+        padded = -(-microbatches // groups) * groups
+        return Form(padded, (1 / virtual,), (padded - 1 / virtual,))
+
+    def virtual_choices(self, groups: int, blocks: int, edges: int) -> Sequence[int]:
+        """Every one of several holds a block, or layers before or after all blocks."""
+        return range(2, (blocks + edges) // groups + 1) if blocks >= groups else ()
+
+    def suits(self, groups: int, microbatches: int) -> bool:
+        return microbatches % groups == 0
+
+
+@dataclass(frozen=True, eq=False)
+class _ZeroBubble(Schedule):
+    """Backward in two passes, the later of which fills gaps, within a limit of memory (Qi et al. 2023, section 3.1)."""
+
+    rounds: int = 1  # micro-batches of each stage that a group may hold, by the number of groups
+    splits_backward: bool = True
+
+    def limit(self, groups: int) -> int:
+        return self.rounds * groups
+
+    def in_flight(self, groups: int, group: int, microbatches: int) -> int:  # noqa: ARG002
+        return min(microbatches, self.limit(groups))
+
+    def form(self, groups: int, microbatches: int, virtual: int = 1, *, steps_overlap: bool = False) -> Form:  # noqa: ARG002
+        most = self.rounds if steps_overlap else 1
+        freed = 1.0 + min(most, (microbatches - 1) / max(groups - 1, 1))
+        return Form(microbatches, (1, 0), (0, 1), freed)
+
+
+class _VShaped(_ZeroBubble):
+    """Two half stages a group, forth and back (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory")."""
+
+    turns_back = True
+
+    def limit(self, groups: int) -> int:
+        return 2 * groups
+
+    def moments(self, groups: int, group: int, microbatches: int, virtual: int) -> Moments:  # noqa: ARG002
+        """Up to 2p half stages in all; group g holds 2p - g - 1 of its first and g + 1 of its second."""
+        most = min(microbatches, 2 * groups - group - 1), min(microbatches, group + 1)
+        return (0, most), (1, most)
+
+    def virtual_choices(self, groups: int, blocks: int, edges: int) -> Sequence[int]:  # noqa: ARG002
+        return (2,) if 2 * groups <= blocks else ()
+
+
+def register(schedule: Schedule) -> Schedule:
+    """Make a schedule one that plans may name and the search may choose.
+
+    Raises:
+        InputError: another one has its name or one of its aliases.
+    """
+    for name in (schedule.value, *schedule.aliases):
+        if name in schedule_names():
+            raise InputError("schedule", name, "Another schedule has this name.")
+    _REGISTRY[schedule.value] = schedule
+    return schedule
+
+
+@contextmanager
+def registered(schedule: Schedule) -> Iterator[Schedule]:
+    """The same for as long as a block lasts."""
+    register(schedule)
+    try:
+        yield schedule
+    finally:
+        del _REGISTRY[schedule.value]
+
+
+def schedules() -> tuple[Schedule, ...]:
+    """Every schedule."""
+    return tuple(_REGISTRY.values())
+
+
+def schedule_names() -> dict[str, Schedule]:
+    """Every schedule by its name, then by its aliases."""
+    aliases = {alias: schedule for schedule in schedules() for alias in schedule.aliases}
+    return {**_REGISTRY, **aliases}
+
+
+def schedule_named(value: str) -> Schedule:
+    """The schedule that plans call so.
+
+    Raises:
+        InputError: there is none.
+    """
+    if value not in _REGISTRY:
+        raise InputError("schedule", value, f"Give one of {', '.join(_REGISTRY)}.")
+    return _REGISTRY[value]
+
+
+def _read(value: object) -> Schedule:
+    from pydantic_core import PydanticCustomError
+
+    if isinstance(value, Schedule):
+        return value
+    if not isinstance(value, str) or value not in _REGISTRY:
+        *most, last = (repr(name) for name in _REGISTRY)
+        raise PydanticCustomError("enum", f"Input should be {', '.join(most)} or {last}")
+    return _REGISTRY[value]
+
+
+Schedule.GPIPE = register(_AllForward("gpipe", software=("torchtitan",), no_better_than="1f1b"))
+Schedule.ONE_F_ONE_B = register(Schedule("1f1b", software=("megatron", "torchtitan"), settles=True, repeats=True))
+Schedule.INTERLEAVED = register(_Interleaved(
+    "interleaved-1f1b", ("interleaved",), ("megatron", "torchtitan"), virtual_stages=None, settles=True,
+    front_loaded=True,
+))  # fmt: skip
+Schedule.ZERO_BUBBLE_1P = register(_ZeroBubble("zb-1p", ("zb1p",)))
+Schedule.ZERO_BUBBLE_2P = register(_ZeroBubble("zb-2p", ("zb2p",), rounds=2))
+Schedule.ZERO_BUBBLE_V = register(_VShaped("zb-v", ("zbv",), virtual_stages=2))
+Schedule.CYCLIC = register(Schedule("cyclic", executable=False))
+DEFAULT_SCHEDULE = Schedule.ONE_F_ONE_B
+"""That of plans that name none, and of plans without a pipeline."""
+DELAYED_SCHEDULE = Schedule.CYCLIC
+"""That of plans with delayed gradients."""
+
+
 def group_of(schedule: Schedule, pipeline: int, stage: int) -> int:
     """The group of devices that runs a (virtual) stage."""
     turn, place = divmod(stage, pipeline)
@@ -180,24 +353,7 @@ def stage_at(schedule: Schedule, pipeline: int, group: int, chunk: int) -> int:
     return chunk * pipeline + (pipeline - 1 - group if schedule.turns_back and chunk % 2 else group)
 
 
-def stage_actions(
-    schedule: Schedule, stages: int, stage: int, microbatches: int, virtual: int = 1
-) -> tuple[Action, ...]:
-    """What group ``stage`` of ``stages`` does, in order, under schedules whose order does not depend on seconds.
-
-    GPipe runs every forward pass, then every backward pass. 1F1B (Narayanan et al. 2021, "Efficient Large-Scale
-    Language Model Training on GPU Clusters", section 2.2) starts with ``stages - stage - 1`` forward passes and then
-    alternates, so that a stage never holds the activations of more than ``stages - stage`` micro-batches. Interleaved
-    1F1B: the same, figure 4.
-    """
-    if schedule is Schedule.INTERLEAVED:
-        return _interleaved(stages, stage, microbatches, virtual)
-    forward = [Action(Pass.FORWARD, index) for index in range(microbatches)]
-    backward = [Action(Pass.BACKWARD, index) for index in range(microbatches)]
-    return _alternating(forward, backward, microbatches if schedule is Schedule.GPIPE else stages - stage - 1)
-
-
-def _alternating(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> tuple[Action, ...]:
+def alternating(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> tuple[Action, ...]:
     """So many forward passes ahead, then one of each in turn, then the remaining backward passes."""
     ahead = min(ahead, len(forward))
     steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
@@ -221,7 +377,7 @@ def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> tu
     ]
     forward = [Action(Pass.FORWARD, index, chunk) for chunk, index in rounds]
     backward = [Action(Pass.BACKWARD, index, virtual - 1 - chunk) for chunk, index in rounds]
-    order = _alternating(forward, backward, 2 * (groups - group - 1) + (virtual - 1) * groups)
+    order = alternating(forward, backward, 2 * (groups - group - 1) + (virtual - 1) * groups)
     return tuple(action for action in order if action.microbatch < microbatches)
 
 

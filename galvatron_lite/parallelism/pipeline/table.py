@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.pipeline.greedy import whole_step
 from galvatron_lite.parallelism.pipeline.schedule import (
     Action,
     Course,
     Pass,
     Schedule,
     group_of,
-    stage_actions,
     stage_at,
 )
 from galvatron_lite.parallelism.pipeline.times import PassOrder, even_order
-from galvatron_lite.parallelism.pipeline.zero_bubble import whole_step
 
 Table = tuple[tuple[Action, ...], ...]
 """By group of devices: its passes, in order."""
@@ -42,7 +41,7 @@ def actions_of(course: Course, order: PassOrder | None = None) -> Table:
         order = order or even_order(course.groups * course.virtual)
         return tuple(worked.actions for worked in whole_step(order, course))
     return tuple(
-        stage_actions(course.schedule, course.groups, group, course.microbatches, course.virtual)
+        course.schedule.actions(course.groups, group, course.microbatches, course.virtual)
         for group in range(course.groups)
     )
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.pipeline.schedule import Schedule
+from galvatron_lite.parallelism.pipeline.schedule import DEFAULT_SCHEDULE
 from galvatron_lite.parallelism.pipeline.table import Pipeline
 from galvatron_lite.parallelism.pipeline.transfer import place_groups
 from galvatron_lite.parallelism.process_groups import ProcessGroups
@@ -105,7 +105,7 @@ class SharedCopies:
     ) -> None:
         check_shared(shared, strategies)
         groups, self._reduced = ProcessGroups() if groups is None else groups, reduced or {}
-        pipeline = pipeline or Pipeline(Schedule.ONE_F_ONE_B, len(stages))
+        pipeline = pipeline or Pipeline(DEFAULT_SCHEDULE, len(stages))
         self._copies: list[_Copies] = []
         counted_elsewhere: list[str] = []
         for parameter in shared:

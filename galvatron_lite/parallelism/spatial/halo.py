@@ -48,8 +48,22 @@ Amount = int | Sequence[int]
 Box = tuple[Range, ...]
 """Places along sides of an image, in their order."""
 
-Loans = tuple[tuple[int, Box], ...]
-"""What ranks of a group lend or borrow."""
+Cut = tuple[tuple[int, int, int], ...]
+"""Dims of a tensor, with the start and the length to which each is narrowed."""
+
+Extents = tuple[tuple[int, int], ...]
+"""Dims of a tensor, and how far it extends along each."""
+
+
+class Loan(NamedTuple):
+    """A box of an image that a rank lends to another, or borrows."""
+
+    peer: int
+    cut: Cut  # where it is in what the rank holds and needs
+    extents: Extents
+
+
+Loans = tuple[Loan, ...]
 
 
 class HaloSide(NamedTuple):
@@ -68,7 +82,7 @@ Sides = tuple[HaloSide, ...]
 
 @dataclass(frozen=True, slots=True)
 class HaloPlaces:
-    """What a rank holds, needs and makes along sides of an image."""
+    """What a rank holds, needs and makes along sides of an image, worked out once: its time counts in every call."""
 
     sides: Sides
     dims: tuple[int, ...]  # of the image, that the sides are
@@ -81,6 +95,11 @@ class HaloPlaces:
     # by side, what it lends to whom: of sides before, what outputs need (it has arrived); of later ones, its shard
     lent: tuple[Loans, ...]
     borrowed: tuple[Loans, ...]  # what it borrows, likewise
+    # of ``extended``, in which ``held``, ``needed`` and what lies outside the image are cut out
+    extents: Extents
+    held_cut: Cut
+    needed_cut: Cut
+    outside: tuple[Cut, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,44 +120,75 @@ def halo_of(extents: Sequence[int], windows: Sequence[SideWindow], specs: Sequen
     Raises:
         InputError: ranks cannot share the image under these windows; says why.
     """
+    places = halo_places(tuple(extents), tuple(windows), tuple(map(shard_of, specs)), layer)
+    return with_groups(places, specs)
+
+
+Shard = tuple[int, int, int]
+"""A dim that is shared, by how many ranks, and which of them this one is."""
+
+
+def shard_of(spec: ShardSpec) -> Shard:
+    """A spec without its group, which no cache may keep alive."""
+    return spec.dim, spec.group.size, spec.group.rank
+
+
+def with_groups(places: HaloPlaces, specs: Sequence[ShardSpec]) -> Halo:
+    """The halo of a sharded image, from its places."""
     groups = {spec.dim: spec.group for spec in specs}
-    groups |= {dim: _ALONE for dim, one in enumerate(windows, PIXELS) if one.before != one.after and dim not in groups}
-    dims = sorted(groups)
+    return Halo(places, tuple([groups.get(dim, _ALONE) for dim in places.dims]))
+
+
+@lru_cache(maxsize=1024)
+def halo_places(
+    extents: tuple[int, ...], windows: tuple[SideWindow, ...], shards: tuple[Shard, ...], layer: str
+) -> HaloPlaces:
+    """Places of ``halo_of``, which says what is raised."""
+    ranks = {dim: (degree, rank) for dim, degree, rank in shards}
+    uneven = {dim: (1, 0) for dim, one in enumerate(windows, PIXELS) if one.before != one.after}
     sides = tuple(
-        HaloSide(dim, extents[dim - PIXELS], windows[dim - PIXELS], groups[dim].size, groups[dim].rank) for dim in dims
+        HaloSide(dim, extents[dim - PIXELS], windows[dim - PIXELS], *place)
+        for dim, place in sorted((uneven | ranks).items())
     )
     for side in sides:
         reason = refusal(side.window, side.extent, side.degree)
         if reason:
             remedy = f"Share it over fewer ranks, or make the picture larger: {reason}."
             raise InputError(f"{layer}: extent of dim {side.dim} shared by {side.degree}", side.extent, remedy)
-    return Halo(_places(sides), tuple(groups[dim] for dim in dims))
-
-
-@lru_cache(maxsize=1024)
-def _places(sides: Sides) -> HaloPlaces:
-    """Worked out once for each image and layer."""
     shares = [(one.window, one.extent, one.degree, one.rank) for one in sides]
     outputs = tuple(output_range(*share) for share in shares)
     every = tuple(needed(one.window, one.extent, made) for one, made in zip(sides, outputs, strict=True))
     held = tuple(shard_range(one.extent, one.degree, one.rank) for one in sides)
     inside = tuple((max(start, 0), min(stop, one.extent)) for one, (start, stop) in zip(sides, every, strict=True))
 
-    def boxes(index: int, loans: Sequence[tuple[int, Range]]) -> Loans:
-        return tuple((peer, (*inside[:index], places, *held[index + 1 :])) for peer, places in loans)
+    dims = tuple(side.dim for side in sides)
+    extended = tuple((min(low, start), max(high, stop)) for (low, high), (start, stop) in zip(held, every, strict=True))
+
+    def loans(index: int, lists: Sequence[tuple[int, Range]]) -> Loans:
+        boxes = [(peer, (*inside[:index], places, *held[index + 1 :])) for peer, places in lists]
+        return tuple(Loan(peer, _cut(dims, extended, box), _extents(dims, box)) for peer, box in boxes)
 
     return HaloPlaces(
-        sides,
-        tuple(side.dim for side in sides),
-        held,
-        every,
-        tuple((min(low, start), max(high, stop)) for (low, high), (start, stop) in zip(held, every, strict=True)),
-        outputs,
+        sides, dims, held, every, extended, outputs,
         interior=tuple(interior(*share) for share in shares),
         travelling=tuple(index for index, one in enumerate(sides) if travels(one.window, one.extent, one.degree)),
-        lent=tuple(boxes(index, lends(*share)) for index, share in enumerate(shares)),
-        borrowed=tuple(boxes(index, borrows(*share)) for index, share in enumerate(shares)),
-    )
+        lent=tuple(loans(index, lends(*share)) for index, share in enumerate(shares)),
+        borrowed=tuple(loans(index, borrows(*share)) for index, share in enumerate(shares)),
+        extents=_extents(dims, extended),
+        held_cut=_cut(dims, extended, held),
+        needed_cut=_cut(dims, extended, every),
+        outside=tuple(_cut(dims, extended, box) for box in _outside(sides, extended)),
+    )  # fmt: skip
+
+
+def _extents(dims: Sequence[int], box: Box) -> Extents:
+    return tuple((dim, stop - start) for dim, (start, stop) in zip(dims, box, strict=True))
+
+
+def _cut(dims: Sequence[int], places: Box, box: Box) -> Cut:
+    """Where a box is in a tensor that holds ``places`` along dims."""
+    every = zip(dims, places, box, strict=True)
+    return tuple((dim, want[0] - have[0], want[1] - want[0]) for dim, have, want in every if have != want)
 
 
 def specs_after(specs: Sequence[ShardSpec], windows: Sequence[SideWindow]) -> ShardSpecs:
@@ -172,9 +222,12 @@ def on_shards(call: Call, specs: ShardSpecs, windows: Sequence[SideWindow]) -> T
     return from_local(result, specs_after(specs, windows), call.rules)
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
 def layout_of(tensor: Tensor) -> torch.memory_format:
     """Whether the channels of an image lie innermost (``channels_last``)."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    last = _CHANNELS_LAST.get(tensor.dim())
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
     return last
@@ -193,16 +246,25 @@ def padded(tensor: Tensor, sides: Sides, pads: Sequence[tuple[int, int]]) -> Ten
 
 def region(tensor: Tensor, dims: Sequence[int], places: Box, box: Box) -> Tensor:
     """The places of a box in a tensor that holds ``places`` along dims; a view."""
-    for dim, have, want in zip(dims, places, box, strict=True):
-        if have != want:
-            tensor = tensor.narrow(dim, want[0] - have[0], want[1] - want[0])
+    return _narrowed(tensor, _cut(dims, places, box))
+
+
+def _narrowed(tensor: Tensor, cut: Cut) -> Tensor:
+    for dim, start, length in cut:
+        tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
 def box_shape(shape: Sequence[int], dims: Sequence[int], box: Box) -> list[int]:
     """The shape of the places of a box."""
-    extents = {dim: stop - start for dim, (start, stop) in zip(dims, box, strict=True)}
-    return [extents.get(dim, extent) for dim, extent in enumerate(shape)]
+    return _with_extents(shape, _extents(dims, box))
+
+
+def _with_extents(shape: Sequence[int], extents: Extents) -> list[int]:
+    result = list(shape)
+    for dim, extent in extents:
+        result[dim] = extent
+    return result
 
 
 @dataclass(slots=True)
@@ -213,7 +275,7 @@ class Borrowing:
     halo: Halo
     borders: list[Tensor]  # that have arrived or will, in order
     arrival: Arrival | None = None
-    coming: Sequence[tuple[Box, Tensor]] = ()
+    coming: Sequence[tuple[Cut, Tensor]] = ()
 
     def region(self, box: Box) -> Tensor:
         """The places of a box that are here."""
@@ -223,10 +285,10 @@ class Borrowing:
         """What the rank's outputs need, once it is here."""
         if self.arrival is not None:
             self.arrival.wait()
-        for box, border in self.coming:
-            self.region(box).copy_(border)
+        for cut, border in self.coming:
+            _narrowed(self.image, cut).copy_(border)
         self.arrival, self.coming = None, ()
-        return self.region(self.halo.places.needed)
+        return _narrowed(self.image, self.halo.places.needed_cut)
 
 
 def borrow(shard: Tensor, halo: Halo, fill: float = 0.0) -> Borrowing:
@@ -238,43 +300,43 @@ def borrow(shard: Tensor, halo: Halo, fill: float = 0.0) -> Borrowing:
         fill: of places outside the image.
     """
     places = halo.places
-    borrowing = Borrowing(_extended(shard, halo, fill), halo, [])
+    borrowing = Borrowing(_extended(shard, places, fill), halo, [])
     for index in places.travelling:
         borrowing.arrive()
         lent, borrowed = places.lent[index], places.borrowed[index]
-        borrowing.arrival, borrowing.coming = _exchange(borrowing.image, halo, index, lent, borrowed)
+        borrowing.arrival, borrowing.coming = _exchange(borrowing.image, halo.groups[index], lent, borrowed)
         borrowing.borders += [border for _, border in borrowing.coming]
     return borrowing
 
 
 def _exchange(
-    tensor: Tensor, halo: Halo, index: int, sent: Loans, received: Loans
-) -> tuple[Arrival, list[tuple[Box, Tensor]]]:
+    tensor: Tensor, group: AxisGroup, sent: Loans, received: Loans
+) -> tuple[Arrival, list[tuple[Cut, Tensor]]]:
     """Start sending boxes of a tensor along a side, and receiving others."""
-    dims, places = halo.places.dims, halo.places.extended
-    parcels = [(peer, region(tensor, dims, places, box).contiguous()) for peer, box in sent]
-    buffers = [(peer, tensor.new_empty(box_shape(tensor.shape, dims, box))) for peer, box in received]
-    arrival = halo.groups[index].exchange(parcels, buffers)
-    return arrival, [(box, buffer) for (_, box), (_, buffer) in zip(received, buffers, strict=True)]
+    shape = tensor.shape
+    parcels = [(loan.peer, _narrowed(tensor, loan.cut).contiguous()) for loan in sent]
+    buffers = [(loan.peer, tensor.new_empty(_with_extents(shape, loan.extents))) for loan in received]
+    arrival = group.exchange(parcels, buffers)
+    return arrival, [(loan.cut, buffer) for loan, (_, buffer) in zip(received, buffers, strict=True)]
 
 
-def _extended(shard: Tensor, halo: Halo, fill: float) -> Tensor:
+def _extended(shard: Tensor, places: HaloPlaces, fill: float) -> Tensor:
     """An image of all that a rank holds or needs, with room for borders; the shard itself where that is all."""
-    places, dims = halo.places, halo.places.dims
-    if places.extended == places.held:
+    if not places.held_cut:
         return shard
-    shape = box_shape(shard.shape, dims, places.extended)
+    shape = _with_extents(shard.shape, places.extents)
     image = torch.empty(shape, dtype=shard.dtype, device=shard.device, memory_format=layout_of(shard))
-    region(image, dims, places.extended, places.held).copy_(shard)
-    for box in _outside(halo.places.sides, places.extended):
-        region(image, dims, places.extended, box).fill_(fill)
+    _narrowed(image, places.held_cut).copy_(shard)
+    for cut in places.outside:
+        _narrowed(image, cut).fill_(fill)
     return image
 
 
 def with_borders(shard: Tensor, halo: Halo, borders: Sequence[Tensor]) -> Tensor:
     """What a rank's outputs need, from its shard and the borders that it borrowed."""
-    boxes = [box for index in halo.places.travelling for _, box in halo.places.borrowed[index]]
-    image = Borrowing(_extended(shard, halo, 0.0), halo, [], coming=list(zip(boxes, borders, strict=True)))
+    places = halo.places
+    cuts = [loan.cut for index in places.travelling for loan in places.borrowed[index]]
+    image = Borrowing(_extended(shard, places, 0.0), halo, [], coming=list(zip(cuts, borders, strict=True)))
     return image.arrive()
 
 
@@ -301,11 +363,11 @@ def give_back(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
     pads = [(start - low, high - stop) for (low, high), (start, stop) in both]
     total = padded(gradient, places.sides, pads)
 
-    def start() -> tuple[Arrival, list[tuple[Box, Tensor]]] | None:
+    def start() -> tuple[Arrival, list[tuple[Cut, Tensor]]] | None:
         if not left:
             return None
         index = left.pop()
-        return _exchange(total, halo, index, places.borrowed[index], places.lent[index])
+        return _exchange(total, halo.groups[index], places.borrowed[index], places.lent[index])
 
     first = start()
 
@@ -314,10 +376,10 @@ def give_back(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
         while under_way is not None:
             arrival, lent = under_way
             arrival.wait()
-            for box, part in lent:
-                region(total, places.dims, places.extended, box).add_(part)
+            for cut, part in lent:
+                _narrowed(total, cut).add_(part)
             under_way = start()
-        held = region(total, places.dims, places.extended, places.held)
+        held = _narrowed(total, places.held_cut)
         return held.contiguous(memory_format=layout_of(total))
 
     return finish

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.registry import added_degrees
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import LayerRun, Mode, Plan
 
@@ -85,6 +86,7 @@ def lacking(strategy: Strategy, words: Mapping[str, str]) -> Iterator[str]:
         value = getattr(strategy, one.name)
         if one.name in words and value != getattr(plain, one.name):
             yield f"{words[one.name]} ({one.name} {getattr(value, 'value', value)})"
+    yield from (f"{one.means} ({one.name} {degree})" for one, degree in added_degrees(strategy))
 
 
 PICTURES = {

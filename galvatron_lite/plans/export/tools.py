@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.plans.export import accelerate, deepspeed, megatron, torchtitan
 from galvatron_lite.plans.export.common import Exported
 from galvatron_lite.plans.io import check_plan
@@ -22,7 +22,7 @@ def export(plan: Plan, tool: str, *, strict: bool = False) -> Exported:
         InputError: no such tool, a plan that contradicts itself, or (strict) something that the tool's file cannot say.
     """
     if tool not in TOOLS:
-        raise InputError("--to", tool, f"Give one of {', '.join(TOOLS)}.")
+        raise unknown("--to", tool, TOOLS)
     made = TOOLS[tool](check_plan(plan))
     if strict and made.left_out:
         more = f" (and {len(made.left_out) - 1} more)" if len(made.left_out) > 1 else ""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, LayerRun, Plan, Stage
 from galvatron_lite.profiler.measure_hardware import prepare
 from galvatron_lite.profiler.timing import Across, Term, TimingRule, single_part, time_difference
 from galvatron_lite.runtime.branches.engine import BranchedModel
@@ -58,4 +58,4 @@ def _plan(devices: int) -> Plan:
         BranchPlacement(name, (name,), number, 1, (LayerRun(name, name, 1, Strategy()),))
         for number, name in enumerate(_NAMES)
     )
-    return Plan(PLAN_VERSION, "pair", devices, 1, 1, Schedule.ONE_F_ONE_B, "fp32", (Stage(()),), branches=placed)
+    return Plan(PLAN_VERSION, "pair", devices, 1, 1, DEFAULT_SCHEDULE, "fp32", (Stage(()),), branches=placed)

@@ -17,7 +17,7 @@ from galvatron_lite.cost.layout import layout
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorClass, Recompute, Role, Tie
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.parallelism.ranks import expert_slices, strides_of
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import ADDED, Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.conformance.memory import memory_checks
@@ -25,7 +25,7 @@ from galvatron_lite.verify.match.meeting import folded
 from galvatron_lite.verify.schema import Check, LayerSplit, MessageType, ParameterSplit, RoleRun, Verdict
 
 OTHERS = ("data", "zero", "context", "spatial")
-"""Dimensions whose ranks see other samples, tokens or pixels."""
+"""Dimensions whose ranks see other samples, tokens or pixels, besides those that are added."""
 
 
 def degrees_of(strategy: Strategy) -> dict[str, int]:
@@ -37,13 +37,15 @@ def degrees_of(strategy: Strategy) -> dict[str, int]:
         "context": strategy.context,
         "zero": strategy.zero,
         "data": strategy.data,
+        **{name: getattr(strategy, name) for name in ADDED},
     }
 
 
 def together(strategy: Strategy, rank: int, names: Iterable[str]) -> tuple[int, ...]:
-    """World ranks, ascending, that differ from one in these dimensions only."""
+    """World ranks, ascending, that differ from one in these dimensions only; those that are added go with data."""
     strides, degrees = strides_of(strategy), degrees_of(strategy)
-    steps = [(int(strides[name]), degrees[name]) for name in names]
+    wanted = tuple(names)
+    steps = [(int(strides[name]), degrees[name]) for name in (*(ADDED if "data" in wanted else ()), *wanted)]
     return line_of(strategy.devices, rank, steps)
 
 

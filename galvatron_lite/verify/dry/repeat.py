@@ -39,8 +39,8 @@ def shortened(plan: Plan, stage: int) -> Plan:
 
 
 def _under_way(plan: Plan, stage: int) -> int:
-    """The most micro-batches that a stage works on at once under 1F1B: one for itself and each stage behind it."""
-    return plan.pipeline - stage
+    """The most micro-batches that a stage works on at once."""
+    return 1 if plan.pipeline == 1 else plan.schedule.in_flight(plan.pipeline, stage, plan.microbatches)
 
 
 def _behind(plan: Plan, stage: int) -> int:

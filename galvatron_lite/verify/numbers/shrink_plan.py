@@ -11,12 +11,10 @@ from typing import Any
 from galvatron_lite.model.graph import LayerKind, Recompute, Role
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy, changed, degree_names
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.search.strategies import Narrowed, strategies_for
 
-DEGREES = ("data", "zero", "context", "tensor", "depth", "height", "width", "filters", "channels")
-"""Fields of ``Strategy`` that multiply to the devices of a stage."""
 REPEATS = 2  # equal layers with equal strategies that are kept next to each other in a stage
 MOST_LAYERS = 24  # layers beyond which only one is kept of such
 
@@ -49,7 +47,7 @@ class Size:
 
 def features(strategy: Strategy) -> frozenset[str]:
     """What a strategy uses, whatever the degrees: ``tensor``, ``zero3``, ``recompute full``."""
-    used = {name for name in (*DEGREES, "expert") if getattr(strategy, name) > 1}
+    used = {name for name in (*degree_names(), "expert") if getattr(strategy, name) > 1}
     if strategy.zero_stage:
         used = (used - {"zero"}) | {f"zero{strategy.zero_stage}"}
     if strategy.context > 1 and strategy.ulysses:
@@ -67,11 +65,11 @@ def features(strategy: Strategy) -> frozenset[str]:
 
 def reductions(strategy: Strategy, devices: int) -> Iterator[Strategy]:
     """Strategies on so many devices that use nothing this one does not, each degree a divisor of its own."""
-    names = [name for name in DEGREES if getattr(strategy, name) > 1]
+    names = [name for name in degree_names() if getattr(strategy, name) > 1]
     for degrees in product(*(divisors(getattr(strategy, name)) for name in names)):
         if math.prod(degrees) == devices:
             smaller: dict[str, Any] = dict(zip(names, degrees, strict=True))
-            yield from _settled(replace(strategy, **smaller), strategy)
+            yield from _settled(changed(strategy, smaller), strategy)
 
 
 def _settled(smaller: Strategy, strategy: Strategy) -> Iterator[Strategy]:
@@ -95,7 +93,7 @@ def reduced(strategy: Strategy, devices: int, legal: Legal = lambda _: True) -> 
     """The strategy on so many devices that uses most of what this one does; None where none is legal."""
 
     def worth(smaller: Strategy) -> tuple[int, int, tuple[int, ...]]:
-        degrees = tuple(getattr(smaller, name) for name in DEGREES)  # they decide between equals
+        degrees = tuple(getattr(smaller, name) for name in degree_names())  # they decide between equals
         return len(features(smaller)), -max(degrees), degrees
 
     return max(filter(legal, reductions(strategy, devices)), key=worth, default=None)

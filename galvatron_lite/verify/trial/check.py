@@ -112,12 +112,13 @@ class Findings:
             raise self.unsaid
         strategies = [run.strategy for stage in plan.stages for run in stage.runs]
         if self.whole and shares_batch(plan):
+            shares = f"{plan.microbatches} micro-batches" if plan.microbatches > 1 else "data parallelism"
             remedy = (
                 "The loss compares samples with one another: that of the batch is no mean of its shares' losses. Give "
                 "a plan that keeps the batch whole (--fix dp=1 --fix microbatches=1), or none, to have one found. If "
                 "it is a mean over samples on your data, pass check=False."
             )
-            raise InputError("loss", f"shared among data ranks or micro-batches (m={plan.microbatches})", remedy)
+            raise InputError("loss", f"of a plan with {shares}", remedy)
         if self.buffers and any(map(_shares_inside, strategies)):
             remedy = (
                 "Forward passes update these buffers from the samples, of which a rank under this plan has a part of "

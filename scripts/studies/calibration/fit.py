@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from galvatron_lite.calibration.parameters import Parameter, from_scale, places_of, to_scale, with_places
 from galvatron_lite.calibration.schema import Calibration
-from studies.calibration.parameters import Parameter, from_scale, places_of, to_scale, with_places
 
 Array = NDArray[np.float64]
 Task = tuple[Calibration, Sequence[int]]  # A calibration, and the rows to predict with it

@@ -12,13 +12,13 @@ from statistics import fmean
 import numpy as np
 from rich.table import Table
 
+from galvatron_lite.calibration.parameters import value_of
 from galvatron_lite.calibration.schema import Calibration, ConstantsOrigin
 from galvatron_lite.calibration.store import DEFAULT, load_calibration
 from galvatron_lite.files import read_data, write_data
 from galvatron_lite.stacks.catalog import GALVATRON
 from galvatron_lite.validate.results import Judged, Scores, score_families
 from studies.calibration.fit import Unknowns, errors_of
-from studies.calibration.parameters import value_of
 from studies.calibration.rows import Rows
 from studies.calibration.stages import Setup, Staged, entries_fitted
 

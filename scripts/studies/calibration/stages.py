@@ -17,10 +17,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from galvatron_lite.calibration.parameters import Parameter, parameters_of, places_of
 from galvatron_lite.calibration.schema import Calibration, StackConstants
 from galvatron_lite.calibration.store import DEFAULT
 from studies.calibration.fit import Fit, PredictMany, Problem, Unknowns, errors_of, fit, jacobian_of, unknowns_of
-from studies.calibration.parameters import Parameter, parameters_of, places_of
 
 FOLD_STEPS = 5
 """Steps of a fit that leaves rows out, at most; its derivatives are good from the start."""

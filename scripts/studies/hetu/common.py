@@ -38,7 +38,12 @@ def backend_of(search: RecordedSearch) -> Backend:
         "offload": (Offload.NONE,),
     }
     lone = search.engine == Engine.V240.value
-    return Backend("hetu-galvatron", (Schedule.ONE_F_ONE_B,), values, rule=_whole_groups if lone else _replicas)
+    return Backend(
+        "hetu-galvatron",
+        lambda schedule: schedule is Schedule.ONE_F_ONE_B,
+        values,
+        rule=_whole_groups if lone else _replicas,
+    )
 
 
 def _replicas(strategy: Strategy) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from galvatron_lite.calibration.parameters import Parameter, value_of, with_places
 from galvatron_lite.calibration.schema import (
     Calibration,
     ConstantsOrigin,
@@ -29,7 +30,6 @@ from studies.calibration.fit import (
     unknowns_of,
     updated,
 )
-from studies.calibration.parameters import Parameter, value_of, with_places
 
 pytestmark = pytest.mark.study
 

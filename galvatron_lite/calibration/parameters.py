@@ -20,7 +20,7 @@ SMALLEST = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class FitScale:
     """How one field of constants is fitted."""
 
     share: bool  # whether it lies between 0 and 1 (logit), else above 0 (logarithm)
@@ -29,32 +29,32 @@ class Scale:
     high: float
 
 
-SCALES: Mapping[str, Mapping[str, Scale]] = {
+SCALES: Mapping[str, Mapping[str, FitScale]] = {
     "devices": {
         # Logits: 0.3 is 0.77 to 0.87 around 0.82, the spread of published large matmuls on one device type.
-        "matmul": Scale(True, 0.3, 0.3, 0.97),
-        "attention": Scale(True, 0.4, 0.1, 0.95),
-        "attention_backward": Scale(True, 0.4, 0.08, 0.95),
-        "memory": Scale(True, 0.4, 0.5, 0.97),
+        "matmul": FitScale(True, 0.3, 0.3, 0.97),
+        "attention": FitScale(True, 0.4, 0.1, 0.95),
+        "attention_backward": FitScale(True, 0.4, 0.08, 0.95),
+        "memory": FitScale(True, 0.4, 0.5, 0.97),
         # Not a logit: consumer devices boost beyond the clock of their data sheet.
-        "convolution": Scale(False, 0.3, 0.05, 1.5),
+        "convolution": FitScale(False, 0.3, 0.05, 1.5),
     },
     "links": {
-        "efficiency": Scale(True, 0.6, 0.2, 0.97),
-        "latency": Scale(False, 0.4, 1e-6, 2e-4),
-        "half_size": Scale(False, 0.7, 1e3, 1e8),
+        "efficiency": FitScale(True, 0.6, 0.2, 0.97),
+        "latency": FitScale(False, 0.4, 1e-6, 2e-4),
+        "half_size": FitScale(False, 0.7, 1e3, 1e8),
     },
     "stacks": {
-        "kernel_host": Scale(False, 0.8, 5e-7, 1.5e-4),
-        "microbatch_host": Scale(False, 2.0, 1e-6, 5e-2),
-        "step_host": Scale(False, 2.0, 1e-4, 1.0),
-        "matmul": Scale(False, 0.16, 0.7, 1.6),
-        "attention": Scale(False, 0.3, 0.4, 3.0),
-        "ring": Scale(False, 0.2, 0.9, 2.5),
-        "memory": Scale(False, 0.35, 0.3, 3.0),
-        "optimizer": Scale(False, 0.3, 0.5, 4.0),
-        "hidden": Scale(True, 1.0, 0.01, 0.99),
-        "straggling": Scale(False, 2.0, 1e-5, 0.1),
+        "kernel_host": FitScale(False, 0.8, 5e-7, 1.5e-4),
+        "microbatch_host": FitScale(False, 2.0, 1e-6, 5e-2),
+        "step_host": FitScale(False, 2.0, 1e-4, 1.0),
+        "matmul": FitScale(False, 0.16, 0.7, 1.6),
+        "attention": FitScale(False, 0.3, 0.4, 3.0),
+        "ring": FitScale(False, 0.2, 0.9, 2.5),
+        "memory": FitScale(False, 0.35, 0.3, 3.0),
+        "optimizer": FitScale(False, 0.3, 0.5, 4.0),
+        "hidden": FitScale(True, 1.0, 0.01, 0.99),
+        "straggling": FitScale(False, 2.0, 1e-5, 0.1),
     },
 }
 """Fields that are fitted, by kind of constants."""
@@ -80,7 +80,7 @@ class Parameter:
         return "/".join(part for part in (self.kind, self.entry, self.field, self.key) if part)
 
     @property
-    def scale(self) -> Scale:
+    def scale(self) -> FitScale:
         """How it is fitted."""
         return SCALES[self.kind][self.field]
 

@@ -1,0 +1,61 @@
+"""What is known of a schedule stands in ``parallelism``: the sources of other folders name none."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import galvatron_lite
+from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE, Schedule, schedule_names, schedules
+
+PACKAGE = Path(galvatron_lite.__file__).parent
+FOLDERS = ("search", "cost", "runtime", "verify", "analysis", "plans", "cli", "profiler")
+ELSEWHERE = {
+    "plans/export": "writes the settings of other training software, in its words",
+    "search/delayed.py": "the engine of delayed gradients, which no pipeline runs",
+}
+"""What may name schedules there, and why. Other folders that do: oracle (ParaDL's forecasts are of one schedule each),
+peers (other planners' plans) and validate (published runs)."""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for folder in FOLDERS:
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            name = path.relative_to(PACKAGE).as_posix()
+            if not name.startswith(tuple(ELSEWHERE)):
+                yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def words(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Identifiers, and texts that are no docstrings, with their lines."""
+    docstrings = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        for name in ("id", "attr", "arg", "name", "module"):
+            if isinstance(word := getattr(node, name, None), str):
+                yield line, word
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield line, node.value
+
+
+def test_no_schedule_is_named_outside_parallelism() -> None:
+    """Delayed gradients are a field of plans, ``cyclic``; as a schedule they are named nowhere."""
+    names = {name for name in schedule_names() if name != DELAYED_SCHEDULE}
+    constants = {name for name in Schedule.__annotations__ if name.isupper()}
+    assert {getattr(Schedule, name) for name in constants} == set(schedules())
+    spelled = {re.sub("[^a-z0-9]", "_", name) for name in names} | {name.lower() for name in constants}
+    text = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, names))})(?![\w-])|schedule[= ]{DELAYED_SCHEDULE}", re.I)
+    code = re.compile(f"(?i:{'|'.join(spelled - {DELAYED_SCHEDULE})})|^CYCLIC$")
+    found = [
+        f"{name}:{line}: {word}"
+        for name, tree in sources()
+        for line, word in words(tree)
+        if (code.search(word) if word.isidentifier() and word != DELAYED_SCHEDULE else text.search(word))
+    ]
+    assert found == []
+    assert text.search("takes 1f1b as it is")
+    assert code.search("run_zero_bubble_1p")

@@ -1,0 +1,84 @@
+"""Pairs of runs on two devices: which count, and what is scored."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from galvatron_lite.calibration.store import load_calibration
+from galvatron_lite.cli import app
+from galvatron_lite.validate.predict import Predictor
+from galvatron_lite.validate.results import Predicted
+from galvatron_lite.validate.rows import PublishedRun
+from galvatron_lite.validate.transfer import pairs_of, score_pairs
+from tests.validate.runs import gpt
+
+PRIORS = load_calibration(Path(__file__).parents[2] / "configs" / "calibration" / "priors")
+
+
+def measured(slower: float = 1.0, **changes: object) -> PublishedRun:
+    """A run that took as long as is predicted, or so many times as long."""
+    run = gpt(flash_attn=False, precision="fp16", **changes)
+    outcome = Predictor(PRIORS).predict(run)
+    assert isinstance(outcome, Predicted)
+    return replace(run, iter_time_s=slower * outcome.step_seconds)
+
+
+def test_runs_as_predicted_are_carried_without_error() -> None:
+    pairs = pairs_of([measured(), measured(gpu="V100-SXM2-32GB"), measured(gpu="H100-SXM5-80GB")], PRIORS)
+    assert [pair.devices for pair in pairs] == [("A100", "V100"), ("A100", "H100"), ("H100", "V100")]
+    assert all(pair.error < 1e-3 for pair in pairs)
+    assert all(pair.same_batch for pair in pairs)
+    assert min(pair.peak_error for pair in pairs) > 0.05
+
+
+def test_what_a_software_loses_everywhere_is_carried() -> None:
+    """A third slower on both than is known of the software; memory-bound kernels weigh more on the quicker device."""
+    (pair,) = pairs_of([measured(1.3), measured(1.3, gpu="V100-SXM2-32GB")], PRIORS)
+    assert pair.error < 0.15
+
+
+def test_what_makes_no_pair() -> None:
+    run = measured()
+    others = [
+        measured(gpu="A100-SXM4-40GB"),  # the same type of device
+        measured(gpu="V100-SXM2-32GB", layers=6),  # another model
+        replace(measured(gpu="V100-SXM2-32GB"), framework="torchtitan"),  # other software
+        replace(measured(gpu="V100-SXM2-32GB"), quality="C"),
+        replace(measured(gpu="V100-SXM2-32GB"), iter_time_s=1e-5),  # beyond the peak of its devices
+    ]
+    assert pairs_of([run, *others], PRIORS) == []
+
+
+def test_what_is_measured_twice_counts_once() -> None:
+    first = measured(gpu="V100-SXM2-32GB")
+    assert len(pairs_of([measured(), first, replace(first, run_id="again")], PRIORS)) == 1
+
+
+def test_another_batch_is_another_pair_and_said() -> None:
+    runs = [measured(), measured(gpu="V100-SXM2-32GB"), measured(gpu="V100-SXM2-32GB", global_batch=64)]
+    pairs = pairs_of(runs, PRIORS)
+    assert [pair.same_batch for pair in pairs] == [True, False]
+    total = score_pairs(pairs)[-1]
+    assert (total.name, total.pairs, total.same) == ("all", 2, 1)
+
+
+def test_command(tmp_path: Path) -> None:
+    runs = [measured(), measured(gpu="V100-SXM2-32GB")]
+    path = tmp_path / "runs.jsonl"
+    path.write_text("\n".join(json.dumps(asdict(run)) for run in runs) + "\n")
+    done = CliRunner().invoke(app, ["validate", str(path), "--transfer"])
+    assert done.exit_code == 0, done.output
+    assert "A100 and V100" in done.output
+    data = json.loads(CliRunner().invoke(app, ["validate", str(path), "--transfer", "--json"]).output)
+    assert data["scores"][-1]["error"] == pytest.approx(100 * data["pairs"][0]["error"])
+
+
+def test_no_pair_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps({"family": "x", "run_id": "x", "framework": "Megatron-LM", "quality": "A"}) + "\n")
+    done = CliRunner().invoke(app, ["validate", str(path), "--transfer"])
+    assert done.exit_code == 1
+    assert "two types of device" in str(done.exception)
