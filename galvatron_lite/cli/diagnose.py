@@ -14,6 +14,7 @@ from galvatron_lite.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from galvatron_lite.diagnose.collectives import CollectiveRow
     from galvatron_lite.diagnose.diagnosis import Diagnosis, DiagnosisInput
     from galvatron_lite.diagnose.findings import Finding
     from galvatron_lite.profiler.schema import Profile
@@ -83,8 +84,21 @@ def _print(diagnosis: Diagnosis) -> None:
     for row in diagnosis.memory:
         told = f"{format_bytes(row.measured)}, predicted {format_bytes(row.predicted)}"
         typer.echo(f"Memory on {rank_words(*row.ranks)}: {told}.")
+    for collective in diagnosis.collectives:
+        typer.echo(_collective(collective))
     for note in diagnosis.notes:
         typer.echo(f"Note: {note}")
+
+
+def _collective(row: CollectiveRow) -> str:
+    """What collectives of a kind and group took."""
+    ranks, calls = ", ".join(map(str, row.ranks[:4])), f"{row.calls:g} x {row.collective.value}"
+    ranks += f", … {row.ranks[-1]}" if len(row.ranks) > 4 else ""
+    return (
+        f"{calls} of ranks {ranks}: {format_bytes(row.bytes)} in {format_seconds(row.seconds)} a step "
+        f"({format_bytes(round(row.bandwidth))}/s of the bus), predicted {format_seconds(row.predicted)}; rank "
+        f"{row.slowest} comes last, the others wait {format_seconds(row.waited)}."
+    )
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:

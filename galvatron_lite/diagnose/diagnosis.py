@@ -16,6 +16,7 @@ from statistics import median
 
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.step import device_memory
+from galvatron_lite.diagnose.collectives import CollectiveRow, collective_rows
 from galvatron_lite.diagnose.events import read_trace
 from galvatron_lite.diagnose.expected import GroupExpected, RankTimes, Where, expect, times_logged
 from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, findings, runs_measured
@@ -54,6 +55,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()  # what could not be looked at, and why
     # seconds of a step without the profiler, which makes steps slower; None: not from traces, or not known
     untraced: float | None = None
+    collectives: tuple[CollectiveRow, ...] = ()  # in profiled steps; empty where none was
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ def diagnose(source: DiagnosisInput, profile: Profile) -> Diagnosis:
         source.name, steps, seconds, expected.seconds, traced, tuple(causes),
         seconds - expected.seconds - _explained(causes), _memory(source.run, expected.plan), source.notes,
         _untraced(source.run) if traced else None,
+        () if source.run is None else collective_rows(source.run.collectives, profile),
     )  # fmt: skip
 
 

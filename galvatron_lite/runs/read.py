@@ -13,6 +13,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runs.schema import (
     KINDS,
     RUN_VERSION,
+    CollectiveRecord,
     EndRecord,
     PlanRecord,
     RankHeader,
@@ -39,6 +40,7 @@ class RecordedRun:
     plans: tuple[PlanRecord, ...] = ()  # changes of plan since the last start
     ranks: tuple[tuple[RankRecord, ...], ...] = ()  # records of each rank under the last plan
     ends: tuple[EndRecord, ...] = ()
+    collectives: tuple[CollectiveRecord, ...] = ()  # of all ranks, under the last plan
     torn: tuple[str, ...] = ()  # files whose last line is cut off: the process, or its machine, was killed
     traces: tuple[Path, ...] = ()
 
@@ -87,6 +89,7 @@ def read_run(folder: Path) -> RecordedRun:
         raise FileFormatError("run", str(folder), "Its first file does not begin with a header: it is damaged.")
     digest = next(record.digest for record in reversed(records) if isinstance(record, (PlanRecord, RunHeader)))
     by_rank: dict[int, list[RankRecord]] = {}
+    collectives: list[CollectiveRecord] = []
     for name in (name for name in names if _RANK.fullmatch(name)):
         current = ""
         for record in _records(folder / name, torn):
@@ -94,6 +97,8 @@ def read_run(folder: Path) -> RecordedRun:
                 current = record.digest
             elif isinstance(record, RankRecord) and current == digest:
                 by_rank.setdefault(record.rank, []).append(record)
+            elif isinstance(record, CollectiveRecord) and current == digest:
+                collectives.append(record)
     steps = {record.step: record for record in records if isinstance(record, StepRecord)}
     last = records.index(list(starts.values())[-1])
     return RecordedRun(
@@ -103,6 +108,7 @@ def read_run(folder: Path) -> RecordedRun:
         tuple({record.step: record for record in records[last:] if isinstance(record, PlanRecord)}.values()),
         tuple(tuple(by_rank[rank]) for rank in sorted(by_rank)),
         tuple(record for record in records if isinstance(record, EndRecord)),
+        tuple(collectives),
         tuple(torn),
         tuple(sorted((folder / TRACES).glob("*.json*"))),
     )

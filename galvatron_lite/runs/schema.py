@@ -131,6 +131,21 @@ class RankRecord(Finite):
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveRecord(Finite):
+    """Collectives of one kind and group on one rank, in steps that were profiled."""
+
+    rank: Count  # in the world
+    step: Count  # the last of the steps
+    steps: Count
+    collective: str  # its kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``
+    ranks: tuple[Count, ...]  # that take part
+    calls: Count
+    bytes: Count  # of the tensors that all have together: what an all-gather yields, a reduce-scatter takes
+    seconds: Seconds  # from each call until it had completed: with the wait for the last to come
+    kind: Literal["collective"] = "collective"
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRecord(Finite):
     """Training goes on under another plan, from this step on (phases, adapting, ``switch``)."""
 
@@ -150,11 +165,12 @@ class EndRecord(Finite):
     kind: Literal["end"] = "end"
 
 
-Record = RunHeader | RankHeader | StepRecord | RankRecord | PlanRecord | EndRecord
+Record = RunHeader | RankHeader | StepRecord | RankRecord | CollectiveRecord | PlanRecord | EndRecord
 """A line."""
 
 KINDS: dict[str, type[Record]] = {
     "header": RunHeader, "begin": RankHeader, "step": StepRecord, "rank": RankRecord, "plan": PlanRecord,
+    "collective": CollectiveRecord,
     "end": EndRecord,
 }  # fmt: skip
 

@@ -100,7 +100,7 @@ def observe(model: Any, options: ObserverOptions | None, profile: Profile | None
     if options.log and options.profile_steps:
         stage, world = head.devices[rank].stage, len(head.devices)
         about = {"version": RUN_VERSION, "digest": head.digest, "stage": stage, "world": world, "rank": rank}
-        tracer = Tracer(options.log, options.profile_steps, lambda: _layers(model), clock, about)
+        tracer = Tracer(options.log, options.profile_steps, lambda: _layers(model), clock, about, recorder.put)
     is_parallel = isinstance(model, ParallelModel)
 
     def layer_clock() -> LayerClock | None:

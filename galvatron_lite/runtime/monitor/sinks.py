@@ -21,6 +21,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runs.schema import (
     RECENT,
     RUN_VERSION,
+    CollectiveRecord,
     EndRecord,
     PlanRecord,
     RankHeader,
@@ -203,7 +204,7 @@ def _line_of(record: Record) -> str:
 def run_files(folder: Path, rank: int, head: RunHeader) -> list[LineFiles]:
     """The files of a rank; raises ``OSError`` where they cannot be made."""
     own = RankHeader(RUN_VERSION, rank, head.digest, head.time, head.step)
-    files = [LineFiles(folder, f"rank-{rank:05d}", own, (RankHeader, RankRecord))]
+    files = [LineFiles(folder, f"rank-{rank:05d}", own, (RankHeader, RankRecord, CollectiveRecord))]
     if rank == 0:
         files.append(LineFiles(folder, "steps", head, (StepRecord, PlanRecord, EndRecord)))
     return files

@@ -16,8 +16,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from galvatron_lite.runs.read import TRACES
-from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP
+from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP, CollectiveRecord
 from galvatron_lite.runtime.monitor.clock import StepClock
+from galvatron_lite.runtime.monitor.collectives import CollectiveTimer
 
 
 class Tracer:
@@ -29,6 +30,7 @@ class Tracer:
         layers: gives the modules of this rank's layers, each with the layer's name, when the trace begins.
         clock: of the steps.
         about: metadata of the trace, with the ``rank``.
+        put: takes records of the collectives.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class Tracer:
         layers: Callable[[], Sequence[tuple[str, nn.Module]]],
         clock: StepClock,
         about: dict[str, Any],
+        put: Callable[[CollectiveRecord], None],
     ) -> None:
         self._folder, self._steps, self._layers, self._clock, self._about = folder, steps, layers, clock, about
         self._profile: profile | None = None
+        self._collectives, self._put, self._last = CollectiveTimer(), put, 0
         self._first = 0
         self._step: Any = None
         self._part: Any = None
@@ -62,6 +66,7 @@ class Tracer:
             for name, module in self._layers():
                 self._watch(name, module)
             self._clock.on_part = self._on_part
+            self._collectives.start()
         if self._profile is not None:
             self._step = _begin(f"{STEP}{step}")
 
@@ -70,6 +75,7 @@ class Tracer:
         if self._profile is None:
             return
         _end(self._step)
+        self._last = step
         if step + 1 not in self._steps:
             self.close()
 
@@ -78,17 +84,21 @@ class Tracer:
         profiler, self._profile = self._profile, None
         if profiler is None:
             return
+        self._collectives.stop()
         self._on_part("")
         self._clock.on_part = None
         for handle in self._handles:
             handle.remove()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        rank = self._about["rank"]
+        for record in self._collectives.take(rank, self._last, max(self._last - self._first + 1, 1)):
+            self._put(record)
         profiler.add_metadata_json(METADATA, json.dumps(self._about))
         profiler.stop()
         folder = self._folder / TRACES
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{self._about['rank']:05d}-step-{self._first:05d}.json.gz"
+        path = folder / f"rank-{rank:05d}-step-{self._first:05d}.json.gz"
         part = path.with_name(f".{path.name}.part.json.gz")
         profiler.export_chrome_trace(str(part))
         part.replace(path)
