@@ -198,6 +198,8 @@ def auto_parallelize(
         findings = _tried_out(model, example, layers, loss_fn, loss_weight, loss_reduction, init_fn)
     if uncaptured is not None and (not trains or settings is not None):
         raise uncaptured
+    if uncaptured is not None and findings is not None and findings.whole and world_size() > 1:
+        raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
     profiled = None
     if uncaptured is None and (chosen is None or settings is not None):
         profiled = _profile(profile, model, example, _goal(loss_fn, trains, model, example), blocks, precision, folder)
@@ -213,13 +215,13 @@ def auto_parallelize(
             if settings is not None:
                 kept = (*settings.fix, *pins["fix"]), (*settings.forbid, *pins["forbid"])
                 settings = replace(settings, fix=kept[0], forbid=kept[1])
-            notes = () if findings is None else findings.notes()
             source, budget = correct_inputs(profiled, earlier_corrections(settings, profiled), mem)
             asked: Any = {"mem": budget, "batch": samples, "gpus": world_size(), "forbid": pins["forbid"]}
             asked |= _plan_arguments(wanted, delay, pins["fix"])
             asked |= {} if backend is None else {"backend": backend}
             asked |= {} if tolerance is None else {"tolerance": tolerance}
-            chosen = _searched(source, asked, delay, notes, explains=bool(fix or forbid))
+            typed = [f"--{name} {one}" for name in pins for one in texts(name, {"fix": fix, "forbid": forbid}[name])]
+            chosen = _searched(source, asked, delay, findings, " ".join(typed))
     if uncaptured is not None:
         check_uncaptured(chosen, uncaptured)
     if findings is not None:
@@ -385,18 +387,23 @@ def _plan_arguments(mode: Mode, delay: str | None, fix: Sequence[str]) -> PlanAr
 
 
 def _searched(
-    profile: Profile, arguments: PlanArguments, delay: str | None, notes: Sequence[str], *, explains: bool
+    profile: Profile, arguments: PlanArguments, delay: str | None, findings: Findings | None, pins: str
 ) -> Plan:
-    """Rank 0's plan; errors tell, beside the user's pins (``explains``), of those that the model's loss needs."""
+    """Rank 0's plan; where pins that the model's loss or buffers need leave none, the error speaks of these.
+
+    Args:
+        findings: of the model; None: nothing was tried.
+        pins: that the user typed.
+    """
     _warn(_on_dead(profile.graph))
     try:
         plan = _found_plan(profile, arguments, delay)
     except InputError as error:
-        why = "; ".join(notes)
-        if not why or not explains:
+        if findings is None or not findings.pins() or error.field not in ("--fix", "--forbid"):
             raise
-        raise InputError(error.field, error.value, f"{why[:1].upper()}{why[1:]}. {error.remedy}") from error
+        raise findings.without_plan(world_size(), pins=pins) from error
     _say(f"plan: {plan_line(plan)}")
+    notes = () if findings is None else findings.notes()
     for note in (*(() if plan.provenance is None else plan.provenance.notes), *notes):
         _say(f"note: {note}")
     return plan

@@ -145,8 +145,10 @@ def print_profile(profile: Profile, where: str) -> None:
     """A profile in short: the machine, each kind of layer, branches, the links, the fits' residuals."""
     console = wide_console()
     graph, origin = profile.graph, profile.origin
+    mixed = any(kind.routing.choices for kind in graph.kinds.values())
+    active = f" ({format_count(graph.active_parameters)} of a token)" if mixed else ""
     console.print(
-        f"{profile.name}: {format_count(graph.parameters)} parameters in {len(graph.layers)} layers, "
+        f"{profile.name}: {format_count(graph.parameters)} parameters{active} in {len(graph.layers)} layers, "
         f"{' and '.join(f'{group.count} x {group.device.name}' for group in profile.cluster.groups)}",
         style="bold",
     )

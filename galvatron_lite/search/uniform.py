@@ -283,28 +283,42 @@ class Uniform:
     def _least(self) -> FloatArray:
         """(B,): a time that no plan with each choice for blocks beats: layers around them at their least, moves between
         these and blocks left out, and memory too."""
+        form, groups = self.problem.form, list(self._alike.values())
         if self.mixtures is None:
-            return np.zeros(len(next(iter(self._every_block.values()))))
-        form, table, groups = self.problem.form, self.mixtures.table, list(self._alike.values())
-        first, second = self.mixtures.first, self.mixtures.second
-        placed = np.stack([self.chunks.placed[own[0]].sum(axis=0) for own in groups])[:, :, self.mixtures.count]
-        around = list(zip(*(self._around_blocks(own[0], table) for own in groups), strict=True))
-        columns = [
-            placed[:, 0] * own[first] + placed[:, 1] * own[second] + np.stack(others)[:, first]
-            for own, others in zip((*table.parts(form), table.figures.step), around, strict=True)
-        ]
+            columns = self._columns_of_unlike_blocks([own[0] for own in groups])
+        else:
+            table, first, second = self.mixtures.table, self.mixtures.first, self.mixtures.second
+            placed = np.stack([self.chunks.placed[own[0]].sum(axis=0) for own in groups])[:, :, self.mixtures.count]
+            blocks = dict.fromkeys(self.ranges[1], table)
+            around = list(zip(*(self._around_blocks(own[0], blocks) for own in groups), strict=True))
+            columns = [
+                placed[:, 0] * own[first] + placed[:, 1] * own[second] + np.stack(others)[:, first]
+                for own, others in zip((*table.parts(form), table.figures.step), around, strict=True)
+            ]
         counts, time = np.array([len(own) for own in groups]), columns[-1].max(axis=0)
         for ramp, rounds, column in zip(form.ramp, form.rounds, columns, strict=False):
             time = time + ramp * (counts @ column) + rounds * column.max(axis=0)
         return np.asarray(time * (1 - _TINY))
 
-    def _around_blocks(self, group: int, blocks: StrategyTable) -> list[FloatArray]:
+    def _columns_of_unlike_blocks(self, groups: Sequence[int]) -> list[FloatArray]:
+        """(G, B) each: as ``_around_blocks`` of each group, with the blocks it holds."""
+        form, blocks, columns = self.problem.form, self._every_block, []
+        for group in groups:
+            total = self._around_blocks(group, blocks)
+            held = Counter(id(blocks[place]) for place in self.chunks.held[group].intersection(self.ranges[1]))
+            for table in {id(own): own for own in blocks.values()}.values():
+                for own, figure in zip(total, (*table.parts(form), table.figures.step), strict=True):
+                    own += held[id(table)] * figure
+            columns.append(total)
+        return [np.stack(own) for own in zip(*columns, strict=True)]
+
+    def _around_blocks(self, group: int, blocks: Part) -> list[FloatArray]:
         """(S,) each, of the parts of a group's micro-batch and its work once a step: sends by the strategy of blocks,
         and other layers at the least."""
         form = self.problem.form
-        sends = self._sends([{}, dict.fromkeys(self.ranges[1], blocks), {}], group)
+        sends = self._sends([{}, blocks, {}], group)
         sent = (*form.parts(*sends, 0 * sends[0]), 0 * sends[0])
-        total = [np.zeros(len(blocks)) + own.reshape(-1) for own in sent]
+        total = [np.zeros(len(next(iter(blocks.values())))) + own.reshape(-1) for own in sent]
         for place in self.chunks.held[group].difference(self.ranges[1]):
             table = self._table(group, place)
             for own, figure in zip(total, (*table.parts(form), table.figures.step), strict=True):

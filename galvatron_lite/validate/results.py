@@ -174,10 +174,12 @@ def macro(families: Iterable[Scores]) -> dict[str, float | int | None]:
 def macros(
     judged: Sequence[Judged], key: Callable[[PublishedRun], str] = lambda run: run.family
 ) -> dict[str, dict[str, float | int | None]]:
-    """The macro average over all families, and over the language models' alone (runs with a sequence length)."""
+    """The macro average over all families, over the language models' alone (runs with a sequence length) and over those
+    of mixtures of experts."""
     language = [one for one in judged if one.run.seq_len is not None]
-    named = {"macro": judged} | ({"macro_language": language} if language else {})
-    return {name: macro(score_families(runs, key).values()) for name, runs in named.items()}
+    mixtures = [one for one in language if (one.run.n_experts or 0) > 1]
+    named = {"macro": judged, "macro_language": language, "macro_mixtures": mixtures}
+    return {name: macro(score_families(runs, key).values()) for name, runs in named.items() if runs}
 
 
 Pair = tuple[float, float]  # predicted and measured seconds

@@ -78,7 +78,7 @@ class Network(nn.Module):
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.blocks = nn.ModuleList(Averaging() if kind == "buffers" else Block() for _ in range(4))
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-        if kind == "loose buffer":
+        if kind in ("loose buffer", "read buffer"):
             self.register_buffer("average", torch.zeros(HIDDEN))
         self.register_buffer("classes", 1 + torch.arange(VOCAB).float() / 4, persistent=False)
 
@@ -86,8 +86,10 @@ class Network(nn.Module):
         self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None, first: Tensor | None = None
     ) -> Tensor:
         hidden = self.embed(tokens)
-        if self.kind == "loose buffer":
+        if self.kind in ("loose buffer", "read buffer"):
             self.average.lerp_(hidden.detach().mean((0, 1)), 0.1)
+        if self.kind == "read buffer":
+            hidden = hidden - 5 * self.average
         for block in self.blocks:
             hidden = block(hidden)
         if self.kind == "contrastive":
@@ -133,7 +135,7 @@ def make(kind: str) -> tuple[nn.Module, Any]:
     labels = tokens.roll(-1, 1)
     labels = (
         labels
-        if kind in ("classes", "buffers", "loose buffer", "penalty") or "masked" in kind
+        if kind in ("classes", "buffers", "loose buffer", "read buffer", "penalty") or "masked" in kind
         else labels.where(keeps, -1)
     )
     more = {"first": tokens[:, 1].where(keeps[:, 2], -100)} if kind == "two terms" else {}

@@ -89,6 +89,20 @@ def test_the_planner_keeps_to_plans_that_train_it_right(pool: WorkerPool, tmp_pa
     assert kind != "penalty" or len(plan.stages) == 1
 
 
+@pytest.mark.parametrize("fix", [[], ["tp=1"]])
+def test_a_buffer_that_leaves_no_plan_is_named_with_its_remedy(
+    pool: WorkerPool, tmp_path: Path, fix: list[str]
+) -> None:
+    model, batch = make("read buffer")
+    path = tmp_path / "profile.yaml"
+    write_profile(estimate_profile(trace(model, batch), load_cluster("t4", 2), precision="fp32", name="read"), path)
+    for plan, error in pool.run(2, planned, kind="read buffer", profile=str(path), fix=fix):
+        assert plan is None
+        assert "Update average behind the last read".lower() in error.lower()
+        assert "one of the pins" not in error
+        assert ("Lift --fix tp=1" in error) == bool(fix)
+
+
 def test_a_share_in_which_nothing_counts(pool: WorkerPool) -> None:
     ((message,),) = pool.run(1, refusals, kind="masked 0/0", names=["micro-batches"], loss_weight=count_mask)
     assert ".clamp(min=1)" in message

@@ -40,6 +40,8 @@ class Experts(nn.Module):
             rows, places = torch.where(chosen == number)
             if rows.numel():
                 output.index_add_(0, rows, expert(hidden[rows]) * weights[rows, places, None])
+        shares = nn.functional.one_hot(chosen, 6).float().mean((0, 1))
+        self.balance = (shares * self.gate(hidden).softmax(-1).mean(0)).sum()
         return hidden + output
 
 
@@ -52,7 +54,8 @@ class Deciding(nn.Module):
         self.kind = kind
         self.enter = nn.Linear(4, WIDTH)
         blocks = (
-            Experts() if kind == "experts" else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+            Experts() if kind in ("experts", "balanced") else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            for _ in range(4)
         )
         self.blocks = nn.ModuleList(blocks)
         self.leave = nn.Linear(WIDTH, 1)
@@ -64,7 +67,8 @@ class Deciding(nn.Module):
                 scales = [1 + depth / 10 for depth in depths.tolist()]
                 hidden = hidden * torch.tensor(scales)[:, None] + float(hidden.detach().numpy().size > 0)
             hidden = block(hidden) if self.kind != "branch" or hidden.abs().sum() > 0 else 2 * hidden
-        return self.leave(hidden).square().mean()
+        balance = sum(block.balance for block in self.blocks) if self.kind == "balanced" else 0.0
+        return self.leave(hidden).square().mean() + balance
 
 
 def make_batch() -> tuple[Tensor, Tensor]:
@@ -102,6 +106,15 @@ def test_what_needs_the_graph_is_refused(pool: WorkerPool) -> None:
     for said in pool.run(2, refused, kind="experts", fix={"pp": 2}):
         assert "--fix pipeline: 2 cannot be used." in said
         assert "It trains with dp=2" in said
+
+
+@pytest.mark.parametrize("options", [{}, {"fix": {"dp": 1, "microbatches": 1}}])
+def test_a_loss_of_the_batch_as_a_whole_is_refused_by_one_message(pool: WorkerPool, options: dict[str, Any]) -> None:
+    """Experts of a list, and a loss that balances them over all tokens: no plan of two ranks trains it."""
+    for said in pool.run(2, refused, kind="balanced", **options):
+        assert "On 2 devices no plan trains like one process" in said
+        assert "model.zoo.moe.Experts" in said
+        assert "--fix" not in said
 
 
 def test_no_stages_where_values_of_layers_decide(pool: WorkerPool) -> None:

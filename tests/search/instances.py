@@ -165,7 +165,7 @@ def richer(kind: LayerKind, draw: random.Random) -> LayerKind:
         dims=replace(attentive.dims, experts=4),
         expert_parameters=draw.randint(1, kind.parameters.tensor),
         dispatched_bytes=draw.randint(100, 5000),
-        routing=Routing(2, draw.random() < 0.5, excess=draw.choice([0.0, 0.5])),
+        routing=Routing(2, unique=bool(draw.choice([0, 2])), excess=0.5),
     )
 
 

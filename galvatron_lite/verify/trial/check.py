@@ -86,6 +86,43 @@ class Findings:
             notes.append(f"code outside of their layers reads {_few(self.outside)}: every device holds all parameters")
         return notes
 
+    def without_plan(self, devices: int, uncaptured: str = "", pins: str = "") -> InputError:
+        """The error that no plan on so many devices trains like one process: what rules plans out, and what to change.
+
+        Args:
+            devices: more than one.
+            uncaptured: the part of the model that values of tensors steer; empty where it was captured.
+            pins: of the user, beside which there is no plan; empty where there are none.
+        """
+        reasons, remedies = [], [f"lift {pins}"] if pins else []
+        names = _few([name for name, _ in self.buffers])
+        if self.whole:
+            reasons.append("the loss compares samples with one another, so that it takes the batch as a whole")
+        if self.buffers:
+            reasons.append(f"forward passes update {names} from the samples, so that no rank may have part of a sample")
+            remedies.append(
+                f"update {names} behind the last read of a forward pass, where it reads what it has updated"
+            )
+        elif self.whole:
+            remedies.append(
+                "make the loss a mean over samples (of one that balances experts: over each sample's tokens)"
+            )
+        if self.outside:
+            reasons.append(f"code outside of their layers reads {_few(self.outside)}")
+        if uncaptured:
+            reasons.append(
+                f"values of tensors decide what {uncaptured} runs, so that ranks share nothing but the batch"
+            )
+            remedies.append(
+                "stack experts in one module that takes hidden states, chosen experts and their weights "
+                "(model.zoo.moe.Experts), of which plans may keep the batch whole"
+            )
+        remedies.append("train in one process; check=False trains the mean of the shares' losses")
+        why, what = "; ".join(reasons), "; or ".join(remedies)
+        remedy = f"On {devices} devices no plan trains like one process: {why}. {what[:1].upper()}{what[1:]}."
+        field, value = ("buffers", names) if self.buffers else ("loss", "of the batch as a whole")
+        return InputError(*(("fix", pins) if pins else (field, value)), remedy)
+
     @property
     def synced(self) -> dict[str, str]:
         """Rules of the buffers that ranks keep alike."""
