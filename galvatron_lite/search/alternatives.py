@@ -116,8 +116,8 @@ _ROUNDING = 1e-9
 _TRIES = 3
 """How often a plan is made for less room, until one fits, and how many fewer stages a group are tried."""
 _REACH, _FARTHEST, _WORK = 0.03, 0.15, 400_000
-"""By how much a simulated step may be below its closed form for a plan to be looked at, at least and at most, and labels
-for each degree."""
+"""By how much a simulated step may be below its closed form for a plan to be looked at, at least and at most, and
+labels for each degree."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,8 +176,9 @@ def finalists(
     options = [first, *(_finalist(request, pricer, "given", one) for one in beside)]
     if not first.fits:
         options += _instead(request, pricer, first)
-    for one in simple:
-        _add(options, one)
+    options += [
+        one for one in simple if one.plan.stages != first.plan.stages or one.plan.schedule != first.plan.schedule
+    ]
     if all(one.found.problem.shape != best.problem.shape for one in simple):
         options += _less_interleaved(request, pricer, first)
     if request.runs is None and not best.stopped:
