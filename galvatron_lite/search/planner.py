@@ -48,7 +48,6 @@ from galvatron_lite.search.space import Fixed, reasons
 from galvatron_lite.search.tables import TICKS
 from galvatron_lite.search.ways import Delay, PlanTask, with_one_device, with_ways
 
-
 _LEAST_AHEAD = 0.1
 """Share of the tolerance that the search over everything leaves open at least."""
 
