@@ -71,7 +71,7 @@ def _figures(plan: Plan, source: str, accuracy: str, runners_up: int) -> Iterato
         yield "memory", _memory_line(plan, plan.provenance)
         yield "step", _step_line(plan.prediction, plan.provenance)
         yield "bound by", _bound_line(plan, plan.prediction, plan.provenance)
-        yield "search", _proof(plan.provenance)
+        yield "search", _proof(plan.provenance, len(plan.stages))
     error = accuracy.partition(" (")[0]
     yield "costs", source.removeprefix(f"{plan.model}: ") + f"; {error}" * bool(error)
     if plan.prediction is not None:
@@ -179,17 +179,17 @@ def _print_time(console: Console, plan: Plan, accuracy: str) -> None:
                 f"  {_range(plan.provenance).strip(' ()')} where links between nodes run at half rate, less is hidden "
                 "behind compute, or kernels are 10% slower or quicker"
             )
-        console.print(f"  search: {_proof(plan.provenance)}; costs {plan.provenance.profile_origin}")
+        console.print(f"  search: {_proof(plan.provenance, len(plan.stages))}; costs {plan.provenance.profile_origin}")
     if accuracy:
         console.print(f"  {accuracy}")
     console.print()
 
 
-def _proof(provenance: Provenance) -> str:
+def _proof(provenance: Provenance, stages: int) -> str:
     if provenance.interrupted:
         return f"interrupted; {provenance.proof.value}, at most {provenance.gap:.1%} from the best"
     if not provenance.gap:
-        return provenance.proof.value
+        return f"{provenance.proof.value}{' in the closed form' * (stages > 1)}"
     how = "simulated; bound proven in the closed form" if provenance.simulated else "proven in the closed form"
     return f"within {max(provenance.gap, 1e-4):.2%} of the best possible ({how})"
 

@@ -115,9 +115,9 @@ UNBOUNDED = 2**60
 _ROUNDING = 1e-9
 _TRIES = 3
 """How often a plan is made for less room, until one fits, and how many fewer stages a group are tried."""
-_REACH, _FARTHEST, _WORK = 0.03, 0.15, 400_000
+_REACH, _FARTHEST, _WORK, _LITTLE = 0.03, 0.15, 400_000, 20_000
 """By how much a simulated step may be below its closed form for a plan to be looked at, at least and at most, and
-labels for each degree."""
+labels for each degree, and for each shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,8 +176,9 @@ def finalists(
     options = [first, *(_finalist(request, pricer, "given", one) for one in beside)]
     if not first.fits:
         options += _instead(request, pricer, first)
-    for one in simple:
-        _add(options, one)
+    options += [
+        one for one in simple if one.plan.stages != first.plan.stages or one.plan.schedule != first.plan.schedule
+    ]
     if all(one.found.problem.shape != best.problem.shape for one in simple):
         options += _fewer_stages(request, pricer, first)
     if request.runs is None and not best.stopped:
@@ -242,7 +243,7 @@ def _near(request: Request, pricer: LayerPricer, best: SolvedPlan) -> Iterator[F
                 request.fixed, pipeline=shape.stages, microbatches=shape.microbatches, virtual=shape.virtual
             )
             narrow = replace(request, fixed=fixed, schedules=(shape.schedule,))
-            found = _searched(narrow, pricer, below=below, effort=_WORK)
+            found = _searched(narrow, pricer, below=below, effort=_LITTLE)
             if found is not None:
                 yield _finalist(request, pricer, _name(shape), found)
 

@@ -49,6 +49,9 @@ from galvatron_lite.search.space import Fixed, reasons
 from galvatron_lite.search.tables import TICKS
 from galvatron_lite.search.ways import Delay, PlanTask, with_one_device, with_ways
 
+_LEAST_AHEAD = 0.1
+"""Share of the tolerance that the search over everything leaves open at least."""
+
 
 def find_plan(
     profile: Profile,
@@ -153,7 +156,7 @@ def _ordinary(
         ahead = ahead and _ahead(request, pricer, first, contenders, tolerance)
     looked = partial(
         search, request, pricer, progress, stoppable=stoppable, start=first, effort=effort, ahead=ahead,
-        slack=SLACK * tolerance, settled=tolerance,
+        slack=min(SLACK * tolerance, ahead or inf), settled=tolerance,
     )  # fmt: skip
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
     found = (looked(exact=False) if effort == 0 else None) or looked()
@@ -221,9 +224,9 @@ def _ahead(
 ) -> float:
     """By what share a plan's closed form must be below that of the first, to be quicker than the best plan that was
     simulated by more than the tolerance."""
-    quickest = min((one.seconds for one in contenders if one.fits), default=inf)
     closed = _closed(pricer, request, first.partition.time)
-    return max(1.0 - (1.0 - tolerance) * quickest / closed, tolerance)
+    quickest = min((one.seconds for one in contenders if one.fits), default=closed)
+    return max(1.0 - (1.0 - tolerance) * quickest / closed, _LEAST_AHEAD * tolerance)
 
 
 def _gap(proven: Finalist, chosen: Finalist) -> float:

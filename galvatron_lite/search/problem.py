@@ -393,9 +393,10 @@ class Problem:
         """
         key, known, most = (*self.key(stage, inside), near), self.answers.quickest, np.inf if cap is None else cap
         if key not in known or (known[key][1] is None and known[key][0] < most):
-            known[key] = (most, *self._quickest(stage, inside, cap, near))
-            if (best := known[key][1]) is not None:
-                self.answers.best[key[:-1]] = best
+            found, least = self._quickest(stage, inside, cap, near)
+            known[key] = (most, found, least)
+            if found is not None:
+                self.answers.best[key[:-1]] = found
         _, plan, least = known[key]
         return (None, np.inf) if least > most else (plan, least)
 

@@ -19,6 +19,7 @@ from galvatron_lite.search.infeasible import leanest
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import random_profile
+from tests.search.instances import random_instance
 
 
 def some_finalists(seed: int = 5) -> tuple[Finalist, ...]:
@@ -168,3 +169,14 @@ def test_a_zero_bubble_plan_is_held_against_other_schedules_by_simulation() -> N
     assert ours.prediction is not None
     assert interleaved.prediction is not None
     assert ours.prediction.step_seconds <= 1.01 * interleaved.prediction.step_seconds
+
+
+def test_other_shapes_of_near_closed_form_are_simulated() -> None:
+    asked = random_instance(16, 4)
+    request, pricer = asked.request(31_669), LayerPricer(asked.profile)
+    best = search(request, pricer)
+    assert best is not None
+    first, *others = finalists(request, pricer, best, wanted=0)
+    quicker = quickest([first, *others])
+    assert quicker.found.partition.time > first.found.partition.time
+    assert quicker.seconds < 0.96 * first.seconds

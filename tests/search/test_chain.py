@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, best_of_parts
 from galvatron_lite.search.chain_labels import good_path, pareto_paths
 
+NEAR = 0.05
 QUIET = {"deadline": None, "derandomize": True}
 Times = tuple[int, ...]
 
@@ -126,6 +127,15 @@ def check_good(chain: Chain, best: list[Times], cap: int | None) -> None:
         assert weighted(chain, path.time) >= least
 
 
+def check_near(chain: Chain, best: list[Times], cap: int | None) -> None:
+    """A path that may be beaten by a share is beaten by no more, and what is said to beat it is a bound."""
+    front = pareto_paths(chain, cap, near=NEAR)
+    check(chain, front, best)
+    assert bool(front.paths) == bool(best)
+    if best:
+        assert weighted(chain, front.paths[0].time) * (1 - NEAR) <= weighted(chain, best[0])
+
+
 @settings(max_examples=250, **QUIET)
 @given(st.integers(0, 10**9))
 def test_every_sequence(seed: int) -> None:
@@ -143,6 +153,7 @@ def test_every_sequence(seed: int) -> None:
         check(own, pareto_paths(own, cap, draw.choice([None, None, 1, 2, 5])), best)
         if criteria == 1:
             check_good(own, best, cap)
+            check_near(own, best, cap)
 
 
 def plain_labels(chain: Chain) -> list[Times]:
