@@ -30,7 +30,7 @@ def shortened(plan: Plan, stage: int) -> Plan:
     was sent is waited for. Schedules that hold more the more micro-batches there are (GPipe), and those that go round
     the stages, stay whole.
     """
-    enough = _under_way(plan, stage) + 2 + _behind(plan, stage)
+    enough = _under_way(plan, stage) + 2 + _behind(plan)
     repeats = plan.schedule.repeats or plan.pipeline == 1
     if not repeats or plan.microbatches <= enough or plan.global_batch % plan.microbatches:
         return plan
@@ -43,7 +43,7 @@ def _under_way(plan: Plan, stage: int) -> int:
     return plan.pipeline - stage
 
 
-def _behind(plan: Plan, stage: int) -> int:
+def _behind(plan: Plan) -> int:
     """Micro-batches behind two that are held against each other: as many as there is room for messages of
     (``parallelism.pipeline.table.ROOM``), and the one that is under way with them."""
     return 1 + (ROOM if plan.pipeline > 1 else 1)
@@ -54,7 +54,7 @@ def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan, s
     missing = plan.microbatches - len(starts)
     if missing <= 0:
         return tuple(messages)
-    place = len(starts) - 1 - _behind(plan, stage)
+    place = len(starts) - 1 - _behind(plan)
     before, start, end = starts[place - 1 : place + 2]
     length = end - start
     if [_shifted(one, 1, length) for one in messages[before:start]] != list(messages[start:end]):
