@@ -49,8 +49,8 @@ def _behind(plan: Plan) -> int:
     return 1 + (ROOM if plan.pipeline > 1 else 1)
 
 
-def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan, stage: int) -> tuple[Message, ...]:
-    """The messages of all micro-batches of a plan, from those of a rank of a stage in a shortened step."""
+def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan) -> tuple[Message, ...]:
+    """The messages of all micro-batches of a plan, from those of a rank in a shortened step."""
     missing = plan.microbatches - len(starts)
     if missing <= 0:
         return tuple(messages)
