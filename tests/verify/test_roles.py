@@ -167,7 +167,7 @@ def test_what_holds_more_with_more_micro_batches_is_run_whole() -> None:
     alike = [
         Message(n, MessageType.BARRIER, (0,), "", NOBODY, 0, (), "", 0, During.FORWARD, n // 10) for n in range(80)
     ]
-    assert len(lengthened(alike, starts, plan, 0)) == 100
+    assert len(lengthened(alike, starts, plan)) == 100
     alike[starts[3]] = replace(alike[starts[3]], shape=(3,))
     with pytest.raises(UnlikeError, match="unlike"):
-        lengthened(alike, starts, plan, 0)
+        lengthened(alike, starts, plan)

@@ -30,7 +30,7 @@ def shortened(plan: Plan, stage: int) -> Plan:
     was sent is waited for. Schedules that hold more the more micro-batches there are (GPipe), and those that go round
     the stages, stay whole.
     """
-    enough = _under_way(plan, stage) + 2 + _behind(plan, stage)
+    enough = _under_way(plan, stage) + 2 + _behind(plan)
     repeats = plan.schedule.repeats or plan.pipeline == 1
     if not repeats or plan.microbatches <= enough or plan.global_batch % plan.microbatches:
         return plan
@@ -43,18 +43,18 @@ def _under_way(plan: Plan, stage: int) -> int:
     return 1 if plan.pipeline == 1 else plan.schedule.in_flight(plan.pipeline, stage, plan.microbatches)
 
 
-def _behind(plan: Plan, stage: int) -> int:
+def _behind(plan: Plan) -> int:
     """Micro-batches behind two that are held against each other: as many as there is room for messages of
     (``parallelism.pipeline.table.ROOM``), and the one that is under way with them."""
     return 1 + (ROOM if plan.pipeline > 1 else 1)
 
 
-def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan, stage: int) -> tuple[Message, ...]:
-    """The messages of all micro-batches of a plan, from those of a rank of a stage in a shortened step."""
+def lengthened(messages: Sequence[Message], starts: Sequence[int], plan: Plan) -> tuple[Message, ...]:
+    """The messages of all micro-batches of a plan, from those of a rank in a shortened step."""
     missing = plan.microbatches - len(starts)
     if missing <= 0:
         return tuple(messages)
-    place = len(starts) - 1 - _behind(plan, stage)
+    place = len(starts) - 1 - _behind(plan)
     before, start, end = starts[place - 1 : place + 2]
     length = end - start
     if [_shifted(one, 1, length) for one in messages[before:start]] != list(messages[start:end]):

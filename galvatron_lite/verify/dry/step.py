@@ -139,7 +139,7 @@ def dry_run(
         made = _Run(subject, run, place, log, ledger)
         made.step()
         splits, kept, stage = made.splits(plan.microbatches), made.kept, made.parallel.runtime.meshes.stage_index
-        messages = lengthened(log.messages, made.watch.starts, plan, stage) if run is not plan else tuple(log.messages)
+        messages = lengthened(log.messages, made.watch.starts, plan) if run is not plan else tuple(log.messages)
         del made
     return RoleRun(
         rank=rank, stage=stage, role="", ranks=(rank,), messages=messages, samples=tuple(ledger.samples),
