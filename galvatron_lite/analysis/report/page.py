@@ -15,6 +15,7 @@ from galvatron_lite.analysis.report.run_figures import PlanMark, front_figure, m
 from galvatron_lite.analysis.report.timeline_data import packed
 from galvatron_lite.analysis.report.timeline_figures import course_of, name_of, shown_groups
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
+from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import fullest_of, headline, memory_parts, time_parts
 from galvatron_lite.plans.schema import Mode, Plan, Prediction
@@ -75,6 +76,7 @@ def _view_of(shown: Shown, number: int, looks: Mapping[Strategy, Look]) -> dict[
         "time": tuple(_time_of(plan)),
         "step": format_seconds(plan.prediction.step_seconds) if plan.prediction else "",
         "packed": None if step is None else packed(step, budgets, [_ranks_of(group, plan) for group in step.groups]),
+        "splits_backward": step is not None and any(one.what is Pass.WEIGHT for one in step.groups[0].passes),
         "overlapping": step is not None and step.overlapping,
         "groups": () if step is None else tuple(_group_rows(step, plan)),
         "courses": () if step is None else tuple(course_of(group, step, budgets[group.group]) for group in drawn),

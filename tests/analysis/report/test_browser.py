@@ -118,7 +118,15 @@ def test_passes_are_read_out(browser: Browser, place: Path) -> None:
     said = str(browser.run("return document.querySelector('.readout').textContent"))
     assert said.startswith("Stage 0 (ranks 0–1), micro-batch 1: forward, ")
     browser.press("down")
-    assert str(browser.run("return document.querySelector('.readout').textContent")).startswith("Stage 1 (ranks 2–3)")
+    said = str(browser.run("return document.querySelector('.readout').textContent"))
+    assert said.startswith("Stage 1 (ranks 2–3)")
+    browser.press("home")
+    said = str(browser.run("return document.querySelector('.readout').textContent"))
+    assert " for forward of micro-batch 0 on stage 0." in said
+    assert "It waits " in said
+    browser.press("right")
+    said = str(browser.run("return document.querySelector('.readout').textContent"))
+    assert " of micro-batch 1 on " in said
     browser.press("end")
     assert ": backward, " in str(browser.run("return document.querySelector('.readout').textContent"))
     told = small().timeline

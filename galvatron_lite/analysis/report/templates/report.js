@@ -222,12 +222,33 @@
     redraws.push(draw);
 
     const label = (group) => "stage" + (group.stages.length > 1 ? "s " : " ") + group.stages.join(", ");
+    // Where a pass is, by stage, kind and micro-batch: made when first asked for.
+    let places;
+    const placeOf = (stage, kind, microbatch) => {
+      places = places || new Map(groups.flatMap((group) => [...group.kind].map((kind, place) =>
+        [[group.stage[place], kind, group.microbatch[place]].join(), [group, place]])));
+      return places.get([stage, kind, microbatch].join());
+    };
+    // The pass that sends what this one reads: the stage before for forward, behind for backward, its own at the ends.
+    const sourceOf = (group, one) => {
+      const stage = group.stage[one], number = group.microbatch[one];
+      if (group.kind[one] === 0) return placeOf(stage - 1, 0, number);
+      return group.kind[one] === 1 ? placeOf(stage + 1, 1, number) || placeOf(stage, 0, number) : placeOf(stage, 1, number);
+    };
+    const waits = (group, one) => {
+      const before = one ? group.free[one - 1] : 0, idle = group.start[one] - before, source = sourceOf(group, one);
+      if (idle > told.span * 1e-6 && source) {
+        const [other, place] = source;
+        return ` It waits ${written(idle)} for ${SAID[other.kind[place]]} of micro-batch ${other.microbatch[place]} on stage ${other.stage[place]}.`;
+      }
+      return one ? ` It starts when ${SAID[group.kind[one - 1]]} of micro-batch ${group.microbatch[one - 1]} on these devices ends.` : "";
+    };
     const describe = (group, one) => {
       const bytes = told.levels[group.during[one]].reduce((sum, part) => sum + part, 0);
       const send = group.free[one] - group.end[one];
       return `Stage ${group.stage[one]} (${group.devices}), micro-batch ${group.microbatch[one]}: ${SAID[group.kind[one]]}, ` +
         `${exactly(group.start[one], told.span)} to ${exactly(group.end[one], told.span)} (${written(group.end[one] - group.start[one])})` +
-        (send > told.span * 1e-7 ? `, then ${written(send)} of sending` : "") + `; ${size(bytes)} on a device at its worst moment.`;
+        (send > told.span * 1e-7 ? `, then ${written(send)} of sending` : "") + `; ${size(bytes)} on a device at its worst moment.` + waits(group, one);
     };
     const say = (words) => { readout.textContent = words; };
     const look = (from, to) => {
