@@ -201,7 +201,13 @@ TORCHTITAN = Backend(
 ACCELERATE = Backend(
     "accelerate",
     SIMPLE,
-    {**_TRANSFORMERS_ALONE, "ulysses": (False,), "expert": (1,), "sequence_parallel": (False,), "zero_stage": (0, 2, 3)},
+    {
+        **_TRANSFORMERS_ALONE,
+        "ulysses": (False,),
+        "expert": (1,),
+        "sequence_parallel": (False,),
+        "zero_stage": (0, 2, 3),
+    },
     ("accelerate runs no pipelines",),
     rule=_fully_sharded,
     pipelines=(),
