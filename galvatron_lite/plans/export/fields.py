@@ -215,6 +215,8 @@ def parse_flags(text: str, file: str) -> dict[str, Any]:
             name = ""
         elif name and text:
             values[name] = _typed(text) if values[name] is True else f"{values[name]} {text}"
+        if word.endswith(")"):
+            name = ""
     return values
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Recompute, Role
@@ -193,8 +194,11 @@ def plan_from(settings: Settings, graph: ModelGraph) -> Plan:
         end = len(graph.layers) if number == len(settings.stages) - 1 else end
         layers = graph.layers[place:end]
         done = [0]
-        strategies = [_of_layer(settings, graph.kind_of(layer), layer.role, done) for layer in layers]
-        stages.append(Stage(tuple(layer_runs(layers, strategies))))
+        runs = list[LayerRun]()
+        for role, alike in groupby(layers, key=lambda layer: layer.role):
+            own = list(alike)
+            runs += layer_runs(own, [_of_layer(settings, graph.kind_of(layer), role, done) for layer in own])
+        stages.append(Stage(tuple(runs)))
         place = end
     return Plan(
         PLAN_VERSION, graph.name, settings.devices, settings.batch, settings.microbatches, settings.schedule,

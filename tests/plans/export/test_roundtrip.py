@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from galvatron_lite import api
+from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes import build_graph
 from galvatron_lite.model.shapes.registry import shape_from_data
@@ -18,7 +20,7 @@ from galvatron_lite.parallelism.backends import TARGETS
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.peers.plan_files import priced
 from galvatron_lite.plans.export.settings import Settings, StageCut, World, even_stages, plan_from
-from galvatron_lite.plans.export.tools import TOOLS, export
+from galvatron_lite.plans.export.tools import TOOLS, export, read_settings
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
@@ -94,3 +96,96 @@ def test_what_is_written_is_read_and_priced_the_same(tool: str, arch: str, tmp_p
         assert replace(again, provenance=None) == replace(plan, provenance=None), made.text
         assert again.provenance is not None
         assert not any("not looked at" in line or "priced as" in line for line in again.provenance.notes)
+
+
+OWN = {
+    "megatron": """
+        TP=2
+        MODEL_ARGS=(--num-layers 8 --hidden-size 1024 --use-mcore-models --seq-length 4096)
+        PARALLEL=(
+            --tensor-model-parallel-size $TP  # within a node
+            --pipeline-model-parallel-size=2
+            --num-layers-per-virtual-pipeline-stage 2
+            --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --bf16
+            --recompute-activations --micro-batch-size 1 --global-batch-size 32
+        )
+        torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} ${PARALLEL[@]} --lr 1e-4""",
+    "nemo": """
+        trainer: {devices: 8, num_nodes: 2, max_steps: 10}
+        model: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 2,
+          sequence_parallel: true, micro_batch_size: 1, global_batch_size: 32, recompute_granularity: selective,
+          optim: {name: adam, use_distributed_optimizer: true}}""",
+    "torchtitan": """
+        [training]
+        local_batch_size = 8
+        seq_len = 4096
+        [parallelism]
+        pipeline_parallel_degree = 2
+        pipeline_parallel_schedule = "Interleaved1F1B"
+        pipeline_parallel_first_stage_less_layers = 0
+        pipeline_parallel_last_stage_less_layers = 0
+        tensor_parallel_degree = 2
+        [activation_checkpoint]
+        mode = "selective"
+        [profiling]
+        enable_profiling = true""",
+    "deepspeed": """{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "bf16": {"enabled": true},
+        "zero_optimization": {"stage": 3, "overlap_comm": true, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "wall_clock_breakdown": false}""",
+    "accelerate": """
+        # in the script: batch_size=2
+        distributed_type: FSDP
+        fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_activation_checkpointing: true,
+          fsdp_use_orig_params: true, fsdp_backward_prefetch: BACKWARD_PRE}
+        mixed_precision: bf16
+        num_processes: 16
+        rdzv_backend: static""",
+}
+"""Files as users have them, with fields that no plan has."""
+MEANT = {
+    "megatron": ("zero1x4 tensor2+sp selective", 4, 8, "hidden_size"),
+    "nemo": ("zero1x4 tensor2+sp selective", 4, 8, "trainer.max_steps"),
+    "torchtitan": ("zero1x4 tensor2+sp selective", 4, 8, "profiling.enable_profiling"),
+    "deepspeed": ("zero3x16 offload-states", 1, 2, "optimizer.type"),
+    "accelerate": ("zero2x16 recompute", 1, 1, "fsdp_config.fsdp_backward_prefetch"),
+}
+"""Of each the strategy of blocks, stages, micro-batches, and a field that is not looked at."""
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS))
+def test_a_file_of_its_user_is_read_and_what_is_not_looked_at_is_named(tool: str, tmp_path: Path) -> None:
+    file, graph = tmp_path / "settings", profile_for("", "decoder").graph
+    file.write_text(textwrap.dedent(OWN[tool]))
+    plan = api.evaluate(file, model=graph, cluster="h100", gpus=DEVICES, batch=32, target=tool)
+    strategy, stages, microbatches, ignored = MEANT[tool]
+    blocks = [run.strategy for stage in plan.stages for run in stage.runs if run.first.startswith("layers")]
+    assert {str(one) for one in blocks} == {strategy}
+    assert plan.provenance is not None
+    notes = " ".join(plan.provenance.notes)
+    assert (len(plan.stages), plan.devices) == (stages, DEVICES)
+    assert plan.microbatches == microbatches or plan.global_batch == 32
+    assert "read: " in notes
+    assert ignored in notes.partition("not looked at: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "named"),
+    [
+        ("megatron", "--tensor-model-parallel-size $TP --micro-batch-size 1 --global-batch-size 32", "tensor_model"),
+        ("megatron", "--micro-batch-size 1 --global-batch-size 32 --fp8-format hybrid", "fp8_format: 'hybrid'"),
+        ("megatron", "--micro-batch-size 1 --global-batch-size 32 --num-layers 80", "num_layers: 80"),
+        ("megatron", "--micro-batch-size 1 --global-batch-size 40", "batch"),
+        ("megatron", "--recompute-granularity selective --recompute-modules mlp --global-batch-size 32", "modules"),
+        ("megatron", "--tensor-model-parallel-size 3 --global-batch-size 32", "degrees"),
+        ("nemo", "model: [1]", "batch"),
+        ("deepspeed", '{"train_batch_size": "auto"}', "train_batch_size: 'auto'"),
+        ("deepspeed", '{"train_batch_size": 32, "zero_optimization": {"offload_param": {"device": "cpu"}}}', "param"),
+        ("torchtitan", "--parallelism.context_parallel_degree many", "context_parallel_degree: 'many'"),
+        ("accelerate", "distributed_type: MEGATRON_LM", "distributed_type"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_priced_is_named(tool: str, text: str, named: str, tmp_path: Path) -> None:
+    file, profile = tmp_path / "settings", profile_for("", "decoder")
+    file.write_text(text)
+    with pytest.raises((InputError, FileFormatError), match=named):
+        read_settings(file, tool, profile.graph, DEVICES)
