@@ -28,8 +28,9 @@ SURFACE = {
         "--from", "--hardware", "--nodes", "--gpus-per-node", "--layers", "--hidden", "--seq", "--engine",
         "--device-memory", "-o", "--output", "--folder", "--json",
     },
-    "export": {"--to", "-o", "--output", "--strict", "--json"},
+    "export": {"--to", "--for", "-o", "--output", "--strict", "--json"},
     "evaluate": {
+        "--for",
         "--profile", "--model", "--cluster", "--gpus", "--batch", "--seq", "--precision", "--mem", "--json", "-o",
         "--output", "-v", "--verbose",
     },
