@@ -15,7 +15,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload
 from galvatron_lite.plans.export.deepspeed import zero_stage
-from galvatron_lite.plans.export.fields import Field, Target, dump_yaml, parse_yaml, same
+from galvatron_lite.plans.export.fields import Field, Tool, dump_yaml, parse_yaml, same
 from galvatron_lite.plans.export.settings import Settings, World, filled
 
 _SCRIPT = "in the script: "
@@ -153,7 +153,7 @@ FIELDS = (
     Field("script.gradient_accumulation_steps", lambda _: None, same("", "microbatches").read),
     Field("script.gradient_checkpointing", lambda _: None, lambda value: _recompute(str(value).lower())),
 )
-ACCELERATE = Target(
+ACCELERATE = Tool(
     name="accelerate",
     software="accelerate 1.15",
     fields=FIELDS,

@@ -12,7 +12,7 @@ from typing import Any
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.export.fields import Field, Target, dump_json, parse_yaml, same
+from galvatron_lite.plans.export.fields import Field, Tool, dump_json, parse_yaml, same
 from galvatron_lite.plans.export.settings import Settings, World, filled
 from galvatron_lite.plans.schema import Plan
 
@@ -139,7 +139,7 @@ def _by_hand(settings: Settings) -> Iterator[str]:
         yield "recompute in every block: model.gradient_checkpointing_enable(), or deepspeed.checkpointing.checkpoint"
 
 
-DEEPSPEED = Target(
+DEEPSPEED = Tool(
     name="deepspeed",
     software="DeepSpeed 0.19",
     fields=(

@@ -31,7 +31,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Tool:
     """Software that a plan is written for."""
 
     name: str
@@ -96,14 +96,14 @@ ONCE = {Recompute.NONE: None, Recompute.SELECTIVE: "selective", Recompute.FULL: 
 """Recomputation as most tools call it."""
 
 
-def write(target: Target, settings: Settings, *, priced: bool) -> dict[str, Any]:
+def write(target: Tool, settings: Settings, *, priced: bool) -> dict[str, Any]:
     """The values of a file; ``priced``: with what the costs of this software take for granted."""
     values = {one.key: one.write(settings) for one in target.fields}
     assumed = target.assumed if priced else {}
     return {key: value for key, value in {**values, **assumed}.items() if value is not None}
 
 
-def read(target: Target, values: Values, world: World, sequence: int = 0) -> Reading:
+def read(target: Tool, values: Values, world: World, sequence: int = 0) -> Reading:
     """What the values of a file say.
 
     Raises:

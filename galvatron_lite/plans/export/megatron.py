@@ -15,7 +15,7 @@ from typing import Any
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload
-from galvatron_lite.plans.export.fields import ONCE, Field, Target, Values, dump_yaml, parse_flags, parse_yaml, same
+from galvatron_lite.plans.export.fields import ONCE, Field, Tool, Values, dump_yaml, parse_flags, parse_yaml, same
 from galvatron_lite.plans.export.settings import Settings, StageCut, World, filled
 
 _SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
@@ -164,7 +164,7 @@ def _precision(name: str) -> Field:
     return Field(name, lambda own: own.precision == name or None, _switch("precision", name))
 
 
-MEGATRON = Target(
+MEGATRON = Tool(
     name="megatron",
     software="Megatron-LM (megatron-core 0.16)",
     fields=(
@@ -189,7 +189,7 @@ def _parse_nemo(text: str, file: str) -> dict[str, Any]:
     return {sections.get(_bare(key), key): value for key, value in parse_yaml(text, file).items()}
 
 
-NEMO = Target(
+NEMO = Tool(
     name="nemo",
     software="NeMo (Megatron-Bridge 0.3)",
     fields=(

@@ -12,7 +12,7 @@ from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.backends import target_named
 from galvatron_lite.plans.export.accelerate import ACCELERATE
 from galvatron_lite.plans.export.deepspeed import DEEPSPEED
-from galvatron_lite.plans.export.fields import Reading, Target, commented, read, write
+from galvatron_lite.plans.export.fields import Reading, Tool, commented, read, write
 from galvatron_lite.plans.export.megatron import MEGATRON, NEMO
 from galvatron_lite.plans.export.settings import Settings, World, plan_from, settings_of, simplified
 from galvatron_lite.plans.export.torchtitan import TORCHTITAN
@@ -20,7 +20,7 @@ from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import ITEM_BYTES
 
-TOOLS: Mapping[str, Target] = {one.name: one for one in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NEMO)}
+TOOLS: Mapping[str, Tool] = {one.name: one for one in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NEMO)}
 _LARGEST = 2**20
 _WORDS = {"zero_stage": "ZeRO stage", "data": "replicas of shards", "zero": "shards", "virtual": "virtual stages"}
 
@@ -61,7 +61,7 @@ def export(plan: Plan, tool: str, *, strict: bool = False) -> Exported:
     return Exported(tool, head + body, left_out, by_hand)
 
 
-def _unsaid(target: Target, settings: Settings, text: str) -> Iterator[str]:
+def _unsaid(target: Tool, settings: Settings, text: str) -> Iterator[str]:
     """Where the file, read again, says otherwise than the settings that it was written from."""
     main, error = settings.strategy, None
     for devices in (settings.devices, main.batch_degree * main.tensor):

@@ -10,7 +10,7 @@ from typing import Any
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import Schedule
-from galvatron_lite.plans.export.fields import Field, Target, Values, parse_flags, parse_toml, same
+from galvatron_lite.plans.export.fields import Field, Tool, Values, parse_flags, parse_toml, same
 from galvatron_lite.plans.export.settings import Settings, World, even_stages, filled
 
 _SCHEDULES = {
@@ -156,7 +156,7 @@ def _dump(values: Values) -> str:
     return "".join(f"{line}\n" for line in sorted(lines, key=lambda line: line.startswith("activation_checkpoint:")))
 
 
-TORCHTITAN = Target(
+TORCHTITAN = Tool(
     name="torchtitan",
     software="torchtitan 0.3",
     fields=FIELDS,
