@@ -14,7 +14,7 @@ from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.profiler import machine as constants
 from galvatron_lite.validate.checks import FRAMEWORKS
 from galvatron_lite.validate.report import unscored, worst_data
-from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Scores, Skipped, judge
+from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Scores, Skipped, judge
 from galvatron_lite.validate.rows import REAL, WHOLE
 from studies.calibration.fit import ENOUGH
 
@@ -80,7 +80,7 @@ def test_the_fields_of_the_entries_are_listed() -> None:
     block = next(text for text in VALIDATE.split("```") if text.lstrip().startswith('{"unscored"'))
     outcome = Predicted(1.0, 1, 1, 2, TimeBreakdown(), MemoryBreakdown())
     one = judge(GPT, MeasuredRun(2.0, 1), outcome)
-    skipped = Judged(GPT, None, Skipped("GPU not stated"))
+    skipped = ScoredRun(GPT, None, Skipped("GPU not stated"))
     assert {*worst_data(one), *unscored([skipped])[0], "unscored", "notes", "worst"} == set(
         re.findall(r'"(\w+)"', block)
     )
