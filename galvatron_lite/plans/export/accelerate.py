@@ -34,7 +34,9 @@ def _kind(settings: Settings) -> str:
 
 def _of(kind: str, key: str, value: Any, read: Any = lambda _: {}) -> Field:
     """A field of one kind; ``value``: of the settings, or the same for all."""
-    return Field(key, lambda own: (value(own) if callable(value) else value) if _kind(own) == kind else None, read)
+    return Field(
+        key, lambda chosen: (value(chosen) if callable(value) else value) if _kind(chosen) == kind else None, read
+    )
 
 
 def _fsdp(key: str, value: Any, read: Any = lambda _: {}) -> Field:
@@ -93,21 +95,21 @@ def _script(settings: Settings) -> Iterator[str]:
         yield "gradient_checkpointing=True (model.gradient_checkpointing_enable())"
 
 
-def _settings(said: dict[str, Any], world: World) -> Settings:
-    kind = said.get("kind", "NO")
-    if kind == "NO" and world.devices > 1 and said.get("devices", 1) > 1:
+def _settings(stated: dict[str, Any], world: World) -> Settings:
+    kind = stated.get("kind", "NO")
+    if kind == "NO" and world.devices > 1 and stated.get("devices", 1) > 1:
         raise InputError(
             f"{world.file}, distributed_type", kind, "Several processes need MULTI_GPU, FSDP or DEEPSPEED."
         )
     usual = {"FSDP": 3, "DEEPSPEED": 2}.get(kind, 0)
-    said = {"zero_stage": usual, "microbatches": 1, "deepspeed": kind == "DEEPSPEED", **said}
-    said["zero_stage"] = said["zero_stage"] if kind in ("FSDP", "DEEPSPEED") else 0
-    if kind == "FSDP" and said.get("zero") == 1 == said.get("context", 1):
-        said.pop("data", None)
-        said["zero_stage"] = 0
-    if said.get("zero") == 1 and said["zero_stage"] == 0:
-        said.pop("zero")
-    return filled(said, world)
+    stated = {"zero_stage": usual, "microbatches": 1, "deepspeed": kind == "DEEPSPEED", **stated}
+    stated["zero_stage"] = stated["zero_stage"] if kind in ("FSDP", "DEEPSPEED") else 0
+    if kind == "FSDP" and stated.get("zero") == 1 == stated.get("context", 1):
+        stated.pop("data", None)
+        stated["zero_stage"] = 0
+    if stated.get("zero") == 1 and stated["zero_stage"] == 0:
+        stated.pop("zero")
+    return filled(stated, world)
 
 
 def _parse(text: str, file: str) -> dict[str, Any]:
@@ -127,18 +129,18 @@ FIELDS = (
     Field("num_machines", lambda _: 1, lambda _: {}),
     same("num_processes", "devices"),
     Field("use_cpu", lambda _: False, lambda _: {}),
-    _engine("gradient_accumulation_steps", lambda own: own.microbatches, same("", "microbatches").read),
-    _engine("offload_optimizer_device", lambda own: "cpu" if own.strategy.offloads_states else "none", _moved),
+    _engine("gradient_accumulation_steps", lambda chosen: chosen.microbatches, same("", "microbatches").read),
+    _engine("offload_optimizer_device", lambda chosen: "cpu" if chosen.strategy.offloads_states else "none", _moved),
     _engine("offload_param_device", "none"),
-    _engine("zero3_init_flag", lambda own: zero_stage(own.strategy) == 3),
-    _engine("zero_stage", lambda own: zero_stage(own.strategy), same("", "zero_stage").read),
+    _engine("zero3_init_flag", lambda chosen: zero_stage(chosen.strategy) == 3),
+    _engine("zero_stage", lambda chosen: zero_stage(chosen.strategy), same("", "zero_stage").read),
     _fsdp("activation_checkpointing", _again, _recompute),
     _fsdp("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
     _fsdp("offload_params", False),
     _fsdp("sharding_strategy", None, _sharding),
     _fsdp(
         "reshard_after_forward",
-        lambda own: own.strategy.zero_stage == 3,
+        lambda chosen: chosen.strategy.zero_stage == 3,
         lambda value: (
             {"zero_stage": 3 if value in (True, "true") else 2} if value in (True, False) else _sharding(value)
         ),
@@ -172,5 +174,5 @@ ACCELERATE = Tool(
         "sequence_parallel": "the model's own tensor-parallel plan decides it",
         "ulysses": "context parallelism is a ring here",
     },
-    by_hand=lambda own: (f"{_SCRIPT}{line}" for line in _script(own)),
+    by_hand=lambda chosen: (f"{_SCRIPT}{line}" for line in _script(chosen)),
 )

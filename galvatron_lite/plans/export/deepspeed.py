@@ -121,17 +121,17 @@ def _again(settings: Settings) -> int | None:
 def _enabled(name: str) -> Field:
     return Field(
         f"{name}.enabled",
-        lambda own: own.precision == name,
+        lambda chosen: chosen.precision == name,
         lambda value: {"precision": name} if value in (True, "true") else {},
     )
 
 
-def _settings(said: dict[str, Any], world: World) -> Settings:
-    if said.get("again", 0) >= world.blocks:
-        said["recompute"] = Recompute.FULL
-    elif said.get("again"):
-        said |= {"recompute": Recompute.FULL, "recomputed": said["again"]}
-    return filled({"precision": "fp32", **said}, world)
+def _settings(stated: dict[str, Any], world: World) -> Settings:
+    if stated.get("again", 0) >= world.blocks:
+        stated["recompute"] = Recompute.FULL
+    elif stated.get("again"):
+        stated |= {"recompute": Recompute.FULL, "recomputed": stated["again"]}
+    return filled({"precision": "fp32", **stated}, world)
 
 
 def _by_hand(settings: Settings) -> Iterator[str]:
@@ -149,12 +149,12 @@ DEEPSPEED = Tool(
         Field("zero_optimization.stage", _zero_of, same("", "zero_stage").read),
         Field(
             "zero_optimization.offload_optimizer.device",
-            lambda own: "cpu" if own.strategy.offloads_states else None,
+            lambda chosen: "cpu" if chosen.strategy.offloads_states else None,
             _moved,
         ),
         Field(
             "zero_optimization.offload_optimizer.pin_memory",
-            lambda own: own.strategy.offloads_states or None,
+            lambda chosen: chosen.strategy.offloads_states or None,
             lambda _: {},
         ),
         _enabled("bf16"),
@@ -164,7 +164,11 @@ DEEPSPEED = Tool(
         # The file's one word on recomputation: how many checkpoints the model makes.
         Field("activation_checkpointing.number_checkpoints", _again, lambda value: {"again": int(value or 0)}),
         Field("zero_allow_untested_optimizer", lambda _: True, lambda _: {}),
-        Field("zero_force_ds_cpu_optimizer", lambda own: False if own.strategy.offloads_states else None, lambda _: {}),
+        Field(
+            "zero_force_ds_cpu_optimizer",
+            lambda chosen: False if chosen.strategy.offloads_states else None,
+            lambda _: {},
+        ),
     ),
     parse=parse_yaml,
     dump=dump_json,

@@ -74,11 +74,13 @@ _CORE = (
     same("model.pipeline_model_parallel_size", "pipeline"),
     Field(
         "model.sequence_parallel",
-        lambda own: own.strategy.sequence_parallel if own.strategy.tensor > 1 else None,
+        lambda chosen: chosen.strategy.sequence_parallel if chosen.strategy.tensor > 1 else None,
         lambda value: {"sequence_parallel": value in (True, "true")},
     ),
     Field(
-        "model.pipeline_model_parallel_layout", lambda own: layout(own.stages) if own.pipeline > 1 else None, _stages
+        "model.pipeline_model_parallel_layout",
+        lambda chosen: layout(chosen.stages) if chosen.pipeline > 1 else None,
+        _stages,
     ),
     Field("model.num_virtual_stages_per_pipeline_rank", lambda _: None, lambda value: {"virtual": int(value)}),
     Field("model.virtual_pipeline_model_parallel_size", lambda _: None, lambda value: {"virtual": int(value or 1)}),
@@ -86,7 +88,7 @@ _CORE = (
     same("model.context_parallel_size", "context", plain=1),
     Field(
         "model.cp_comm_type",
-        lambda own: None if own.strategy.context == 1 else "a2a" if own.strategy.ulysses else "p2p",
+        lambda chosen: None if chosen.strategy.context == 1 else "a2a" if chosen.strategy.ulysses else "p2p",
         same("", "ulysses", {False: "p2p", True: "a2a"}).read,
     ),
     same("model.expert_model_parallel_size", "expert", plain=1),
@@ -94,25 +96,27 @@ _CORE = (
     same("model.recompute_granularity", "recompute", ONCE),
     Field("model.recompute_activations", lambda _: None, _switch("recompute", Recompute.SELECTIVE)),
     Field("model.recompute_modules", lambda _: None, _modules),
-    Field("model.recompute_method", lambda own: _method(own)[0], lambda value: {"method": value}),
-    Field("model.recompute_num_layers", lambda own: _method(own)[1], lambda value: {"recomputed": int(value)}),
+    Field("model.recompute_method", lambda chosen: _method(chosen)[0], lambda value: {"method": value}),
+    Field("model.recompute_num_layers", lambda chosen: _method(chosen)[1], lambda value: {"recomputed": int(value)}),
     same("train.micro_batch_size", "samples"),
     same("train.global_batch_size", "batch"),
-    Field("ddp.use_distributed_optimizer", lambda own: _sharding(own) > 0 or None, _switch("zero_stage", 1)),
-    Field("ddp.use_megatron_fsdp", lambda own: _sharding(own) > 1 or None, _switch("zero_stage", 3)),
+    Field("ddp.use_distributed_optimizer", lambda chosen: _sharding(chosen) > 0 or None, _switch("zero_stage", 1)),
+    Field("ddp.use_megatron_fsdp", lambda chosen: _sharding(chosen) > 1 or None, _switch("zero_stage", 3)),
     Field(
         "ddp.data_parallel_sharding_strategy",
-        lambda own: _SHARDING[_sharding(own)] if _sharding(own) > 1 else None,
+        lambda chosen: _SHARDING[_sharding(chosen)] if _sharding(chosen) > 1 else None,
         same("", "zero_stage", {0: "no_shard", **_SHARDING}).read,
     ),
     Field("ddp.num_distributed_optimizer_instances", _instances, lambda value: {"data": int(value)}),
     Field(
         "optimizer.optimizer_cpu_offload",
-        lambda own: own.strategy.offloads_states or None,
+        lambda chosen: chosen.strategy.offloads_states or None,
         _switch("offload", Offload.STATES),
     ),
     Field(
-        "optimizer.optimizer_offload_fraction", lambda own: 1.0 if own.strategy.offloads_states else None, lambda _: {}
+        "optimizer.optimizer_offload_fraction",
+        lambda chosen: 1.0 if chosen.strategy.offloads_states else None,
+        lambda _: {},
     ),
 )
 _REFUSED = {
@@ -131,20 +135,20 @@ _CHECKED = {"model.num_layers": "blocks", "model.seq_length": "sequence", "datas
 _HINTS = {"schedule": "Megatron runs 1f1b, interleaved where groups have several stages"}
 
 
-def _settings(said: dict[str, Any], world: World) -> Settings:
-    stages, pipeline = said.get("stages", ()), said.get("pipeline", 1)
-    if "per_stage" in said:
-        said["virtual"] = max(world.blocks // (pipeline * said["per_stage"]), 1)
+def _settings(stated: dict[str, Any], world: World) -> Settings:
+    stages, pipeline = stated.get("stages", ()), stated.get("pipeline", 1)
+    if "per_stage" in stated:
+        stated["virtual"] = max(world.blocks // (pipeline * stated["per_stage"]), 1)
     if stages:
-        said["virtual"] = max(len(stages) // pipeline, 1)
-    if said.get("method") != "block":
-        said.pop("recomputed", None)
-    sliced, tensor, expert = said.get("sliced"), said.get("tensor", 1), said.get("expert", 1)
-    if sliced not in (None, 1, tensor) or (sliced == 1 < tensor and expert == 1 and "sliced" in said):
+        stated["virtual"] = max(len(stages) // pipeline, 1)
+    if stated.get("method") != "block":
+        stated.pop("recomputed", None)
+    sliced, tensor, expert = stated.get("sliced"), stated.get("tensor", 1), stated.get("expert", 1)
+    if sliced not in (None, 1, tensor) or (sliced == 1 < tensor and expert == 1 and "sliced" in stated):
         remedy = f"Give the tensor degree, {tensor}, or 1 beside expert_model_parallel_size above 1."
         raise InputError(f"{world.file}, expert_tensor_parallel_size", sliced, remedy)
-    said["expert_tensor"] = int(sliced == 1)
-    return filled(said, world, stages)
+    stated["expert_tensor"] = int(sliced == 1)
+    return filled(stated, world, stages)
 
 
 def _flags(values: Values) -> str:
@@ -161,7 +165,7 @@ def _bare(key: str) -> str:
 
 
 def _precision(name: str) -> Field:
-    return Field(name, lambda own: own.precision == name or None, _switch("precision", name))
+    return Field(name, lambda chosen: chosen.precision == name or None, _switch("precision", name))
 
 
 MEGATRON = Tool(
@@ -169,7 +173,7 @@ MEGATRON = Tool(
     software="Megatron-LM (megatron-core 0.16)",
     fields=(
         *(replace(one, key=_bare(one.key)) for one in _CORE),
-        Field("use_precision_aware_optimizer", lambda own: own.strategy.offloads_states or None, lambda _: {}),
+        Field("use_precision_aware_optimizer", lambda chosen: chosen.strategy.offloads_states or None, lambda _: {}),
         _precision("bf16"),
         _precision("fp16"),
     ),
@@ -194,7 +198,7 @@ NEMO = Tool(
     software="NeMo (Megatron-Bridge 0.3)",
     fields=(
         *_CORE,
-        Field("optimizer.use_distributed_optimizer", lambda own: _sharding(own) > 0 or None, lambda _: {}),
+        Field("optimizer.use_distributed_optimizer", lambda chosen: _sharding(chosen) > 0 or None, lambda _: {}),
         same("mixed_precision", "precision", {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}),
     ),
     parse=_parse_nemo,

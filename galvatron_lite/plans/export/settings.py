@@ -241,7 +241,7 @@ class World:
     batch: int = 0  # samples a step, for files that do not say; 0: unknown
 
 
-def filled(said: Mapping[str, object], world: World, stages: Sequence[StageCut] = ()) -> Settings:
+def filled(stated: Mapping[str, object], world: World, stages: Sequence[StageCut] = ()) -> Settings:
     """Settings from what a file says, the rest as the software derives it: ZeRO and replicas take the devices that are
     left, and of batch, samples and micro-batches the third follows from two.
 
@@ -255,7 +255,7 @@ def filled(said: Mapping[str, object], world: World, stages: Sequence[StageCut] 
     """
 
     def number(name: str, default: int = 1) -> int:
-        value = said.get(name, default)
+        value = stated.get(name, default)
         assert isinstance(value, int)
         return value
 
@@ -269,34 +269,34 @@ def filled(said: Mapping[str, object], world: World, stages: Sequence[StageCut] 
     zero = left // data
     if number("zero", -1) not in (-1, zero):
         remedy = f"{devices} devices leave {zero} for it: give --gpus of the run."
-        raise InputError(f"{world.file}, shards", said["zero"], remedy)
+        raise InputError(f"{world.file}, shards", stated["zero"], remedy)
     whole = number("expert") > 1 and tensor > 1 and number("expert_tensor", 0) == 1
     strategy = Strategy(
         data=data, zero=zero, zero_stage=stage if zero * context > 1 else 0, tensor=tensor, context=context,
-        sequence_parallel=bool(said.get("sequence_parallel")) and tensor > 1, expert=number("expert"),
-        expert_tensor=int(whole), ulysses=bool(said.get("ulysses")) and context > 1,
-        recompute=Recompute(str(said.get("recompute", "none"))), offload=Offload(str(said.get("offload", "none"))),
+        sequence_parallel=bool(stated.get("sequence_parallel")) and tensor > 1, expert=number("expert"),
+        expert_tensor=int(whole), ulysses=bool(stated.get("ulysses")) and context > 1,
+        recompute=Recompute(str(stated.get("recompute", "none"))), offload=Offload(str(stated.get("offload", "none"))),
     )  # fmt: skip
-    batch, samples, count = _batch(said, world, data * zero)
+    batch, samples, count = _batch(stated, world, data * zero)
     again = number("recomputed", 0)
     each = max((one.blocks for one in stages), default=world.blocks // (pipeline * virtual))
     return Settings(
-        devices=devices, precision=str(said.get("precision", "")), batch=batch, samples=samples, microbatches=count,
-        strategy=strategy, recomputed=0 if again >= each else again, deepspeed=bool(said.get("deepspeed")),
-        schedule=_schedule(said, pipeline, virtual), virtual=virtual,
+        devices=devices, precision=str(stated.get("precision", "")), batch=batch, samples=samples, microbatches=count,
+        strategy=strategy, recomputed=0 if again >= each else again, deepspeed=bool(stated.get("deepspeed")),
+        schedule=_schedule(stated, pipeline, virtual), virtual=virtual,
         stages=tuple(stages) or even_stages(world, pipeline * virtual),
     )  # fmt: skip
 
 
-def _schedule(said: Mapping[str, object], pipeline: int, virtual: int) -> Schedule:
+def _schedule(stated: Mapping[str, object], pipeline: int, virtual: int) -> Schedule:
     if pipeline == 1:
         return Schedule.ONE_F_ONE_B
     usual = Schedule.INTERLEAVED if virtual > 1 else Schedule.ONE_F_ONE_B
-    return schedule_named(str(said.get("schedule", usual)))
+    return schedule_named(str(stated.get("schedule", usual)))
 
 
-def _batch(said: Mapping[str, object], world: World, replicas: int) -> tuple[int, int, int]:
-    batch, samples, count = (int(str(said.get(name) or 0)) for name in ("batch", "samples", "microbatches"))
+def _batch(stated: Mapping[str, object], world: World, replicas: int) -> tuple[int, int, int]:
+    batch, samples, count = (int(str(stated.get(name) or 0)) for name in ("batch", "samples", "microbatches"))
     batch = batch or samples * count * replicas or world.batch
     if not batch:
         raise InputError(f"{world.file}, batch", None, "The file does not say how many samples a step has: --batch.")

@@ -64,12 +64,12 @@ def _sequence_parallel(settings: Settings) -> bool | None:
 
 def _piped(name: str, words: dict[Any, Any] | None = None) -> Any:
     """What is written under a pipeline alone."""
-    return lambda own: same("", name, words).write(own) if own.pipeline > 1 else None
+    return lambda chosen: same("", name, words).write(chosen) if chosen.pipeline > 1 else None
 
 
 FIELDS = (
     Field("training.local_batch_size", _local, lambda value: {"local": int(value)}),
-    Field("training.global_batch_size", lambda own: own.batch, lambda value: {"batch": max(int(value), 0)}),
+    Field("training.global_batch_size", lambda chosen: chosen.batch, lambda value: {"batch": max(int(value), 0)}),
     Field(
         "training.mixed_precision_param",
         _precision,
@@ -90,44 +90,51 @@ FIELDS = (
         f"{_PARALLEL}.enable_sequence_parallel", _sequence_parallel, lambda value: {"sequence_parallel": value is True}
     ),
     # torchtitan refuses its default, CUDA graphs, together with a pipeline.
-    Field("training.disable_cuda_graphs", lambda own: own.pipeline > 1 or None, lambda _: {}),
+    Field("training.disable_cuda_graphs", lambda chosen: chosen.pipeline > 1 or None, lambda _: {}),
     Field(f"{_PIPE}_schedule", _piped("schedule", _SCHEDULES), same("", "schedule", _SCHEDULES).read),
     Field(f"{_PIPE}_microbatch_size", _piped("samples"), lambda value: {"samples": int(value)}),
     Field(
-        f"{_PIPE}_first_stage_less_layers", lambda own: (_ends(own) or [None])[0], lambda value: {"first": int(value)}
+        f"{_PIPE}_first_stage_less_layers",
+        lambda chosen: (_ends(chosen) or [None])[0],
+        lambda value: {"first": int(value)},
     ),
     Field(
-        f"{_PIPE}_last_stage_less_layers", lambda own: (_ends(own) or [None])[-1], lambda value: {"last": int(value)}
+        f"{_PIPE}_last_stage_less_layers",
+        lambda chosen: (_ends(chosen) or [None])[-1],
+        lambda value: {"last": int(value)},
     ),
     Field(f"{_PIPE}_layers_per_stage", _each, lambda value: {"each": int(value)}),
     same("activation_checkpoint", "recompute", {one: one.value for one in Recompute}),
 )
 
 
-def _settings(said: dict[str, Any], world: World) -> Settings:
-    pipeline, loops = said.get("pipeline", 1), said.get("schedule") in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V)
-    first, last = said.get("first", 1), said.get("last", 1)
-    said = {"recompute": Recompute.SELECTIVE, "sequence_parallel": True, "expert_tensor": 1, "zero": -1, **said}
+def _settings(stated: dict[str, Any], world: World) -> Settings:
+    pipeline, loops = (
+        stated.get("pipeline", 1),
+        stated.get("schedule") in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V),
+    )
+    first, last = stated.get("first", 1), stated.get("last", 1)
+    stated = {"recompute": Recompute.SELECTIVE, "sequence_parallel": True, "expert_tensor": 1, "zero": -1, **stated}
     virtual = 2 if loops else 1
-    if "each" in said:
-        virtual, more = divmod(-(-(world.blocks + first + last) // said["each"]), pipeline)
+    if "each" in stated:
+        virtual, more = divmod(-(-(world.blocks + first + last) // stated["each"]), pipeline)
         if more or not virtual:
             remedy = f"It makes a number of stages that pipeline_parallel_degree, {pipeline}, does not divide."
-            raise InputError(f"{world.file}, {_PIPE}_layers_per_stage", said["each"], remedy)
-    stage = 1 if pipeline > 1 else said.get("zero_stage") or 3
-    replicas = world.devices // (pipeline * said.get("tensor", 1) * said.get("context", 1))
-    if said["zero"] == 1 and said.get("context", 1) == 1:
+            raise InputError(f"{world.file}, {_PIPE}_layers_per_stage", stated["each"], remedy)
+    stage = 1 if pipeline > 1 else stated.get("zero_stage") or 3
+    replicas = world.devices // (pipeline * stated.get("tensor", 1) * stated.get("context", 1))
+    if stated["zero"] == 1 and stated.get("context", 1) == 1:
         stage = 0
     if pipeline == 1:
-        said["samples"] = said.get("local", 8)
-    said["batch"] = said.get("batch") or said.get("local", 8) * replicas
-    if pipeline > 1 and said["batch"] != said.get("local", 8) * replicas:
-        remedy = f"Under a pipeline it is the batch over {replicas} replicas: {said['batch'] // max(replicas, 1)}."
-        raise InputError(f"{world.file}, training.local_batch_size", said.get("local", 8), remedy)
-    said |= {"samples": said.get("samples", 1), "zero_stage": stage, "virtual": virtual}
+        stated["samples"] = stated.get("local", 8)
+    stated["batch"] = stated.get("batch") or stated.get("local", 8) * replicas
+    if pipeline > 1 and stated["batch"] != stated.get("local", 8) * replicas:
+        remedy = f"Under a pipeline it is the batch over {replicas} replicas: {stated['batch'] // max(replicas, 1)}."
+        raise InputError(f"{world.file}, training.local_batch_size", stated.get("local", 8), remedy)
+    stated |= {"samples": stated.get("samples", 1), "zero_stage": stage, "virtual": virtual}
     if stage == 0:
-        said.pop("data", None)
-    return filled(said, world, even_stages(world, pipeline * virtual, first, last) if pipeline > 1 else ())
+        stated.pop("data", None)
+    return filled(stated, world, even_stages(world, pipeline * virtual, first, last) if pipeline > 1 else ())
 
 
 def _parse(text: str, file: str) -> dict[str, Any]:
