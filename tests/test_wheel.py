@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -45,6 +46,15 @@ def test_it_plans_a_named_model_on_a_named_cluster(installed: Path) -> None:
     assert (installed / "plan.yaml").is_file()
     _run(installed, "-m", "galvatron_lite", "report", "plan.yaml", "--search", "0")
     assert "</html>" in (installed / "report.html").read_text(encoding="utf-8")
+
+
+def test_its_version_is_everywhere_the_same(installed: Path) -> None:
+    code = "import galvatron_lite as g, importlib.metadata as m; print(m.version(g.__name__), g.__version__)"
+    built, imported = _run(installed, "-c", code).split()
+    cited = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert built == imported
+    assert cited == [built]
+    assert f"\n## {built}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_it_carries_its_licence_and_type_marker(installed: Path) -> None:
