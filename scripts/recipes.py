@@ -80,11 +80,15 @@ def plan_by_hand(recipe: Recipe, graph: ModelGraph, target: str = "") -> Plan:
         tensor=tp, context=cp, expert=recipe.get("ep", 1), sequence_parallel=tp > 1,
         recompute=Recompute(recipe.get("recompute", "none")),
     )  # fmt: skip
-    edge = replace(block, recompute=Recompute.NONE, expert=1, sequence_parallel=bool(target) and tp > 1)
+    edge = replace(block, recompute=Recompute.NONE, expert=1, sequence_parallel=False)
+    shared = replace(edge, sequence_parallel=bool(target) and tp > 1)
     plan = plan_of(
         graph, devices=recipe["gpus"], global_batch=recipe["batch"],
         microbatches=recipe["batch"] // (replicas * recipe.get("micro", 1)), cuts=cuts_of(graph, pp * vp)[0],
-        strategies=[block if layer.role is Role.BLOCK else edge for layer in graph.layers],
+        strategies=[
+            block if layer.role is Role.BLOCK else shared if graph.kind_of(layer).sequence_parallel else edge
+            for layer in graph.layers
+        ],
         schedule=Schedule.INTERLEAVED if vp > 1 else Schedule.ONE_F_ONE_B,
     )  # fmt: skip
     return replace(plan, virtual_stages=vp)

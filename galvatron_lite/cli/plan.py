@@ -302,7 +302,7 @@ def _plan(options: SimpleNamespace, profile: Profile, setup: PlanArguments, sour
         typer.echo(f"Certificate: {plan.provenance.certificate}")
     for line in by_hand:
         typer.echo(line)
-    _print_target(options.output)
+    _print_target(options.output, f", the settings of {options.target}" if options.target is not None else "")
 
 
 def _answer(
@@ -355,9 +355,9 @@ def _ask(
     )  # fmt: skip
 
 
-def _print_target(path: Path | None) -> None:
+def _print_target(path: Path | None, what: str = "") -> None:
     if path is not None:
-        typer.echo(f"Written to {path}.")
+        typer.echo(f"Written to {path}{what}.")
 
 
 def _plan_phases(options: SimpleNamespace, profile_at: Callable[[int | None], Profile], setup: PlanArguments) -> None:
