@@ -288,6 +288,7 @@ def evaluate(
     batch: int | None = None,
     sequence: int | None = None,
     precision: str | None = None,
+    target: str | None = None,
 ) -> Plan:
     """The plan with its prediction: step time and where it goes, memory of every stage.
 
@@ -303,6 +304,9 @@ def evaluate(
         mem: budget a device that its memory is held against, as for ``plan``; the answer's ``fits`` says whether it is
             within it, ``overfull`` which stages are not, ``provenance.budget`` what it is.
         batch: samples a step; the plan's if not given. At others its micro-batches keep their size.
+        target: the software whose settings the file holds, and which trains by them at its own costs: ``megatron``,
+            ``nemo``, ``torchtitan``, ``deepspeed`` or ``accelerate``; see ``plan``. Which settings were not looked at
+            is in the notes, too.
 
     What is priced otherwise than the plan says (its model, its batch) is in the answer's ``provenance.notes``.
 
@@ -310,6 +314,15 @@ def evaluate(
         InputError: a file, layer or number that cannot be used; names it. A plan for another number of devices than
             ``gpus``, or for more than there are; the profile that the plan was made from is not here.
     """
+    if target is not None and not isinstance(plan, Plan):
+        from galvatron_lite.peers.plan_files import priced_settings
+
+        def find(stack: str) -> Profile:
+            return find_profile(
+                profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, stack=stack
+            )
+
+        return priced_settings(Path(plan), target, find, mem, batch)
     if profile is None and model is None:
         profile = named_profile(plan)
     known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)

@@ -23,7 +23,7 @@ from galvatron_lite.cli.terminal import progress_bar
 from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.stacks.catalog import match_stack
-from galvatron_lite.validate.results import Judged
+from galvatron_lite.validate.results import ScoredRun
 from studies.calibration.options import check_places, parsed, wanted_runs
 from studies.calibration.report import (
     changes_table,
@@ -61,7 +61,9 @@ def folds_by_family(rows: Rows, seen: bool) -> list[Fold]:
     return folds
 
 
-def cross_validated(rows: Rows, folds: Sequence[Fold], setup: Setup, whole: Staged, machine: Workers) -> list[Judged]:
+def cross_validated(
+    rows: Rows, folds: Sequence[Fold], setup: Setup, whole: Staged, machine: Workers
+) -> list[ScoredRun]:
     """Every row of the folds, predicted by the fit that leaves it out."""
     judged = []
     for fold, seconds in zip(folds, machine.folds(folds, rows.problem, setup, whole), strict=True):
@@ -103,7 +105,7 @@ def calibrate(options: argparse.Namespace, console: Console) -> None:
     finish(options, ways, with_origins(whole, setup, rows, options.rows, options.keep), console)
 
 
-def finish(options: argparse.Namespace, ways: dict[str, list[Judged]], made: Calibration, console: Console) -> None:
+def finish(options: argparse.Namespace, ways: dict[str, list[ScoredRun]], made: Calibration, console: Console) -> None:
     """Write what was asked for."""
     if options.json is not None:
         scores_file(ways, options.json)

@@ -13,7 +13,7 @@ from galvatron_lite.calibration.store import load_calibration
 from galvatron_lite.files import read_data, write_data, write_text
 from galvatron_lite.validate.predict import validate_runs
 from galvatron_lite.validate.report import as_data, scatter
-from galvatron_lite.validate.results import Judged, macro, macros, score_families
+from galvatron_lite.validate.results import ScoredRun, macro, macros, score_families
 from galvatron_lite.validate.rows import read_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,11 +46,11 @@ def ways_of(data: Mapping[str, Any]) -> Ways:
     return {SHIPPED: data[SHIPPED]} | folds
 
 
-def judged() -> list[Judged]:
+def judged() -> list[ScoredRun]:
     return validate_runs(read_runs(RUNS), load_calibration())
 
 
-def shipped_scores(runs: list[Judged]) -> dict[str, Any]:
+def shipped_scores(runs: list[ScoredRun]) -> dict[str, Any]:
     """Of each family, and the means of those of language models."""
     found = as_data(score_families(runs), macros(runs), runs, 0)
     families = found["families"]
@@ -58,13 +58,13 @@ def shipped_scores(runs: list[Judged]) -> dict[str, Any]:
     return families
 
 
-def image_error(runs: list[Judged]) -> float:
+def image_error(runs: list[ScoredRun]) -> float:
     """Mean over families of the mean absolute error of image networks' step times, as a share."""
     images = [one for one in runs if one.run.image_size is not None and one.run.seq_len is None]
     return round((macro(score_families(images).values())["time_mape"] or 0.0) / 100, 4)
 
 
-def tell_image_error(runs: list[Judged]) -> None:
+def tell_image_error(runs: list[ScoredRun]) -> None:
     """Note it beside the constants, where plans of such models find it."""
     told = dict(read_data(CONSTANTS))
     write_data(CONSTANTS, told | {"expected_error": told["expected_error"] | {"images": image_error(runs)}})

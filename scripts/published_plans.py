@@ -31,7 +31,7 @@ from galvatron_lite.search.result import summary
 from galvatron_lite.search.session import Session
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.validate.checks import not_understood
-from galvatron_lite.validate.predict import Predictor, Understood, wanted_points
+from galvatron_lite.validate.predict import InterpretedRun, Predictor, wanted_points
 from galvatron_lite.validate.results import Skipped
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 
@@ -53,7 +53,7 @@ class Published:
     """A published run with its predicted plan."""
 
     run: PublishedRun
-    known: Understood
+    known: InterpretedRun
 
     @property
     def strategies(self) -> set[Strategy]:
@@ -111,7 +111,7 @@ def cases_of(families: Iterable[str], calibration: Calibration) -> list[list[Pub
     return list(found.values())
 
 
-def understood(run: PublishedRun, predictor: Predictor) -> Understood | None:
+def understood(run: PublishedRun, predictor: Predictor) -> InterpretedRun | None:
     """A run in our words; None where that cannot be."""
     try:
         known = None if not_understood(run) else predictor.understand(run)

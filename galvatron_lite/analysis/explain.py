@@ -135,8 +135,8 @@ def _compute(time: TimeAccount, price: MemoryPrice | None, what_ifs: Sequence[Wh
 
 def _fullest(memory: Sequence[StageMemory], price: MemoryPrice | None = None) -> StageMemory:
     """The group whose memory binds: of those that a quicker plan needs more in, else of all, that which is _fullest."""
-    wanted = [own for own in memory if price is not None and own.group in price.wanted_groups]
-    return max(wanted or memory, key=lambda own: own.used_bytes / max(own.budget_bytes, 1))
+    wanted = [stage for stage in memory if price is not None and stage.group in price.wanted_groups]
+    return max(wanted or memory, key=lambda stage: stage.used_bytes / max(stage.budget_bytes, 1))
 
 
 def _memory(memory: Sequence[StageMemory], price: MemoryPrice | None, runs: Sequence[RunChoice]) -> Bound:

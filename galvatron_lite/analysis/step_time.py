@@ -125,7 +125,7 @@ FORWARD, BACKWARD, STEP = Moment.FORWARD.value, Moment.BACKWARD.value, Moment.ST
 
 
 @dataclass(frozen=True, slots=True)
-class Caused:
+class CommunicationCause:
     """Seconds of one layer's communication of one cause."""
 
     microbatch: float = 0.0  # exposed, every micro-batch, both passes
@@ -136,7 +136,7 @@ class Caused:
 
 def caused_by(
     pricer: LayerPricer, kind: str, strategy: Strategy, microbatch: int, cost: LayerCost
-) -> dict[str, Caused]:
+) -> dict[str, CommunicationCause]:
     """Communication of a layer by cause: what the dimensions say. Copies to host memory and shared parameters are left
     out.
     """
@@ -147,7 +147,7 @@ def caused_by(
     for one, seconds in timed:
         whole[one.cause, one.moment is Moment.STEP] += seconds
     return {
-        cause: Caused(exposed[cause, False], exposed[cause, True], whole[cause, False], whole[cause, True])
+        cause: CommunicationCause(exposed[cause, False], exposed[cause, True], whole[cause, False], whole[cause, True])
         for cause in dict.fromkeys(one.cause for one in sent)
     }
 

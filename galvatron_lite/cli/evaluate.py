@@ -36,6 +36,10 @@ def evaluate_command(
         typer.Option("--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%; 95% if not given."),
     ] = None,
     calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
+    target: Annotated[
+        str | None,
+        typer.Option("--for", help="PLAN holds settings of megatron, nemo, torchtitan, deepspeed or accelerate."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the priced plan as JSON.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the priced plan to this file.")] = None,
     verbose: options.Verbose = False,
@@ -43,11 +47,21 @@ def evaluate_command(
     """Predict step time and memory of a given plan."""
     from galvatron_lite import api
     from galvatron_lite.api_plans import named_profile
+    from galvatron_lite.parallelism.backends import target_named
     from galvatron_lite.plans.io import write_plan
 
-    source = named_profile(plan) if profile is None and model is None else profile
-    known = api.find_profile(source, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
-    found = api.evaluate(plan, known, gpus=gpus, mem=mem, batch=batch)
+    stack = "" if target is None else target_named(target).stack
+    source = named_profile(plan) if profile is None and model is None and target is None else profile
+    known = api.find_profile(
+        source, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, stack=stack
+    )
+    if target is None:
+        found = api.evaluate(plan, known, gpus=gpus, mem=mem, batch=batch)
+    else:
+        found = api.evaluate(
+            plan, profile, model=model, cluster=cluster, gpus=gpus, mem=mem, batch=batch, sequence=sequence,
+            precision=precision, target=target,
+        )  # fmt: skip
     if output is not None:
         write_plan(found, output)
     _print(found, known, as_json, verbose)
@@ -66,7 +80,10 @@ def _print(plan: Plan, profile: Profile, as_json: bool, verbose: bool) -> None:
     source = f"{profile.name}: {profile.origin.kind.value}, {profile.origin.source}"
     print_plan(plan, source, accuracy(profile), verbose)
     typer.echo(fits_line(plan))
-    typer.echo(f"galvatron can run it: {_runs(plan)}")
+    if plan.provenance is not None and plan.provenance.stack:
+        typer.echo(f"Priced as {plan.provenance.stack} runs it.")
+    else:
+        typer.echo(f"galvatron can run it: {_runs(plan)}")
 
 
 def _runs(plan: Plan) -> str:

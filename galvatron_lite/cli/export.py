@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def export_command(
     plan: Annotated[Path, typer.Argument(help="A plan file of ours.")],
-    tool: Annotated[str, typer.Option("--to", help="For whom: deepspeed, megatron, torchtitan, accelerate or nemo.")],
+    tool: Annotated[
+        str, typer.Option("--for", "--to", help="For whom: deepspeed, megatron, torchtitan, accelerate or nemo.")
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write it to this file; printed if not given.")
     ] = None,
@@ -39,10 +41,13 @@ def export_command(
         write_text(output, made.text)
     if as_json:
         where = None if output is None else str(output)
-        print_json({"tool": made.tool, "file": where, "text": made.text, "left_out": list(made.left_out)})
+        lists = {"left_out": list(made.left_out), "by_hand": list(made.by_hand)}
+        print_json({"tool": made.tool, "file": where, "text": made.text, **lists})
         return
     for line in made.left_out:
         typer.echo(f"not said for {tool}: {line}", err=True)
+    for line in made.by_hand:
+        typer.echo(f"left to you, {line}", err=True)
     typer.echo(made.text if output is None else f"Written to {output}.", nl=output is not None)
 
 

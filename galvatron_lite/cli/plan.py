@@ -12,7 +12,7 @@ import typer
 
 from galvatron_lite.cli import options as opts
 from galvatron_lite.cli.terminal import NO_PLAN, interruptible, plain_table, print_json, search_progress, wide_console
-from galvatron_lite.errors import InputError, unknown
+from galvatron_lite.errors import InputError
 from galvatron_lite.units import (
     format_bytes,
     format_count,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from galvatron_lite.analysis.answers import Answer
     from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase
-    from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.request import PlanArguments
     from galvatron_lite.stacks.schema import Stack
@@ -123,10 +122,12 @@ def plan_command(
 
 
 def _run(options: SimpleNamespace) -> None:
+    from galvatron_lite.request import PlanRequest
+
     question = _question(vars(options))
     _check(options, question)
     if options.target is not None:
-        options.backend = _backend_of(options)
+        options.backend = PlanRequest.parse(None, {"backend": options.backend, "target": options.target}).backend
     flags = _shape_flags(options)
     estimated = bool(flags) or options.model is not None
 
@@ -177,17 +178,6 @@ def _stack_of(options: SimpleNamespace) -> Stack | None:
     from galvatron_lite.stacks.catalog import STACKS
 
     return STACKS.get(backend_named(options.backend).stack)
-
-
-def _backend_of(options: SimpleNamespace) -> str:
-    """The backend that ``--for`` names."""
-    from galvatron_lite.plans.export.tools import TOOLS
-
-    if options.backend != "galvatron":
-        raise InputError("--for", options.target, f"--backend {options.backend} says otherwise: leave one out.")
-    if options.target not in TOOLS:
-        raise unknown("--for", options.target, sorted(TOOLS))
-    return str(options.target)
 
 
 _TARGETS = ("fewest", "step", "rate", "tokens")
@@ -282,21 +272,13 @@ def _model(
     return build_graph(shape_from_flags(flags), precision=precision, kernels=kernels, trainable=trainable)
 
 
-def _write_settings(plan: Plan, tool: str, path: Path) -> tuple[str, ...]:
-    """Write a tool's settings; returns what they leave to the user, a line each."""
-    from galvatron_lite.files import write_text
-    from galvatron_lite.plans.export.tools import export
-
-    settings = export(plan, tool)
-    write_text(path, settings.text)
-    return tuple(settings.left_out)
-
-
 def _plan(options: SimpleNamespace, profile: Profile, setup: PlanArguments, source: str) -> None:
     """The fastest plan."""
     from galvatron_lite import api
     from galvatron_lite.cli.plan_output import RUNNERS_UP, print_plan
     from galvatron_lite.cli.tables import accuracy
+    from galvatron_lite.files import write_text
+    from galvatron_lite.plans.export.tools import export
     from galvatron_lite.plans.io import write_plan
 
     best: int | None = options.best
@@ -306,7 +288,10 @@ def _plan(options: SimpleNamespace, profile: Profile, setup: PlanArguments, sour
         plan = api.plan(profile, certify=options.certify, runners_up=runners_up, tolerance=options.tolerance, **setup)
     by_hand: tuple[str, ...] = ()
     if options.output is not None and options.target is not None:
-        by_hand = _write_settings(plan, options.target, options.output)
+        settings = export(plan, options.target)
+        write_text(options.output, settings.text)
+        by_hand = (*(f"Not among the settings of {options.target}: {line}" for line in settings.left_out),
+                   *(f"Left to you, {line}" for line in settings.by_hand))  # fmt: skip
     elif options.output is not None:
         write_plan(plan, options.output)
     if options.as_json:
@@ -316,8 +301,8 @@ def _plan(options: SimpleNamespace, profile: Profile, setup: PlanArguments, sour
     if plan.provenance is not None and plan.provenance.certificate:
         typer.echo(f"Certificate: {plan.provenance.certificate}")
     for line in by_hand:
-        typer.echo(f"Not among the settings of {options.target}: {line}")
-    _print_target(options.output)
+        typer.echo(line)
+    _print_target(options.output, f", the settings of {options.target}" if options.target is not None else "")
 
 
 def _answer(
@@ -370,9 +355,9 @@ def _ask(
     )  # fmt: skip
 
 
-def _print_target(path: Path | None) -> None:
+def _print_target(path: Path | None, what: str = "") -> None:
     if path is not None:
-        typer.echo(f"Written to {path}.")
+        typer.echo(f"Written to {path}{what}.")
 
 
 def _plan_phases(options: SimpleNamespace, profile_at: Callable[[int | None], Profile], setup: PlanArguments) -> None:

@@ -12,7 +12,7 @@ from galvatron_lite.cli.terminal import print_json
 from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
-    from galvatron_lite.analysis.report.gather import Shown
+    from galvatron_lite.analysis.report.gather import PlanView
 
 
 def report_command(
@@ -41,7 +41,7 @@ def report_command(
 
     It shows layers, the timeline of a step, memory, devices and other plans, and opens offline.
     """
-    from galvatron_lite.analysis.report.gather import Shown, check_priced, with_answers, with_run, with_timeline
+    from galvatron_lite.analysis.report.gather import PlanView, check_priced, with_answers, with_run, with_timeline
     from galvatron_lite.api_plans import read_priced
     from galvatron_lite.cli.tables import check_folder
     from galvatron_lite.runs.read import read_run
@@ -52,7 +52,7 @@ def report_command(
         model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, mem=mem, batch=batch
     )
     measured = None if run is None else read_run(run)
-    shown = [with_timeline(check_priced(Shown(path.name, *read_priced(path, profile, setup)))) for path in plans]
+    shown = [with_timeline(check_priced(PlanView(path.name, *read_priced(path, profile, setup)))) for path in plans]
     if search > 0 and (trace is None or output is not None):
         shown = [with_answers(one, search) for one in shown]
     if measured is not None:
@@ -60,7 +60,7 @@ def report_command(
     _print(shown, _written(shown, output, trace), as_json)
 
 
-def _written(shown: list[Shown], output: Path | None, trace: Path | None) -> list[Path]:
+def _written(shown: list[PlanView], output: Path | None, trace: Path | None) -> list[Path]:
     """The files, written: the trace alone where no page is asked for."""
     from galvatron_lite.analysis.report.page import page
     from galvatron_lite.analysis.report.timeline_data import write_trace
@@ -80,7 +80,7 @@ def _written(shown: list[Shown], output: Path | None, trace: Path | None) -> lis
     return written
 
 
-def _print(shown: list[Shown], written: list[Path], as_json: bool) -> None:
+def _print(shown: list[PlanView], written: list[Path], as_json: bool) -> None:
     if as_json:
         files = [{"file": str(path), "bytes": path.stat().st_size} for path in written]
         told = [{"plan": one.name, "not_shown": list(one.missing)} for one in shown]

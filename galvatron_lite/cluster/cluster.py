@@ -167,7 +167,7 @@ class RankGroup:
     stride: Whole = 1  # ranks from one member to the next
     siblings: Whole = 1  # groups that work at the same moment and share the links above the level they fit in
     # of arrays, which groups occur, where that was worked out
-    apart: Apart | None = field(default=None, compare=False, repr=False)
+    apart: DistinctGroups | None = field(default=None, compare=False, repr=False)
 
     @property
     def reach(self) -> Whole:
@@ -176,7 +176,7 @@ class RankGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Apart:
+class DistinctGroups:
     """The groups that occur in an array of n groups."""
 
     groups: Sequence[RankGroup]  # each of them once

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from galvatron_lite.arrays import IntArray, Real, where
-from galvatron_lite.cluster.cluster import Apart, Collective, RankGroup
+from galvatron_lite.cluster.cluster import Collective, DistinctGroups, RankGroup
 from galvatron_lite.cluster.collectives import CollectiveTime, collective_lines, seconds_on
 from galvatron_lite.cluster.transport import as_driven, staged_seconds
 from galvatron_lite.parallelism.base import Communication
@@ -98,7 +98,7 @@ class Links:
             seconds = where(shapes.place == number, _on_curve(curve, one.size, seconds), seconds)
         return where(one.size > 0, seconds, 0.0)
 
-    def _shapes_of(self, collective: Collective, groups: Apart) -> Shapes:
+    def _shapes_of(self, collective: Collective, groups: DistinctGroups) -> Shapes:
         found = groups.known.get((self, collective))
         if isinstance(found, Shapes):
             return found

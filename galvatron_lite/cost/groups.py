@@ -13,7 +13,7 @@ from galvatron_lite.cost.timeline_memory import GroupMemory
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.pipeline.cost import NAME as PIPELINE
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight, stride_between
-from galvatron_lite.parallelism.pipeline.schedule import Course, Moments, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Moments, ScheduleConfig, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.times import PassOrder
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown
@@ -160,9 +160,9 @@ def busy_seconds(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> 
     return group_ends([cost.times for cost in costs], course_of(shape), hidden_share(profile))
 
 
-def course_of(shape: Shape) -> Course:
+def course_of(shape: Shape) -> ScheduleConfig:
     """What the event graph of a shape depends on."""
-    return Course(shape.schedule, shape.stages, shape.virtual, shape.microbatches)
+    return ScheduleConfig(shape.schedule, shape.stages, shape.virtual, shape.microbatches)
 
 
 def hidden_share(profile: Profile) -> float:

@@ -19,7 +19,7 @@ from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.copies import copied_bytes, new_gradient_bytes
 from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
 from galvatron_lite.cost.layout import Layout, exchanging, layout, received
-from galvatron_lite.cost.overlap import Exposed, exposed_by
+from galvatron_lite.cost.overlap import ExposedCommunication, exposed_by
 from galvatron_lite.cost.points import Curves, LayerFigures, PointKey, code_of, figures_at, index_points, points_of
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
@@ -393,7 +393,7 @@ class LayerPricer:
         work = reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), dimensions(), whole)
         return without_gradients(work) if self.profile.forward_only else work
 
-    def _exposed(self, figures: LayerFigures, work: LayerWork) -> Exposed:
+    def _exposed(self, figures: LayerFigures, work: LayerWork) -> ExposedCommunication:
         """Communication that compute does not hide."""
         timed = zip(work.communications, self.links.timed(work.communications), strict=True)
         return exposed_by(list(timed), figures, self.profile.hidden, self.profile.overlap)

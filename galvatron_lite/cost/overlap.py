@@ -42,7 +42,7 @@ GATHER = "gather"
 
 
 @dataclass(frozen=True, slots=True)
-class Exposed:
+class ExposedCommunication:
     """Seconds of one layer's communication that compute does not hide; arrays under several strategies."""
 
     forward: Real  # forward, backward: every micro-batch
@@ -68,7 +68,7 @@ def exposed_by(
     figures: LayerFigures,
     hidden: Mapping[str, float],
     overlap: Overlap,
-) -> Exposed:
+) -> ExposedCommunication:
     """What one layer's communication adds to its compute; see the module.
 
     Args:
@@ -90,7 +90,7 @@ def exposed_by(
     back = together(backward, hiding["backward"], overlap)
     last = together(backward, hiding["backward"] + hiding["step"], overlap)
     first = together(forward, hiding["forward"] + hiding[GATHER], overlap)
-    return Exposed(
+    return ExposedCommunication(
         ahead - forward + blocking["forward"],
         back - backward + blocking["backward"],
         last - back + first - ahead + blocking["step"] + blocking[GATHER],

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.greedy import shown_of, shown_rounds
-from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.table import actions_of
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 
@@ -32,7 +32,7 @@ class Program:
     slots: int
 
 
-def group_ends(stages: Sequence[StageTimes], course: Course, hidden: float = 0.0) -> tuple[float, ...]:
+def group_ends(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float = 0.0) -> tuple[float, ...]:
     """Seconds from the step's beginning to the end of each group's last backward.
 
     Args:
@@ -49,7 +49,7 @@ def group_ends(stages: Sequence[StageTimes], course: Course, hidden: float = 0.0
     return _continued(stages, course, hidden, long)
 
 
-def run(stages: Sequence[StageTimes], course: Course, hidden: float = 0.0) -> tuple[float, ...]:
+def run(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float = 0.0) -> tuple[float, ...]:
     """``group_ends`` by simulating every pass."""
     seconds, delays = _seconds(stages, hidden)
     program = program_of(course)
@@ -62,7 +62,7 @@ def run(stages: Sequence[StageTimes], course: Course, hidden: float = 0.0) -> tu
     return tuple(clock)
 
 
-def _continued(stages: Sequence[StageTimes], course: Course, hidden: float, long: int) -> tuple[float, ...]:
+def _continued(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float, long: int) -> tuple[float, ...]:
     """``group_ends`` from a step of ``long`` micro-batches and one that is a round shorter.
 
     A round takes as long as the two differ, and at least what the busiest group computes in it: with stages that are
@@ -75,7 +75,7 @@ def _continued(stages: Sequence[StageTimes], course: Course, hidden: float, long
     return tuple(end + left * max(pace, turn * busiest(stages, course, hidden)) for end in long_ends)
 
 
-def busiest(stages: Sequence[StageTimes], course: Course, hidden: float) -> float:
+def busiest(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float) -> float:
     """Seconds that the busiest group works on one micro-batch."""
     busy = [0.0] * course.groups
     for index, stage in enumerate(stages):
@@ -95,7 +95,7 @@ def _seconds(stages: Sequence[StageTimes], hidden: float) -> tuple[list[float], 
 
 
 @lru_cache(maxsize=128)
-def program_of(course: Course) -> Program:
+def program_of(course: ScheduleConfig) -> Program:
     """The passes of a step, sorted.
 
     Raises:
@@ -104,7 +104,7 @@ def program_of(course: Course) -> Program:
     return sorted_passes(course, actions_of(course))
 
 
-def sorted_passes(course: Course, orders: Sequence[Sequence[Action]]) -> Program:
+def sorted_passes(course: ScheduleConfig, orders: Sequence[Sequence[Action]]) -> Program:
     """The program of given orders of passes."""
     done: set[int] = {0}
     places = [0] * course.groups
@@ -126,7 +126,7 @@ def sorted_passes(course: Course, orders: Sequence[Sequence[Action]]) -> Program
     return Program(tuple(steps), 1 + 2 * course.groups * course.virtual * course.microbatches)
 
 
-def _step(course: Course, group: int, action: Action) -> tuple[int, int, int, int]:
+def _step(course: ScheduleConfig, group: int, action: Action) -> tuple[int, int, int, int]:
     stages = course.groups * course.virtual
     stage = stage_at(course.schedule, course.groups, group, action.chunk)
     if action.what is Pass.FORWARD:
@@ -138,11 +138,11 @@ def _step(course: Course, group: int, action: Action) -> tuple[int, int, int, in
     return group, stages + stage, own, source
 
 
-def _slot(course: Course, index: int, microbatch: int) -> int:
+def _slot(course: ScheduleConfig, index: int, microbatch: int) -> int:
     return 1 + index * course.microbatches + microbatch
 
 
-def _wakes(course: Course, step: tuple[int, int, int, int], group: int) -> list[int]:
+def _wakes(course: ScheduleConfig, step: tuple[int, int, int, int], group: int) -> list[int]:
     """The groups that a pass's result may set going."""
     stages, index = course.groups * course.virtual, step[1]
     after = index + 1 if index < stages else index - stages - 1
@@ -161,7 +161,7 @@ class OrderedStep:
     actions: tuple[tuple[Action, ...], ...]  # of each group, in order, as far as they are simulated (``shown_of``)
 
 
-def run_ordered(order: PassOrder, course: Course) -> OrderedStep:
+def run_ordered(order: PassOrder, course: ScheduleConfig) -> OrderedStep:
     """A step in the order that its seconds ask for (``parallelism.pipeline.greedy``), which the runtime follows.
 
     Where software does without the optimizer's global synchronisation (Qi et al. 2023, section 4, post-validation),

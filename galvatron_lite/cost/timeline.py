@@ -20,7 +20,7 @@ from galvatron_lite.cost.step import shape_of, straggling, strategies_of
 from galvatron_lite.cost.timeline_memory import GroupMemory, MemoryCourse
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.greedy import whole_step
-from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan
 from galvatron_lite.profiler.schema import Profile
@@ -107,7 +107,7 @@ class GroupTimeline:
 class Timeline:
     """A step."""
 
-    course: Course  # of the pipeline
+    course: ScheduleConfig  # of the pipeline
     groups: tuple[GroupTimeline, ...]  # of devices, first ranks first
     host: float  # seconds of fixed host work that end the step
     # whether a group begins its next step before others have ended this one (``Profile.steps_overlap``): a step then
@@ -199,7 +199,7 @@ def _worked(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> list[
     return _simulated([cost.times for cost in costs], course, hidden_share(profile))
 
 
-def _simulated(stages: Sequence[StageTimes], course: Course, hidden: float) -> list[list[Done]]:
+def _simulated(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float) -> list[list[Done]]:
     """``cost.simulation.run`` with the start of every pass."""
     program, count, shown = program_of(course), len(stages), 1.0 - hidden
     clock, ready = [0.0] * course.groups, [0.0] * program.slots

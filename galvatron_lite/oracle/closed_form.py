@@ -36,14 +36,14 @@ from enum import StrEnum
 from math import ceil, prod
 
 from galvatron_lite.errors import InputError, unknown
-from galvatron_lite.oracle.layers import ModelSplit, Network, OracleLayer, Wires, all_gather, all_reduce
+from galvatron_lite.oracle.layers import ModelSplit, Network, OracleLayer, WorstLinks, all_gather, all_reduce
 from galvatron_lite.oracle.rows import (
     HYBRIDS,
     CommunicationSeconds,
     Forecast,
     ForecastRow,
     Limit,
-    Loudest,
+    LongestCommunication,
     Method,
     StrategyLine,
     beyond,
@@ -86,7 +86,7 @@ class Case:
     """One question to the closed forms."""
 
     network: Network  # what is trained
-    wires: Wires  # on which links
+    wires: WorstLinks  # on which links
     kind: Method  # how it is split
     devices: int  # p
     batch: int  # samples of a replica: of a device under data, of a group (p2 devices) under hybrids, of all elsewhere
@@ -373,7 +373,7 @@ def _replicated(case: Case) -> float:
     return 2 * network.item_bytes * items
 
 
-def _loudest(case: Case, moved: CommunicationSeconds) -> Loudest:
+def _loudest(case: Case, moved: CommunicationSeconds) -> LongestCommunication:
     """The layers that communicate most: by weights, by outputs of split ones, by halos or a stage's output."""
 
     def most(layers: Iterable[OracleLayer], items: Callable[[OracleLayer], int]) -> str:
@@ -381,8 +381,10 @@ def _loudest(case: Case, moved: CommunicationSeconds) -> Loudest:
 
     network, split = case.network, case.network.split_by
     if moved.messages:
-        return Loudest(messages=most((stage[-1] for stage in balanced(network, case.devices)[:-1]), _outputs))
-    return Loudest(
+        return LongestCommunication(
+            messages=most((stage[-1] for stage in balanced(network, case.devices)[:-1]), _outputs)
+        )
+    return LongestCommunication(
         most(network.layers, lambda layer: layer.weights) if moved.gradients else "",
         most(split(ModelSplit.FILTER), _outputs) if moved.layers else "",
         most(split(ModelSplit.SPATIAL), lambda layer: layer.halo(layer.x)) if moved.halo else "",

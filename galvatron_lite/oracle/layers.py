@@ -75,7 +75,7 @@ class Rate(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Reach(Strict):
+class SwitchDistance(Strict):
     """Switches on the longest way among the first so many devices."""
 
     devices: int  # at most so many
@@ -96,12 +96,12 @@ class Fabric(Strict):
     inside: Rate  # between devices of a node
     between: float  # bytes a second between nodes
     bridge: float  # seconds of the switch between a device and the adapter
-    levels: tuple[Reach, ...]  # by devices, ascending
+    levels: tuple[SwitchDistance, ...]  # by devices, ascending
     staged: Rate  # between devices of a node where messages go through host memory
 
 
 @dataclass(frozen=True, slots=True)
-class Wires:
+class WorstLinks:
     """What the formulas ask of a cluster: the worst pair among the first so many devices."""
 
     name: str  # of the cluster
@@ -128,7 +128,7 @@ def _reaching(links: tuple[tuple[int, Link], ...], devices: int) -> Link:
     return found
 
 
-def wires_of(fabric: Fabric, setting: str | None = None) -> Wires:
+def wires_of(fabric: Fabric, setting: str | None = None) -> WorstLinks:
     """The links of a fabric under one of its settings."""
     name = setting or fabric.default
     if name not in fabric.settings:
@@ -139,12 +139,12 @@ def wires_of(fabric: Fabric, setting: str | None = None) -> Wires:
     far = [(at.devices, Link(2 * hop + at.switches, 1 / fabric.between)) for at in fabric.levels]
     through = (fabric.node, Link(fabric.staged.latency + fabric.bridge, 1 / fabric.staged.bandwidth))
     beyond = [(at.devices, Link(4 * hop + at.switches, 1 / slow)) for at in fabric.levels]
-    return Wires(
+    return WorstLinks(
         fabric.name, name, fabric.devices, fabric.memory, fabric.node, (first, *far), (through, *beyond)
     )  # fmt: skip
 
 
-def wires_of_cluster(cluster: Cluster, setting: str | None = None) -> Wires:
+def wires_of_cluster(cluster: Cluster, setting: str | None = None) -> WorstLinks:
     """The links of any cluster: latencies of the levels passed, the bandwidth of one adapter, by level.
 
     Collectives reach the share of a bandwidth that the level's ``efficiency`` says. Messages go from device to device.
@@ -157,7 +157,7 @@ def wires_of_cluster(cluster: Cluster, setting: str | None = None) -> Wires:
         (size, Link(level.latency, 1 / rate)) for size, level, rate in zip(sizes, cluster.levels, slow, strict=True)
     )
     memory = float(cluster.device.memory - cluster.device.context)
-    return Wires(cluster.name, "levels", cluster.devices, memory, cluster.levels[0].size, links, links)
+    return WorstLinks(cluster.name, "levels", cluster.devices, memory, cluster.levels[0].size, links, links)
 
 
 class Op(StrEnum):

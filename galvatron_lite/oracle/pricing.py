@@ -27,7 +27,7 @@ from galvatron_lite.oracle.rows import (
     Forecast,
     ForecastRow,
     Limit,
-    Loudest,
+    LongestCommunication,
     Method,
     StrategyLine,
     beyond,
@@ -242,7 +242,7 @@ def _empty_row(question: RowQuestion, iterations: int = 1, problem: str = "") ->
     return ForecastRow(name, question.devices, question.global_batch, iterations, problem=problem)
 
 
-def _loudest(graph: ModelGraph, question: RowQuestion, costs: Sequence[StageCost]) -> Loudest:
+def _loudest(graph: ModelGraph, question: RowQuestion, costs: Sequence[StageCost]) -> LongestCommunication:
     """The layers whose communication is exposed longest; of a pipeline the last one of the stage that sends longest."""
 
     def most(seconds: Sequence[float]) -> str:
@@ -251,11 +251,13 @@ def _loudest(graph: ModelGraph, question: RowQuestion, costs: Sequence[StageCost
     if len(costs) > 1:
         ends = list(accumulate(len(cost.layers) for cost in costs))
         slow = max(range(len(costs)), key=lambda stage: costs[stage].times.send_forward)
-        return Loudest(messages=graph.layers[ends[slow] - 1].name)
+        return LongestCommunication(messages=graph.layers[ends[slow] - 1].name)
     layers = costs[0].layers
     inner = most([layer.forward_exposed + layer.backward_exposed for layer in layers])
     near = _by_pixels(question)
-    return Loudest(most([layer.step_exposed for layer in layers]), "" if near else inner, inner if near else "")
+    return LongestCommunication(
+        most([layer.step_exposed for layer in layers]), "" if near else inner, inner if near else ""
+    )
 
 
 def forecast(

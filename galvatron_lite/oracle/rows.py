@@ -62,7 +62,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Loudest:
+class LongestCommunication:
     """Layers that communicate longest, by what for; empty where none does."""
 
     gradients: str = ""  # in the gradient exchange
@@ -86,7 +86,7 @@ class ForecastRow:
     memory: float = 0.0  # bytes a device
     capacity: float = 0.0  # bytes that a device has
     replicated: float = 0.0  # the part of ``memory`` that each device of a group holds alike
-    loudest: Loudest = Loudest()  # the layers that communicate longest
+    loudest: LongestCommunication = LongestCommunication()  # the layers that communicate longest
     uneven: float = 1.0  # the slowest stage's seconds over the mean stage's
     twice: float = 0.0  # share of ``compute`` that several devices do alike
     congested: float = 0.0  # the part of ``moved`` that is waiting for other flows on the same links
@@ -170,7 +170,7 @@ def _runs_within(weights: Sequence[float], limit: float, runs: int) -> list[int]
     return sizes
 
 
-class Sort(StrEnum):
+class FindingKind(StrEnum):
     """What a finding is."""
 
     LIMITATION = "limitation"
@@ -182,7 +182,7 @@ class ScalingFinding:
     """What keeps a strategy from scaling."""
 
     name: str  # of the cause
-    sort: Sort  # limitation or bottleneck
+    sort: FindingKind  # limitation or bottleneck
     strategy: str  # which runs into it
     devices: int  # the fewest, of those asked about, at which it does
     share: float  # there, 0..1; of what the cause is measured by
@@ -196,7 +196,7 @@ class LimitCause:
     """How a cause is computed from a row."""
 
     name: str  # for people
-    sort: Sort  # limitation or bottleneck
+    sort: FindingKind  # limitation or bottleneck
     threshold: float  # share from which it counts
     share: Callable[[ForecastRow], float]  # of a row
     of: str = "the epoch"  # what it is a share of
@@ -217,26 +217,28 @@ def _at(name: str) -> Callable[[ForecastRow], str]:
 
 CAUSES = (
     LimitCause(
-        "gradient exchange", Sort.LIMITATION, 0.1, _part(lambda row: row.moved.gradients), where=_at("gradients"),
+        "gradient exchange", FindingKind.LIMITATION, 0.1, _part(lambda row: row.moved.gradients),
+        where=_at("gradients"),
     ),
     LimitCause(
-        "layer-wise collectives", Sort.LIMITATION, 0.1, _part(lambda row: row.moved.layers), where=_at("layers"),
+        "layer-wise collectives", FindingKind.LIMITATION, 0.1, _part(lambda row: row.moved.layers), where=_at("layers"),
     ),
     LimitCause(
-        "messages between neighbours", Sort.BOTTLENECK, 0.1,
+        "messages between neighbours", FindingKind.BOTTLENECK, 0.1,
         _part(lambda row: row.moved.halo + row.moved.messages + row.moved.gather), where=_at("messages"),
     ),
-    LimitCause("network congestion", Sort.BOTTLENECK, 0.05, _part(lambda row: row.congested)),
+    LimitCause("network congestion", FindingKind.BOTTLENECK, 0.05, _part(lambda row: row.congested)),
     LimitCause(
-        "memory redundancy", Sort.BOTTLENECK, 0.5, lambda row: row.replicated / row.memory if row.memory else 0.0,
+        "memory redundancy", FindingKind.BOTTLENECK, 0.5,
+        lambda row: row.replicated / row.memory if row.memory else 0.0,
         "a device's memory", lambda row: f", {format_bytes(row.replicated)} held alike",
     ),
-    LimitCause("weight update", Sort.LIMITATION, 0.1, _part(lambda row: row.update)),
+    LimitCause("weight update", FindingKind.LIMITATION, 0.1, _part(lambda row: row.update)),
     LimitCause(
-        "workload balance", Sort.LIMITATION, 0.1, lambda row: 1 - 1 / row.uneven, "the slowest stage's work",
+        "workload balance", FindingKind.LIMITATION, 0.1, lambda row: 1 - 1 / row.uneven, "the slowest stage's work",
         lambda row: f", which takes {row.uneven:.2f} times the mean",
     ),
-    LimitCause("computation redundancy", Sort.BOTTLENECK, 0.1, lambda row: row.twice, "compute"),
+    LimitCause("computation redundancy", FindingKind.BOTTLENECK, 0.1, lambda row: row.twice, "compute"),
 )  # fmt: skip
 """Causes that are shares of a row."""
 
@@ -265,13 +267,13 @@ def _of_line(line: StrategyLine) -> Iterator[ScalingFinding]:
     ended = [(1.0, row) for row in line.rows if row.problem.startswith("beyond its limit")]
     if ended and line.limit.devices is not None:
         words = f"{gpus(line.limit.devices)} at most: {line.limit.reason}"
-        yield _finding("number of devices", Sort.LIMITATION, line, (ended[0], ended[-1]), words)
+        yield _finding("number of devices", FindingKind.LIMITATION, line, (ended[0], ended[-1]), words)
 
 
 Shares = tuple[tuple[float, ForecastRow], tuple[float, ForecastRow]]  # the first that counts, and the worst
 
 
-def _finding(name: str, sort: Sort, line: StrategyLine, shares: Shares, words: str) -> ScalingFinding:
+def _finding(name: str, sort: FindingKind, line: StrategyLine, shares: Shares, words: str) -> ScalingFinding:
     (first, row), (most, worst) = shares
     return ScalingFinding(name, sort, line.strategy, row.devices, first, most, worst.devices, words)
 
@@ -285,7 +287,7 @@ def _slow_split(line: StrategyLine) -> Iterator[ScalingFinding]:
         most = max(lost, key=lambda pair: pair[0])
         words = f"compute on {first[1].devices:,} GPUs is {1 / (1 - first[0]):.1f} times what an even split would leave"
         words += f", {1 / (1 - most[0]):.1f} times on {most[1].devices:,}" if most[1] is not first[1] else ""
-        yield _finding("split work", Sort.BOTTLENECK, line, (first, most), words)
+        yield _finding("split work", FindingKind.BOTTLENECK, line, (first, most), words)
 
 
 def _overfull(line: StrategyLine) -> Iterator[ScalingFinding]:
@@ -300,4 +302,4 @@ def _overfull(line: StrategyLine) -> Iterator[ScalingFinding]:
         count = floor(worst.largest)
         words += f"; {count:,} samples a replica would fit" if count else "; not one sample fits"
     first, most = ((row.memory / row.capacity, row) for row in (tight[0], worst))
-    yield _finding("memory", Sort.LIMITATION, line, (first, most), words)
+    yield _finding("memory", FindingKind.LIMITATION, line, (first, most), words)

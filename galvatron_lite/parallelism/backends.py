@@ -262,7 +262,7 @@ def target_named(name: str, field: str = "--for") -> Backend:
         InputError: no such software.
     """
     if name not in TARGETS:
-        raise InputError(field, name, f"Give one of {', '.join(TARGETS)}.")
+        raise unknown(field, name, TARGETS)
     return TARGETS[name]
 
 

@@ -14,7 +14,7 @@ Extents = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Same:
+class KindKey:
     """A kind of layer as a key of what is remembered of it: by identity, as its many operators are slow to compare."""
 
     kind: LayerKind
@@ -23,7 +23,7 @@ class Same:
         return id(self.kind)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.kind is self.kind
+        return isinstance(other, KindKey) and other.kind is self.kind
 
 
 @dataclass(frozen=True, slots=True)

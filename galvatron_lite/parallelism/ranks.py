@@ -26,7 +26,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 import numpy as np
 
 from galvatron_lite.arrays import Real, Whole, largest, least, never, opposite, where
-from galvatron_lite.cluster.cluster import Apart, RankGroup
+from galvatron_lite.cluster.cluster import DistinctGroups, RankGroup
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.base import LayerWork
 from galvatron_lite.parallelism.strategies import Strategies
@@ -180,11 +180,11 @@ def rank_group(size: Whole, stride: Whole, siblings: Whole) -> RankGroup:
     return replace(group, apart=told_apart(group)) if isinstance(size, np.ndarray) else group
 
 
-def told_apart(groups: RankGroup) -> Apart:
+def told_apart(groups: RankGroup) -> DistinctGroups:
     """The groups that an array of them has."""
     codes = groups.size + _WIDTH * (groups.stride + _WIDTH * groups.siblings)
     found, place = np.unique(codes, return_inverse=True)
-    return Apart([_group_of(int(code)) for code in found], place)
+    return DistinctGroups([_group_of(int(code)) for code in found], place)
 
 
 def _group_of(code: int) -> RankGroup:

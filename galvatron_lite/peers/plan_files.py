@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.limits import SAMPLES, check_range
+from galvatron_lite.parallelism.backends import DEEPSPEED_FILE, target_named
+from galvatron_lite.plans.export.tools import read_settings
 from galvatron_lite.plans.io import refuse_phases
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Plan, Proof
@@ -41,6 +43,30 @@ def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Pla
         )
         other = f"{other} Give --profile or --model of the plan's own."
         raise InputError(error.field, error.value, f"{error.remedy} {other}") from error
+
+
+def priced_settings(
+    path: Path, target: str, find: Callable[[str], Profile], mem: str | int | None = None, batch: int | None = None
+) -> Plan:
+    """A plan from another tool's settings with its prediction, priced as that software runs it.
+
+    Args:
+        path: of the settings.
+        target: whose.
+        find: the profile of a stack.
+        mem: see ``priced``.
+        batch: samples a step, where the file does not say, or where they are to be others.
+    """
+    stack = target_named(target).stack
+    known = find(stack)
+    plan, reading = read_settings(path, target, known.graph, known.cluster.devices, batch)
+    if reading.settings.deepspeed and stack != DEEPSPEED_FILE.stack:
+        known = find(DEEPSPEED_FILE.stack)
+    done = priced(plan, known, mem, batch)
+    assert done.provenance is not None
+    ignored = (f"not looked at: {', '.join(reading.ignored)}",) if reading.ignored else ()
+    notes = (f"read: {', '.join(reading.read)}", *ignored, *reading.notes, *done.provenance.notes)
+    return replace(done, provenance=replace(done.provenance, notes=notes))
 
 
 def _at_batch(plan: Plan, batch: int) -> Plan:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
-from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.errors import FileFormatError, InputError, suggestion
 from galvatron_lite.files import to_data
 from galvatron_lite.parallelism.registry import UNSPLIT, fields_in, pinned
 from galvatron_lite.parallelism.strategy import Strategy, strategy_of
@@ -76,8 +75,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _meant(key: str, keys: Collection[str]) -> str:
-    close = [OTHER_WORDS.get(key, "")] if OTHER_WORDS.get(key) in keys else get_close_matches(key, keys, 1)
-    return f" Did you mean {close[0]}?" if close else f" Known: {', '.join(sorted(keys))}."
+    hint = suggestion(key, keys, {word: ours for word, ours in OTHER_WORDS.items() if ours in keys})
+    return f" {hint}" if hint else f" Known: {', '.join(sorted(keys))}."
 
 
 def spelled_out(data: Mapping[str, Any], field: str) -> dict[str, Any]:

@@ -276,8 +276,8 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
     return tasks
 
 
-def _plain(found: Any) -> Any:
-    return [to_data(point) for point in found] if isinstance(found, (list, tuple)) else to_data(found)
+def _plain(points: Any) -> Any:
+    return [to_data(point) for point in points] if isinstance(points, (list, tuple)) else to_data(points)
 
 
 def _listed(measure: Callable[[LayerSetting], LayerPoint | None], setting: LayerSetting) -> list[LayerPoint]:

@@ -115,7 +115,7 @@ class LayerPlans:
 
     tensor: Mapping[str, TensorPlan] = field(default_factory=dict)  # by layer name, where a strategy splits matmuls
     channel: Mapping[str, ChannelPlan] = field(default_factory=dict)  # by module path, where it shares channels
-    # how arguments of layers hold the samples; see ``Traffic``
+    # how arguments of layers hold the samples; see ``ActivationRedistributor``
     sampled: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.parameters.managed import Owned, guard_gradients
+from galvatron_lite.runtime.parameters.managed import ManagedParameter, guard_gradients
 from galvatron_lite.world import messages_carry_data
 
 if TYPE_CHECKING:
@@ -155,7 +155,11 @@ def _check_parameters(
 
 
 def check_optimizer(
-    optimizer: torch.optim.Optimizer, owned: Sequence[Owned], stage_devices: int, everywhere: bool, build: Build | None
+    optimizer: torch.optim.Optimizer,
+    owned: Sequence[ManagedParameter],
+    stage_devices: int,
+    everywhere: bool,
+    build: Build | None,
 ) -> InputError | None:
     """Why an optimizer would not train as in one process; None where it does. Nothing of it is changed.
 

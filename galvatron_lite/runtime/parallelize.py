@@ -43,8 +43,8 @@ from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.hooks import hooks_of, install_hooks
 from galvatron_lite.runtime.activations.layout import Layout
-from galvatron_lite.runtime.activations.redistribute import Mover
-from galvatron_lite.runtime.activations.traffic import Traffic, border_of, rules_under
+from galvatron_lite.runtime.activations.redistribute import BoxExchange
+from galvatron_lite.runtime.activations.traffic import ActivationRedistributor, border_of, rules_under
 from galvatron_lite.runtime.assignment import (
     LayerAssignment,
     LayerPlans,
@@ -58,7 +58,13 @@ from galvatron_lite.runtime.assignment import (
 from galvatron_lite.runtime.compiled import compile_blocks
 from galvatron_lite.runtime.loss.routers import check_router_losses, install_router_losses
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
-from galvatron_lite.runtime.parameters.managed import Owned, Updates, hides_norm, owned_parameters, reduced_parameters
+from galvatron_lite.runtime.parameters.managed import (
+    ManagedParameter,
+    Updates,
+    hides_norm,
+    managed_parameters,
+    reduced_parameters,
+)
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.peers import broadcast_values, share_random_state, shares_samples
 from galvatron_lite.runtime.sharding import Sharded, StageSplitter
@@ -89,10 +95,10 @@ class StageRuntime:
 
     stage: tuple[LayerAssignment, ...]  # its layers and strategies
     meshes: Meshes
-    owned: list[Owned]  # its parameters
+    owned: list[ManagedParameter]  # its parameters
     sharded: Sharded  # how they were split
     reducer: GradientReducer  # sums the gradients that FSDP does not
-    traffic: Traffic  # shared by the hooks
+    traffic: ActivationRedistributor  # shared by the hooks
     pipeline: PipelineRunner | None  # runs the schedule; None for a single stage
     shared: SharedCopies | None  # copies of parameters on several stages; None for a single stage
     updates: Updates  # brings gradients to what the optimizer updates, and updated values back
@@ -282,13 +288,13 @@ def assemble(
         narrow_norms(model)
     glue = glue_of(stage).strategy
     border = border_of(glue_layout(stage), glue, meshes.groups(glue))
-    mover = Mover(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
-    traffic = Traffic(mover, border, rules_under(glue), options.compute, splits.sampled)
+    mover = BoxExchange(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
+    traffic = ActivationRedistributor(mover, border, rules_under(glue), options.compute, splits.sampled)
     install_hooks(model, sharded.borders, traffic, incoming, users)
     install_router_losses(model, stage, meshes, sharded.experts)
     tie(model, tied or {})
     elsewhere = {id(parameter) for parameter in (tied or {}).values()}
-    every = owned_parameters(model, stage, meshes, sharded.shards, sharded.experts)
+    every = managed_parameters(model, stage, meshes, sharded.shards, sharded.experts)
     owned = [one for one in every if id(one.parameter) not in elsewhere]
     reducer = GradientReducer(reduced_parameters(owned))
     updates = Updates(owned, reducer, guarded=hides_norm(owned, meshes.stage_devices))

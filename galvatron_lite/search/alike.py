@@ -29,11 +29,11 @@ from galvatron_lite.search.ways import PlanTask, led, seconds_of
 Pins = tuple[tuple[str, object], ...]
 _PROMISING, _REACH, _WORK = 4, 0.02, 400_000
 """Ways that are planned in full, how far their closed forms may be above the least, and labels of a search for it."""
-Look = Callable[[PlanTask], Plan]
+FindPlan = Callable[[PlanTask], Plan]
 """Finds the best plan that keeps the pins of what is asked."""
 
 
-def with_alike(looked: Look, task: PlanTask, runners_up: int) -> Plan:
+def with_alike(looked: FindPlan, task: PlanTask, runners_up: int) -> Plan:
     """The quickest plan of all ways in which the backend may treat all layers alike.
 
     Args:

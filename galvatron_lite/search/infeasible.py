@@ -40,7 +40,7 @@ _EFFORT = 150_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class LeanPlan:
+class LeastMemoryPlan:
     """A plan that needs little memory."""
 
     plan: Plan  # priced
@@ -68,7 +68,7 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     )
 
 
-def _needed(request: Request, lean: LeanPlan, slack: float) -> str:
+def _needed(request: Request, lean: LeastMemoryPlan, slack: float) -> str:
     share = (", the least found" if slack else "") + (f", {request.margin:.1%} of it free" if request.margin else "")
     if not as_budget(request.budget).own:
         needed = _with_margin(request, lean.budget.most)
@@ -82,7 +82,7 @@ def _with_margin(request: Request, size: int) -> int:
     return ceil(size / (1.0 - request.margin))
 
 
-def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeanPlan | None:
+def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeastMemoryPlan | None:
     """A plan of the space that needs little memory; None where the space is empty.
 
     Args:
@@ -94,7 +94,7 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeanPl
     unit = asked.scaled(1.0) if asked.own else Budget(1)
     effort = _EFFORT // len(request.graph.layers)
 
-    def fitting(budget: Budget, exact: bool = True) -> LeanPlan | None:
+    def fitting(budget: Budget, exact: bool = True) -> LeastMemoryPlan | None:
         wanted = replace(request, budget=budget if asked.own else budget.least)
         result = search(wanted, pricer, exact=exact, slack=1.0, effort=effort, below=ANY_TIME)
         if result is None:
@@ -103,7 +103,7 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> LeanPl
         factor = max(stage.memory.total / unit.of(stage.device) for stage in plan.stages)
         if not plan.schedule.simple:  # a search counts more than is priced
             factor = min(2.0 * factor, budget.most / unit.most)
-        return LeanPlan(plan, unit.scaled(factor).plus(bool(asked.own)))
+        return LeastMemoryPlan(plan, unit.scaled(factor).plus(bool(asked.own)))
 
     boundless = unit.scaled(_BOUNDLESS / unit.most)
     best, low = fitting(boundless), 0

@@ -63,8 +63,8 @@ def choose(
                 (total + _from(own_seconds, steps[phase], last, own, switching), [*path, own])
                 for last, (total, path) in enumerate(before)
             ]
-            reached.append(min(ways, key=lambda way: way[0]))
-    total, path = min(reached, key=lambda way: way[0])
+            reached.append(min(ways, key=lambda candidate: candidate[0]))
+    total, path = min(reached, key=lambda candidate: candidate[0])
     return None if total == inf else path
 
 

@@ -463,7 +463,9 @@ def _read(pin_text: str, graph: ModelGraph) -> tuple[str | None, PinName, object
         raise InputError("--fix", pin_text, f"{pin.name} is chosen once for the whole plan: write {name}={text}.")
     names = [layer.name for layer in graph.layers]
     if not any(fnmatchcase(one, layers) for one in names):
-        raise InputError("--fix", pin_text, f"{suggestion(layers, names)} Layers of {graph.name}: {_few(names)}.")
+        raise InputError(
+            "--fix", pin_text, f"{suggestion(layers, names)} Layers of {graph.name}: {_few(names)}.".lstrip()
+        )
     return layers, pin, value
 
 

@@ -200,7 +200,9 @@ def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) ->
         if plan.cyclic is not None:
             raise InputError("known plan, cyclic", plan.cyclic.rule.value, "The search finds such plans itself.")
     wanted = (plan for plan in plans if _keeps(request, pricer, plan) and request.fits(price_plan(pricer, plan)))
-    return tuple(sorted((_as_result(request, pricer, plan) for plan in wanted), key=lambda found: found.partition.time))
+    return tuple(
+        sorted((_as_result(request, pricer, plan) for plan in wanted), key=lambda solved: solved.partition.time)
+    )
 
 
 def _keeps(request: Request, pricer: LayerPricer, plan: Plan) -> bool:

@@ -61,7 +61,7 @@ def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
 def cuts_of(graph: ModelGraph, chunks: int) -> list[tuple[int, ...]]:
     """Where chunks begin, and the number of layers: the ways to share layers out, see the module."""
     start, layers = parts_of(graph)[1].start, len(graph.layers)
-    return [(0, *list(accumulate(own, initial=start))[1:-1], layers) for own in _blocks_of(graph, chunks)]
+    return [(0, *list(accumulate(choice, initial=start))[1:-1], layers) for choice in _blocks_of(graph, chunks)]
 
 
 def _blocks_of(graph: ModelGraph, chunks: int) -> tuple[list[int], ...]:
@@ -104,10 +104,12 @@ def _chunks(
     stages_of = tuple(
         tuple(stage_at(schedule, groups, group, chunk) for chunk in range(virtual)) for group in range(groups)
     )
-    held = tuple(frozenset(place for stage in own for place in range(*cuts[stage : stage + 2])) for own in stages_of)
-    own = [sorted(places.intersection(blocks)) for places in held]
-    parts = min(_PARTS, *(len(places) for places in own if places))  # a group may hold the edges of the model alone
-    positions = {place: number * parts // len(places) for places in own for number, place in enumerate(places)}
+    held = tuple(
+        frozenset(place for stage in choice for place in range(*cuts[stage : stage + 2])) for choice in stages_of
+    )
+    choice = [sorted(places.intersection(blocks)) for places in held]
+    parts = min(_PARTS, *(len(places) for places in choice if places))  # a group may hold the edges of the model alone
+    positions = {place: number * parts // len(places) for places in choice for number, place in enumerate(places)}
     counts = np.zeros((groups, virtual, parts), dtype=np.int64)
     for group, stages in enumerate(stages_of):
         for chunk, stage in enumerate(stages):
@@ -124,8 +126,8 @@ def _chunks(
         sides.append(None if left == right else (int(inner), sender, crossing[cuts[stage]], left, right))
     sides.append(None)
     sends = tuple(
-        (Counter(filter(None, (sides[at + 1] for at in own))), Counter(filter(None, (sides[at] for at in own))))
-        for own in stages_of
+        (Counter(filter(None, (sides[at + 1] for at in choice))), Counter(filter(None, (sides[at] for at in choice))))
+        for choice in stages_of
     )
     return _Chunks(stages_of, held, positions, placed, sends)
 
@@ -171,8 +173,8 @@ class Uniform:
                 top = float(time.flat[place]) - _HALF
                 chosen = [int(index) for index in np.unravel_index(place, time.shape)]
                 strategies = [
-                    part[place].options.strategies[part[place].rows[own]]
-                    for part, own, places in zip(parts, chosen, self.ranges, strict=True)
+                    part[place].options.strategies[part[place].rows[choice]]
+                    for part, choice, places in zip(parts, chosen, self.ranges, strict=True)
                     for place in places
                 ]
                 # Stages carry no figures of their own.
@@ -200,7 +202,7 @@ class Uniform:
         distinct = list({id(table): table for table in tables.values()}.values())
         every = self.store.common(distinct)
         kept = np.arange(len(every[0])) if self.sharing.keys() & set(places) else self._useful(every, distinct)
-        thinned = {id(table): own.at(kept) for table, own in zip(distinct, every, strict=True)}
+        thinned = {id(table): choice.at(kept) for table, choice in zip(distinct, every, strict=True)}
         return {place: thinned[id(table)] for place, table in tables.items()}
 
     def _useful(self, tables: Sequence[StrategyTable], of: Sequence[StrategyTable]) -> IntArray:
@@ -219,7 +221,7 @@ class Uniform:
         layers, tables, blocks = self.problem.graph.layers, self.problem.tables, self.ranges[1]
         fixed = tables[0].fixed
         kinds = {(layers[place].kind, fixed.pins_of(layers[place].name) if fixed.layers else ()) for place in blocks}
-        if len(kinds) > 1 or len({id(own) for own in tables}) > 1 or self.sharing.keys() & set(blocks):
+        if len(kinds) > 1 or len({id(choice) for choice in tables}) > 1 or self.sharing.keys() & set(blocks):
             return None
         free = tables[0].unpruned(layers[blocks[0]].kind, layers[blocks[0]].name)
         form, known, parts = self.problem.form, self.store.mixtures, self.chunks.placed.shape[-1]
@@ -227,20 +229,20 @@ class Uniform:
         if key not in known:
             table = free.at(self._useful([free], [free]))
             every, (a, b) = np.arange(len(table)), pairs_within(table.options.degrees[table.rows])
-            pairs = (np.concatenate(own) for own in ((a, b), (b, a)))
-            first, second = (np.concatenate((every, np.tile(own, parts - 1))) for own in pairs)
+            pairs = (np.concatenate(choice) for choice in ((a, b), (b, a)))
+            first, second = (np.concatenate((every, np.tile(choice, parts - 1))) for choice in pairs)
             counts = np.repeat(np.arange(parts), [len(every), *[2 * len(a)] * (parts - 1)])
             known[key] = Mixtures(table, first, second, counts)
         return known[key]
 
     def _blocks(self, rows: IntArray) -> Part:
-        own = self.mixtures
-        if own is None:
+        choice = self.mixtures
+        if choice is None:
             thinned = {id(table): table.at(rows) for table in self._every_block.values()}
             return {place: thinned[id(table)] for place, table in self._every_block.items()}
-        first, second, count = own.first[rows], own.second[rows], own.count[rows]
+        first, second, count = choice.first[rows], choice.second[rows], choice.count[rows]
         parts = range(self.chunks.placed.shape[-1])
-        tables = [own.table.at(np.where(number < count, first, second)) for number in parts]
+        tables = [choice.table.at(np.where(number < count, first, second)) for number in parts]
         return {place: tables[number] for place, number in self.chunks.positions.items()}
 
     def _ordered(self, limit: float, runs: int | None) -> Iterator[IntArray]:
@@ -258,9 +260,9 @@ class Uniform:
         """Those of some choices for blocks whose states and activations alone the first and the last group may hold."""
         for room, flying, held in self._flying:
             assert self.mixtures is not None
-            own = self.mixtures
-            first, second, count = own.first[rows], own.second[rows], own.count[rows]
-            kept, states = own.table.figures.kept, own.table.figures.resting[:, 0]
+            choice = self.mixtures
+            first, second, count = choice.first[rows], choice.second[rows], choice.count[rows]
+            kept, states = choice.table.figures.kept, choice.table.figures.resting[:, 0]
             flown = flying[:, 0, count] * kept[first] + flying[:, 1, count] * kept[second]
             resting = held[0, count] * states[first] + held[1, count] * states[second]
             rows = rows[resting + flown.max(axis=0) <= room]
@@ -285,17 +287,19 @@ class Uniform:
         these and blocks left out, and memory too."""
         form, groups = self.problem.form, list(self._alike.values())
         if self.mixtures is None:
-            columns = self._columns_of_unlike_blocks([own[0] for own in groups])
+            columns = self._columns_of_unlike_blocks([choice[0] for choice in groups])
         else:
             table, first, second = self.mixtures.table, self.mixtures.first, self.mixtures.second
-            placed = np.stack([self.chunks.placed[own[0]].sum(axis=0) for own in groups])[:, :, self.mixtures.count]
-            blocks = dict.fromkeys(self.ranges[1], table)
-            around = list(zip(*(self._around_blocks(own[0], blocks) for own in groups), strict=True))
-            columns = [
-                placed[:, 0] * own[first] + placed[:, 1] * own[second] + np.stack(others)[:, first]
-                for own, others in zip((*table.parts(form), table.figures.step), around, strict=True)
+            placed = np.stack([self.chunks.placed[choice[0]].sum(axis=0) for choice in groups])[
+                :, :, self.mixtures.count
             ]
-        counts, time = np.array([len(own) for own in groups]), columns[-1].max(axis=0)
+            blocks = dict.fromkeys(self.ranges[1], table)
+            around = list(zip(*(self._around_blocks(choice[0], blocks) for choice in groups), strict=True))
+            columns = [
+                placed[:, 0] * choice[first] + placed[:, 1] * choice[second] + np.stack(others)[:, first]
+                for choice, others in zip((*table.parts(form), table.figures.step), around, strict=True)
+            ]
+        counts, time = np.array([len(choice) for choice in groups]), columns[-1].max(axis=0)
         for ramp, rounds, column in zip(form.ramp, form.rounds, columns, strict=False):
             time = time + ramp * (counts @ column) + rounds * column.max(axis=0)
         return np.asarray(time * (1 - _TINY))
@@ -306,11 +310,11 @@ class Uniform:
         for group in groups:
             total = self._around_blocks(group, blocks)
             held = Counter(id(blocks[place]) for place in self.chunks.held[group].intersection(self.ranges[1]))
-            for table in {id(own): own for own in blocks.values()}.values():
-                for own, figure in zip(total, (*table.parts(form), table.figures.step), strict=True):
-                    own += held[id(table)] * figure
+            for table in {id(choice): choice for choice in blocks.values()}.values():
+                for choice, figure in zip(total, (*table.parts(form), table.figures.step), strict=True):
+                    choice += held[id(table)] * figure
             columns.append(total)
-        return [np.stack(own) for own in zip(*columns, strict=True)]
+        return [np.stack(choice) for choice in zip(*columns, strict=True)]
 
     def _around_blocks(self, group: int, blocks: Part) -> list[FloatArray]:
         """(S,) each, of the parts of a group's micro-batch and its work once a step: sends by the strategy of blocks,
@@ -318,11 +322,11 @@ class Uniform:
         form = self.problem.form
         sends = self._sends([{}, blocks, {}], group)
         sent = (*form.parts(*sends, 0 * sends[0]), 0 * sends[0])
-        total = [np.zeros(len(next(iter(blocks.values())))) + own.reshape(-1) for own in sent]
+        total = [np.zeros(len(next(iter(blocks.values())))) + choice.reshape(-1) for choice in sent]
         for place in self.chunks.held[group].difference(self.ranges[1]):
             table = self._table(group, place)
-            for own, figure in zip(total, (*table.parts(form), table.figures.step), strict=True):
-                own += figure.min() if len(table) else np.inf
+            for choice, figure in zip(total, (*table.parts(form), table.figures.step), strict=True):
+                choice += figure.min() if len(table) else np.inf
         return total
 
     @cached_property
@@ -330,15 +334,15 @@ class Uniform:
         """Groups by what their time depends on."""
         shape, found = self.problem.shape, dict[object, list[int]]()
         node = self.problem.pricer.profile.cluster.levels[0].size
-        simple = len({id(own) for own in self.problem.tables}) == 1 and not self.problem.graph.tensors
+        simple = len({id(choice) for choice in self.problem.tables}) == 1 and not self.problem.graph.tensors
         for group, stages in enumerate(self.chunks.stages_of):
             edges = 0 in stages, shape.stages * shape.virtual - 1 in stages
             sizes = tuple(self.cuts[stage + 1] - self.cuts[stage] for stage in stages)
             sends = [Counter[object](), Counter[object]()]
-            for own, side in zip(sends, self.chunks.sends[group], strict=True):
+            for choice, side in zip(sends, self.chunks.sends[group], strict=True):
                 for (axis, _, output, left, right), count in side.items():
-                    own[axis, output, stride_between(left, right, shape.stage_devices, node)] += count
-            key = (sizes, edges, *(frozenset(own.items()) for own in sends))
+                    choice[axis, output, stride_between(left, right, shape.stage_devices, node)] += count
+            key = (sizes, edges, *(frozenset(choice.items()) for choice in sends))
             found.setdefault(key if simple and self.mixtures is not None else group, []).append(group)
         return found
 
@@ -347,11 +351,11 @@ class Uniform:
         layers that share parameters differ."""
         form, counts = self.problem.form, [len(groups) for groups in self._alike.values()]
         columns = [self._group(parts, groups[0]) for groups in self._alike.values()]
-        total: FloatArray = reduce(np.maximum, (own[-1] for own in columns)).astype(np.float64)
+        total: FloatArray = reduce(np.maximum, (choice[-1] for choice in columns)).astype(np.float64)
         for part, (ramp, rounds) in enumerate(zip(form.ramp, form.rounds, strict=True)):
-            own = [column[part] for column in columns]
-            each = (count * column for count, column in zip(counts, own, strict=True))
-            total = total + ramp * reduce(np.add, each) + rounds * reduce(np.maximum, own)
+            choice = [column[part] for column in columns]
+            each = (count * column for count, column in zip(counts, choice, strict=True))
+            total = total + ramp * reduce(np.add, each) + rounds * reduce(np.maximum, choice)
         total = np.broadcast_to(total, [len(next(iter(part.values()))) if part else 1 for part in parts])
         alive = self._agreeing(parts) & (total < limit)
         ahead = self.problem.shape.schedule.front_loaded  # later groups hold no more micro-batches of any chunk
@@ -366,17 +370,21 @@ class Uniform:
         for axis, part in enumerate(parts):
             tables = [part[place] for place in places if place in part]
             counts = Counter(map(id, tables))
-            for table in {id(own): own for own in tables}.values():
+            for table in {id(choice): choice for choice in tables}.values():
                 total = total + _along(counts[id(table)] * figure(table), axis)
         return total
 
     def _group(self, parts: Parts, group: int) -> list[IntArray]:
         form, held = self.problem.form, self.chunks.held[group]
-        passes = (lambda own: own.figures.forward, lambda own: own.figures.backward, lambda own: own.saved(form))
+        passes = (
+            lambda choice: choice.figures.forward,
+            lambda choice: choice.figures.backward,
+            lambda choice: choice.saved(form),
+        )
         forward, backward, saved = (self._summed(parts, held, figure) for figure in passes)
         moves, sends = self._moves(parts, group), self._sends(parts, group)
         micro = form.parts(forward + moves + sends[0], backward + moves + sends[1], saved)
-        return [*micro, self._summed(parts, held, lambda own: own.figures.step)]
+        return [*micro, self._summed(parts, held, lambda choice: choice.figures.step)]
 
     def _moves(self, parts: Parts, group: int) -> IntArray:
         """Picoseconds of redistribution in one pass: between blocks and the layers around them, or where tensors skip
@@ -403,11 +411,11 @@ class Uniform:
 
     def _sends(self, parts: Parts, group: int) -> tuple[IntArray, IntArray]:
         """Picoseconds of sends and host work of a micro-batch, forward and backward."""
-        overhead, own = self.problem.tables[group].pricer.profile.overhead, self.chunks.stages_of[group]
-        ends = len({0, len(self.cuts) - 2} & {*own})
+        overhead, choice = self.problem.tables[group].pricer.profile.overhead, self.chunks.stages_of[group]
+        ends = len({0, len(self.cuts) - 2} & {*choice})
         host = sum(
             count * ticks(sides * overhead.pipeline + overhead.microbatch / 2)
-            for sides, count in ((1, ends), (2, len(own) - ends))
+            for sides, count in ((1, ends), (2, len(choice) - ends))
         )
         sums = [_ZERO + host, _ZERO + host]
         for number, sends in enumerate(self.chunks.sends[group]):
@@ -423,8 +431,8 @@ class Uniform:
         ends = (id(pricer.of_group(shape.stage_devices, group)) for group in (left, right))
         key = (id(table.options), output, shape.microbatch, shape.stage_devices, stride, *ends)
         if key not in sends:
-            pairs = [(boundary_bytes(output, shape.microbatch, own), own) for own in table.options.samples]
-            sends[key] = np.array([ticks(transfer_seconds(pricer, *own, shape, (left, right))) for own in pairs])
+            pairs = [(boundary_bytes(output, shape.microbatch, choice), choice) for choice in table.options.samples]
+            sends[key] = np.array([ticks(transfer_seconds(pricer, *choice, shape, (left, right))) for choice in pairs])
         return sends[key][table.codes]
 
     def _agreeing(self, parts: Parts) -> BoolArray:
@@ -441,17 +449,17 @@ class Uniform:
         """Bytes on each device of a group: while one of its stages computes, the others rest."""
         shape, stages = self.problem.shape, self.chunks.stages_of[group]
         runs = [list(_runs(parts, range(*self.cuts[stage : stage + 2]))) for stage in stages]
-        kinds = [tuple((axis, id(table), count) for axis, table, count in own) for own in runs]
+        kinds = [tuple((axis, id(table), count) for axis, table, count in choice) for choice in runs]
         of = dict(zip(kinds, runs, strict=True))
-        sums = {kind: [_column(own, figure) for figure in _FIGURES] for kind, own in of.items()}
+        sums = {kind: [_column(choice, figure) for figure in _FIGURES] for kind, choice in of.items()}
         held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
         peak = sum((sums[kind][0] for kind in kinds), start=_ZERO)
-        computing = {(kinds[own], max(counts[own], 1)) for own, counts in held}
+        computing = {(kinds[choice], max(counts[choice], 1)) for choice, counts in held}
         worst = {pair: _worst(of[pair[0]], pair[1]) for pair in computing}
-        for own, counts in held:
-            moment = worst[kinds[own], max(counts[own], 1)]
+        for choice, counts in held:
+            moment = worst[kinds[choice], max(counts[choice], 1)]
             for kind, (_, states, kept, gathered) in sums.items():
-                waiting = [count for other, count in enumerate(counts) if other != own and kinds[other] == kind]
+                waiting = [count for other, count in enumerate(counts) if other != choice and kinds[other] == kind]
                 in_flight, busy = sum(waiting), len(waiting) - waiting.count(0)
                 moment = moment + len(waiting) * states + in_flight * kept + busy * gathered
             peak = np.maximum(peak, moment)
@@ -476,10 +484,10 @@ class Uniform:
     def _boundary(self, parts: Parts, place: int, size: int) -> IntArray:
         """``boundary_bytes`` of so many bytes a sample, by the strategies of a layer."""
         axis, table = next((axis, part[place]) for axis, part in enumerate(parts) if place in part)
-        own = np.zeros(len(table.options.samples), dtype=np.int64)
+        choice = np.zeros(len(table.options.samples), dtype=np.int64)
         for code in table.present:
-            own[code] = boundary_bytes(size, self.problem.shape.microbatch, table.options.samples[code])
-        return _along(own[table.codes], axis)
+            choice[code] = boundary_bytes(size, self.problem.shape.microbatch, table.options.samples[code])
+        return _along(choice[table.codes], axis)
 
     def _sent_over(self, stage: int, cut: int) -> int:
         """The place before which a stage begins, 0 where nothing is sent there."""
@@ -508,8 +516,8 @@ def _along(values: IntArray, axis: int) -> IntArray:
 
 
 def _runs(parts: Parts, inside: range) -> Iterator[Run]:
-    own = [(axis, part[place]) for place in inside for axis, part in enumerate(parts) if place in part]
-    for (axis, _), same in groupby(own, key=lambda pair: (pair[0], id(pair[1]))):
+    choice = [(axis, part[place]) for place in inside for axis, part in enumerate(parts) if place in part]
+    for (axis, _), same in groupby(choice, key=lambda pair: (pair[0], id(pair[1]))):
         layers = list(same)
         yield axis, layers[0][1], len(layers)
 
@@ -521,7 +529,7 @@ def _column(runs: Sequence[Run], figure: Callable[[StrategyTable], IntArray]) ->
 def _worst(runs: Sequence[Run], held: int) -> IntArray:
     """The worst moment of a chunk that computes (``cost.memory.worst_moment``), the optimizer's aside."""
     figures = [([_along(column, axis) for column in table.figures.memory.T], count) for axis, table, count in runs]
-    rest = _column(runs, lambda own: own.figures.memory[:, REST] + (held - 1) * own.figures.kept)
+    rest = _column(runs, lambda choice: choice.figures.memory[:, REST] + (held - 1) * choice.figures.kept)
     return rest + worst_moment(figures)
 
 
@@ -533,9 +541,9 @@ def averaged(problems: Sequence[Problem]) -> FloatArray:
     stages, and where there are more p - 1 of the first besides. Of two strategies that only recompute differently
     blocks have any shares.
     """
-    own, graph, shape, tables = problems[0], problems[0].graph, problems[0].shape, problems[0].tables
+    choice, graph, shape, tables = problems[0], problems[0].graph, problems[0].shape, problems[0].tables
     stages = np.array([[problem.shape.virtual * shape.stages] for problem in problems])
-    uniform = Uniform(own, cuts_of(graph, int(stages[0, 0]))[0])
+    uniform = Uniform(choice, cuts_of(graph, int(stages[0, 0]))[0])
     if uniform.mixtures is None:
         return np.zeros(len(problems))
     table, blocks = uniform.mixtures.table, uniform.ranges[1]
@@ -546,17 +554,17 @@ def averaged(problems: Sequence[Problem]) -> FloatArray:
     pairs = ((0, 1), (shape.stages - 1, 0))
     outputs = min(tables[0].store.crossing[blocks.start + 1 : blocks.stop], default=0)
     sent = np.min([uniform.sent(table, outputs, *pair) for pair in pairs], axis=0)
-    overhead = own.pricer.profile.overhead
+    overhead = choice.pricer.profile.overhead
     host = (4 * stages - 4) * ticks(overhead.pipeline) + stages * ticks(overhead.microbatch) - 8 * stages
     layers = len(blocks) * table.both + sum(int(other.both.min()) for other in around)
     steps = len(blocks) * table.figures.step + sum(int(other.figures.step.min()) for other in around)
     ramps, rounds = (np.array([getattr(problem.form, name) for problem in problems]) for name in ("ramp", "rounds"))
     time = (layers + (2 * stages - 4) * sent + host) * (ramps + rounds / shape.stages) + steps / shape.stages
     shares = [[every[:: shape.stages] for every in _blocks_of(graph, int(count))] for (count,) in stages]
-    held = np.array([[min(map(sum, own))] for own in shares])
-    first = np.array([[min(chunks[0] for chunks in own)] for own in shares])
+    held = np.array([[min(map(sum, choice))] for choice in shares])
+    first = np.array([[min(chunks[0] for chunks in choice)] for choice in shares])
     flying = shape.stages * held + (shape.microbatches > shape.stages) * (shape.stages - 1) * first
-    room = own.budgets[0] - tables[0].pricer.profile.cluster.device.context
+    room = choice.budgets[0] - tables[0].pricer.profile.cluster.device.context
     over = held * table.figures.resting[:, 0] + flying * table.figures.kept - room
     least = np.where(over <= 0, time, np.inf).min(axis=1)
     a, b = pairs_within(table.options.degrees[table.rows])

@@ -146,7 +146,7 @@ def with_one_device(plan: Plan, task: PlanTask) -> Plan:
     if quickest is None or seconds_of(quickest) >= seconds_of(plan):
         return plan
     seconds = f"{format_seconds(seconds_of(quickest))} instead of {format_seconds(seconds_of(plan))}"
-    note = f"a single device is predicted to be faster ({seconds}): use --gpus 1"
+    note = f"a single device is predicted to be faster ({seconds}): use one device (--gpus 1)"
     return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, note)))
 
 

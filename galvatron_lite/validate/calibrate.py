@@ -40,7 +40,7 @@ from galvatron_lite.runs.schema import measured
 from galvatron_lite.stacks.catalog import GALVATRON, STACKS, match_stack
 from galvatron_lite.validate.checks import device_of
 from galvatron_lite.validate.predict import Predictor, wanted_points
-from galvatron_lite.validate.results import Judged, Predicted, Skipped
+from galvatron_lite.validate.results import Predicted, ScoredRun, Skipped
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 
 LEAST = 3  # settings that can be left out in turn
@@ -119,7 +119,7 @@ def observation_of(run: PublishedRun, predictor: Predictor) -> MeasuredStep | No
     return _of_row(predictor.judge(run), predictor.calibration)
 
 
-def _of_row(judged: Judged, calibration: Calibration) -> MeasuredStep | None:
+def _of_row(judged: ScoredRun, calibration: Calibration) -> MeasuredStep | None:
     if judged.time is None or judged.measured is None:
         return None
     return _published(judged.run, judged.measured.step_seconds or 0.0, calibration)

@@ -30,7 +30,7 @@ from galvatron_lite.validate.checks import cluster_of, not_understood
 from galvatron_lite.validate.fitting import fitting
 from galvatron_lite.validate.model import image_model, shape_of
 from galvatron_lite.validate.plans import Batch, batch_of, compute_precision, plan_of
-from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Skipped, judge
+from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Skipped, judge
 from galvatron_lite.validate.rows import PublishedRun
 from galvatron_lite.validate.software import stack_of
 
@@ -109,7 +109,7 @@ Point = tuple[str, int, bool, Recompute, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Understood:
+class InterpretedRun:
     """A published run in our words."""
 
     graph: ModelGraph  # what is trained
@@ -134,14 +134,14 @@ class Predictor:
     _clusters: dict[object, Cluster | Skipped] = field(default_factory=dict)
     _pricers: dict[object, LayerPricer] = field(default_factory=dict)
 
-    def judge(self, run: PublishedRun) -> Judged:
+    def judge(self, run: PublishedRun) -> ScoredRun:
         """A run beside its prediction; runs of grade C are not predicted."""
         if run.quality == "C" and run.problem is None:
-            return Judged(run, None, Skipped("grade C is not scored", "quality: 'C'."))
+            return ScoredRun(run, None, Skipped("grade C is not scored", "quality: 'C'."))
         outcome, batch = self.predict(run), batch_of(run)
         for skipped in (outcome, batch):
             if isinstance(skipped, Skipped):
-                return Judged(run, None, skipped)
+                return ScoredRun(run, None, skipped)
         assert isinstance(outcome, Predicted)
         assert isinstance(batch, Batch)
         return judge(run, measured_of(run, batch), outcome)
@@ -184,7 +184,7 @@ class Predictor:
             return graph
         return predict_shared(run, graph, cluster, stack, precision, self.calibration)
 
-    def understand(self, run: PublishedRun) -> Understood | Skipped:
+    def understand(self, run: PublishedRun) -> InterpretedRun | Skipped:
         """What a run trains, where, with which software and by which plan; or why it cannot be represented."""
         setting = self._setting(run)
         if isinstance(setting, Skipped):
@@ -198,7 +198,7 @@ class Predictor:
         regathering = replace(stack, kernels=replace(stack.kernels, regather=True, regather_recomputed=True))
         return self._planned(run, regathering, precision, cluster)
 
-    def _planned(self, run: PublishedRun, stack: Stack, precision: str, cluster: Cluster) -> Understood | Skipped:
+    def _planned(self, run: PublishedRun, stack: Stack, precision: str, cluster: Cluster) -> InterpretedRun | Skipped:
         graph = self._graph(run, stack, precision)
         if isinstance(graph, Skipped):
             return graph
@@ -216,7 +216,7 @@ class Predictor:
         priced = fitting(run, plan, graph, price, cluster.device.memory)
         if priced.prediction is None or not 0 < priced.prediction.step_seconds < inf:
             return Skipped("not priced")
-        return Understood(graph, cluster, stack, precision, priced)
+        return InterpretedRun(graph, cluster, stack, precision, priced)
 
     def _graph(self, run: PublishedRun, stack: Stack, precision: str) -> ModelGraph | Skipped:
         if any(word in (run.arch or "").lower() for word in ("cnn", "vit", "unet", "image")):
@@ -234,7 +234,7 @@ class Predictor:
             return Skipped("trainable parameters not understood", str(error))
         return self.graphs[key]
 
-    def profile_of(self, understood: Understood, plan: Plan) -> Profile:
+    def profile_of(self, understood: InterpretedRun, plan: Plan) -> Profile:
         """The estimated profile of a run's model on its cluster, with the points that pricing ``plan`` looks up."""
         place = (understood.graph, understood.cluster, understood.stack, understood.precision)
         return self._pricer(*place, plan).profile
@@ -260,7 +260,7 @@ Progress = Callable[[int, int, str], None]
 
 def validate_runs(
     runs: Sequence[PublishedRun], calibration: Calibration, progress: Progress | None = None
-) -> list[Judged]:
+) -> list[ScoredRun]:
     """Every run with its prediction, in order; ``progress`` is called with (done, total, label) after each."""
     predictor, judged = Predictor(calibration), []
     for number, run in enumerate(runs, 1):
@@ -285,7 +285,7 @@ def wanted_points(graph: ModelGraph, plan: Plan) -> frozenset[Point]:
     )
 
 
-def _outcome(run: PublishedRun, understood: Understood) -> Predicted:
+def _outcome(run: PublishedRun, understood: InterpretedRun) -> Predicted:
     device = understood.cluster.device
     stage, peak = _peak_of(run, understood.stack, understood.plan, device)
     return Predicted(

@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 from galvatron_lite.svg import KINDS as MARKS
 from galvatron_lite.svg import Scale, caption, colour, decades, document, mark, rounded
 from galvatron_lite.validate.checks import assumptions, taken_otherwise
-from galvatron_lite.validate.results import Judged, Mean, Predicted, Scores, Skipped
+from galvatron_lite.validate.results import Mean, Predicted, ScoredRun, Scores, Skipped
 from galvatron_lite.validate.rows import KINDS, NOT_USED, PublishedRun, parse_lines, read_lines, readable
 
 IMPLAUSIBLE = 20.0
@@ -75,7 +75,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(name[:60] for name in names[:_SHOWN]) + more
 
 
-def implausible(judged: Iterable[Judged]) -> list[str]:
+def implausible(judged: Iterable[ScoredRun]) -> list[str]:
     """A hint about units where predictions are off by more than ``IMPLAUSIBLE`` times."""
     odd = [one for one in judged if any(_far(ratio) for ratio in (one.time, one.memory))]
     if not odd:
@@ -89,7 +89,7 @@ def _far(ratio: float | None) -> bool:
     return ratio is not None and not 1 / IMPLAUSIBLE <= ratio <= IMPLAUSIBLE
 
 
-def unscored(judged: Iterable[Judged]) -> list[dict[str, object]]:
+def unscored(judged: Iterable[ScoredRun]) -> list[dict[str, object]]:
     """Every row that is not scored, in order: ``run_id``, ``line``, ``reason``, ``detail``."""
     return [
         {"run_id": one.run.run_id, "line": one.run.line, "reason": reason, "detail": detail}
@@ -99,13 +99,13 @@ def unscored(judged: Iterable[Judged]) -> list[dict[str, object]]:
     ]
 
 
-def _why(one: Judged) -> tuple[str, str]:
+def _why(one: ScoredRun) -> tuple[str, str]:
     if isinstance(one.outcome, Skipped):
         return one.outcome.reason, one.outcome.detail
     return FAILED, "oom: True, and neither time nor memory measured."
 
 
-def unscored_rows(judged: Iterable[Judged], count: int) -> list[str]:
+def unscored_rows(judged: Iterable[ScoredRun], count: int) -> list[str]:
     """Lines for people on the first rows that are not scored."""
     # Of those that were graded so on purpose nothing can be mended: they come last.
     rows = sorted(unscored(judged), key=lambda row: "grade C" in str(row["reason"]))
@@ -114,12 +114,12 @@ def unscored_rows(judged: Iterable[Judged], count: int) -> list[str]:
     return [*lines[:count], more] if len(rows) > count else lines
 
 
-def assumed(judged: Iterable[Judged]) -> dict[str, int]:
+def assumed(judged: Iterable[ScoredRun]) -> dict[str, int]:
     """What was taken for scored rows without their saying so, with the number of rows, most frequent first."""
     return dict(Counter(text for one in judged if one.scored for text in assumptions(one.run)).most_common())
 
 
-def passed_over(judged: Iterable[Judged]) -> list[str]:
+def passed_over(judged: Iterable[ScoredRun]) -> list[str]:
     """Lines for people: what scored rows state and is passed over, most frequent first."""
     every = Counter(text for one in judged if one.scored for text in taken_otherwise(one.run)).most_common()
     lines = [f"{text} ({count} row{'s' * (count > 1)})" for text, count in every[:_SHOWN]]
@@ -130,7 +130,7 @@ _GIB = 2**30
 
 
 def as_data(
-    scores: Mapping[str, Scores], means: Mapping[str, Mean], judged: Iterable[Judged], worst: int
+    scores: Mapping[str, Scores], means: Mapping[str, Mean], judged: Iterable[ScoredRun], worst: int
 ) -> dict[str, object]:
     """Scores as plain data: ``families``, the ``means`` by name and, where asked for, the ``worst`` runs."""
     data: dict[str, object] = {"families": {name: _rounded(asdict(family)) for name, family in scores.items()}}
@@ -142,18 +142,18 @@ def _rounded(figures: Mapping[str, object]) -> dict[str, object]:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 
-def worst_runs(judged: Iterable[Judged], count: int) -> list[Judged]:
+def worst_runs(judged: Iterable[ScoredRun], count: int) -> list[ScoredRun]:
     """The runs whose predicted and measured values differ by the largest factors, of time or of memory."""
     scored = [one for one in judged if one.scored]
     return sorted(scored, key=_factor, reverse=True)[:count]
 
 
-def _factor(one: Judged) -> float:
+def _factor(one: ScoredRun) -> float:
     ratios = [ratio for ratio in (one.time, one.memory) if ratio is not None]
     return max(abs(log(max(ratio, 1e-12))) for ratio in ratios)
 
 
-def worst_data(one: Judged) -> dict[str, object]:
+def worst_data(one: ScoredRun) -> dict[str, object]:
     """One run with its breakdown, as plain data."""
     assert isinstance(one.outcome, Predicted)
     assert one.measured is not None
@@ -184,7 +184,7 @@ def unscored_lines(scores: Mapping[str, Scores]) -> list[str]:
     return lines
 
 
-def worst_lines(one: Judged) -> list[str]:
+def worst_lines(one: ScoredRun) -> list[str]:
     """What there is to say of one run: its plan, its error, its breakdown."""
     assert isinstance(one.outcome, Predicted)
     assert one.measured is not None
@@ -205,7 +205,7 @@ def _off(ratio: float | None) -> str:
     return "" if ratio is None else f" ({100 * ratio - 100:+.0f} %)"
 
 
-def _plan_words(one: Judged) -> str:
+def _plan_words(one: ScoredRun) -> str:
     run = one.run
     degrees = " ".join(
         f"{name}{value}" for name in ("dp", "tp", "pp", "cp", "ep") if (value := getattr(run, name) or 1) > 1
@@ -229,7 +229,7 @@ Point = tuple[float, float]  # measured and predicted seconds
 Series = Mapping[str, Sequence[Point]]
 
 
-def scatter(judged: Iterable[Judged], key: Callable[[PublishedRun], str] = lambda run: run.family) -> str:
+def scatter(judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str] = lambda run: run.family) -> str:
     """The figure of all scored step times as SVG, by family or another key; it fits light and dark pages."""
     series = _series(judged, key)
     title = "Predicted against measured seconds a training step"
@@ -245,7 +245,7 @@ def scatter(judged: Iterable[Judged], key: Callable[[PublishedRun], str] = lambd
     return document(_NAMES + 280, _TOP + max(_SIDE, _ROW * len(series)) + 56, title, parts, words)
 
 
-def _series(judged: Iterable[Judged], key: Callable[[PublishedRun], str]) -> Series:
+def _series(judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str]) -> Series:
     found: dict[str, list[Point]] = defaultdict(list)
     for one in judged:
         if one.time is not None and isinstance(one.outcome, Predicted) and one.measured is not None:

@@ -48,7 +48,7 @@ LEAST_RANKED = 3  # runs a group or family needs for a rank correlation
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoredRun:
     """A run, what it measured and what was predicted."""
 
     run: PublishedRun
@@ -74,7 +74,7 @@ _WANTED = (
 )
 
 
-def judge(run: PublishedRun, measured: MeasuredRun, outcome: Predicted) -> Judged:
+def judge(run: PublishedRun, measured: MeasuredRun, outcome: Predicted) -> ScoredRun:
     """A prediction beside its measurement; a run of a grade that does not count is skipped."""
     time = memory = None
     if measured.step_seconds and run.quality in ("A", "B", None):
@@ -82,8 +82,8 @@ def judge(run: PublishedRun, measured: MeasuredRun, outcome: Predicted) -> Judge
     if measured.peak_memory and run.quality in ("A", "B", "A-mem", None):
         memory = outcome.peak_memory / measured.peak_memory
     if time is None and memory is None and not run.oom:
-        return Judged(run, measured, Skipped("nothing measured that counts", _WANTED))
-    return Judged(run, measured, outcome, time, memory)
+        return ScoredRun(run, measured, Skipped("nothing measured that counts", _WANTED))
+    return ScoredRun(run, measured, outcome, time, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +121,16 @@ AVERAGED = (
 
 
 def score_families(
-    judged: Iterable[Judged], key: Callable[[PublishedRun], str] = lambda run: run.family
+    judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str] = lambda run: run.family
 ) -> dict[str, Scores]:
     """Scores by family (or another key), in the order families first appear."""
-    groups: dict[str, list[Judged]] = defaultdict(list)
+    groups: dict[str, list[ScoredRun]] = defaultdict(list)
     for one in judged:
         groups[key(one.run)].append(one)
     return {name: score(members) for name, members in groups.items()}
 
 
-def score(judged: Sequence[Judged]) -> Scores:
+def score(judged: Sequence[ScoredRun]) -> Scores:
     """Scores of some runs."""
     times = [one.time for one in judged if one.time is not None]
     memories = [one.memory for one in judged if one.memory is not None]
@@ -172,7 +172,7 @@ def macro(families: Iterable[Scores]) -> dict[str, float | int | None]:
 
 
 def macros(
-    judged: Sequence[Judged], key: Callable[[PublishedRun], str] = lambda run: run.family
+    judged: Sequence[ScoredRun], key: Callable[[PublishedRun], str] = lambda run: run.family
 ) -> dict[str, dict[str, float | int | None]]:
     """The macro average over all families, over the language models' alone (runs with a sequence length) and over those
     of mixtures of experts."""
@@ -185,13 +185,13 @@ def macros(
 Pair = tuple[float, float]  # predicted and measured seconds
 
 
-def _pair(one: Judged) -> Pair:
+def _pair(one: ScoredRun) -> Pair:
     assert isinstance(one.outcome, Predicted)
     assert one.measured is not None
     return one.outcome.step_seconds, one.measured.step_seconds or 0.0
 
 
-def decision_groups(judged: Iterable[Judged]) -> list[list[Pair]]:
+def decision_groups(judged: Iterable[ScoredRun]) -> list[list[Pair]]:
     """Timed runs that differ in their plan only: one model and input, one machine, one global batch."""
     groups: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
     for one in judged:

@@ -30,7 +30,7 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.transfer import LEARNT, WIDTHS, device_type, moved_constants, transfer_profile
 from galvatron_lite.validate.checks import device_of
 from galvatron_lite.validate.plans import Batch, batch_of
-from galvatron_lite.validate.predict import Predictor, Understood, measured_of
+from galvatron_lite.validate.predict import InterpretedRun, Predictor, measured_of
 from galvatron_lite.validate.rows import PublishedRun
 
 _SAME = (
@@ -127,7 +127,7 @@ def _type_of(run: PublishedRun) -> str:
 class Setting:
     """What one or several runs trained, where, and how long a step took."""
 
-    understood: Understood
+    understood: InterpretedRun
     seconds: float  # of a step, median of what was measured
     batch: int  # samples a step
 
@@ -140,7 +140,7 @@ def _settings(runs: Sequence[PublishedRun], predictor: Predictor) -> list[Settin
             understood = predictor.understand(run)
         except GalvatronError:
             continue
-        if isinstance(understood, Understood) and isinstance(batch, Batch):
+        if isinstance(understood, InterpretedRun) and isinstance(batch, Batch):
             seconds = measured_of(run, batch).step_seconds
             if seconds and _possible(understood, seconds):
                 key = (understood.cluster.device.name, batch.size, run.micro_batch)
@@ -148,7 +148,7 @@ def _settings(runs: Sequence[PublishedRun], predictor: Predictor) -> list[Settin
     return [replace(members[0], seconds=median(one.seconds for one in members)) for members in known.values()]
 
 
-def _possible(understood: Understood, seconds: float) -> bool:
+def _possible(understood: InterpretedRun, seconds: float) -> bool:
     """Whether the devices can do the step's matmuls in that time at all in the precision that is stated: PyTorch of
     2020 to 2022 multiplied in TF32 where tables say fp32."""
     prediction = understood.prediction
@@ -239,7 +239,7 @@ def _learnt(settings: Sequence[Setting], predictor: Predictor) -> StackConstants
     return moved_constants(prior, learn(predict, measured, np.zeros(len(WIDTHS)), WIDTHS, _NOISE).values)
 
 
-def _step(understood: Understood, predictor: Predictor) -> float:
+def _step(understood: InterpretedRun, predictor: Predictor) -> float:
     return _seconds(predictor.profile_of(understood, understood.plan), understood.plan)
 
 
@@ -248,6 +248,6 @@ def _side(setting: Setting, factors: StackConstants, predictor: Predictor) -> Ca
     return CarriedSide(setting, factors, setting.seconds / seconds)
 
 
-def _with(understood: Understood, constants: StackConstants) -> Understood:
+def _with(understood: InterpretedRun, constants: StackConstants) -> InterpretedRun:
     name = f"{understood.stack.name} {hash(tuple(getattr(constants, each) for each in LEARNT))}"
     return replace(understood, stack=replace(understood.stack, name=name, constants=constants))

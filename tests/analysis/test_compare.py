@@ -68,7 +68,7 @@ def test_what_one_buys_over_the_other(profile: Profile) -> None:
     a, b = told.plans
     assert told.buys[0].added_step_seconds == b.step_seconds - a.step_seconds
     assert told.buys[0].added_bytes == b.peak_bytes - a.peak_bytes
-    assert [one.strategies for one in told.layers] == [("data2", "stage 0: whole"), ("data2", "stage 1: whole")]
+    assert [one.strategies for one in told.layers] == [("data2", "stage 0: unsplit"), ("data2", "stage 1: unsplit")]
     gain = b.samples_per_second / a.samples_per_second - 1
     assert f"({gain:+.1%} samples/s)" in told.buys[0].said
 

@@ -13,12 +13,6 @@ from galvatron_lite.plans.export.tools import TOOLS, export
 
 MODEL = ("--layers", "8", "--hidden", "1024", "--heads", "16", "--vocab", "32000", "--seq", "1024")
 WHERE = ("--cluster", "h100", "--gpus", "16", "--batch", "128", "--mem", "6GB")
-USER = {
-    "deepspeed": ("recomputation",),
-    "accelerate": ("micro-batch", "accumulat"),
-    "torchtitan": ("a list of its own",),
-}
-"""What tools without a setting for it leave to the user's own code."""
 
 
 @pytest.mark.parametrize("tool", sorted(TOOLS))
@@ -27,8 +21,7 @@ def test_the_settings_say_all_of_the_plan(tool: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", *MODEL, *WHERE, "--for", tool, "-o", str(file)])
     assert result.exit_code == 0, result.output
     assert file.read_text()
-    left = [line for line in result.output.splitlines() if line.startswith("Not among")]
-    assert [line for line in left if not any(word in line for word in USER.get(tool, ()))] == []
+    assert "Not among" not in result.output
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])

@@ -112,7 +112,7 @@ def test_a_folder_that_is_not_there_is_not_made(place: Path, monkeypatch: pytest
 
 def test_a_profile_among_the_kept_ones_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from galvatron_lite import api
-    from galvatron_lite.analysis.report.gather import Shown, with_timeline
+    from galvatron_lite.analysis.report.gather import PlanView, with_timeline
     from galvatron_lite.api_plans import read_priced
     from galvatron_lite.profiler.store import write_profile
 
@@ -121,6 +121,6 @@ def test_a_profile_among_the_kept_ones_is_found(tmp_path: Path, monkeypatch: pyt
     write_plan(api.plan(known, batch=4, runners_up=0), tmp_path / "plan.yaml")
     write_profile(known, tmp_path / "profiles/here/kept.yaml")
     write_profile(replace(known, name="later"), tmp_path / "profiles/here/later.yaml")
-    shown = with_timeline(Shown("plan.yaml", *read_priced(tmp_path / "plan.yaml", None, {})))
+    shown = with_timeline(PlanView("plan.yaml", *read_priced(tmp_path / "plan.yaml", None, {})))
     assert shown.profile == known
     assert shown.timeline is not None

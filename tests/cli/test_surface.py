@@ -31,8 +31,9 @@ SURFACE = {
         "--from", "--hardware", "--nodes", "--gpus-per-node", "--layers", "--hidden", "--seq", "--engine",
         "--device-memory", "-o", "--output", "--folder", "--json",
     },
-    "export": {"--to", "-o", "--output", "--strict", "--json"},
+    "export": {"--to", "--for", "-o", "--output", "--strict", "--json"},
     "evaluate": {
+        "--for",
         "--profile", "--model", "--cluster", "--gpus", "--batch", "--seq", "--precision", "--mem", "--json", "-o",
         "--output", "--calibration", "-v", "--verbose",
     },
@@ -134,7 +135,7 @@ def test_help_is_quick() -> None:
         ),
         ("plan --model gpt2 --cluster h100 --for megtron", "--for: 'megtron' is unknown. Did you mean megatron?"),
         ("plan --mem", "Option '--mem' requires an argument."),
-        ("export plan.yaml", "Missing option '--to'."),
+        ("export plan.yaml", "Missing option '--for' / '--to'."),
     ],
 )
 def test_wrong_words_are_named_in_two_lines_with_the_nearest(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.cost.schedule import closed_form
 from galvatron_lite.cost.simulation import group_ends, run_ordered
-from galvatron_lite.parallelism.pipeline.schedule import Course
+from galvatron_lite.parallelism.pipeline.schedule import ScheduleConfig
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 from galvatron_lite.plans.schema import Schedule
 from tests.cost.events import makespan, order_of, simulate
@@ -112,7 +112,7 @@ def test_interleaved_equals_the_simulation_of_equal_stages(
 ) -> None:
     stages = [StageTimes(forward, backward)] * (groups * virtual)
     count = rounds * groups
-    simulated = max(group_ends(stages, Course(Schedule.INTERLEAVED, groups, virtual, count)))
+    simulated = max(group_ends(stages, ScheduleConfig(Schedule.INTERLEAVED, groups, virtual, count)))
     assert closed_form(stages, count, Schedule.INTERLEAVED, virtual) == pytest.approx(simulated)
 
 
@@ -122,7 +122,7 @@ def test_zero_bubble_equals_the_simulation_of_passes_alike(groups: int, rounds: 
     """With forward, the gradients of inputs and those of weights a second each (Qi et al. 2023, figures 2 and 3)."""
     stages, count = (StageTimes(1, 2, weight=1),) * groups, rounds * groups
     for schedule in (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P):
-        run = run_ordered(PassOrder(stages, 0.0, 0.5), Course(schedule, groups, 1, count))
+        run = run_ordered(PassOrder(stages, 0.0, 0.5), ScheduleConfig(schedule, groups, 1, count))
         span, end = max(run.spans), max(run.ends)
         assert closed_form(stages, count, schedule, steps_overlap=True) == pytest.approx(span, rel=0.12)
         assert closed_form(stages, count, schedule) == pytest.approx(end, rel=0.12)

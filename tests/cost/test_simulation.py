@@ -12,7 +12,7 @@ from galvatron_lite.cost import simulation
 from galvatron_lite.cost.schedule import closed_form
 from galvatron_lite.cost.simulation import group_ends, run
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
-from galvatron_lite.parallelism.pipeline.schedule import Course, Pass, group_of, schedules, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Pass, ScheduleConfig, group_of, schedules, stage_at
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import Schedule
 from tests.cost.events import simulate
@@ -51,7 +51,7 @@ def blocking(stages: list[StageTimes], hidden: float) -> list[StageTimes]:
     st.sampled_from([0.0, 0.3, 1.0]),
 )
 def test_equals_the_plain_simulation(stages: list[StageTimes], count: int, schedule: Schedule, hidden: float) -> None:
-    ends = group_ends(stages, Course(schedule, len(stages), 1, count), hidden)
+    ends = group_ends(stages, ScheduleConfig(schedule, len(stages), 1, count), hidden)
     events = simulate(blocking(stages, hidden), count, schedule)
     expected = [max(event.end for event in events if event.stage == stage) for stage in range(len(stages))]
     assert ends == pytest.approx(expected)
@@ -62,7 +62,7 @@ def test_equals_the_plain_simulation(stages: list[StageTimes], count: int, sched
 @given(pipelines(), st.integers(1, 12))
 def test_gpipe_is_its_closed_form_where_sends_block(stages: list[StageTimes], count: int) -> None:
     """A flow shop whose jobs are alike: every stage waits for the slowest before it, then never again."""
-    ends = group_ends(stages, Course(Schedule.GPIPE, len(stages), 1, count))
+    ends = group_ends(stages, ScheduleConfig(Schedule.GPIPE, len(stages), 1, count))
     assert max(ends) == pytest.approx(closed_form(stages, count, Schedule.GPIPE))
 
 
@@ -74,7 +74,7 @@ def test_interleaving_divides_the_bubble(
     """Narayanan et al. 2021, section 2.2.2: m (f + b) + (p - 1) (f + b) / v where p divides m."""
     count = groups * rounds
     stages = [StageTimes(forward / virtual, backward / virtual)] * (groups * virtual)
-    ends = group_ends(stages, Course(Schedule.INTERLEAVED, groups, virtual, count))
+    ends = group_ends(stages, ScheduleConfig(Schedule.INTERLEAVED, groups, virtual, count))
     assert max(ends) == pytest.approx((count + (groups - 1) / virtual) * (forward + backward))
 
 
@@ -91,7 +91,7 @@ def test_every_chunk_passes_every_micro_batch_once(shape: tuple[int, int, int]) 
                 assert own == list(range(count))
     # the simulation meets no circle, and takes no less than the busiest group
     stages = [StageTimes(1.0, 2.0)] * (groups * virtual)
-    assert max(group_ends(stages, Course(Schedule.INTERLEAVED, groups, virtual, count))) >= 3 * virtual * count
+    assert max(group_ends(stages, ScheduleConfig(Schedule.INTERLEAVED, groups, virtual, count))) >= 3 * virtual * count
 
 
 @pytest.mark.parametrize(("groups", "virtual"), [(2, 2), (4, 3), (8, 4), (35, 3)])
@@ -119,7 +119,7 @@ def test_long_steps_go_on_as_they_began(
     near = st.floats(0.9, 1.1)
     stages = [StageTimes(data.draw(near), 2 * data.draw(near), 0.1, 0.1) for _ in range(groups * virtual)]
     schedule = Schedule.ONE_F_ONE_B if virtual == 1 else Schedule.INTERLEAVED
-    course = Course(schedule, groups, virtual, count)
+    course = ScheduleConfig(schedule, groups, virtual, count)
     long = count % groups + 4 * groups
     continued = simulation._continued
     assert max(continued(stages, course, hidden, long)) == pytest.approx(max(run(stages, course, hidden)), rel=0.02)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.simulation import group_ends, run_ordered
-from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 from galvatron_lite.plans.schema import Schedule
 from tests.schedules import ZERO_BUBBLE
@@ -43,7 +43,7 @@ def test_all_work_is_done_within_the_limit(
 ) -> None:
     virtual = 2 if schedule is Schedule.ZERO_BUBBLE_V else 1
     stages = stages_of(groups, (forward, backward, weight, 0.0), virtual)
-    result = run_ordered(PassOrder(stages, 0.0, share), Course(schedule, groups, virtual, count))
+    result = run_ordered(PassOrder(stages, 0.0, share), ScheduleConfig(schedule, groups, virtual, count))
     least = count * (forward + backward + weight)
     assert min(result.spans) >= least * (1 - 1e-9)
     assert max(result.spans) <= (count + 2 * groups) * (forward + backward + weight) + 1e-9
@@ -71,14 +71,14 @@ def test_bubbles_come_out_in_the_published_order(
     groups: int, count: int, times: tuple[float, float, float, float]
 ) -> None:
     work = count * sum(times[:3])
-    plain = max(group_ends(stages_of(groups, times), Course(Schedule.ONE_F_ONE_B, groups, 1, count)))
+    plain = max(group_ends(stages_of(groups, times), ScheduleConfig(Schedule.ONE_F_ONE_B, groups, 1, count)))
     bubbles = {Schedule.ONE_F_ONE_B: 1 - work / plain}
     for schedule, virtual in zip(ZERO_BUBBLE, (1, 1, 2), strict=True):
-        course = Course(schedule, groups, virtual, count)
+        course = ScheduleConfig(schedule, groups, virtual, count)
         bubbles[schedule] = 1 - work / max(run_ordered(order_of(groups, times, virtual), course).spans)
     assert bubbles[Schedule.ZERO_BUBBLE_2P] < bubbles[Schedule.ZERO_BUBBLE_1P] < bubbles[Schedule.ONE_F_ONE_B]
     # section 2.3: ZB-H1 has (p - 1) (F + B - W) of bubble; the greedy order comes within 3 points of it
-    quick, course = order_of(groups, (*times[:3], 0.0)), Course(Schedule.ZERO_BUBBLE_1P, groups, 1, count)
+    quick, course = order_of(groups, (*times[:3], 0.0)), ScheduleConfig(Schedule.ZERO_BUBBLE_1P, groups, 1, count)
     greedy = 1 - work / max(run_ordered(quick, course).spans)
     handmade = (groups - 1) * (times[0] + times[1] - times[2])
     assert greedy == pytest.approx(handmade / (handmade + work), abs=0.03)
@@ -89,7 +89,7 @@ def test_bubbles_come_out_in_the_published_order(
 def test_twice_the_memory_is_held() -> None:
     order = order_of(8, (29.718, 29.444, 19.927, 0.527))
     held = [
-        max(whole for whole, _ in held_by(run_ordered(order, Course(schedule, 8, 1, 24)).actions[0]))
+        max(whole for whole, _ in held_by(run_ordered(order, ScheduleConfig(schedule, 8, 1, 24)).actions[0]))
         for schedule in (Schedule.ZERO_BUBBLE_1P, Schedule.ZERO_BUBBLE_2P)
     ]
     assert held == [8, 15]

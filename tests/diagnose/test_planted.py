@@ -26,7 +26,7 @@ def _from_log(folder: Path) -> Diagnosis:
     return diagnose(source, find_profile(source))
 
 
-Read = Callable[[Path], Diagnosis]
+Diagnose = Callable[[Path], Diagnosis]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def _worst(found: Diagnosis) -> Finding:
 
 
 @HOW
-def test_nothing_planted_is_nothing_large(runs: Runs, read: Read) -> None:
+def test_nothing_planted_is_nothing_large(runs: Runs, read: Diagnose) -> None:
     found = read(runs[0] / "nothing")
     assert all(abs(one.seconds) < MORE for one in found.findings)
     assert found.seconds == pytest.approx(found.predicted, abs=MORE)
@@ -69,14 +69,14 @@ def test_a_log_tells_slow_layers_by_their_forward_passes(runs: Runs) -> None:
 
 
 @HOW
-def test_a_slow_rank_is_named(runs: Runs, read: Read) -> None:
+def test_a_slow_rank_is_named(runs: Runs, read: Diagnose) -> None:
     worst = _worst(read(runs[0] / "rank"))
     assert (worst.cause, worst.ranks) == (Cause.RANK, (1,))
     assert worst.seconds == pytest.approx(BLOCKS * 1.5 * MORE, rel=0.2)
 
 
 @HOW
-def test_slow_layers_of_one_rank_are_told_from_a_slow_rank(runs: Runs, read: Read) -> None:
+def test_slow_layers_of_one_rank_are_told_from_a_slow_rank(runs: Runs, read: Diagnose) -> None:
     worst = _worst(read(runs[0] / "layers of a rank"))
     assert (worst.cause, worst.ranks) == (Cause.LAYERS, (1,))
     assert "blocks.2" in worst.where
@@ -84,14 +84,14 @@ def test_slow_layers_of_one_rank_are_told_from_a_slow_rank(runs: Runs, read: Rea
 
 
 @HOW
-def test_a_slow_optimizer_is_named(runs: Runs, read: Read) -> None:
+def test_a_slow_optimizer_is_named(runs: Runs, read: Diagnose) -> None:
     worst = _worst(read(runs[0] / "optimizer"))
     assert worst.cause is Cause.OPTIMIZER
     assert worst.seconds == pytest.approx(3 * MORE, rel=0.2)
 
 
 @HOW
-def test_slow_messages_are_named(runs: Runs, read: Read) -> None:
+def test_slow_messages_are_named(runs: Runs, read: Diagnose) -> None:
     folder, seconds = runs
     worst = _worst(read(folder / "collective"))
     assert worst.cause is Cause.COLLECTIVE

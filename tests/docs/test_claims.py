@@ -9,11 +9,12 @@ import pytest
 from galvatron_lite.cli.validate import _GROUPINGS
 from galvatron_lite.cluster.collectives import TREE_EFFICIENCY
 from galvatron_lite.cost.memory import UNUSED_SHARE
-from galvatron_lite.plans.schema import MemoryBreakdown, Schedule, TimeBreakdown
+from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE, schedules
+from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.profiler import machine as constants
 from galvatron_lite.validate.checks import FRAMEWORKS
 from galvatron_lite.validate.report import unscored, worst_data
-from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Scores, Skipped, judge
+from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Scores, Skipped, judge
 from galvatron_lite.validate.rows import REAL, WHOLE
 from studies.calibration.fit import ENOUGH
 
@@ -79,7 +80,7 @@ def test_the_fields_of_the_entries_are_listed() -> None:
     block = next(text for text in VALIDATE.split("```") if text.lstrip().startswith('{"unscored"'))
     outcome = Predicted(1.0, 1, 1, 2, TimeBreakdown(), MemoryBreakdown())
     one = judge(GPT, MeasuredRun(2.0, 1), outcome)
-    skipped = Judged(GPT, None, Skipped("GPU not stated"))
+    skipped = ScoredRun(GPT, None, Skipped("GPU not stated"))
     assert {*worst_data(one), *unscored([skipped])[0], "unscored", "notes", "worst"} == set(
         re.findall(r'"(\w+)"', block)
     )
@@ -101,8 +102,8 @@ def test_known_frameworks_are_listed() -> None:
 def test_groupings_and_schedules_are_listed() -> None:
     row = next(line for line in VALIDATE.splitlines() if line.startswith("| `--by`"))
     assert set(re.findall(r"`(\w+)`", row)) == set(_GROUPINGS)
-    for schedule in set(Schedule) - {Schedule.CYCLIC}:  # of which no run was published
-        assert schedule.value.removeprefix("interleaved-") in VALIDATE or schedule.value in VALIDATE
+    for schedule in set(schedules()) - {DELAYED_SCHEDULE}:  # of which no run was published
+        assert str(schedule).removeprefix("interleaved-") in VALIDATE
 
 
 def test_the_calibration_page_names_what_the_script_takes() -> None:

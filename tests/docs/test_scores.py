@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.validate.results import Judged, Skipped, macro, score_families
+from galvatron_lite.validate.results import ScoredRun, Skipped, macro, score_families
 
 from .pages import ROOT, text_of
 
@@ -34,7 +34,7 @@ def data() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def judged(script: ModuleType) -> list[Judged]:
+def judged(script: ModuleType) -> list[ScoredRun]:
     """Every published run, priced with the shipped constants."""
     return list(script.judged())
 
@@ -65,7 +65,7 @@ def test_figures_of_the_table_by_hand(script: ModuleType, data: dict[str, Any]) 
 
 
 @pytest.mark.study
-def test_every_published_row_is_counted(judged: list[Judged]) -> None:
+def test_every_published_row_is_counted(judged: list[ScoredRun]) -> None:
     rows = len(text_of("profiles/published/runs.jsonl").splitlines())
     reasons = [one.outcome.reason for one in judged if isinstance(one.outcome, Skipped)]
     assert not [reason for reason in reasons if "internal error" in reason or "does not fit" in reason]
@@ -77,7 +77,7 @@ def test_every_published_row_is_counted(judged: list[Judged]) -> None:
 
 
 @pytest.mark.study
-def test_the_scores_file_is_of_the_shipped_constants(judged: list[Judged], data: dict[str, Any]) -> None:
+def test_the_scores_file_is_of_the_shipped_constants(judged: list[ScoredRun], data: dict[str, Any]) -> None:
     scores = score_families(judged)
     assert list(data["shipped"]) == list(scores)
     assert {name: one["rows"] for name, one in data["shipped"].items()} == {n: one.rows for n, one in scores.items()}
@@ -88,7 +88,7 @@ def test_the_scores_file_is_of_the_shipped_constants(judged: list[Judged], data:
 
 
 @pytest.mark.study
-def test_the_error_told_of_image_networks_is_that_of_their_runs(judged: list[Judged]) -> None:
+def test_the_error_told_of_image_networks_is_that_of_their_runs(judged: list[ScoredRun]) -> None:
     """A mean over families of means over runs, without the script's own code."""
     errors: dict[str, list[float]] = {}
     for one in judged:

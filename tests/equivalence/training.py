@@ -27,7 +27,7 @@ from galvatron_lite.runtime import assignment, parallelize
 from galvatron_lite.runtime.assignment import LayerAssignment, tensor_plans
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict
-from galvatron_lite.runtime.parameters.managed import Owned
+from galvatron_lite.runtime.parameters.managed import ManagedParameter
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
 from tests.equivalence.families import PICTURES, build_family, build_model, make_batches
 from tests.equivalence.plans import describe
@@ -207,7 +207,9 @@ def global_loss(part: Tensor) -> float:
     return float(total)
 
 
-def whole(parallel: ParallelModel, first_names: Mapping[str, str], pick: Callable[[Owned], Any]) -> dict[str, Tensor]:
+def whole(
+    parallel: ParallelModel, first_names: Mapping[str, str], pick: Callable[[ManagedParameter], Any]
+) -> dict[str, Tensor]:
     """Whole tensors of this rank's stage (gradients, parameters), by the name that one process has for them."""
     found: dict[str, Tensor] = {}
     for one in (one for runtime in parallel.runtimes for one in runtime.owned):
@@ -219,7 +221,7 @@ def whole(parallel: ParallelModel, first_names: Mapping[str, str], pick: Callabl
     return found
 
 
-def _gathered(one: Owned, local: Tensor) -> Tensor:
+def _gathered(one: ManagedParameter, local: Tensor) -> Tensor:
     """The full tensor from every rank's slices."""
     group = one.groups.tensor or one.groups.slices
     if one.shard is not None and group is not None:

@@ -30,7 +30,7 @@ def test_shipped_ones_are_as_their_files_say() -> None:
 
 def test_every_name_is_known_to_what_builds_and_one_that_is_not_tells_all() -> None:
     with pytest.raises(InputError) as unknown:
-        graph_named("gptt-tiny")
+        graph_named("of-my-own")
     assert all(f"{name}," in unknown.value.remedy.replace(";", ",") for name in model_names())
     small = set(SIZES) - {"resnet-50", "resnet-152", "vgg-16"} - set(model_names())
     assert {"gpt-tiny", "moe-tiny", "convnext-mini"} <= small

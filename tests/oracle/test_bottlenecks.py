@@ -9,12 +9,12 @@ import pytest
 from galvatron_lite.oracle.rows import (
     CAUSES,
     CommunicationSeconds,
+    FindingKind,
     Forecast,
     ForecastRow,
     Limit,
-    Loudest,
+    LongestCommunication,
     ScalingFinding,
-    Sort,
     StrategyLine,
     findings,
 )
@@ -34,27 +34,27 @@ def test_nothing_bites() -> None:
 @pytest.mark.parametrize(
     ("name", "sort", "changes", "share"),
     [
-        ("gradient exchange", Sort.LIMITATION, {"moved": CommunicationSeconds(gradients=25.0)}, 0.2),
-        ("layer-wise collectives", Sort.LIMITATION, {"moved": CommunicationSeconds(layers=100.0)}, 0.5),
+        ("gradient exchange", FindingKind.LIMITATION, {"moved": CommunicationSeconds(gradients=25.0)}, 0.2),
+        ("layer-wise collectives", FindingKind.LIMITATION, {"moved": CommunicationSeconds(layers=100.0)}, 0.5),
         (
             "messages between neighbours",
-            Sort.BOTTLENECK,
+            FindingKind.BOTTLENECK,
             {"moved": CommunicationSeconds(halo=10.0, messages=10.0, gather=5.0)},
             0.2,
         ),
         (
             "network congestion",
-            Sort.BOTTLENECK,
+            FindingKind.BOTTLENECK,
             {"moved": CommunicationSeconds(gradients=10.0), "congested": 7.7},
             0.07,
         ),
-        ("memory redundancy", Sort.BOTTLENECK, {"replicated": 6.0}, 0.6),
-        ("weight update", Sort.LIMITATION, {"update": 25.0}, 0.2),
-        ("workload balance", Sort.LIMITATION, {"uneven": 1.25}, 0.2),
-        ("computation redundancy", Sort.BOTTLENECK, {"twice": 0.3}, 0.3),
+        ("memory redundancy", FindingKind.BOTTLENECK, {"replicated": 6.0}, 0.6),
+        ("weight update", FindingKind.LIMITATION, {"update": 25.0}, 0.2),
+        ("workload balance", FindingKind.LIMITATION, {"uneven": 1.25}, 0.2),
+        ("computation redundancy", FindingKind.BOTTLENECK, {"twice": 0.3}, 0.3),
     ],
 )
-def test_each_cause(name: str, sort: Sort, changes: dict[str, object], share: float) -> None:
+def test_each_cause(name: str, sort: FindingKind, changes: dict[str, object], share: float) -> None:
     row = replace(GOOD, **changes)  # type: ignore[arg-type]
     (one,) = found(GOOD, replace(row, devices=8))
     assert (one.name, one.sort, one.devices) == (name, sort, 8)
@@ -71,7 +71,7 @@ def test_thresholds_are_passed_not_neared() -> None:
 
 
 def test_the_worst_is_told_with_its_layer() -> None:
-    loud = Loudest(gradients="fc6")
+    loud = LongestCommunication(gradients="fc6")
     rows = [
         replace(GOOD, devices=p, moved=CommunicationSeconds(gradients=s), loudest=loud)
         for p, s in ((2, 1.0), (4, 25.0), (8, 100.0))

@@ -11,7 +11,7 @@ from galvatron_lite.cli import app
 from galvatron_lite.oracle.closed_form import Quirk
 from galvatron_lite.oracle.measured import measured_rows
 from galvatron_lite.oracle.request import fabric_named
-from galvatron_lite.oracle.rows import CAUSES, SPLIT_THRESHOLD, Sort
+from galvatron_lite.oracle.rows import CAUSES, SPLIT_THRESHOLD, FindingKind
 
 from ..docs.pages import commands, text_of
 from .printed import printed
@@ -48,7 +48,7 @@ def test_quirks_and_settings_are_explained() -> None:
 
 def test_thresholds_are_those_of_the_code() -> None:
     for cause in CAUSES:
-        mark = "L" if cause.sort is Sort.LIMITATION else "B"
+        mark = "L" if cause.sort is FindingKind.LIMITATION else "B"
         assert f"| {cause.name} ({mark}) | {100 * cause.threshold:.0f} % |" in PAGE
     assert f"| split work (B) | {100 * SPLIT_THRESHOLD:.0f} % |" in PAGE
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.oracle.closed_form import Case, Quirk, balanced, estimate, quirks_named
-from galvatron_lite.oracle.layers import Link, ModelSplit, Network, Op, OracleLayer, Wires, all_reduce
+from galvatron_lite.oracle.layers import Link, ModelSplit, Network, Op, OracleLayer, WorstLinks, all_reduce
 from galvatron_lite.oracle.request import network_named
 from galvatron_lite.oracle.rows import Method, least_runs
 
@@ -21,7 +21,7 @@ MIDDLE = OracleLayer("middle", Op.RELU, (4, 8, 8), (4, 8, 8))  # 256 FLOPs, not 
 LAST = OracleLayer("last", Op.FC, (256, 1, 1), (10, 1, 1), (1, 1))  # 2,560 weights
 NET = Network("net", "by hand", 960, 8, 1e-3, "measured", "by hand", (FIRST, MIDDLE, LAST))
 NEAR, FAR = Link(1e-5, 1e-9), Link(1e-4, 1e-8)
-WIRES = Wires("two nodes", "", 16, 1e9, 4, ((4, NEAR), (16, FAR)), ((4, FAR), (16, FAR)))
+WIRES = WorstLinks("two nodes", "", 16, 1e9, 4, ((4, NEAR), (16, FAR)), ((4, FAR), (16, FAR)))
 
 
 def ask(kind: Method, devices: int, batch: int = 8, **changes: object) -> Case:

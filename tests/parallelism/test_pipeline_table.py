@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
-from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig, stage_at
 from galvatron_lite.parallelism.pipeline.table import actions_of, ends, room_of
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 from galvatron_lite.plans.schema import Schedule
@@ -22,11 +22,11 @@ SECONDS = st.floats(0.1, 2)
 
 
 @st.composite
-def courses(draw: st.DrawFn) -> tuple[Course, PassOrder | None]:
+def courses(draw: st.DrawFn) -> tuple[ScheduleConfig, PassOrder | None]:
     """A pipeline, and for zero-bubble orders stages whose passes take any time."""
     schedule, groups = draw(st.sampled_from(EXECUTABLE)), draw(st.integers(2, 5))
     virtual = {Schedule.INTERLEAVED: draw(st.integers(2, 3)), Schedule.ZERO_BUBBLE_V: 2}.get(schedule, 1)
-    course = Course(schedule, groups, virtual, draw(st.integers(1, 12)))
+    course = ScheduleConfig(schedule, groups, virtual, draw(st.integers(1, 12)))
     if draw(st.booleans()):
         return course, None
     times = [(draw(SECONDS), draw(SECONDS), draw(SECONDS), draw(SECONDS)) for _ in range(groups * virtual)]
@@ -36,7 +36,7 @@ def courses(draw: st.DrawFn) -> tuple[Course, PassOrder | None]:
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(courses())
-def test_every_pass_happens_once_and_after_what_it_needs(given: tuple[Course, PassOrder | None]) -> None:
+def test_every_pass_happens_once_and_after_what_it_needs(given: tuple[ScheduleConfig, PassOrder | None]) -> None:
     course, order = given
     table = actions_of(course, order)
     kinds = 3 if course.schedule in ZERO_BUBBLE else 2
@@ -66,7 +66,7 @@ def test_every_pass_happens_once_and_after_what_it_needs(given: tuple[Course, Pa
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(courses())
-def test_messages_under_way_suffice(given: tuple[Course, PassOrder | None]) -> None:
+def test_messages_under_way_suffice(given: tuple[ScheduleConfig, PassOrder | None]) -> None:
     course, order = given
     table = actions_of(course, order)
     room = room_of(course, table)
@@ -76,7 +76,7 @@ def test_messages_under_way_suffice(given: tuple[Course, PassOrder | None]) -> N
 
 def test_too_few_messages_under_way_are_noticed() -> None:
     """Two groups that would each wait for the other to take a message: an order that runs far ahead."""
-    course = Course(Schedule.ZERO_BUBBLE_2P, 2, 1, 1)
+    course = ScheduleConfig(Schedule.ZERO_BUBBLE_2P, 2, 1, 1)
     (first,), (second,) = ([own] for own in actions_of(course))
     assert ends(course, (first, second), 1)
     assert not ends(course, (first, second[::-1]), 100)
@@ -85,7 +85,7 @@ def test_too_few_messages_under_way_are_noticed() -> None:
 @pytest.mark.parametrize(("groups", "virtual"), [(2, 2), (3, 2), (4, 3), (5, 4)])
 def test_interleaved_holds_what_is_priced(groups: int, virtual: int) -> None:
     """Whatever a micro-batch of each chunk takes: the worst priced moment is the worst of all."""
-    course, draw = Course(Schedule.INTERLEAVED, groups, virtual, 5 * groups), random.Random(groups)
+    course, draw = ScheduleConfig(Schedule.INTERLEAVED, groups, virtual, 5 * groups), random.Random(groups)
     for group, own in enumerate(actions_of(course)):
         priced = chunks_in_flight(Schedule.INTERLEAVED, groups, group, course.microbatches, virtual)
         # Narayanan et al. 2021, section 2.2
@@ -118,7 +118,7 @@ def backward_moments(actions: Sequence[Action], virtual: int) -> Iterator[tuple[
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(courses())
-def test_zero_bubble_holds_no_more_than_its_limit(given: tuple[Course, PassOrder | None]) -> None:
+def test_zero_bubble_holds_no_more_than_its_limit(given: tuple[ScheduleConfig, PassOrder | None]) -> None:
     course, order = given
     if course.schedule not in ZERO_BUBBLE:
         return
@@ -135,8 +135,8 @@ def test_zero_bubble_holds_no_more_than_its_limit(given: tuple[Course, PassOrder
 @pytest.mark.parametrize("schedule", [schedule for schedule in EXECUTABLE if schedule.virtual_stages == 1])
 @pytest.mark.parametrize(("groups", "microbatches"), [(2, 1), (3, 7), (4, 16)])
 def test_facts_of_a_schedule_are_those_of_its_table(schedule: Schedule, groups: int, microbatches: int) -> None:
-    long = actions_of(Course(schedule, groups, 1, microbatches + 5))
-    for group, own in enumerate(actions_of(Course(schedule, groups, 1, microbatches))):
+    long = actions_of(ScheduleConfig(schedule, groups, 1, microbatches + 5))
+    for group, own in enumerate(actions_of(ScheduleConfig(schedule, groups, 1, microbatches))):
         assert schedule.splits_backward == any(action.what is Pass.WEIGHT for action in own)
         last = Pass.WEIGHT if schedule.splits_backward else Pass.BACKWARD
         held = [held_between(actions, last) for actions in (own, long[group])]

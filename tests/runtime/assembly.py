@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.parameters.pieces import Held, part_of
+from galvatron_lite.runtime.parameters.pieces import LocalShard, part_of
 
-Shown = tuple[str, tuple[int, ...], list[tuple[tuple[tuple[int, int], ...], Tensor]]]
+ShownShard = tuple[str, tuple[int, ...], list[tuple[tuple[tuple[int, int], ...], Tensor]]]
 """A name, a whole shape, and pieces: where in the whole tensor, and their values."""
 
 
-def show(held: Sequence[Held]) -> list[list[Shown]]:
+def show(held: Sequence[LocalShard]) -> list[list[ShownShard]]:
     """What every rank holds, by rank; all ranks call it."""
-    mine: list[Shown] = [
+    mine: list[ShownShard] = [
         (one.name, one.shape, [(c.whole.ranges, part_of(one.tensor, c.local).clone()) for c in one.chunks])
         for one in held
     ]
@@ -32,7 +32,7 @@ def _with_values(made: Callable[[Any], Any], shown: Any) -> Any:
     return name, shape, [(ranges, made(values)) for ranges, values in pieces]
 
 
-def assemble(everyone: Iterable[Iterable[Shown]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def assemble(everyone: Iterable[Iterable[ShownShard]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Whole tensors, and how many ranks hold each of their items; pieces of equal items must be equal."""
     wholes: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from galvatron_lite.runtime.activations.layout import AxisSplit, Box, Layout
-from galvatron_lite.runtime.activations.redistribute import Mover
+from galvatron_lite.runtime.activations.redistribute import BoxExchange
 from tests.pool import WorkerPool
 
 TOKENS, PICTURE = (8, 12, 3), (4, 4, 5, 7)
@@ -30,7 +30,7 @@ def cut(whole: torch.Tensor, pieces: tuple[Box, ...]) -> torch.Tensor:
 
 def move_everywhere(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     place = dist.get_rank()
-    mover = Mover(dist.group.WORLD, place)
+    mover = BoxExchange(dist.group.WORLD, place)
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
     splits = [layout.hidden(shape) for layout in SPLITS[shape]]
     for source, target in itertools.product(splits, splits):
@@ -49,7 +49,7 @@ def move_everywhere(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 def move_rows_only() -> list[list[int]]:
     place = dist.get_rank()
-    mover, whole = Mover(dist.group.WORLD, place), torch.arange(8)
+    mover, whole = BoxExchange(dist.group.WORLD, place), torch.arange(8)
     source, target = Layout(2, 1, 4).samples((8,)), Layout(4, 1, 4).samples((8,))
     own = whole[place // 2 * 4 : place // 2 * 4 + 4]
     there = mover(own, source, target, (8,))
@@ -62,8 +62,8 @@ def move_to_few() -> list[float]:
     whole = torch.arange(3.0).view(shape)
     source = Layout(1, 1, 4).samples(shape)
     target = AxisSplit(4, Layout(1, 1, 4, (1, 1, 4)).hidden((1, 1, 4)).axes)
-    there = Mover(dist.group.WORLD, place)(whole, source, target, shape)
-    back = Mover(dist.group.WORLD, place)(there, target, source, shape)
+    there = BoxExchange(dist.group.WORLD, place)(whole, source, target, shape)
+    back = BoxExchange(dist.group.WORLD, place)(there, target, source, shape)
     assert torch.equal(back, whole)
     values: list[float] = there.flatten().tolist()
     return values

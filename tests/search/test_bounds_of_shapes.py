@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedules
 from galvatron_lite.search.best_first import search
 from galvatron_lite.search.bounds import Glance
 from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, settled, shapes_of
@@ -24,7 +24,7 @@ def test_bounds_are_never_above_the_best_plan(seed: int) -> None:
     asked = random_instance(seed)
     pricer, draw = LayerPricer(asked.profile), random.Random(seed)
     budget = draw.choice([20_000, 60_000, 10**9])
-    whole = replace(asked.request(budget), fixed=Fixed(), schedules=tuple(Schedule))
+    whole = replace(asked.request(budget), fixed=Fixed(), schedules=schedules())
     for shape in draw.sample(shapes_of(whole), min(len(shapes_of(whole)), 6)):
         pins = Fixed(pipeline=shape.stages, microbatches=shape.microbatches, virtual=shape.virtual)
         request = replace(whole, fixed=pins, schedules=(shape.schedule,))

@@ -71,7 +71,7 @@ def skipping(draw: random.Random) -> Profile:
     return replace(profile, graph=with_skips(profile.graph, skips))
 
 
-class Apart(Few):
+class UnlikeLayouts(Few):
     """Two or three strategies of each layer, in layouts that differ, not the same for all layers."""
 
     def strategies(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
@@ -90,7 +90,7 @@ class Apart(Few):
 def question(profile: Profile, seed: int, schedule: Schedule, budget: int) -> Request:
     most = 3 if len(profile.graph.layers) < 6 else 2
     asked = request_of(profile, seed, schedule, budget)
-    return replace(asked, space=Apart(profile.graph, profile.cluster.levels[0].size, seed=seed, most=most))
+    return replace(asked, space=UnlikeLayouts(profile.graph, profile.cluster.levels[0].size, seed=seed, most=most))
 
 
 def check(seed: int, schedule: Schedule, certified: bool = False) -> None:
@@ -132,7 +132,7 @@ def test_uniform_plans_equal_every_one_priced(seed: int, schedule: Schedule) -> 
     kinds = {name: replace(kind, tensor_degrees=4) for name, kind in plain.graph.kinds.items()}
     points = tuple(point for kind in kinds.values() for point in random_points(kind, draw))
     profile = replace(plain, graph=with_skips(replace(plain.graph, kinds=kinds), skips), layers=points)
-    space = Apart(profile.graph, 4, seed=seed, most=3)
+    space = UnlikeLayouts(profile.graph, 4, seed=seed, most=3)
     asked = Request(profile.graph, 4, 4, 10**9, Fixed(pipeline=2, virtual=2), (schedule,), space)
     counts = (2, 4) if schedule is Schedule.INTERLEAVED else (1, 2, 4)
     shapes = [Shape(4, 2, count, 4 // count, schedule, 2) for count in counts]

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.svg import COLOURS, KINDS, SHAPES, Scale, colour, decades, rounded, shape
 from galvatron_lite.validate.report import OTHERS, scatter
-from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Skipped, judge
+from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Skipped, judge
 
 from .runs import gpt
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def judged(predicted: float, measured: float, family: str = "made-up") -> Judged:
+def judged(predicted: float, measured: float, family: str = "made-up") -> ScoredRun:
     outcome = Predicted(predicted, 0, 0, 1, TimeBreakdown(), MemoryBreakdown())
     return judge(gpt(family=family), MeasuredRun(measured, None), outcome)
 
 
-def drawn(*runs: Judged) -> ET.Element:
+def drawn(*runs: ScoredRun) -> ET.Element:
     return ET.fromstring(scatter(runs))
 
 
@@ -38,7 +38,7 @@ def words(root: ET.Element) -> list[str]:
 
 
 def test_every_scored_step_is_a_mark_and_every_family_a_row() -> None:
-    root = drawn(judged(1.0, 1.0), judged(2.0, 1.0), judged(9.0, 10.0, "a <b>"), Judged(gpt(), None, Skipped("odd")))
+    root = drawn(judged(1.0, 1.0), judged(2.0, 1.0), judged(9.0, 10.0, "a <b>"), ScoredRun(gpt(), None, Skipped("odd")))
     assert len(marks(root)) == 3
     assert {"made-up (2)", "a <b> (1)"} <= set(words(root))
     # Errors of 0 and 100 %: a median of 50 %.
@@ -67,7 +67,7 @@ def test_what_a_screen_reader_says() -> None:
 
 
 def test_nothing_scored_is_a_figure_too() -> None:
-    root = drawn(Judged(gpt(), None, Skipped("odd")))
+    root = drawn(ScoredRun(gpt(), None, Skipped("odd")))
     assert not marks(root)
     assert "no step time is scored" in words(root)
 

@@ -5,12 +5,12 @@ import pytest
 from galvatron_lite.cli.validate import LEGEND, print_scores
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.validate.report import unscored_lines, worst_data, worst_lines
-from galvatron_lite.validate.results import Judged, MeasuredRun, Predicted, Skipped, judge, macros, score_families
+from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Skipped, judge, macros, score_families
 
 from .runs import gpt
 
 
-def judged(predicted: float, measured: float | None, **changes: object) -> Judged:
+def judged(predicted: float, measured: float | None, **changes: object) -> ScoredRun:
     outcome = Predicted(predicted, 0, 0, 1, TimeBreakdown(), MemoryBreakdown())
     return judge(gpt(**changes), MeasuredRun(measured, None), outcome)
 
@@ -19,9 +19,9 @@ RUNS = [
     judged(1.0, 1.001),
     judged(1.3, 1.0, global_batch=64),
     judged(1.0, None, oom=True, iter_time_s=None),
-    Judged(gpt(), None, Skipped("architecture not modelled")),
-    Judged(gpt(), None, Skipped("architecture not modelled")),
-    Judged(gpt(), None, Skipped("GPU not stated")),
+    ScoredRun(gpt(), None, Skipped("architecture not modelled")),
+    ScoredRun(gpt(), None, Skipped("architecture not modelled")),
+    ScoredRun(gpt(), None, Skipped("GPU not stated")),
     judged(0.9, 1.0, family="whole"),
 ]
 

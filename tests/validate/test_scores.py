@@ -12,9 +12,9 @@ from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.validate.plans import Batch
 from galvatron_lite.validate.predict import measured_of
 from galvatron_lite.validate.results import (
-    Judged,
     MeasuredRun,
     Predicted,
+    ScoredRun,
     Skipped,
     judge,
     macro,
@@ -31,7 +31,7 @@ from .runs import gpt
 GIB = 2**30
 
 
-def judged(predicted: float, measured: float, **changes: object) -> Judged:
+def judged(predicted: float, measured: float, **changes: object) -> ScoredRun:
     outcome = Predicted(predicted, 2 * GIB, 3 * GIB, 4 * GIB, TimeBreakdown(), MemoryBreakdown())
     return judge(gpt(**changes), MeasuredRun(measured, None), outcome)
 
@@ -66,7 +66,7 @@ def test_groups_share_model_machine_and_batch() -> None:
 
 
 def test_skipped_runs_are_counted_by_reason() -> None:
-    odd = Judged(gpt(), None, Skipped("architecture not modelled"))
+    odd = ScoredRun(gpt(), None, Skipped("architecture not modelled"))
     found = score([odd, odd, judged(1.0, 1.0)])
     assert (found.rows, found.scored, found.skipped) == (3, 1, {"architecture not modelled": 2})
 

@@ -25,7 +25,7 @@ NO_PROFILE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class PlanView:
     """A plan and all that is known of it."""
 
     name: str  # of its file
@@ -43,7 +43,7 @@ class Shown:
         return 0 if made_from is None else made_from.budget_of(self.plan.stages[stage])
 
 
-def with_timeline(shown: Shown) -> Shown:
+def with_timeline(shown: PlanView) -> PlanView:
     """With the timeline of its step, or why it has none."""
     from galvatron_lite.cost.timeline import timeline, untimed
 
@@ -65,7 +65,7 @@ def profile_of(plan: Plan) -> Profile | None:
         return None
 
 
-def with_run(shown: Shown, run: RecordedRun) -> Shown:
+def with_run(shown: PlanView, run: RecordedRun) -> PlanView:
     """With what was measured, and a word where the run was of another plan."""
     if _bare(run.plan) == _bare(shown.plan):
         return replace(shown, run=run)
@@ -81,7 +81,7 @@ def _bare(plan: Plan) -> Plan:
     return replace(plan, stages=stages, prediction=None, provenance=None, alternatives=(), left_out=(), order=None)
 
 
-def check_priced(shown: Shown) -> Shown:
+def check_priced(shown: PlanView) -> PlanView:
     """The same."""
     if shown.plan.prediction is None:
         raise InputError(
@@ -95,7 +95,7 @@ STEPS = 16  # budgets of the front differ by such a part of the whole at the lea
 NO_FRONT = "The front of memory against time was not found within its time: --search gives it more."
 
 
-def with_answers(shown: Shown, seconds: float) -> Shown:
+def with_answers(shown: PlanView, seconds: float) -> PlanView:
     """With an explanation and the front, as far as they are found in time."""
     from galvatron_lite.analysis.explain import explain_plan
 

@@ -9,8 +9,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from galvatron_lite import __version__
-from galvatron_lite.analysis.report.gather import Shown, check_priced
-from galvatron_lite.analysis.report.plan_figures import DeviceGroups, Look, groups_in, layer_strip, looks_of, parts_of
+from galvatron_lite.analysis.report.gather import PlanView, check_priced
+from galvatron_lite.analysis.report.plan_figures import (
+    DeviceGroups,
+    StrategyStyle,
+    groups_in,
+    layer_strip,
+    looks_of,
+    parts_of,
+)
 from galvatron_lite.analysis.report.run_figures import PlanMark, front_figure, measured
 from galvatron_lite.analysis.report.timeline_data import packed
 from galvatron_lite.analysis.report.timeline_figures import course_of, name_of, shown_groups
@@ -57,7 +64,7 @@ class _TableRow:
     chosen: bool = False  # whether it is of the plan itself
 
 
-def _view_of(shown: Shown, number: int, looks: Mapping[Strategy, Look]) -> dict[str, Any]:
+def _view_of(shown: PlanView, number: int, looks: Mapping[Strategy, StrategyStyle]) -> dict[str, Any]:
     plan, step = shown.plan, shown.timeline
     made_from = plan.provenance
     budgets = [] if step is None else [shown.budget_of(group.stages[0]) for group in step.groups]
@@ -93,7 +100,7 @@ def _view_of(shown: Shown, number: int, looks: Mapping[Strategy, Look]) -> dict[
     }
 
 
-def _cards_of(shown: Shown) -> list[_Card]:
+def _cards_of(shown: PlanView) -> list[_Card]:
     plan, said = shown.plan, shown.plan.prediction
     assert said is not None
     unit = "pass" if plan.mode is Mode.INFERENCE else "step"
@@ -137,7 +144,7 @@ def _memory_card(plan: Plan) -> _Card:
     return _Card("Memory", format_bytes(fullest.memory.total), words, share, alarm=not plan.fits)
 
 
-def _device_of(shown: Shown) -> str:
+def _device_of(shown: PlanView) -> str:
     if shown.profile is not None:
         names = dict.fromkeys(group.device.name for group in shown.profile.cluster.types)
         return " and ".join(names)
@@ -152,7 +159,7 @@ def _pipeline(plan: Plan) -> str:
     return f"{len(plan.stages)} stages, {plan.schedule.value}"
 
 
-def _layer_rows(plan: Plan, looks: Mapping[Strategy, Look]) -> list[_TableRow]:
+def _layer_rows(plan: Plan, looks: Mapping[Strategy, StrategyStyle]) -> list[_TableRow]:
     parts = parts_of(plan)
     found = []
     for _, same in groupby(
@@ -203,7 +210,7 @@ def _group_rows(step: Timeline, plan: Plan) -> list[_TableRow]:
     return rows
 
 
-def _memory_rows(shown: Shown) -> list[_TableRow]:
+def _memory_rows(shown: PlanView) -> list[_TableRow]:
     plan, step = shown.plan, shown.timeline
     rows = []
     for number, stage in enumerate(plan.stages):
@@ -226,13 +233,13 @@ def _moment_of(group: GroupTimeline) -> str:
     return f"{one.what.value} of micro-batch {one.microbatch}, layer {group.peak.layer}"
 
 
-def _dimensions_shown(shown: Shown) -> tuple[DeviceGroups, ...]:
+def _dimensions_shown(shown: PlanView) -> tuple[DeviceGroups, ...]:
     if shown.profile is None or shown.plan.branches or shown.plan.cyclic is not None or shown.plan.devices == 1:
         return ()
     return tuple(groups_in(shown.plan, shown.profile.cluster.levels[0].size))
 
 
-def _marks_of(shown: Shown) -> list[PlanMark]:
+def _marks_of(shown: PlanView) -> list[PlanMark]:
     plan, said = shown.plan, shown.plan.prediction
     assert said is not None
     found = [PlanMark(said.peak_memory, said.step_seconds, "plan", "this plan")]
@@ -255,7 +262,7 @@ def _front_rows(marks: Sequence[PlanMark]) -> list[_TableRow]:
     ]  # fmt: skip
 
 
-def _front_words(shown: Shown) -> str:
+def _front_words(shown: PlanView) -> str:
     if shown.front is None:
         return "The front itself was not looked for (--search SECONDS): this plan and its runners-up alone are shown."
     if not shown.front.complete:
@@ -274,7 +281,7 @@ def _runner_rows(plan: Plan) -> list[_TableRow]:
     ]  # fmt: skip
 
 
-def page(shown: Sequence[Shown]) -> str:
+def page(shown: Sequence[PlanView]) -> str:
     """The HTML of a report."""
     plans = [check_priced(one).plan for one in shown]
     looks = looks_of(plans)
@@ -293,7 +300,7 @@ def _title_of(views: Sequence[Mapping[str, Any]]) -> str:
     return views[0]["title"].partition(":")[0] if len(views) == 1 else f"{len(views)} plans"
 
 
-def _comparison_rows(shown: Sequence[Shown]) -> list[_TableRow]:
+def _comparison_rows(shown: Sequence[PlanView]) -> list[_TableRow]:
     if len(shown) == 1:
         return []
     columns = [_cards_of(one) for one in shown]
@@ -304,7 +311,7 @@ def _comparison_rows(shown: Sequence[Shown]) -> list[_TableRow]:
     return [*rows, *_against(shown)]
 
 
-def _against(shown: Sequence[Shown]) -> list[_TableRow]:
+def _against(shown: Sequence[PlanView]) -> list[_TableRow]:
     """Throughput against the first plan's, where all are of one model."""
     rates = [one.plan.prediction.samples_per_second for one in shown if one.plan.prediction is not None]
     if len({one.plan.model for one in shown}) > 1:

@@ -27,7 +27,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StrategyStyle:
     """How a strategy is drawn."""
 
     letter: str  # of the legend
@@ -38,7 +38,7 @@ class Look:
     layers: int  # how many layers of all plans do so
 
 
-def looks_of(plans: Sequence[Plan]) -> dict[Strategy, Look]:
+def looks_of(plans: Sequence[Plan]) -> dict[Strategy, StrategyStyle]:
     """The look of every strategy of some plans, in the order in which they are met."""
     counts: dict[Strategy, int] = {}
     for strategy, count in (pair for plan in plans for pair in _runs(plan)):
@@ -50,7 +50,9 @@ def looks_of(plans: Sequence[Plan]) -> dict[Strategy, Look]:
         shade = shades.get(hue, 0) % SHADES
         shades[hue] = shades.get(hue, 0) + 1
         fill = f"hue-{hue.removesuffix('_degree')}-{shade}"
-        found[strategy] = Look(_letter(place), fill, _pattern(strategy), str(strategy), in_words(strategy), count)
+        found[strategy] = StrategyStyle(
+            _letter(place), fill, _pattern(strategy), str(strategy), in_words(strategy), count
+        )
     return found
 
 
@@ -84,7 +86,7 @@ _LETTER, _LABEL = 13.0, 26.0
 Part = tuple[str, Sequence[LayerRun]]
 
 
-def layer_strip(plan: Plan, looks: Mapping[Strategy, Look]) -> Markup:
+def layer_strip(plan: Plan, looks: Mapping[Strategy, StrategyStyle]) -> Markup:
     """The layers of a plan, first to last; of branches on devices of their own each one behind the other layers."""
     parts = parts_of(plan)
     gap = min(_GAP, WIDTH / (4 * len(parts)))
@@ -109,7 +111,12 @@ def parts_of(plan: Plan) -> list[Part]:
 
 
 def _part(
-    name: str, runs: Sequence[LayerRun], looks: Mapping[Strategy, Look], place: float, each: float, width: float
+    name: str,
+    runs: Sequence[LayerRun],
+    looks: Mapping[Strategy, StrategyStyle],
+    place: float,
+    each: float,
+    width: float,
 ) -> list[Markup]:
     drawn = []
     if width >= _LABEL:
@@ -120,7 +127,7 @@ def _part(
     return drawn
 
 
-def _run(name: str, run: LayerRun, look: Look, place: float, width: float) -> list[Markup]:
+def _run(name: str, run: LayerRun, look: StrategyStyle, place: float, width: float) -> list[Markup]:
     layers = run.first if run.count == 1 else f"{run.first} … {run.last} ({run.count} layers)"
     title = f"{name}: {layers}: {look.letter}, {look.strategy}: {look.words}"
     drawn = [rectangle(place, 18, width, _HEIGHT, f"cell {look.fill}", title)]

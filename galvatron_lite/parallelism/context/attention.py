@@ -42,7 +42,7 @@ Way = Callable[[dict[str, Any], ShardSpec, ShardSpec], Tensor]
 """Attention of shares, from the arguments and the cuts of queries and keys."""
 
 
-def attention(way: Way) -> Handler:
+def attention(exchange: Way) -> Handler:
     """A handler of attention that brings queries, keys and values together in some way.
 
     Where the keys are whole, or the mask takes a gradient (learnt biases), every rank works on its own queries with all
@@ -63,7 +63,9 @@ def attention(way: Way) -> Handler:
             if keys is None or dims != TOKENS + 2 or learnt or not _plain_heads(arguments):
                 output = _with_all_keys(arguments, cuts[0])
             else:
-                output = way({**arguments, **{n: _cast(to_local(arguments[n])) for n in _NAMES[:3]}}, cuts[0], keys)
+                output = exchange(
+                    {**arguments, **{n: _cast(to_local(arguments[n])) for n in _NAMES[:3]}}, cuts[0], keys
+                )
         return wrap_locals(output, cuts, call.rules)
 
     return handler

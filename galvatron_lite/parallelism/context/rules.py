@@ -70,8 +70,8 @@ HANDLERS: Mapping[str, Handler] = {
 }
 
 
-def _rules(way: Way) -> Rules:
-    handlers = {**HANDLERS, "scaled_dot_product_attention": attention(way)}
+def _rules(exchange: Way) -> Rules:
+    handlers = {**HANDLERS, "scaled_dot_product_attention": attention(exchange)}
     return Rules(handlers, on_full, ("context",), "sequence")
 
 

@@ -44,7 +44,7 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class StageOutput:
     """What a stage made for the next one, outside the graph."""
 
     template: Value  # its structure and shapes
@@ -60,11 +60,11 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class MicrobatchDesk:
     """What lies between a process's passes, by stage and number of the micro-batch that is to take it."""
 
     batches: dict[int, Any] = field(default_factory=dict)  # micro-batches, by number
-    handed: dict[Place, Handed] = field(default_factory=dict)  # what stages are to be given
+    handed: dict[Place, StageOutput] = field(default_factory=dict)  # what stages are to be given
     returned: dict[Place, Returned] = field(default_factory=dict)  # gradients of what stages made
     flights: dict[Place, InFlight] = field(default_factory=dict)  # micro-batches between their passes
     losses: dict[int, Tensor] = field(default_factory=dict)  # of micro-batches, as they become known, by number
@@ -137,7 +137,11 @@ class MessageExchange:
     """
 
     def __init__(
-        self, programme: CyclicProgramme, desk: Desk, states: Mapping[int, StageStates], mailbox: ProcessMailbox
+        self,
+        programme: CyclicProgramme,
+        desk: MicrobatchDesk,
+        states: Mapping[int, StageStates],
+        mailbox: ProcessMailbox,
     ) -> None:
         self._programme, self._desk, self._states, self._mailbox = programme, desk, states, mailbox
         self._templates: dict[tuple[Lane, Shape], Value] = {}
@@ -198,7 +202,7 @@ class MessageExchange:
         if message.kind is MessageContent.ACTIVATION:
             # several views would keep one another alive
             alone = tensors if len(tensors) == 1 else [tensor.clone() for tensor in tensors]
-            self._desk.handed[stage + 1, number] = Handed(self._templates[self._key(message)], alone)
+            self._desk.handed[stage + 1, number] = StageOutput(self._templates[self._key(message)], alone)
         elif message.kind is MessageContent.GRADIENT:
             *gradients, loss = tensors
             self._desk.returned[stage - 1, number] = Returned(gradients, loss)

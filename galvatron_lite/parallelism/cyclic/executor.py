@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from galvatron_lite.model.batch import move_batch, tensors_of
-from galvatron_lite.parallelism.cyclic.exchange import Desk, Handed, InFlight, MessageExchange, Returned
+from galvatron_lite.parallelism.cyclic.exchange import InFlight, MessageExchange, MicrobatchDesk, Returned, StageOutput
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
 from galvatron_lite.parallelism.cyclic.programme import CyclicPass, CyclicProgramme, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
@@ -72,7 +72,7 @@ class Executor:
         device: torch.device,
         draws: SeededDraws,
     ) -> None:
-        self.programme, self.states, self.desk, self.draws = programme, states, Desk(), draws
+        self.programme, self.states, self.desk, self.draws = programme, states, MicrobatchDesk(), draws
         self._process, self._parts, self._call, self._device = process, parts, call, device
         self._exchange = MessageExchange(programme, self.desk, states, mailbox)
         self._fed = -1
@@ -161,7 +161,7 @@ class Executor:
             self._apply(stage, number)
         parameters = states.at(one.version)
         part.bind(parameters)
-        taken = self.desk.handed.pop((stage, number), Handed(None, []))
+        taken = self.desk.handed.pop((stage, number), StageOutput(None, []))
         value, slots = arrived(taken.template, taken.tensors)
         with self.draws(stage, number):
             produced = part.cut.run(lambda: self._call(part, self.desk.batches[number]), value if stage else None)
@@ -170,7 +170,7 @@ class Executor:
             produced = produced / self.programme.workers
         else:
             values = [tensor.detach() for tensor in tensors_of(produced)]
-            self.desk.handed[stage + 1, number] = Handed(template_of(produced), values)
+            self.desk.handed[stage + 1, number] = StageOutput(template_of(produced), values)
         outputs = differentiable(produced)
         shapes = [torch.empty_like(tensor, device="meta") for tensor in outputs]
         edges = [get_gradient_edge(tensor) for tensor in outputs]

@@ -139,8 +139,8 @@ class CyclicProgramme:
         kept = (_only_updates(self._pass(moment), step) for moment in later)
         return tuple(one for one in kept if one.receives or one.sends)
 
-    def _all(self, found: Iterable[StagePass]) -> tuple[CyclicPass, ...]:
-        return tuple(self._pass(moment) for moment in found)
+    def _all(self, passes: Iterable[StagePass]) -> tuple[CyclicPass, ...]:
+        return tuple(self._pass(moment) for moment in passes)
 
     def _between(self, process: int, step: int, end: int | None) -> list[StagePass]:
         """Passes of a process from the first of one training step on, up to the first of another."""

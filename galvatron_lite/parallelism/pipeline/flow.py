@@ -36,7 +36,7 @@ LOOSE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class LayerRead:
     """A layer reads something."""
 
     sources: Sources  # what that is made of
@@ -51,7 +51,7 @@ class LayerFlow:
 
     places: Mapping[str, int]  # of the layers' modules: the number of their layer
     calls: tuple[tuple[str, int], ...]  # of the layers' modules, in order: path, and how many times it had run before
-    reads: tuple[Read, ...]  # in order
+    reads: tuple[LayerRead, ...]  # in order
     # by path, what the layers' modules returned last in a run of a few samples; its tensors without values
     outputs: Mapping[str, Any] = field(default_factory=dict, compare=False)
     # parameters of modules that never run, which another layer than theirs is handed; and that layer
@@ -160,7 +160,7 @@ class _Run:
     places: dict[str, int]
     first_block: str
     calls: list[tuple[str, int]] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
+    reads: list[LayerRead] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     outputs: list[Tensor] = field(default_factory=list)
     returned: dict[str, Any] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class _Run:
         for tensor in tensors_of((args, kwargs)):
             is_entry = tensor is hidden and all(tensor is not other for other in self.outputs)
             if sources := sources_of(tensor):
-                self.reads.append(Read(sources, self.places[path], is_entry))
+                self.reads.append(LayerRead(sources, self.places[path], is_entry))
         return map_tensors((args, kwargs), shape_of)
 
     def leave(self, path: str, _: nn.Module, __: Any, output: Any) -> Any:
@@ -203,7 +203,7 @@ def _observe(
         stack.enter_context(shapes_only(Recorder()))
         stack.enter_context(torch.no_grad())
         output = call_model(twin, example)
-        run.reads.append(Read(sources_of(_loss_or_output(output, example, loss_fn)), len(layers) - 1))
+        run.reads.append(LayerRead(sources_of(_loss_or_output(output, example, loss_fn)), len(layers) - 1))
     return run
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from math import inf
 
-from galvatron_lite.parallelism.pipeline.schedule import Action, Course, Pass, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 
 _ROUNDS = 4
@@ -25,7 +25,7 @@ _PATIENCE = (0.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
-class Worked:
+class GroupWork:
     """What one group of devices did in a step."""
 
     actions: tuple[Action, ...]  # its passes, in order
@@ -99,11 +99,11 @@ class _Group:
         return self.free + hidden * send, index
 
     @property
-    def worked(self) -> Worked:
-        return Worked(tuple(self.actions), tuple(self.starts), self.free - self.begin)
+    def worked(self) -> GroupWork:
+        return GroupWork(tuple(self.actions), tuple(self.starts), self.free - self.begin)
 
 
-def whole_step(order: PassOrder, course: Course) -> tuple[Worked, ...]:
+def whole_step(order: PassOrder, course: ScheduleConfig) -> tuple[GroupWork, ...]:
     """What every group of devices does in a step, by the rule that ``shown_rounds`` found best."""
     shown = shown_of(course)
     if shown == course:
@@ -112,22 +112,22 @@ def whole_step(order: PassOrder, course: Course) -> tuple[Worked, ...]:
     return _simulated(order, course, min(rules)[1])
 
 
-def shown_of(course: Course) -> Course:
+def shown_of(course: ScheduleConfig) -> ScheduleConfig:
     """The same with no more micro-batches than are simulated to choose a rule, and to price a step."""
     return replace(course, microbatches=min(course.microbatches, _ROUNDS * course.groups))
 
 
 @lru_cache(maxsize=256)
-def shown_rounds(order: PassOrder, course: Course) -> tuple[Worked, ...]:
+def shown_rounds(order: PassOrder, course: ScheduleConfig) -> tuple[GroupWork, ...]:
     """What every group does in the first rounds of a step, by the best rule; then each is busy without a gap."""
     return min((_simulated(order, shown_of(course), rule) for rule in _PATIENCE), key=_longest)
 
 
-def _longest(groups: tuple[Worked, ...]) -> float:
+def _longest(groups: tuple[GroupWork, ...]) -> float:
     return max(group.span for group in groups)
 
 
-def _simulated(order: PassOrder, course: Course, patience: float) -> tuple[Worked, ...]:
+def _simulated(order: PassOrder, course: ScheduleConfig, patience: float) -> tuple[GroupWork, ...]:
     groups = [_Group(course.virtual) for _ in range(course.groups)]
     room = course.schedule.limit(course.groups) + 1e-9
     wakes: list[tuple[float, int]] = [(0.0, 0)]
@@ -153,7 +153,7 @@ def _simulated(order: PassOrder, course: Course, patience: float) -> tuple[Worke
 def _deliver(
     groups: list[_Group],
     wakes: list[tuple[float, int]],
-    course: Course,
+    course: ScheduleConfig,
     stage: int,
     what: tuple[float, int],
     forward: bool,

@@ -83,7 +83,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class ScheduleConfig:
     """What the passes of a step, and what they wait for, depend on."""
 
     schedule: Schedule  # order of passes

@@ -14,9 +14,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.greedy import whole_step
 from galvatron_lite.parallelism.pipeline.schedule import (
     Action,
-    Course,
     Pass,
     Schedule,
+    ScheduleConfig,
     group_of,
     stage_at,
 )
@@ -30,7 +30,7 @@ ROOM = 2
 """Messages of a link that may be under way before the sender waits: one that is sent, and one not yet asked for."""
 
 
-def actions_of(course: Course, order: PassOrder | None = None) -> Table:
+def actions_of(course: ScheduleConfig, order: PassOrder | None = None) -> Table:
     """What every group of devices does in a step.
 
     Args:
@@ -46,7 +46,7 @@ def actions_of(course: Course, order: PassOrder | None = None) -> Table:
     )
 
 
-def receiver(course: Course, group: int, action: Action) -> tuple[int, Action] | None:
+def receiver(course: ScheduleConfig, group: int, action: Action) -> tuple[int, Action] | None:
     """The group, and its action, that a pass's result is for; None where nothing waits for it in another stage."""
     target = _neighbour(course, group, action, 1)
     if target is None:
@@ -55,13 +55,13 @@ def receiver(course: Course, group: int, action: Action) -> tuple[int, Action] |
     return place, Action(action.what, action.microbatch, target // course.groups)
 
 
-def sender(course: Course, group: int, action: Action) -> int | None:
+def sender(course: ScheduleConfig, group: int, action: Action) -> int | None:
     """The group that makes what a pass needs of another stage; None where it needs nothing."""
     source = _neighbour(course, group, action, -1)
     return None if source is None else group_of(course.schedule, course.groups, source)
 
 
-def _neighbour(course: Course, group: int, action: Action, step: int) -> int | None:
+def _neighbour(course: ScheduleConfig, group: int, action: Action, step: int) -> int | None:
     """The stage that a pass goes to (``step`` 1) or comes from (-1)."""
     stage = stage_at(course.schedule, course.groups, group, action.chunk)
     other = stage + (step if action.what is Pass.FORWARD else -step)
@@ -83,9 +83,9 @@ class Pipeline:
         """Whether the gradients of weights are made in passes of their own."""
         return self.schedule.splits_backward
 
-    def course(self, microbatches: int) -> Course:
+    def course(self, microbatches: int) -> ScheduleConfig:
         """Of a step of so many micro-batches."""
-        return Course(self.schedule, self.groups, self.virtual, microbatches)
+        return ScheduleConfig(self.schedule, self.groups, self.virtual, microbatches)
 
     def group_of(self, stage: int) -> int:
         """The group of devices that runs a stage."""
@@ -100,7 +100,7 @@ class Pipeline:
 class RankSchedule:
     """What one group of devices does in a step."""
 
-    course: Course  # of the pipeline
+    course: ScheduleConfig  # of the pipeline
     group: int  # which
     actions: tuple[Action, ...]  # in order
     # by link that ends here: the actions that its messages are for, in the order they are sent
@@ -135,7 +135,7 @@ def rank_schedule(pipeline: Pipeline, microbatches: int, group: int, *, forward_
     return RankSchedule(course, group, table[group], messages, room_of(course, table))
 
 
-def room_of(course: Course, table: Table) -> int:
+def room_of(course: ScheduleConfig, table: Table) -> int:
     """The fewest messages under way on a link (a power of two) with which a step comes to its end.
 
     Raises:
@@ -151,7 +151,7 @@ def room_of(course: Course, table: Table) -> int:
     return room
 
 
-def ends(course: Course, table: Sequence[Sequence[Action]], room: int) -> bool:
+def ends(course: ScheduleConfig, table: Sequence[Sequence[Action]], room: int) -> bool:
     """Whether all groups come to the end of their actions where a message that is sent waits for those before it.
 
     A group stands still before a pass whose input was not sent, and behind one whose result cannot be sent as ``room``
@@ -187,7 +187,7 @@ def ends(course: Course, table: Sequence[Sequence[Action]], room: int) -> bool:
     return all(place == len(actions) for place, actions in zip(places, table, strict=True))
 
 
-def _is_ready(course: Course, group: int, action: Action, done: set[tuple[int, Action]]) -> bool:
+def _is_ready(course: ScheduleConfig, group: int, action: Action, done: set[tuple[int, Action]]) -> bool:
     """Whether what a pass needs of its own group is there."""
     before = {Pass.BACKWARD: Pass.FORWARD, Pass.WEIGHT: Pass.BACKWARD}.get(action.what)
     if before is not None and (group, Action(before, action.microbatch, action.chunk)) not in done:
@@ -198,7 +198,7 @@ def _is_ready(course: Course, group: int, action: Action, done: set[tuple[int, A
     return (group, Action(action.what, action.microbatch, action.chunk + step)) in done
 
 
-def _take(course: Course, group: int, action: Action, links: dict[Link, deque[Action]]) -> bool:
+def _take(course: ScheduleConfig, group: int, action: Action, links: dict[Link, deque[Action]]) -> bool:
     """Ask for the message of a pass, and those before it; returns whether it was sent."""
     source = sender(course, group, action)
     if source is None or source == group:

@@ -17,7 +17,7 @@ from galvatron_lite.arrays import Flag, Real, Whole
 from galvatron_lite.model.graph import LayerKind, OperatorClass
 from galvatron_lite.model.sides import SIDES, Side
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.pictures import Extents, Same, Window, extents_of, is_picture, windows_of
+from galvatron_lite.parallelism.pictures import Extents, KindKey, Window, extents_of, is_picture, windows_of
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial import windows
 
@@ -46,11 +46,11 @@ class GridLayout:
 
 def splits_pixels(kind: LayerKind) -> bool:
     """Whether devices may share the pixels of a layer's images."""
-    return not _kept_full(Same(kind))
+    return not _kept_full(KindKey(kind))
 
 
 @lru_cache(maxsize=4096)
-def _kept_full(same: Same) -> str:
+def _kept_full(same: KindKey) -> str:
     """Why devices may not share the pixels of a layer's images; empty where they may.
 
     A layer without convolutions may take their mean; an image that enters a matmul as one row (a flattened one) is full
@@ -70,11 +70,11 @@ def _kept_full(same: Same) -> str:
 
 def laid_on(kind: LayerKind, grid: Grid) -> GridLayout:
     """A layer on a grid of devices."""
-    return _grid_layout(Same(kind), grid)
+    return _grid_layout(KindKey(kind), grid)
 
 
 @lru_cache(maxsize=2**16)
-def _grid_layout(same: Same, grid: Grid) -> GridLayout:
+def _grid_layout(same: KindKey, grid: Grid) -> GridLayout:
     passing, extents = windows_of(same.kind.operators), extents_of(same.kind)
     images = [*_images(passing)] or [(1, extents)]
     pixels = sum(channels * prod(image) for channels, image in images)
@@ -149,11 +149,11 @@ def window_along(side: Side) -> windows.SideWindow:
 def refusal(kind: LayerKind, place: int, degree: int) -> str:
     """Why so many devices cannot share a side (0 depth, 1 height, 2 width) of all pictures of a layer; empty where they
     can."""
-    return _refusal(Same(kind), place, degree)
+    return _refusal(KindKey(kind), place, degree)
 
 
 @lru_cache(maxsize=2**16)
-def _refusal(same: Same, place: int, degree: int) -> str:
+def _refusal(same: KindKey, place: int, degree: int) -> str:
     if degree == 1:
         return ""
     extent = extents_of(same.kind)[place]
@@ -168,11 +168,11 @@ def _refusal(same: Same, place: int, degree: int) -> str:
 def sensible_grids(kind: LayerKind, devices: int) -> tuple[Grid, ...]:
     """Of the grids of so many devices that can be used, the one with the least cut, and the one with the least cut that
     shares one side only and so sends the fewest messages."""
-    return _sensible(Same(kind), devices)
+    return _sensible(KindKey(kind), devices)
 
 
 @lru_cache(maxsize=2**16)
-def _sensible(same: Same, devices: int) -> tuple[Grid, ...]:
+def _sensible(same: KindKey, devices: int) -> tuple[Grid, ...]:
     every = [
         (depth, height, devices // depth // height)
         for depth in divisors(devices)

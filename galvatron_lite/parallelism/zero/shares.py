@@ -83,7 +83,7 @@ def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> RowShare | None:
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingReduce:
     """A reduce-scatter under way."""
 
     own: Tensor  # what this rank receives
@@ -99,7 +99,7 @@ class GradientSharing:
     shares: list[RowShare]  # of its parameters, in the order of the bucket; all over the same ranks
     # where each begins in a rank's part of a message, and at last where they end
     offsets: list[int] = field(init=False)
-    flight: Flight | None = None  # the reduce-scatter under way
+    flight: PendingReduce | None = None  # the reduce-scatter under way
     side: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
@@ -119,18 +119,20 @@ class GradientSharing:
         own = torch.empty_like(sent[0])
         if replicas is None or not own.is_cuda:
             first = reduce_scatter(own, sent.view(-1), ranks, async_op=True)
-            self.flight = Flight(own, sent, first, first if replicas is None else None)
+            self.flight = PendingReduce(own, sent, first, first if replicas is None else None)
         else:
             self.flight = self._chained(own, sent, ranks, replicas)
 
-    def _chained(self, tensor: Tensor, sent: Tensor, ranks: dist.ProcessGroup, replicas: dist.ProcessGroup) -> Flight:
+    def _chained(
+        self, tensor: Tensor, sent: Tensor, ranks: dist.ProcessGroup, replicas: dist.ProcessGroup
+    ) -> PendingReduce:
         """Both messages in the background: a stream of its own waits for the first."""
         self.side = self.side or torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         self.side.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self.side):
             first = reduce_scatter(tensor, sent.view(-1), ranks, async_op=True)
             first.wait()
-            return Flight(tensor, sent, first, dist.all_reduce(tensor, group=replicas, async_op=True))
+            return PendingReduce(tensor, sent, first, dist.all_reduce(tensor, group=replicas, async_op=True))
 
     def complete(self, views: Sequence[Tensor], present: Sequence[bool]) -> None:
         """Wait for the sums, and add this rank's rows to what the optimizer sees; whole gradients are gone then.

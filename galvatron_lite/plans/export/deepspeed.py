@@ -5,15 +5,15 @@ Names and meanings are those of https://www.deepspeed.ai/docs/config-json/; what
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import to_data
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.export.common import PICTURES, Exported, kinds, lacking, main_strategy, unlike
+from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.plans.export.fields import Field, Tool, dump_json, parse_yaml, same
+from galvatron_lite.plans.export.settings import Settings, World, filled
 from galvatron_lite.plans.schema import Plan
 
 
@@ -104,39 +104,87 @@ def _zero(strategy: Strategy, pinned: bool) -> ZeroOptimization:
     return ZeroOptimization(stage, target)
 
 
-TOOL = "deepspeed"
-_LACKING = {
-    **PICTURES,
-    "context": "context parallelism",
-    "expert": "expert parallelism (its MoE layers do it)",
-}
+def _zero_of(settings: Settings) -> int:
+    return zero_stage(settings.strategy)
 
 
-def exported(plan: Plan) -> Exported:
-    """The file for ``deepspeed.initialize(config=...)``."""
-    main = main_strategy(plan)
-    config = config_of(plan, main)
-    text = json.dumps(to_data(config), indent=2) + "\n"
-    return Exported(TOOL, text, tuple(_left_out(plan, main)))
+def _moved(value: Any) -> dict[str, Any]:
+    if value not in ("cpu", "none"):
+        raise ValueError("Give cpu or none: NVMe is not priced.")
+    return {"offload": Offload.STATES if value == "cpu" else Offload.NONE}
 
 
-def _left_out(plan: Plan, main: Strategy) -> Iterator[str]:
-    yield from kinds(plan)
-    if plan.pipeline > 1:
-        yield f"pipeline of {plan.pipeline} stages: write the model as deepspeed.pipe.PipelineModule"
-    yield from lacking(main, _LACKING)
-    if main.recompute is not Recompute.NONE or any(_recomputing(plan)):
-        yield "recomputation: it has no switch, the model does it (gradient_checkpointing_enable())"
-    if main.offloads_activations:
-        yield "activations in host memory: the model asks for it (deepspeed.checkpointing, cpu_checkpointing)"
-    if main.sequence_parallel:
-        yield "sequence parallelism beside tensor parallelism"
-    if main.data > 1 and main.zero > 1:
-        yield f"{main.data} replicas of the shards: all {main.batch_degree} devices share"
-    if main.tensor > 1 and zero_stage(main) == 3:
-        yield "ZeRO-3 beside tensor parallelism: AutoTP takes stages 0 to 2"
-    yield from unlike(plan, main, ("recompute",))
+def _again(settings: Settings) -> int | None:
+    return (settings.recomputed or settings.blocks) if settings.strategy.recompute is Recompute.FULL else None
 
 
-def _recomputing(plan: Plan) -> Iterator[bool]:
-    return (run.strategy.recompute is not Recompute.NONE for stage in plan.stages for run in stage.runs)
+def _enabled(name: str) -> Field:
+    return Field(
+        f"{name}.enabled",
+        lambda chosen: chosen.precision == name,
+        lambda value: {"precision": name} if value in (True, "true") else {},
+    )
+
+
+def _settings(stated: dict[str, Any], world: World) -> Settings:
+    if stated.get("again", 0) >= world.blocks:
+        stated["recompute"] = Recompute.FULL
+    elif stated.get("again"):
+        stated |= {"recompute": Recompute.FULL, "recomputed": stated["again"]}
+    return filled({"precision": "fp32", **stated}, world)
+
+
+def _by_hand(settings: Settings) -> Iterator[str]:
+    if settings.strategy.recompute is not Recompute.NONE:
+        yield "recompute in every block: model.gradient_checkpointing_enable(), or deepspeed.checkpointing.checkpoint"
+
+
+DEEPSPEED = Tool(
+    name="deepspeed",
+    software="DeepSpeed 0.19",
+    fields=(
+        same("train_batch_size", "batch"),
+        same("train_micro_batch_size_per_gpu", "samples"),
+        same("gradient_accumulation_steps", "microbatches"),
+        Field("zero_optimization.stage", _zero_of, same("", "zero_stage").read),
+        Field(
+            "zero_optimization.offload_optimizer.device",
+            lambda chosen: "cpu" if chosen.strategy.offloads_states else None,
+            _moved,
+        ),
+        Field(
+            "zero_optimization.offload_optimizer.pin_memory",
+            lambda chosen: chosen.strategy.offloads_states or None,
+            lambda _: {},
+        ),
+        _enabled("bf16"),
+        _enabled("fp16"),
+        Field("gradient_clipping", lambda _: 0.0, lambda _: {}),
+        same("tensor_parallel.autotp_size", "tensor", plain=1),
+        # The file's one word on recomputation: how many checkpoints the model makes.
+        Field("activation_checkpointing.number_checkpoints", _again, lambda value: {"again": int(value or 0)}),
+        Field("zero_allow_untested_optimizer", lambda _: True, lambda _: {}),
+        Field(
+            "zero_force_ds_cpu_optimizer",
+            lambda chosen: False if chosen.strategy.offloads_states else None,
+            lambda _: {},
+        ),
+    ),
+    parse=parse_yaml,
+    dump=dump_json,
+    settings=_settings,
+    refused={
+        "zero_optimization.offload_param.device": "give none.",
+        "zero_optimization.zero_hpz_partition_size": "give 1.",
+        "zero_optimization.mics_shard_size": "leave it out.",
+        "zero_optimization.zero_quantized_weights": "give false.",
+        "zero_optimization.zero_quantized_gradients": "give false.",
+        "activation_checkpointing.cpu_checkpointing": "give false.",
+        "sequence_parallel_size": "give 1.",
+        "pipeline.stages": "leave it out.",
+    },
+    hints={"pipeline": "write the model as deepspeed.pipe.PipelineModule", "data": "all devices share the shards"},
+    by_hand=_by_hand,
+    comments=False,
+)
+"""The file for ``deepspeed.initialize(config=...)``."""

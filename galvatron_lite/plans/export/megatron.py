@@ -1,182 +1,216 @@
 """For Megatron-LM: flags of ``pretrain_gpt.py`` and its like (``megatron/training/arguments.py``); NeMo: a YAML file.
 
-Megatron Core's settings of a plan, by the names of its dataclasses (ModelParallelConfig, TransformerConfig,
-DistributedDataParallelConfig, OptimizerConfig), for Megatron-LM's flags and Megatron-Bridge's YAML.
-
-``xargs`` takes the file as it is: ``grep -v '^#' megatron.args | xargs torchrun pretrain_gpt.py ...``.
+Both set dataclasses of Megatron Core (ModelParallelConfig, TransformerConfig, DistributedDataParallelConfig,
+OptimizerConfig). ``xargs`` takes the flags as they are: ``grep -v '^#' FILE | xargs torchrun pretrain_gpt.py ...``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from shlex import quote
+from typing import Any
 
-import yaml
-
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.export.common import (
-    EDGES,
-    PICTURES,
-    Exported,
-    StageCut,
-    cuts,
-    head,
-    kinds,
-    lacking,
-    main_strategy,
-    recomputed,
-    unlike,
-)
-from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.parallelism.strategy import Offload
+from galvatron_lite.plans.export.fields import ONCE, Field, Tool, Values, dump_yaml, parse_flags, parse_yaml, same
+from galvatron_lite.plans.export.settings import Settings, StageCut, World, filled
 
-Values = Mapping[str, object]
-_RUNS = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
-_SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+_SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 
-@dataclass(frozen=True, slots=True)
-class Megatron:
-    """Settings by the part of the configuration that holds them."""
-
-    model: Values  # of TransformerConfig and ModelParallelConfig
-    train: Values  # batch sizes
-    ddp: Values  # of DistributedDataParallelConfig
-    optimizer: Values  # of OptimizerConfig
-    precision: str  # ``fp32``, ``bf16`` or ``fp16``
-    left_out: tuple[str, ...]  # what they do not say, a line each
-
-
-def settings_of(plan: Plan) -> Megatron:
-    """What Megatron Core is told; settings at their defaults are left out."""
-    main = main_strategy(plan)
-    model = {**_degrees(plan, main), **_recompute(plan)}
-    train = {"micro_batch_size": plan.microbatch // main.batch_degree, "global_batch_size": plan.global_batch}
-    optimizer = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0} if main.offloads_states else {}
-    left_out = tuple(_left_out(plan, main))
-    return Megatron(model, train, _sharding(main), optimizer, plan.precision, left_out)
-
-
-def layout(stages: tuple[StageCut, ...]) -> str:
+def layout(stages: Sequence[StageCut]) -> str:
     """The layers of every stage in Megatron Core's letters: ``Ettt|ttt|tttL`` (E embedding, t block, L loss)."""
     return "|".join("E" * one.before + "t" * one.blocks + "L" * one.after for one in stages)
 
 
-def _degrees(plan: Plan, main: Strategy) -> dict[str, object]:
-    values: dict[str, object] = {
-        "tensor_model_parallel_size": main.tensor,
-        "pipeline_model_parallel_size": plan.pipeline,
-    }
-    if main.tensor > 1:
-        values["sequence_parallel"] = main.sequence_parallel
-    if len(plan.stages) > 1 and plan.cyclic is None:
-        values["pipeline_model_parallel_layout"] = layout(cuts(plan))
-    if main.context > 1:
-        values |= {"context_parallel_size": main.context, "cp_comm_type": "a2a" if main.ulysses else "p2p"}
-    if main.expert > 1:
-        values["expert_model_parallel_size"] = main.expert
-    if main.expert > 1 and main.expert_tensor:
-        values["expert_tensor_parallel_size"] = main.expert_tensor
-    return values
+def _stages(value: Any) -> dict[str, Any]:
+    text = re.sub(r"[,\s'\"]", "", str(value))
+    while (longer := re.sub(r"(?:\(([^()]*)\)|([Et|Lm]))\*(\d+)", _repeated, text)) != text:
+        text = longer
+    if not re.fullmatch(r"E?[t|]*L?", text):
+        raise ValueError("Give the embedding as E, blocks as t, the loss as L and | between stages.")
+    return {"stages": [StageCut(part.count("t"), "E" in part, "L" in part) for part in text.split("|")]}
 
 
-def _recompute(plan: Plan) -> dict[str, object]:
-    """Full recomputation of all blocks, or of as many in each stage; selective of all."""
-    blocks = sum(one.blocks for one in cuts(plan))
-    full, selective = (recomputed(plan, which) for which in (Recompute.FULL, Recompute.SELECTIVE))
-    if full and full == blocks:
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if full:
-        return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": max(_full(plan))}
-    return {"recompute_granularity": "selective"} if selective else {}
+def _repeated(match: re.Match[str]) -> str:
+    return (match[1] or match[2]) * int(match[3])
 
 
-def _full(plan: Plan) -> list[int]:
-    """Blocks of each stage that compute all again."""
-    return [
-        sum(run.count for run in stage.runs if run.first not in EDGES and run.strategy.recompute is Recompute.FULL)
-        for stage in plan.stages
-    ]
+def _method(settings: Settings) -> tuple[str, int] | tuple[None, None]:
+    if settings.strategy.recompute is not Recompute.FULL:
+        return None, None
+    return ("block", settings.recomputed) if settings.recomputed else ("uniform", 1)
 
 
-def _sharding(main: Strategy) -> dict[str, object]:
-    """ZeRO-1 is the distributed optimizer; 2 and 3 are Megatron-FSDP."""
-    if main.state_shards == 1 or not main.zero_stage:
-        return {}
-    values: dict[str, object] = {"use_distributed_optimizer": True}
-    if main.zero_stage in _SHARDING:
-        values |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": _SHARDING[main.zero_stage]}
-    if main.data > 1:
-        values["num_distributed_optimizer_instances"] = main.data
-    return values
+def _expert_tensor(settings: Settings) -> int | None:
+    main = settings.strategy
+    return None if main.expert == 1 else main.expert_tensor or main.tensor
 
 
-def _left_out(plan: Plan, main: Strategy) -> Iterator[str]:
-    yield from kinds(plan)
-    if len(plan.stages) > 1 and plan.cyclic is None and plan.schedule not in _RUNS:
-        yield f"schedule {plan.schedule.value}: Megatron runs 1f1b, interleaved where groups have several stages"
-    yield from lacking(main, PICTURES)
-    if main.offloads_activations:
-        yield "activations of all layers in host memory: Megatron keeps those of some there, without recomputation"
-    yield from _recompute_left_out(plan)
-    yield from unlike(plan, main, ("recompute",))
+def _modules(value: Any) -> dict[str, Any]:
+    if str(value) not in ("core_attn", "['core_attn']"):
+        raise ValueError("Its costs are not known but of core_attn: leave it out, or recompute all (granularity full).")
+    return {}
 
 
-def _recompute_left_out(plan: Plan) -> Iterator[str]:
-    blocks = sum(one.blocks for one in cuts(plan))
-    full, selective = (recomputed(plan, which) for which in (Recompute.FULL, Recompute.SELECTIVE))
-    if full and full < blocks and len(set(_full(plan))) > 1:
-        said = f"{max(_full(plan))} of every stage do here"
-        yield f"full recomputation of unlike numbers of blocks by stage ({', '.join(map(str, _full(plan)))}): {said}"
-    elif full and full < blocks:
-        yield "which blocks of a stage compute all again: here the first ones do"
-    if selective and full:
-        yield f"selective recomputation of {selective} blocks beside full: Megatron takes one kind"
-    elif selective:
-        yield "what is computed again selectively: here attention's core, in the plan all but matmuls and attention"
-        if selective < blocks:
-            yield f"selective recomputation of {selective} of {blocks} blocks: here all do"
+def _sharding(settings: Settings) -> int:
+    return settings.strategy.zero_stage if settings.strategy.state_shards > 1 else 0
 
 
-TOOL = "megatron"
+def _instances(settings: Settings) -> int | None:
+    return settings.strategy.data if _sharding(settings) and settings.strategy.data > 1 else None
 
 
-def exported(plan: Plan) -> Exported:
-    """The flags that say how the model is split; those of the model itself are the user's."""
-    told = settings_of(plan)
-    values = {**told.model, **told.train, **told.ddp, **told.optimizer}
-    lines = [line for name, value in values.items() for line in _flag(name, value)]
-    lines += [quote(f"--{told.precision}")] if told.precision != "fp32" else []
-    text = head(plan, "Megatron-LM", told.left_out) + "".join(f"{line}\n" for line in lines)
-    return Exported(TOOL, text, told.left_out)
+def _switch(name: str, value: Any) -> Any:
+    """What a switch says where it is on; nothing where it is off."""
+    return lambda on: {name: value} if on not in (False, "false", "none", None) else {}
 
 
-def _flag(name: str, value: object) -> Iterator[str]:
-    """Nothing for a switch that is off."""
-    flag = "--" + name.replace("_", "-")
-    if value is True:
-        yield flag
-    elif value is not False:
-        yield f"{flag} {quote(str(value))}"
-    if name == "optimizer_cpu_offload":
-        yield "--use-precision-aware-optimizer"
+_CORE = (
+    same("model.tensor_model_parallel_size", "tensor"),
+    same("model.pipeline_model_parallel_size", "pipeline"),
+    Field(
+        "model.sequence_parallel",
+        lambda chosen: chosen.strategy.sequence_parallel if chosen.strategy.tensor > 1 else None,
+        lambda value: {"sequence_parallel": value in (True, "true")},
+    ),
+    Field(
+        "model.pipeline_model_parallel_layout",
+        lambda chosen: layout(chosen.stages) if chosen.pipeline > 1 else None,
+        _stages,
+    ),
+    Field("model.num_virtual_stages_per_pipeline_rank", lambda _: None, lambda value: {"virtual": int(value)}),
+    Field("model.virtual_pipeline_model_parallel_size", lambda _: None, lambda value: {"virtual": int(value or 1)}),
+    Field("model.num_layers_per_virtual_pipeline_stage", lambda _: None, lambda value: {"per_stage": int(value)}),
+    same("model.context_parallel_size", "context", plain=1),
+    Field(
+        "model.cp_comm_type",
+        lambda chosen: None if chosen.strategy.context == 1 else "a2a" if chosen.strategy.ulysses else "p2p",
+        same("", "ulysses", {False: "p2p", True: "a2a"}).read,
+    ),
+    same("model.expert_model_parallel_size", "expert", plain=1),
+    Field("model.expert_tensor_parallel_size", _expert_tensor, lambda value: {"sliced": int(value)}),
+    same("model.recompute_granularity", "recompute", ONCE),
+    Field("model.recompute_activations", lambda _: None, _switch("recompute", Recompute.SELECTIVE)),
+    Field("model.recompute_modules", lambda _: None, _modules),
+    Field("model.recompute_method", lambda chosen: _method(chosen)[0], lambda value: {"method": value}),
+    Field("model.recompute_num_layers", lambda chosen: _method(chosen)[1], lambda value: {"recomputed": int(value)}),
+    same("train.micro_batch_size", "samples"),
+    same("train.global_batch_size", "batch"),
+    Field("ddp.use_distributed_optimizer", lambda chosen: _sharding(chosen) > 0 or None, _switch("zero_stage", 1)),
+    Field("ddp.use_megatron_fsdp", lambda chosen: _sharding(chosen) > 1 or None, _switch("zero_stage", 3)),
+    Field(
+        "ddp.data_parallel_sharding_strategy",
+        lambda chosen: _SHARDING[_sharding(chosen)] if _sharding(chosen) > 1 else None,
+        same("", "zero_stage", {0: "no_shard", **_SHARDING}).read,
+    ),
+    Field("ddp.num_distributed_optimizer_instances", _instances, lambda value: {"data": int(value)}),
+    Field(
+        "optimizer.optimizer_cpu_offload",
+        lambda chosen: chosen.strategy.offloads_states or None,
+        _switch("offload", Offload.STATES),
+    ),
+    Field(
+        "optimizer.optimizer_offload_fraction",
+        lambda chosen: 1.0 if chosen.strategy.offloads_states else None,
+        lambda _: {},
+    ),
+)
+_REFUSED = {
+    "model.fp8": "plan in bf16.", "model.fp8_format": "plan in bf16.", "model.fp4_format": "plan in bf16.",
+    "model.cpu_offloading": "leave it out.", "ddp.use_torch_fsdp2": "leave it out, or use --for torchtitan.",
+    "model.decoder_first_pipeline_num_layers": "write the stages as pipeline_model_parallel_layout.",
+    "model.decoder_last_pipeline_num_layers": "write the stages as pipeline_model_parallel_layout.",
+    "model.num_layers_in_first_pipeline_stage": "write the stages as pipeline_model_parallel_layout.",
+    "model.num_layers_in_last_pipeline_stage": "write the stages as pipeline_model_parallel_layout.",
+    "model.account_for_embedding_in_pipeline_split": "write the stages as pipeline_model_parallel_layout.",
+    "model.account_for_loss_in_pipeline_split": "write the stages as pipeline_model_parallel_layout.",
+    "model.hierarchical_context_parallel_sizes": "leave it out.", "train.rampup_batch_size": "leave it out.",
+    "model.microbatch_group_size_per_vp_stage": "leave it out: groups are as large as the pipeline.",
+}  # fmt: skip
+_CHECKED = {"model.num_layers": "blocks", "model.seq_length": "sequence", "dataset.sequence_length": "sequence"}
+_HINTS = {"schedule": "Megatron runs 1f1b, interleaved where groups have several stages"}
 
 
-_PRECISION = {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}
+def _settings(stated: dict[str, Any], world: World) -> Settings:
+    stages, pipeline = stated.get("stages", ()), stated.get("pipeline", 1)
+    if "per_stage" in stated:
+        stated["virtual"] = max(world.blocks // (pipeline * stated["per_stage"]), 1)
+    if stages:
+        stated["virtual"] = max(len(stages) // pipeline, 1)
+    if stated.get("method") != "block":
+        stated.pop("recomputed", None)
+    sliced, tensor, expert = stated.get("sliced"), stated.get("tensor", 1), stated.get("expert", 1)
+    if sliced not in (None, 1, tensor) or (sliced == 1 < tensor and expert == 1 and "sliced" in stated):
+        remedy = f"Give the tensor degree, {tensor}, or 1 beside expert_model_parallel_size above 1."
+        raise InputError(f"{world.file}, expert_tensor_parallel_size", sliced, remedy)
+    stated["expert_tensor"] = int(sliced == 1)
+    return filled(stated, world, stages)
 
 
-def nemo(plan: Plan) -> Exported:
-    """NeMo Framework: the YAML file of Megatron-Bridge for a recipe's ``--config-file``, whose settings it overrides.
+def _flags(values: Values) -> str:
+    """One flag a line; a switch has no value."""
+    lines = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        lines += [flag] if value is True else [f"{flag} {quote(str(value))}"] if value is not False else []
+    return "".join(f"{line}\n" for line in lines)
 
-    The framework's training of language models is Megatron-Bridge (nemo_toolkit 3 holds speech alone); sections and
-    keys are those of its ``ConfigContainer``.
-    """
-    told = settings_of(plan)
-    optimizer = {**told.optimizer, **({"use_distributed_optimizer": True} if told.ddp else {})}
-    sections = {"model": dict(told.model), "train": dict(told.train), "ddp": dict(told.ddp), "optimizer": optimizer}
-    data: dict[str, object] = {name: values for name, values in sections.items() if values}
-    if told.precision in _PRECISION:
-        data["mixed_precision"] = _PRECISION[told.precision]
-    text = head(plan, "NeMo (Megatron-Bridge)", told.left_out) + yaml.safe_dump(data, sort_keys=False)
-    return Exported("nemo", text, told.left_out)
+
+def _bare(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _precision(name: str) -> Field:
+    return Field(name, lambda chosen: chosen.precision == name or None, _switch("precision", name))
+
+
+MEGATRON = Tool(
+    name="megatron",
+    software="Megatron-LM (megatron-core 0.16)",
+    fields=(
+        *(replace(one, key=_bare(one.key)) for one in _CORE),
+        Field("use_precision_aware_optimizer", lambda chosen: chosen.strategy.offloads_states or None, lambda _: {}),
+        _precision("bf16"),
+        _precision("fp16"),
+    ),
+    parse=parse_flags,
+    dump=_flags,
+    settings=_settings,
+    assumed={"grad_reduce_in_bf16": True, "overlap_grad_reduce": True},
+    refused={_bare(key): remedy for key, remedy in _REFUSED.items()},
+    checked={_bare(key): name for key, name in _CHECKED.items()},
+    hints=_HINTS,
+)
+
+
+def _parse_nemo(text: str, file: str) -> dict[str, Any]:
+    """NeMo's older files have batch sizes and the optimizer's switches in other sections."""
+    sections = {_bare(one.key): one.key for one in _CORE} | {_bare(key): key for key in _REFUSED}
+    return {sections.get(_bare(key), key): value for key, value in parse_yaml(text, file).items()}
+
+
+NEMO = Tool(
+    name="nemo",
+    software="NeMo (Megatron-Bridge 0.3)",
+    fields=(
+        *_CORE,
+        Field("optimizer.use_distributed_optimizer", lambda chosen: _sharding(chosen) > 0 or None, lambda _: {}),
+        same("mixed_precision", "precision", {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}),
+    ),
+    parse=_parse_nemo,
+    dump=dump_yaml,
+    settings=_settings,
+    assumed={"ddp.grad_reduce_in_fp32": False, "ddp.overlap_grad_reduce": True},
+    refused=_REFUSED,
+    checked=_CHECKED,
+    hints=_HINTS,
+)
+"""NeMo Framework: the YAML file of Megatron-Bridge for a recipe's ``--config-file``, whose settings it overrides.
+
+The framework trains language models with Megatron-Bridge (nemo_toolkit 3 holds speech alone); sections and keys are
+those of its ``ConfigContainer``.
+"""

@@ -1,139 +1,186 @@
-"""For torchtitan: options of its command line, one a line.
+"""For torchtitan: options of its command line, one a line; read from those, or from a TOML file of earlier releases.
 
 They come behind those that name the model: ``--module llama3 --config llama3_8b $(grep -v '^#' FILE)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.export.common import (
-    PICTURES,
-    Exported,
-    cuts,
-    head,
-    kinds,
-    lacking,
-    main_strategy,
-    recomputed,
-    unlike,
-)
-from galvatron_lite.plans.schema import Plan, Schedule
+from galvatron_lite.parallelism.pipeline.schedule import Schedule
+from galvatron_lite.plans.export.fields import Field, Tool, Values, parse_flags, parse_toml, same
+from galvatron_lite.plans.export.settings import Settings, World, even_stages, filled
 
-TOOL = "torchtitan"
 _SCHEDULES = {
     Schedule.ONE_F_ONE_B: "1F1B",
     Schedule.GPIPE: "GPipe",
     Schedule.INTERLEAVED: "Interleaved1F1B",
     Schedule.ZERO_BUBBLE_V: "ZBVZeroBubble",
 }
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_RECOMPUTE = {Recompute.FULL: "full", Recompute.SELECTIVE: "selective", Recompute.NONE: "none"}
+_PARALLEL, _PIPE = "parallelism", "parallelism.pipeline_parallel"
 
 
-def exported(plan: Plan) -> Exported:
-    """The options that say how the model is split."""
-    main = main_strategy(plan)
-    left_out = tuple(_left_out(plan, main))
-    lines = [*_training(plan, main), *_degrees(plan, main), *_pipeline(plan, main)]
-    lines.append(f"activation_checkpoint:{_RECOMPUTE[_again(plan)]}")
-    return Exported(TOOL, head(plan, TOOL, left_out) + "".join(f"{line}\n" for line in lines), left_out)
-
-
-def _training(plan: Plan, main: Strategy) -> Iterator[str]:
+def _local(settings: Settings) -> int:
     """Under a pipeline its micro-batches are made of the local batch; else gradients accumulate over local batches."""
-    whole = plan.global_batch if plan.pipeline > 1 else plan.microbatch
-    yield f"--training.local_batch_size {whole // main.batch_degree}"
-    yield f"--training.global_batch_size {plan.global_batch}"
-    yield f"--training.mixed_precision_param {_DTYPES.get(plan.precision, 'bfloat16')}"
+    return settings.batch // settings.strategy.batch_degree if settings.pipeline > 1 else settings.samples
 
 
-def _degrees(plan: Plan, main: Strategy) -> Iterator[str]:
-    values = {
-        "data_parallel_replicate_degree": main.data,
-        "data_parallel_shard_degree": main.zero,
-        "tensor_parallel_degree": main.tensor,
-        "context_parallel_degree": main.context,
-        "pipeline_parallel_degree": plan.pipeline,
-        "expert_parallel_degree": main.expert,
-    }
-    yield from (f"--parallelism.{name} {degree}" for name, degree in values.items())
-    if main.zero_stage:
-        yield f"--parallelism.fsdp_reshard_after_forward {'always' if main.zero_stage == 3 else 'never'}"
-    if main.tensor > 1:
-        yield f"--parallelism.{'' if main.sequence_parallel else 'no-'}enable_sequence_parallel"
-
-
-def _pipeline(plan: Plan, main: Strategy) -> Iterator[str]:
-    if plan.pipeline == 1 or plan.cyclic is not None:
-        return
-    # torchtitan refuses its default, CUDA graphs, together with a pipeline.
-    yield "--training.disable_cuda_graphs"
-    yield f"--parallelism.pipeline_parallel_schedule {_SCHEDULES.get(plan.schedule, '1F1B')}"
-    yield f"--parallelism.pipeline_parallel_microbatch_size {plan.microbatch // main.batch_degree}"
-    sizes = [one.blocks for one in cuts(plan)]
-    weights = _weights(sizes)
-    if weights is not None:
-        first, last = weights
-        yield f"--parallelism.pipeline_parallel_first_stage_less_layers {first}"
-        yield f"--parallelism.pipeline_parallel_last_stage_less_layers {last}"
-    if plan.virtual_stages > 1 and weights is not None:
-        yield f"--parallelism.pipeline_parallel_layers_per_stage {-(-(sum(sizes) + sum(weights)) // len(sizes))}"
-
-
-def _weights(sizes: list[int]) -> tuple[int, int] | None:
+def _ends(settings: Settings) -> tuple[int, int] | None:
     """By how many blocks the first and the last stage are to be smaller for torchtitan to cut where the plan does.
 
     It shares out blocks and these evenly, the first stages taking the remainder (``_generate_llm_fqn_per_model_part``
     of its ``distributed/pipeline_parallel.py``). None where no such numbers give the plan's stages.
     """
-    most = max(sizes)
+    sizes = [one.blocks for one in settings.stages]
+    if settings.pipeline == 1:
+        return None
+    most, world = max(sizes), World("", 1, sum(sizes))
     for first in range(most + 1):
         for last in range(most + 1):
-            each, more = divmod(sum(sizes) + first + last, len(sizes))
-            shared = [each + (place < more) for place in range(len(sizes))]
-            shared[0] -= first
-            shared[-1] -= last
-            if shared == sizes and each >= max(first, last, 1):
+            each = (sum(sizes) + first + last) // len(sizes)
+            if each >= max(first, last, 1) and even_stages(world, len(sizes), first, last) == settings.stages:
                 return first, last
     return None
 
 
-def _again(plan: Plan) -> Recompute:
-    """What all blocks compute again: the most that any does."""
-    return next((which for which in (Recompute.FULL, Recompute.SELECTIVE) if recomputed(plan, which)), Recompute.NONE)
+def _each(settings: Settings) -> int | None:
+    ends = _ends(settings)
+    return -(-(settings.blocks + sum(ends)) // len(settings.stages)) if ends and settings.virtual > 1 else None
 
 
-def _left_out(plan: Plan, main: Strategy) -> Iterator[str]:
-    yield from kinds(plan)
-    if plan.precision not in _DTYPES:
-        yield f"precision {plan.precision}: here bfloat16"
-    yield from lacking(main, {**PICTURES, "ulysses": "Ulysses", "expert_tensor": "slices of experts"})
-    if main.zero_stage == 1:
-        yield "ZeRO-1: FSDP shares gradients and parameters too"
-    if main.offloads_states:
-        yield "optimizer states in host memory: training.enable_cpu_offload takes parameters there too"
-    if main.offloads_activations:
-        yield "activations in host memory"
-    if plan.pipeline > 1 and plan.cyclic is None:
-        yield from _pipeline_left_out(plan)
-    blocks, which = sum(one.blocks for one in cuts(plan)), _again(plan)
-    if which is not Recompute.NONE and recomputed(plan, which) < blocks:
-        yield f"{which.value} recomputation of {recomputed(plan, which)} of {blocks} blocks: here all do"
-    if which is Recompute.SELECTIVE:
-        yield "what selective recomputation keeps: torchtitan has a list of its own"
-    yield from unlike(plan, main, ("recompute",))
+def _precision(settings: Settings) -> str:
+    return "float32" if settings.precision == "fp32" else "bfloat16"
 
 
-def _pipeline_left_out(plan: Plan) -> Iterator[str]:
-    if plan.schedule not in _SCHEDULES:
-        yield f"schedule {plan.schedule.value}: here 1F1B"
-    stages = cuts(plan)
-    sizes = [one.blocks for one in stages]
-    if _weights(sizes) is None:
-        modules = "parallelism.module_fqns_per_model_part in its configuration in Python can"
-        yield f"stages of {', '.join(map(str, sizes))} blocks: its options cannot cut so; {modules}"
-    if not stages[0].before or not stages[-1].after:
-        yield "where the layers around the blocks are: here in the first and the last stage"
+def _reshards(settings: Settings) -> str | None:
+    return {1: "never", 2: "never", 3: "always"}.get(settings.strategy.zero_stage)
+
+
+def _sequence_parallel(settings: Settings) -> bool | None:
+    return settings.strategy.sequence_parallel if settings.strategy.tensor > 1 else None
+
+
+def _piped(name: str, words: dict[Any, Any] | None = None) -> Any:
+    """What is written under a pipeline alone."""
+    return lambda chosen: same("", name, words).write(chosen) if chosen.pipeline > 1 else None
+
+
+FIELDS = (
+    Field("training.local_batch_size", _local, lambda value: {"local": int(value)}),
+    Field("training.global_batch_size", lambda chosen: chosen.batch, lambda value: {"batch": max(int(value), 0)}),
+    Field(
+        "training.mixed_precision_param",
+        _precision,
+        same("", "precision", {"fp32": "float32", "bf16": "bfloat16"}).read,
+    ),
+    same(f"{_PARALLEL}.data_parallel_replicate_degree", "data"),
+    same(f"{_PARALLEL}.data_parallel_shard_degree", "zero"),
+    same(f"{_PARALLEL}.tensor_parallel_degree", "tensor"),
+    same(f"{_PARALLEL}.context_parallel_degree", "context"),
+    same(f"{_PARALLEL}.pipeline_parallel_degree", "pipeline"),
+    same(f"{_PARALLEL}.expert_parallel_degree", "expert"),
+    Field(
+        f"{_PARALLEL}.fsdp_reshard_after_forward",
+        _reshards,
+        same("", "zero_stage", {3: "always", 2: "never", 0: "default"}).read,
+    ),
+    Field(
+        f"{_PARALLEL}.enable_sequence_parallel", _sequence_parallel, lambda value: {"sequence_parallel": value is True}
+    ),
+    # torchtitan refuses its default, CUDA graphs, together with a pipeline.
+    Field("training.disable_cuda_graphs", lambda chosen: chosen.pipeline > 1 or None, lambda _: {}),
+    Field(f"{_PIPE}_schedule", _piped("schedule", _SCHEDULES), same("", "schedule", _SCHEDULES).read),
+    Field(f"{_PIPE}_microbatch_size", _piped("samples"), lambda value: {"samples": int(value)}),
+    Field(
+        f"{_PIPE}_first_stage_less_layers",
+        lambda chosen: (_ends(chosen) or [None])[0],
+        lambda value: {"first": int(value)},
+    ),
+    Field(
+        f"{_PIPE}_last_stage_less_layers",
+        lambda chosen: (_ends(chosen) or [None])[-1],
+        lambda value: {"last": int(value)},
+    ),
+    Field(f"{_PIPE}_layers_per_stage", _each, lambda value: {"each": int(value)}),
+    same("activation_checkpoint", "recompute", {one: one.value for one in Recompute}),
+)
+
+
+def _settings(stated: dict[str, Any], world: World) -> Settings:
+    pipeline, loops = (
+        stated.get("pipeline", 1),
+        stated.get("schedule") in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V),
+    )
+    first, last = stated.get("first", 1), stated.get("last", 1)
+    stated = {"recompute": Recompute.SELECTIVE, "sequence_parallel": True, "expert_tensor": 1, "zero": -1, **stated}
+    virtual = 2 if loops else 1
+    if "each" in stated:
+        virtual, more = divmod(-(-(world.blocks + first + last) // stated["each"]), pipeline)
+        if more or not virtual:
+            remedy = f"It makes a number of stages that pipeline_parallel_degree, {pipeline}, does not divide."
+            raise InputError(f"{world.file}, {_PIPE}_layers_per_stage", stated["each"], remedy)
+    stage = 1 if pipeline > 1 else stated.get("zero_stage") or 3
+    replicas = world.devices // (pipeline * stated.get("tensor", 1) * stated.get("context", 1))
+    if stated["zero"] == 1 and stated.get("context", 1) == 1:
+        stage = 0
+    if pipeline == 1:
+        stated["samples"] = stated.get("local", 8)
+    stated["batch"] = stated.get("batch") or stated.get("local", 8) * replicas
+    if pipeline > 1 and stated["batch"] != stated.get("local", 8) * replicas:
+        remedy = f"Under a pipeline it is the batch over {replicas} replicas: {stated['batch'] // max(replicas, 1)}."
+        raise InputError(f"{world.file}, training.local_batch_size", stated.get("local", 8), remedy)
+    stated |= {"samples": stated.get("samples", 1), "zero_stage": stage, "virtual": virtual}
+    if stage == 0:
+        stated.pop("data", None)
+    return filled(stated, world, even_stages(world, pipeline * virtual, first, last) if pipeline > 1 else ())
+
+
+def _parse(text: str, file: str) -> dict[str, Any]:
+    if any(line.startswith("[") for line in text.splitlines()):
+        values = parse_toml(text, file)
+    else:
+        values = parse_flags(text, file)
+    off = {key.replace(".no_", "."): False for key in values if ".no_" in key}
+    mode = {key[:-5]: values[key] for key in values if key == "activation_checkpoint.mode"}
+    return (
+        {key: value for key, value in values.items() if ".no_" not in key and not key.endswith("point.mode")}
+        | off
+        | mode
+    )
+
+
+def _dump(values: Values) -> str:
+    lines = []
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        if value is True or value is False:
+            lines.append(f"--{section}.{'' if value else 'no-'}{name}")
+        else:
+            lines.append(f"{key}:{value}" if key == "activation_checkpoint" else f"--{key} {value}")
+    # The choice of activation checkpointing is a sub-command: options behind it are its own.
+    return "".join(f"{line}\n" for line in sorted(lines, key=lambda line: line.startswith("activation_checkpoint:")))
+
+
+TORCHTITAN = Tool(
+    name="torchtitan",
+    software="torchtitan 0.3",
+    fields=FIELDS,
+    parse=_parse,
+    dump=_dump,
+    settings=_settings,
+    assumed={"compile.enable": True},
+    refused={
+        "training.enable_cpu_offload": "leave it out.",
+        f"{_PARALLEL}.module_fqns_per_model_part": "give layers_per_stage instead.",
+        f"{_PIPE}_schedule_csv": "name a schedule.",
+        "compile.enable_async_tensor_parallel": "leave it out.",
+    },
+    checked={"training.seq_len": "sequence"},
+    hints={
+        "zero_stage": "FSDP2 shares all states, and gathers them once a step under a pipeline",
+        "blocks of stages": "parallelism.module_fqns_per_model_part in its configuration in Python can cut so",
+        "offload": "training.enable_cpu_offload takes parameters there too",
+    },
+)

@@ -21,7 +21,13 @@ from galvatron_lite.parallelism.sharded.collectives import enter
 from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
 from galvatron_lite.parallelism.spatial.apply import SPECS, SpecsAt
 from galvatron_lite.runtime.activations.layout import IDS, INNER, AxisSplit, Layout
-from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, LayoutTensor, RankPiece, Traffic
+from galvatron_lite.runtime.activations.traffic import (
+    ActivationRedistributor,
+    Bordered,
+    BoundaryLayout,
+    LayoutTensor,
+    RankPiece,
+)
 
 UserHooks = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """By path of a module, the forward pre-hooks and the forward hooks that its user registered."""
@@ -35,7 +41,7 @@ def hooks_of(model: nn.Module) -> UserHooks:
 def install_hooks(
     model: nn.Module,
     stage: Sequence[Bordered],
-    traffic: Traffic,
+    traffic: ActivationRedistributor,
     incoming: Collection[Layout],
     users: UserHooks = MappingProxyType({}),
 ) -> None:
@@ -69,7 +75,7 @@ class _Entry:
     Of tokens that ranks share, each takes its own of the hidden state, or else of ids. All other arguments stay full.
     """
 
-    traffic: Traffic
+    traffic: ActivationRedistributor
     border: BoundaryLayout
     layer: str
     compute: torch.dtype | None
@@ -130,7 +136,7 @@ class _Entry:
 class _Exit:
     """Hook: a layer's output, for the code behind it."""
 
-    traffic: Traffic
+    traffic: ActivationRedistributor
     border: BoundaryLayout
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Mover:
+class BoxExchange:
     """Moves activations between splits on a stage."""
 
     group: dist.ProcessGroup | None  # all ranks of the stage; None for a stage of one rank
@@ -83,7 +83,9 @@ def _part(tensor: Tensor, held: Boxes, dim: int, box: Box) -> Tensor:
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, mover: Mover, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, mover: BoxExchange, source: AxisSplit, target: AxisSplit, shape: Shape
+    ) -> Tensor:
         ctx.way = (mover, source, target, shape)
         return mover.move(tensor, source, target, shape)
 

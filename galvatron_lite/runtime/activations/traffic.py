@@ -29,7 +29,7 @@ from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
 from galvatron_lite.runtime.activations.layout import PIXELS, WHOLE, Axis, AxisSplit, Layout
-from galvatron_lite.runtime.activations.redistribute import Mover
+from galvatron_lite.runtime.activations.redistribute import BoxExchange
 from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.mesh import StrategyGroups
 
@@ -139,10 +139,10 @@ def _seen(tensor: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Traffic:
+class ActivationRedistributor:
     """Moves tensors between the glue code of a stage and its layers; shared by the hooks of the stage."""
 
-    mover: Mover  # changes layouts
+    mover: BoxExchange  # changes layouts
     border: BoundaryLayout  # of the glue code: its layout, and the ranks that share its pictures
     rules: Rules  # what functions do with cut tensors
     compute: torch.dtype | None  # what floating-point inputs of blocks are cast to; None: left alone

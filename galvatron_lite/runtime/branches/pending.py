@@ -29,7 +29,7 @@ class ModelRun(Protocol):
     """One run of the model."""
 
     device: torch.device  # of the values
-    applied: list[Applied]  # functions that were deferred in it, in order
+    applied: list[DeferredFunction]  # functions that were deferred in it, in order
     shapes: dict[object, Any]  # results of functions of shapes, from this run and earlier ones
 
 
@@ -102,7 +102,7 @@ def resolved(tensor: Tensor) -> Tensor:
     return pick(tensor.node.value(), tensor.place) if isinstance(tensor, PendingTensor) else tensor
 
 
-class Surroundings:
+class CallContext:
     """The modes of torch that a function was called in, to call it in them later."""
 
     def __init__(self) -> None:
@@ -121,13 +121,13 @@ class Surroundings:
         return stack
 
 
-class Applied:
+class DeferredFunction:
     """A torch function of pending tensors, deferred."""
 
     def __init__(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], run: ModelRun) -> None:
         self.func, self.args, self.kwargs, self.run = func, args, kwargs, run
         run.applied.append(self)
-        self._around = Surroundings()
+        self._around = CallContext()
         self._versions = [(tensor, _version(tensor)) for tensor in tensors_of((args, kwargs))]
         self._value: Any = None
         self._is_computed = False
@@ -176,7 +176,7 @@ def _defer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         tensors = isinstance(nest, (tuple, list)) and bool(nest) and all(type(one) is Tensor for one in nest)
         run.shapes[key] = result if tensors else None
     result = run.shapes[key]
-    return None if result is None else pending(Applied(func, args, kwargs, run), result)
+    return None if result is None else pending(DeferredFunction(func, args, kwargs, run), result)
 
 
 def _signature(value: Any) -> object:
@@ -220,7 +220,7 @@ def nodes_of(value: Any) -> Iterator[Node]:
                 node = tensor.node
                 seen.add(id(node))
                 yield node
-                if isinstance(node, Applied):
+                if isinstance(node, DeferredFunction):
                     waiting.append((node.args, node.kwargs))
 
 

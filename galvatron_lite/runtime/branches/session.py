@@ -21,10 +21,10 @@ from galvatron_lite.runtime.activations.redistribute import cut_box
 from galvatron_lite.runtime.activations.traffic import RankPiece
 from galvatron_lite.runtime.branches.parts import PlacedPart, StandIn, Stream
 from galvatron_lite.runtime.branches.pending import (
-    Applied,
+    CallContext,
+    DeferredFunction,
     Foreseen,
     PendingTensor,
-    Surroundings,
     Template,
     meta_of,
     nodes_of,
@@ -34,7 +34,7 @@ from galvatron_lite.runtime.branches.pending import (
     template_of,
     with_rows,
 )
-from galvatron_lite.runtime.branches.transfer import BranchChannel, BranchTransfer, Cargo, TransferManifest
+from galvatron_lite.runtime.branches.transfer import BranchChannel, BranchTransfer, TensorMove, TransferManifest
 from galvatron_lite.runtime.parallelize import StageRuntime
 
 Origins = Mapping[int, tuple[Tensor, Tensor]]
@@ -79,7 +79,7 @@ class BranchSession:
         self.setting, self.rows, self.origins = setting, rows, origins
         self.trunk_rows = rows // setting.trunk.layout.batch  # samples that the trunk has on this rank
         self.device, self.shapes = setting.channel.device, setting.shapes
-        self.applied: list[Applied] = []
+        self.applied: list[DeferredFunction] = []
         self.calls: list[DeferredCall] = []
         self.departed: list[BranchTransfer] = []
         self._waiting: list[DeferredCall] = []
@@ -167,7 +167,7 @@ class DeferredCall:
         self, run: BranchSession, branch: RankBranch, stand_in: StandIn, args: Any, kwargs: dict[str, Any]
     ) -> None:
         self.run, self.branch, self._stand_in = run, branch, stand_in
-        self._around = Surroundings()
+        self._around = CallContext()
         self._args, self._kwargs = map_tensors((args, kwargs), self._admitted)
         self.consumed = False
         self.exit: BranchTransfer | None = None
@@ -203,9 +203,9 @@ class DeferredCall:
     def _commutes(self, tensor: PendingTensor) -> bool:
         """Whether deferred functions may run on the branch's share of the samples instead of the trunk's."""
         theirs, ours = self.run.rows // self.branch.part.layout.batch, self.run.trunk_rows
-        if theirs == ours or not isinstance(tensor.node, Applied):
+        if theirs == ours or not isinstance(tensor.node, DeferredFunction):
             return True
-        functions = [node for node in nodes_of(tensor) if isinstance(node, Applied)]
+        functions = [node for node in nodes_of(tensor) if isinstance(node, DeferredFunction)]
         if any(ours in _numbers((one.args, one.kwargs)) for one in functions):
             return False
         try:
@@ -220,7 +220,7 @@ class DeferredCall:
             node = tensor.node
             if isinstance(node, DeferredCall):
                 return pick(node.template.resized(rows), tensor.place)
-            assert isinstance(node, Applied)
+            assert isinstance(node, DeferredFunction)
             return pick(meta_of(node.func, node.args, node.kwargs, lambda one: self._like(one, rows)), tensor.place)
         like = template_of(tensor)
         return with_rows(like, rows) if self.run.setting.runtime.traffic.piece(tensor) is not None else like
@@ -228,7 +228,7 @@ class DeferredCall:
     def _reals(self) -> Iterator[Tensor]:
         seen = set[int]()
         nests = [(self._args, self._kwargs)]
-        nests += [(node.args, node.kwargs) for node in nodes_of(nests[0]) if isinstance(node, Applied)]
+        nests += [(node.args, node.kwargs) for node in nodes_of(nests[0]) if isinstance(node, DeferredFunction)]
         for tensor in tensors_of(nests):
             if not isinstance(tensor, PendingTensor) and id(tensor) not in seen:
                 seen.add(id(tensor))
@@ -261,7 +261,7 @@ class DeferredCall:
         setting, part, world = self.run.setting, self.branch.part, self.run.setting.channel.world
         grad = torch.is_grad_enabled()
         cargo = [
-            Cargo(
+            TensorMove(
                 one.part.dtype,
                 setting.trunk.boxes(one.source, one.shape, world),
                 part.boxes(one.target, one.shape, world),
@@ -308,7 +308,7 @@ class DeferredCall:
             shape = tuple(like.shape) if place in self.template.sampled else (self._shares(), *like.shape)
             before = part.boxes(part.layout.samples(shape), shape, world)
             after = setting.trunk.boxes(self._arriving(place, shape), shape, world)
-            cargo.append(Cargo(like.dtype, before, after, like.requires_grad))
+            cargo.append(TensorMove(like.dtype, before, after, like.requires_grad))
         return TransferManifest.of(cargo, setting.channel.rank)
 
     def _arriving(self, place: str, shape: tuple[int, ...]) -> AxisSplit:
@@ -338,7 +338,7 @@ class DeferredCall:
         node = tensor.node
         if isinstance(node, DeferredCall):
             return pick(node.local, tensor.place)
-        assert isinstance(node, Applied)
+        assert isinstance(node, DeferredFunction)
         if id(node) not in outputs:
             outputs[id(node)] = node.of(lambda one: self._inside(one, entered, outputs))
         return pick(outputs[id(node)], tensor.place)

@@ -167,7 +167,7 @@ class Shipment:
 
 
 @dataclass(frozen=True, slots=True)
-class Cargo:
+class TensorMove:
     """One tensor of a move."""
 
     dtype: torch.dtype
@@ -180,12 +180,12 @@ class Cargo:
 class TransferManifest:
     """What a rank sends and receives of some tensors; the same in every pass."""
 
-    cargo: tuple[Cargo, ...]  # the tensors
+    cargo: tuple[TensorMove, ...]  # the tensors
     there: tuple[Route, ...]  # this rank's part in the move of each
     back: tuple[Route, ...]  # the same of the gradients of those that have some
 
     @classmethod
-    def of(cls, cargo: Sequence[Cargo], rank: int) -> TransferManifest:
+    def of(cls, cargo: Sequence[TensorMove], rank: int) -> TransferManifest:
         """That of a rank."""
         there = tuple(route_boxes(one.before, one.after, rank) for one in cargo)
         back = tuple(route_boxes(one.after, one.before, rank) for one in cargo if one.differentiable)

@@ -64,7 +64,7 @@ from galvatron_lite.runtime.checkpoint.tensors import (
     stored_tensors,
     write_pieces,
 )
-from galvatron_lite.runtime.parameters.pieces import Held, Parallel, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.parameters.pieces import LocalShard, Parallel, held_buffers, held_parameters, held_states
 from galvatron_lite.runtime.peers import Peers, at_first, shares_samples, together
 from galvatron_lite.runtime.phases import Steering
 from galvatron_lite.runtime.scaling import LossScaler
@@ -95,7 +95,7 @@ class SavableModel(Parallel, Protocol):
 class Snapshot:
     """All that this process writes, so that training may continue meanwhile."""
 
-    held: list[Held]  # pieces of tensors
+    held: list[LocalShard]  # pieces of tensors
     plain: dict[str, Any]  # files of plain data, by name
     manifest: Manifest  # without tensors and files
     plan: Plan

@@ -29,7 +29,7 @@ from galvatron_lite.runtime.checkpoint.tensors import (
 )
 from galvatron_lite.runtime.checkpoint.unsplit import unsplit
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.parameters.pieces import Held, ItemRun, all_of, held_buffers, held_parameters
+from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard, all_of, held_buffers, held_parameters
 from galvatron_lite.units import parse_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -92,7 +92,7 @@ def _write(folder: Path, stored: dict[str, StoredTensor], parts: Sequence[Sequen
     for name, part in zip(names, parts, strict=True):
         tensors = {key: torch.empty(stored[key].shape, dtype=stored[key].dtype) for key in part}
         held = [
-            Held(key, stored[key].shape, tensor, (ItemRun(all_of(tensor.shape), all_of(tensor.shape)),))
+            LocalShard(key, stored[key].shape, tensor, (ItemRun(all_of(tensor.shape), all_of(tensor.shape)),))
             for key, tensor in tensors.items()
             if tensor.numel()
         ]

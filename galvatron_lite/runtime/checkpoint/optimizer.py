@@ -15,7 +15,7 @@ from torch import Tensor
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, TensorRecord
 from galvatron_lite.runtime.checkpoint.plain import check_plain
-from galvatron_lite.runtime.parameters.managed import Owned
+from galvatron_lite.runtime.parameters.managed import ManagedParameter
 from galvatron_lite.runtime.parameters.pieces import Parallel, held_parameter, parameter_name
 
 PER_GROUP = (
@@ -149,7 +149,7 @@ def blank_states(parallel: Parallel, manifest: Manifest, values: Mapping[str, An
     return states
 
 
-def _blank(owned: Owned, record: TensorRecord, full_shape: tuple[int, ...]) -> Tensor:
+def _blank(owned: ManagedParameter, record: TensorRecord, full_shape: tuple[int, ...]) -> Tensor:
     """This rank's part of a saved state; ``full_shape`` is that of the complete parameter."""
     like = owned.updated.detach()
     dtype: torch.dtype = getattr(torch, record.dtype)
@@ -161,14 +161,16 @@ def _blank(owned: Owned, record: TensorRecord, full_shape: tuple[int, ...]) -> T
     return torch.zeros(record.shape, dtype=dtype, device=like.device if record.shape else "cpu")
 
 
-def _managed(parallel: Parallel) -> dict[int, tuple[str, Owned]]:
+def _managed(parallel: Parallel) -> dict[int, tuple[str, ManagedParameter]]:
     """Names and parameters of this rank, by the identity of what the optimizer updates."""
     return {
         id(one.updated): (parameter_name(parallel, one), one) for runtime in parallel.runtimes for one in runtime.owned
     }
 
 
-def _group_of(group: Mapping[str, Any], managed: Mapping[int, tuple[str, Owned]], saved: Mapping[str, Any]) -> int:
+def _group_of(
+    group: Mapping[str, Any], managed: Mapping[int, tuple[str, ManagedParameter]], saved: Mapping[str, Any]
+) -> int:
     """The number of the saved group with the parameters of a rank's group; the first where the rank's is empty."""
     names = (managed[id(parameter)][0] for parameter in group["params"])
     return next((saved["members"][name] for name in names if name in saved["members"]), 0)

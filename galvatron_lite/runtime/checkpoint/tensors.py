@@ -17,14 +17,14 @@ from galvatron_lite.folders import Content
 from galvatron_lite.runtime.activations.layout import Box
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, Piece, TensorRecord, key_of
 from galvatron_lite.runtime.checkpoint.shards import CODES, TensorFile, write_tensors
-from galvatron_lite.runtime.parameters.pieces import Held, ItemRun, all_of, part_of
+from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard, all_of, part_of
 from galvatron_lite.runtime.peers import Peers
 
 PieceKey = tuple[str, tuple[int, ...]]
 """Name of a tensor, and place of a piece's first item in it."""
 
 
-def assign_pieces(held: Sequence[Held], of_first: Collection[str], peers: Peers) -> list[Held]:
+def assign_pieces(held: Sequence[LocalShard], of_first: Collection[str], peers: Peers) -> list[LocalShard]:
     """What this rank writes: each piece is written once, by the holder that writes least so far; all ranks call it.
 
     Args:
@@ -58,7 +58,7 @@ def assign_pieces(held: Sequence[Held], of_first: Collection[str], peers: Peers)
     return assigned
 
 
-def copied(held: Held) -> Held:
+def copied(held: LocalShard) -> LocalShard:
     """The same items in host memory of their own, no more than are written."""
     if len(held.chunks) != 1:
         return replace(held, tensor=held.tensor.detach().cpu().clone())
@@ -67,7 +67,7 @@ def copied(held: Held) -> Held:
     return replace(held, tensor=part, chunks=(ItemRun(all_of(part.shape), chunk.whole),))
 
 
-def write_pieces(path: Path, held: Sequence[Held]) -> tuple[Content, dict[str, TensorRecord]]:
+def write_pieces(path: Path, held: Sequence[LocalShard]) -> tuple[Content, dict[str, TensorRecord]]:
     """Write pieces into a new file; its content, and the records of the tensors.
 
     Raises:
@@ -173,7 +173,7 @@ def stored_files(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[st
     return stored
 
 
-def check_readable(held: Sequence[Held], stored: Mapping[str, StoredTensor]) -> None:
+def check_readable(held: Sequence[LocalShard], stored: Mapping[str, StoredTensor]) -> None:
     """Check that everything that a rank holds can be read, before anything is changed.
 
     Raises:
@@ -198,7 +198,7 @@ def check_readable(held: Sequence[Held], stored: Mapping[str, StoredTensor]) -> 
                     raise FileFormatError("file", piece.file, remedy)
 
 
-def read_tensors(held: Sequence[Held], stored: Mapping[str, StoredTensor]) -> None:
+def read_tensors(held: Sequence[LocalShard], stored: Mapping[str, StoredTensor]) -> None:
     """Fill what a rank holds from the files; call ``check_readable`` before."""
     files: dict[Path, TensorFile] = {}
     with torch.no_grad():

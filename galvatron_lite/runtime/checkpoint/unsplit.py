@@ -25,7 +25,7 @@ from galvatron_lite.runtime.checkpoint.sealed import content_errors
 from galvatron_lite.runtime.checkpoint.tensors import check_readable, read_tensors, stored_tensors
 from galvatron_lite.runtime.mesh import StrategyGroups
 from galvatron_lite.runtime.parallelize import StageRuntime
-from galvatron_lite.runtime.parameters.managed import Owned, Updates
+from galvatron_lite.runtime.parameters.managed import ManagedParameter, Updates
 from galvatron_lite.runtime.parameters.pieces import Entries, entries_of, held_buffers, held_parameters, held_states
 
 
@@ -33,7 +33,7 @@ from galvatron_lite.runtime.parameters.pieces import Entries, entries_of, held_b
 class _UnsplitStage:
     """What ``pieces`` reads of a stage."""
 
-    owned: list[Owned]
+    owned: list[ManagedParameter]
     updates: Updates
     stage: tuple[()] = ()
 
@@ -50,7 +50,7 @@ class ModelView:
 def unsplit(model: nn.Module) -> ModelView:
     """A plain model, seen as one that is split over one process."""
     groups = cast("StrategyGroups", None)
-    owned = [Owned((name,), parameter, None, groups, 1) for name, parameter in model.named_parameters()]
+    owned = [ManagedParameter((name,), parameter, None, groups, 1) for name, parameter in model.named_parameters()]
     stage = _UnsplitStage(owned, Updates(owned, GradientReducer(())))
     return ModelView(entries_of(model, ()), [cast("StageRuntime", stage)], [model])
 

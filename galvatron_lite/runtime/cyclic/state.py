@@ -10,7 +10,7 @@ from torch import Tensor
 
 from galvatron_lite.runtime.cyclic.setup import CyclicRuntime
 from galvatron_lite.runtime.parameters.full_state import gather, put
-from galvatron_lite.runtime.parameters.pieces import Held, ItemRun, all_of
+from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard, all_of
 
 
 def full_state(runtime: CyclicRuntime) -> dict[str, Tensor]:
@@ -55,14 +55,14 @@ def between(values: Sequence[Tensor]) -> Tensor:
     return stacked.mean(0) if first.is_floating_point() or first.is_complex() else stacked.amax(0)
 
 
-def _held(runtime: CyclicRuntime) -> list[Held]:
+def _held(runtime: CyclicRuntime) -> list[LocalShard]:
     """What this process has of the state; after ``flush`` all processes of a stage have the same."""
     tensors: dict[str, Tensor] = loose_buffers(runtime)
     for stage, states in runtime.executor.states.items():
         tensors |= states.masters
         tensors |= runtime.parts[stage].buffers()
     return [
-        Held(name, tuple(tensor.shape), tensor.detach(), (ItemRun(all_of(tensor.shape), all_of(tensor.shape)),))
+        LocalShard(name, tuple(tensor.shape), tensor.detach(), (ItemRun(all_of(tensor.shape), all_of(tensor.shape)),))
         for name, tensor in tensors.items()
         if name in runtime.entries.names
     ]

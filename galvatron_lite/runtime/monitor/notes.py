@@ -64,7 +64,7 @@ class Note:
     memory: int = 0  # peak bytes that its allocator held; 0: not known
 
 
-class Board:
+class NoteStore:
     """A store of notes that all ranks reach; all ranks make it together."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ def line_of(thread: int) -> tuple[str, bool]:
 
 
 def publish(
-    board: Board,
+    board: NoteStore,
     owner: weakref.ref[Any],
     note: Callable[[Any, int], Note],
     wake: threading.Event,

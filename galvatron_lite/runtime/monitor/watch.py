@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from galvatron_lite.errors import ExhaustedError, GalvatronError, LaunchError, PeerError
 from galvatron_lite.runtime.monitor.blame import exhausted, message, operation_of, ran_out, suspects
-from galvatron_lite.runtime.monitor.notes import HEARTBEAT, Board, Note, StepPhase, line_of, publish
+from galvatron_lite.runtime.monitor.notes import HEARTBEAT, Note, NoteStore, StepPhase, line_of, publish
 from galvatron_lite.runtime.peers import Peers
 from galvatron_lite.world import rank
 
@@ -59,7 +59,7 @@ class Watch:
         self._reports = device.type == "cuda" if reports is None else reports
         process = f"{socket.gethostname()}, process {os.getpid()}"
         self._note, self._since = Note(0, StepPhase.BETWEEN, process=process), monotonic()
-        self._board: Board | None = None
+        self._board: NoteStore | None = None
         self._arrivals: Peers | None = None
         self._limited = timeout is not None
         self.group: Any = None
@@ -133,7 +133,7 @@ class Watch:
     def _begin(self, step: int, phase: StepPhase) -> None:
         if self._board is None and dist.get_world_size() > 1:
             self._thread = threading.get_ident()
-            self._board = Board()
+            self._board = NoteStore()
             self._arrivals = Peers(self._timeout)
             if self._limited:
                 self.group = dist.new_group(timeout=timedelta(seconds=self._timeout), group_desc="step")

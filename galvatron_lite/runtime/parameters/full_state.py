@@ -13,7 +13,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.activations.layout import Box
 from galvatron_lite.runtime.parameters.pieces import (
     Entries,
-    Held,
+    LocalShard,
     Parallel,
     held_buffers,
     held_gradients,
@@ -51,7 +51,7 @@ def load_full_state_dict(parallel: Parallel, state: Mapping[str, Tensor]) -> Non
 
 
 @torch.no_grad()
-def put(held: Sequence[Held], entries: Entries, state: Mapping[str, Tensor]) -> None:
+def put(held: Sequence[LocalShard], entries: Entries, state: Mapping[str, Tensor]) -> None:
     """Set what this rank holds from a full state; errors as of ``load_full_state_dict``."""
     names: dict[str, list[str]] = {}
     for name, first in entries.names.items():
@@ -77,7 +77,7 @@ class _Piece:
     rank: int
 
 
-def gather(held: Sequence[Held]) -> dict[str, Tensor]:
+def gather(held: Sequence[LocalShard]) -> dict[str, Tensor]:
     """Full tensors, by name, on the CPU of every rank, piece by piece; all ranks must call it.
 
     Of ranks that have the same items the first one's count.

@@ -30,7 +30,7 @@ Shards = Mapping[str, ParameterShard]
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class ManagedParameter:
     """A parameter on this rank."""
 
     names: tuple[str, ...]  # its paths in the model; several where it is shared
@@ -82,9 +82,9 @@ class Owned:
         return self.reduced.grad
 
 
-def owned_parameters(
+def managed_parameters(
     model: nn.Module, stage: Sequence[LayerAssignment], meshes: Meshes, shards: Shards, experts: Shards
-) -> list[Owned]:
+) -> list[ManagedParameter]:
     """Every parameter of a split stage once, in the order of the layers."""
     layers = [placed.layer for placed in stage]
     strategies = {placed.layer.name: placed.strategy for placed in stage}
@@ -101,7 +101,7 @@ def owned_parameters(
 
 def _owned(
     parameter: nn.Parameter, names: tuple[str, ...], strategy: Strategy, meshes: Meshes, shards: Shards, experts: Shards
-) -> Owned:
+) -> ManagedParameter:
     shard, spread = (next((known[name] for name in names if name in known), None) for known in (shards, experts))
     partial = shard is not None and shard.placement is Placement.PARTIAL
     split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
@@ -110,12 +110,12 @@ def _owned(
     share = share_of(parameter, mesh) if strategy.zero_stage == 1 and mesh is not None and not partial else None
     shared = mesh.size(-1) if mesh is not None and (isinstance(parameter, DTensor) or share is not None) else 1
     copies = meshes.stage_devices // (split * shared * (1 if spread is None else spread.degree))
-    owned = Owned(names, parameter, shard, groups, copies, share, spread=spread)
+    owned = ManagedParameter(names, parameter, shard, groups, copies, share, spread=spread)
     offloads = strategy.offloads_states and parameter.requires_grad
     return replace(owned, host=HostCopy(owned.reduced)) if offloads else owned
 
 
-def reduced_parameters(owned: Iterable[Owned]) -> list[Reduced]:
+def reduced_parameters(owned: Iterable[ManagedParameter]) -> list[Reduced]:
     """The parameters whose gradients we sum ourselves, and over which ranks."""
     return [Reduced(one.parameter, one.summing, one.share) for one in owned if not one.is_zero]
 
@@ -125,7 +125,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def squared_norm_share(owned: Iterable[Owned], elsewhere: frozenset[str], device: torch.device) -> Tensor:
+def squared_norm_share(owned: Iterable[ManagedParameter], elsewhere: frozenset[str], device: torch.device) -> Tensor:
     """This rank's share of the squared norm of the full gradient; the sum over all ranks is the squared norm.
 
     Each part of the gradient is counted once: a part that n ranks hold counts 1/n on each. Parameters named in
@@ -143,7 +143,7 @@ def squared_norm_share(owned: Iterable[Owned], elsewhere: frozenset[str], device
     return total
 
 
-def multiply_gradients(owned: Sequence[Owned], factor: Tensor) -> None:
+def multiply_gradients(owned: Sequence[ManagedParameter], factor: Tensor) -> None:
     """Multiply all gradients by a number, on the device and where the optimizer sees them in host memory."""
     gradients = [local_tensor(gradient) for one in owned if (gradient := one.gradient) is not None]
     if gradients:
@@ -212,7 +212,7 @@ def _set_class(gradient: Tensor, guarded: bool) -> None:
     gradient.__class__ = (_GUARDED if guarded else _PLAIN).get(type(gradient), type(gradient))
 
 
-def guard_gradients(owned: Iterable[Owned], guarded: bool = True) -> None:
+def guard_gradients(owned: Iterable[ManagedParameter], guarded: bool = True) -> None:
     """Have what a user sees of reduced gradients refuse norms and other reductions; or no more, for an optimizer.
 
     ``torch.nn.utils.clip_grad_norm_`` and clipping written by hand would clip each rank by another norm.
@@ -222,7 +222,7 @@ def guard_gradients(owned: Iterable[Owned], guarded: bool = True) -> None:
             _set_class(one.updated.grad, guarded)
 
 
-def hides_norm(owned: Sequence[Owned], stage_devices: int) -> bool:
+def hides_norm(owned: Sequence[ManagedParameter], stage_devices: int) -> bool:
     """Whether the norm of these gradients is not that of all of them: torch reduces norms over ranks only where every
     one is a DTensor of the same mesh, cut by nothing else.
     """
@@ -239,7 +239,7 @@ class Updates:
     Every call is made by all ranks of a stage together.
     """
 
-    owned: Sequence[Owned]  # this rank's parameters
+    owned: Sequence[ManagedParameter]  # this rank's parameters
     reducer: GradientReducer  # of their gradients
     guarded: bool = False  # whether gradients refuse that other code takes their norm
     due: bool = False  # whether an optimizer may have stepped since updated values were last brought back

@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.runtime.activations.layout import Box
 from galvatron_lite.runtime.parallelize import StageRuntime
-from galvatron_lite.runtime.parameters.managed import Owned
+from galvatron_lite.runtime.parameters.managed import ManagedParameter
 
 RUNNING = ("running_mean", "running_var")
 """Buffers of normalisations of which a rank that shares channels keeps its own channels only."""
@@ -34,7 +34,7 @@ class ItemRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalShard:
     """What a rank holds of one tensor."""
 
     name: str  # the user's; of a shared parameter the first of its names in the model's ``state_dict()``
@@ -90,7 +90,7 @@ def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
     return Entries(names, homes)
 
 
-def held_parameters(parallel: Parallel) -> list[Held]:
+def held_parameters(parallel: Parallel) -> list[LocalShard]:
     """What this rank holds of every parameter; a name may come twice where several parts of the rank share it.
 
     All ranks call it. Who writes into them calls ``updates.take`` of every runtime afterwards.
@@ -100,12 +100,12 @@ def held_parameters(parallel: Parallel) -> list[Held]:
     return [held_parameter(parallel, one) for runtime in parallel.runtimes for one in runtime.owned]
 
 
-def held_parameter(parallel: Parallel, one: Owned) -> Held:
+def held_parameter(parallel: Parallel, one: ManagedParameter) -> LocalShard:
     """What this rank holds of one parameter, as it was last published."""
     return _held(parameter_name(parallel, one), one.parameter.detach(), one)
 
 
-def held_gradients(parallel: Parallel) -> list[Held]:
+def held_gradients(parallel: Parallel) -> list[LocalShard]:
     """What this rank holds of the gradients that there are, named as their parameters."""
     return [
         _held(parameter_name(parallel, one), gradient.detach(), one)
@@ -115,7 +115,7 @@ def held_gradients(parallel: Parallel) -> list[Held]:
     ]
 
 
-def held_states(parallel: Parallel, optimizer: Stateful) -> list[Held]:
+def held_states(parallel: Parallel, optimizer: Stateful) -> list[LocalShard]:
     """What this rank holds of the tensors of an optimizer's state, named ``PARAMETER/exp_avg``.
 
     Entries that are neither of the parameter's shape, nor of it with some extents 1, are whole on every rank. Entries
@@ -130,20 +130,20 @@ def held_states(parallel: Parallel, optimizer: Stateful) -> list[Held]:
     ]
 
 
-def held_buffers(parallel: Parallel) -> list[Held]:
+def held_buffers(parallel: Parallel) -> list[LocalShard]:
     """What this rank holds of the buffers of the model's state that its own layers have.
 
     Ranks that take other samples may have other values of the same items (running statistics); the first rank's count
     where one value is needed.
     """
     return [
-        Held(name, tuple(buffer.shape), buffer, chunks)
+        LocalShard(name, tuple(buffer.shape), buffer, chunks)
         for place, (runtime, tree) in enumerate(zip(parallel.runtimes, parallel.structures, strict=True))
         for name, buffer, chunks in _buffers(runtime, tree, parallel.entries, is_first=place == 0)
     ]
 
 
-def parameter_name(parallel: Parallel, one: Owned) -> str:
+def parameter_name(parallel: Parallel, one: ManagedParameter) -> str:
     """The first name of a parameter in the full model's ``state_dict()``."""
     return parallel.entries.names.get(one.names[0], one.names[0])
 
@@ -160,7 +160,7 @@ def all_of(shape: Sequence[int]) -> Box:
     return Box(tuple((0, extent) for extent in shape))
 
 
-def _held(name: str, tensor: Tensor, one: Owned) -> Held:
+def _held(name: str, tensor: Tensor, one: ManagedParameter) -> LocalShard:
     local, part, shape = _local_items(tensor, one)
     chunks: tuple[ItemRun, ...] = (ItemRun(part.within(part), part),) if part.items else ()
     shard = one.shard if one.shard is not None and one.shard.placement is Placement.SHARDED else None
@@ -175,7 +175,7 @@ def _held(name: str, tensor: Tensor, one: Owned) -> Held:
         chunks = tuple(
             replace(chunk, whole=Box(((first + start, last + start), *rest))) for chunk, ((first, last), *rest) in moved
         )
-    return Held(name, shape, local, chunks)
+    return LocalShard(name, shape, local, chunks)
 
 
 def _is_like(shape: Sequence[int], other: Sequence[int]) -> bool:
@@ -186,7 +186,7 @@ def _with_extent(shape: tuple[int, ...], dim: int, extent: int) -> tuple[int, ..
     return (*shape[:dim], extent, *shape[dim + 1 :])
 
 
-def _local_items(tensor: Tensor, one: Owned) -> tuple[Tensor, Box, tuple[int, ...]]:
+def _local_items(tensor: Tensor, one: ManagedParameter) -> tuple[Tensor, Box, tuple[int, ...]]:
     """A plain tensor, which items of this rank's slice of the parameter it has, and the slice's shape."""
     if isinstance(tensor, DTensor):
         return tensor.to_local(), _local_box(tensor), tuple(tensor.shape)

@@ -35,8 +35,8 @@ from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, StageRunt
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.parameters.pieces import (
     Entries,
-    Held,
     ItemRun,
+    LocalShard,
     Parallel,
     all_of,
     held_buffers,
@@ -387,7 +387,7 @@ class _BlankLayers(Materializer):
         return []
 
 
-def _unsaved_buffers(parallel: Parallel, layers: Sequence[Layer]) -> Iterator[Held]:
+def _unsaved_buffers(parallel: Parallel, layers: Sequence[Layer]) -> Iterator[LocalShard]:
     """Buffers outside ``state_dict()`` that this rank's layers have, or no layer."""
     for place, (runtime, tree) in enumerate(zip(parallel.runtimes, parallel.structures, strict=True)):
         own = {placed.layer.name for placed in runtime.stage} | ({""} if place == 0 else set())
@@ -397,16 +397,16 @@ def _unsaved_buffers(parallel: Parallel, layers: Sequence[Layer]) -> Iterator[He
                 yield _held_buffer(name, buffer)
 
 
-def _blank_buffers(parallel: Parallel, blanks: Sequence[tuple[str, Tensor]]) -> list[Held]:
+def _blank_buffers(parallel: Parallel, blanks: Sequence[tuple[str, Tensor]]) -> list[LocalShard]:
     """The buffers of a new split: complete but for the channels of other ranks."""
     held = {id(buffer.tensor): buffer for buffer in held_buffers(parallel)}
     buffers = [held.get(id(blank)) or _held_buffer(name, blank) for name, blank in blanks]
     return [replace(buffer, name=parallel.entries.names.get(buffer.name, buffer.name)) for buffer in buffers]
 
 
-def _held_buffer(name: str, buffer: Tensor) -> Held:
+def _held_buffer(name: str, buffer: Tensor) -> LocalShard:
     box = all_of(buffer.shape)
-    return Held(name, tuple(buffer.shape), buffer, (ItemRun(box, box),) if box.items else ())
+    return LocalShard(name, tuple(buffer.shape), buffer, (ItemRun(box, box),) if box.items else ())
 
 
 def _names(entries: Entries, runtimes: Iterable[StageRuntime]) -> dict[nn.Parameter, str]:
@@ -414,7 +414,7 @@ def _names(entries: Entries, runtimes: Iterable[StageRuntime]) -> dict[nn.Parame
     return {one.updated: entries.names.get(one.names[0], one.names[0]) for runtime in runtimes for one in runtime.owned}
 
 
-def _cut_states(report: OptimizerReport, states: Iterable[Held]) -> list[Held]:
+def _cut_states(report: OptimizerReport, states: Iterable[LocalShard]) -> list[LocalShard]:
     """The optimizer's tensors that are cut as their parameters are."""
     cut = {f"{name}/{key}" for name, state in report.states.items() for key, entry in state.items() if entry.dtype}
     return [state for state in states if state.name in cut]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.runtime.activations.layout import Box
-from galvatron_lite.runtime.parameters.pieces import Held, ItemRun, all_of, part_of
+from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard, all_of, part_of
 
 MESSAGE_BYTES = 64 * 2**20
 """Bytes of tensors that are sent together: few messages, and little memory for them."""
@@ -114,7 +114,7 @@ class TensorReport:
 class LocalTensors:
     """The tensors of this rank in one of the two plans; several of one name where stages of the rank share it."""
 
-    def __init__(self, held: Iterable[Held] = ()) -> None:
+    def __init__(self, held: Iterable[LocalShard] = ()) -> None:
         self.parts: dict[str, list[LocalPart]] = {}
         self.reports: dict[str, TensorReport] = {}
         for one in held:

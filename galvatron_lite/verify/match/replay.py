@@ -209,18 +209,18 @@ class Replay:
         while not actor.owed and actor.next < len(script.messages) and not self._stopped:
             number = actor.next
             message, line = script.messages[number], script.lines[number]
-            way: Way | None = None
+            direction: Way | None = None
             lane: Hashable = line
             key: Hashable = line
             if message.kind in PAIRED:
                 place = part.partner(number)
                 other = self.streams[actor.groups[line]][1][place]
                 ends = (part.rank, other) if message.kind is MessageType.SEND else (other, part.rank)
-                way = (*ends, message.tag)
-                key = line, way
+                direction = (*ends, message.tag)
+                key = line, direction
                 lane = (line, place) if script.batches[number] == NOBODY else line
             actor.counts[key] += 1
-            started = StartedMessage(part.rank, number, (actor.groups[line], way, actor.counts[key]), lane, [])
+            started = StartedMessage(part.rank, number, (actor.groups[line], direction, actor.counts[key]), lane, [])
             actor.open[number] = started
             if message.waited != NOBODY:
                 actor.later[max(message.waited, number + 1)] += 1
@@ -229,9 +229,9 @@ class Replay:
             actor.owed += actor.later.pop(actor.next, 0)
 
     def _start(self, actor: _Actor, message: StartedMessage) -> None:
-        group, way, _ = message.meeting
+        group, direction, _ = message.meeting
         if self._without[group]:
-            strangers = [rank for rank in self._without[group] if way is None or rank in way[:2]]
+            strangers = [rank for rank in self._without[group] if direction is None or rank in direction[:2]]
             if strangers:
                 self.strangers = message, strangers
                 return
@@ -248,10 +248,10 @@ class Replay:
     def _meet(self, message: StartedMessage) -> None:
         found = self.present[message.meeting]
         found.append(message)
-        group, way, _ = message.meeting
-        if len(found) < (len(self.streams[group][1]) if way is None else 2):
+        group, direction, _ = message.meeting
+        if len(found) < (len(self.streams[group][1]) if direction is None else 2):
             return
-        clash = None if self._same_message(found) else self._mismatch(found, way)
+        clash = None if self._same_message(found) else self._mismatch(found, direction)
         if clash is not None:
             self.clash, self.meeting = clash, message.meeting
             return
@@ -267,13 +267,13 @@ class Replay:
             one.number == first.number and self.actors[one.rank].part.script is script for one in found
         )
 
-    def _mismatch(self, found: Sequence[StartedMessage], way: Way | None) -> MessageMismatch | None:
+    def _mismatch(self, found: Sequence[StartedMessage], direction: Way | None) -> MessageMismatch | None:
         spoken = [rank_message(self.actors[one.rank].part, one.number) for one in sorted(found, key=self._place)]
-        return collective_mismatch(spoken) if way is None else pair_mismatch(*spoken)
+        return collective_mismatch(spoken) if direction is None else pair_mismatch(*spoken)
 
     def _place(self, message: StartedMessage) -> int:
-        group, way, _ = message.meeting
-        if way is None:
+        group, direction, _ = message.meeting
+        if direction is None:
             return self.streams[group][1].index(message.rank)
         return int(self.actors[message.rank].part.script.messages[message.number].kind is MessageType.RECEIVE)
 

@@ -72,7 +72,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Small:
+class SmallModel:
     """A small model with what it is trained on."""
 
     model: nn.Module  # in training mode, without chances
@@ -194,7 +194,7 @@ def _check_work(graph: ModelGraph, plan: Plan) -> None:
         raise TooLargeError(f"A step of it still takes {work:.1e} FLOPs; up to {MOST_WORK:.0e} are run.")
 
 
-def make_small(source: ModelSource, recipe: Recipe) -> Small:
+def make_small(source: ModelSource, recipe: Recipe) -> SmallModel:
     """The small model with values, always the same ones; its batches differ from one another."""
     torch.manual_seed(0)
     model, batch, loss_fn = source.on_meta() if recipe.ways else source.make()
@@ -216,7 +216,7 @@ def make_small(source: ModelSource, recipe: Recipe) -> Small:
     layers = discover_layers(small, batch)
     batch = map_tensors(batch, lambda one: one.to(precision) if one.is_floating_point() else one)
     batches = tuple(slice_batch(batch, number * each, (number + 1) * each) for number in range(STEPS))
-    return Small(small, batches, loss_fn, layers, 10.0 if convolves else 1.0, normed)
+    return SmallModel(small, batches, loss_fn, layers, 10.0 if convolves else 1.0, normed)
 
 
 def _with_values(source: ModelSource, model: nn.Module, batch: Any) -> Any:

@@ -23,9 +23,9 @@ from torch import Tensor
 from galvatron_lite.model.batch import batch_size, call_model, loss_of, slice_batch
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.parameters.pieces import Held, held_gradients, held_parameters, part_of
+from galvatron_lite.runtime.parameters.pieces import LocalShard, held_gradients, held_parameters, part_of
 from galvatron_lite.verify.launched import ForkedServer, fork
-from galvatron_lite.verify.numbers.shrink import Recipe, Small, make_small
+from galvatron_lite.verify.numbers.shrink import Recipe, SmallModel, make_small
 from galvatron_lite.verify.source import ModelSource
 from galvatron_lite.verify.trial.check import try_model
 
@@ -56,7 +56,7 @@ class ReferenceTraining:
     draws: bool  # whether a forward pass gives another loss when it is run again: it draws random numbers
 
 
-def train_alone(small: Small, plan: Plan) -> ReferenceTraining:
+def train_alone(small: SmallModel, plan: Plan) -> ReferenceTraining:
     """The small model, trained by plain PyTorch.
 
     The whole batch in one go; in the plan's micro-batches where statistics of the samples of a pass are taken.
@@ -80,11 +80,11 @@ def train_alone(small: Small, plan: Plan) -> ReferenceTraining:
     return ReferenceTraining(initial, losses, norm, gradients[0], gradients[-1], parameters, draws)
 
 
-def _loss(small: Small, batch: Any) -> Tensor:
+def _loss(small: SmallModel, batch: Any) -> Tensor:
     return loss_of(call_model(small.model, batch), batch, small.loss_fn)
 
 
-def _backward(small: Small, batch: Any, count: int) -> float:
+def _backward(small: SmallModel, batch: Any, count: int) -> float:
     each, total = batch_size(batch) // count, 0.0
     for number in range(count):
         loss = _loss(small, slice_batch(batch, number * each, (number + 1) * each)) / count
@@ -93,7 +93,7 @@ def _backward(small: Small, batch: Any, count: int) -> float:
     return total
 
 
-def train_under_plan(small: Small, plan: Plan, reference: ReferenceTraining) -> dict[str, Any]:
+def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining) -> dict[str, Any]:
     """Train under the plan, on every rank of its world.
 
     Returns:
@@ -110,7 +110,7 @@ def train_under_plan(small: Small, plan: Plan, reference: ReferenceTraining) -> 
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
     relative, wrong, held = RELATIVE * small.relative, list[str](), dict[str, Any]()
 
-    def compare(what: str, parts: list[Held], expected: Tensors) -> None:
+    def compare(what: str, parts: list[LocalShard], expected: Tensors) -> None:
         boxes = held.setdefault(what, {})
         for one in parts:
             boxes.setdefault(one.name, {}).update({str(box.whole.ranges): box.whole.items for box in one.chunks})
@@ -144,7 +144,7 @@ def _global(part: Tensor) -> float:
     return float(total)
 
 
-def _differences(held: list[Held], expected: Tensors, relative: float) -> Iterator[str]:
+def _differences(held: list[LocalShard], expected: Tensors, relative: float) -> Iterator[str]:
     """Parts of tensors against whole ones.
 
     The largest error is ``relative`` times the largest entry of the whole tensor. Some gradients are zero in exact

@@ -17,21 +17,21 @@ from galvatron_lite.calibration.schema import Calibration, ConstantsOrigin
 from galvatron_lite.calibration.store import DEFAULT, load_calibration
 from galvatron_lite.files import read_data, write_data
 from galvatron_lite.stacks.catalog import GALVATRON
-from galvatron_lite.validate.results import Judged, Scores, score_families
+from galvatron_lite.validate.results import ScoredRun, Scores, score_families
 from studies.calibration.fit import Unknowns, errors_of
 from studies.calibration.rows import Rows
 from studies.calibration.stages import Setup, Staged, entries_fitted
 
-Ways = dict[str, list[Judged]]  # judged rows by the way they were left out
+Ways = dict[str, list[ScoredRun]]  # judged rows by the way they were left out
 
 
-def graded(judged: Sequence[Judged]) -> list[Judged]:
+def graded(judged: Sequence[ScoredRun]) -> list[ScoredRun]:
     """Of each family the rows of grade A, or all where it has none."""
     best = families_of_grade_a(judged)
     return [one for one in judged if one.run.quality == "A" or one.run.family not in best]
 
 
-def families_of_grade_a(judged: Iterable[Judged]) -> set[str]:
+def families_of_grade_a(judged: Iterable[ScoredRun]) -> set[str]:
     """Families with measurements of grade A: those of the headline."""
     return {one.run.family for one in judged if one.run.quality == "A"}
 

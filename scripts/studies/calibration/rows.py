@@ -20,7 +20,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.checks import cluster_of, device_of
 from galvatron_lite.validate.predict import Predictor
-from galvatron_lite.validate.results import Judged, Predicted, Skipped
+from galvatron_lite.validate.results import Predicted, ScoredRun, Skipped
 from galvatron_lite.validate.rows import PublishedRun
 from studies.calibration.fit import Array, PredictMany, Problem, Task, family_weights
 from studies.calibration.stages import Mask, Setup, Staged, calibrated_without, common_without
@@ -46,7 +46,7 @@ Progress = Callable[[int, int, str], None]
 class Rows:
     """Published runs whose step time can be predicted and counts."""
 
-    judged: tuple[Judged, ...]  # each with its prediction before the fit
+    judged: tuple[ScoredRun, ...]  # each with its prediction before the fit
     problem: Problem  # the same as numbers
 
     @property
@@ -70,7 +70,7 @@ def rows_of(runs: Sequence[PublishedRun], calibration: Calibration, most: int, p
     return Rows(tuple(kept), _problem(kept, calibration, most))
 
 
-def _problem(kept: Sequence[Judged], calibration: Calibration, most: int) -> Problem:
+def _problem(kept: Sequence[ScoredRun], calibration: Calibration, most: int) -> Problem:
     groups = group_numbers([one.run for one in kept])
     families = [one.run.family for one in kept]
     fitted = np.array(spread(families, most))
@@ -104,7 +104,7 @@ def spread(families: Sequence[str], most: int) -> list[int]:
     return sorted(chosen)
 
 
-def measured_seconds(judged: Judged) -> float:
+def measured_seconds(judged: ScoredRun) -> float:
     """Measured seconds of a row whose time counts."""
     assert judged.measured is not None
     assert judged.measured.step_seconds is not None
@@ -231,7 +231,7 @@ def workers(runs: Sequence[PublishedRun], processes: int, progress: Progress) ->
         yield Workers(predict, folds)
 
 
-def judged_again(judged: Judged, seconds: float) -> Judged:
+def judged_again(judged: ScoredRun, seconds: float) -> ScoredRun:
     """A row with another prediction of its time."""
     assert isinstance(judged.outcome, Predicted)
     outcome = replace(judged.outcome, step_seconds=exp(seconds))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from galvatron_lite.analysis.report.gather import Shown, with_timeline
+from galvatron_lite.analysis.report.gather import PlanView, with_timeline
 from galvatron_lite.analysis.report.page import page
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.parallelism.strategy import Strategy
@@ -31,7 +31,7 @@ def priced(profile: Profile, plan: Plan, text: str = "test", budget: int = BUDGE
 
 
 @cache
-def small(schedule: Schedule = Schedule.ONE_F_ONE_B, count: int = 4) -> Shown:
+def small(schedule: Schedule = Schedule.ONE_F_ONE_B, count: int = 4) -> PlanView:
     """Four stages of two devices."""
     profile = random_profile(random.Random(3), devices=8, blocks=6)
     virtual = 2 if schedule in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE_V) else 1
@@ -42,11 +42,11 @@ def small(schedule: Schedule = Schedule.ONE_F_ONE_B, count: int = 4) -> Shown:
         strategies=[Strategy(data=size)] * 3 + [Strategy(zero=size, zero_stage=3)] * (layers - 3), schedule=schedule,
     )  # fmt: skip
     plan = replace(plan, virtual_stages=virtual)
-    return with_timeline(Shown("plan.yaml", priced(profile, plan), profile))
+    return with_timeline(PlanView("plan.yaml", priced(profile, plan), profile))
 
 
 @cache
-def hostile() -> Shown:
+def hostile() -> PlanView:
     """The same with names that would end texts, attributes and scripts."""
     own = small()
     assert own.profile is not None
@@ -59,18 +59,18 @@ def hostile() -> Shown:
         for stage in own.plan.stages
     )
     plan = priced(named, replace(own.plan, model=HOSTILE, stages=stages), HOSTILE)
-    return with_timeline(Shown(HOSTILE, plan, named, missing=(HOSTILE,)))
+    return with_timeline(PlanView(HOSTILE, plan, named, missing=(HOSTILE,)))
 
 
 @cache
-def large() -> Shown:
+def large() -> PlanView:
     """128 stages and 512 micro-batches."""
     profile = random_profile(random.Random(1), devices=128, blocks=126, alike=True)
     plan = plan_of(
         profile.graph, devices=128, global_batch=512, microbatches=512, cuts=tuple(range(129)),
         strategies=[Strategy()] * 128,
     )  # fmt: skip
-    return with_timeline(Shown("large.yaml", priced(profile, plan), profile))
+    return with_timeline(PlanView("large.yaml", priced(profile, plan), profile))
 
 
 @cache

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from galvatron_lite.analysis.report.gather import Shown, with_timeline
+from galvatron_lite.analysis.report.gather import PlanView, with_timeline
 from galvatron_lite.analysis.report.page import page
 from galvatron_lite.analysis.report.plan_figures import dimensions_of, groups_in, looks_of
 from galvatron_lite.analysis.report.timeline_data import KINDS, packed
@@ -208,7 +208,7 @@ def test_every_strategy_looks_unlike_the_others() -> None:
 
 def test_what_cannot_be_shown_is_said() -> None:
     own = small()
-    bare = Shown("plan.yaml", replace(own.plan, prediction=None), own.profile)
+    bare = PlanView("plan.yaml", replace(own.plan, prediction=None), own.profile)
     with pytest.raises(InputError, match="no prediction"):
         page([bare])
     cyclic = replace(own, plan=replace(own.plan, cyclic=Cyclic(CyclicRule.V1, CyclicSetting.DATA)), timeline=None)

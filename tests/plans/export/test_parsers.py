@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from galvatron_lite.plans.export.common import cuts
+from galvatron_lite.plans.export.settings import cuts
 from galvatron_lite.plans.export.tools import export
 from tests.plans.export.made import BATCH, BLOCKS, PLANS
 

@@ -17,7 +17,8 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.export.common import commented, cuts
+from galvatron_lite.plans.export.fields import commented
+from galvatron_lite.plans.export.settings import cuts
 from galvatron_lite.plans.export.tools import TOOLS, export
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import BranchPlacement, LayerRun, Mode, Schedule, Stage, TrainedBy
@@ -25,25 +26,23 @@ from tests.plans.export.made import BATCH, BLOCKS, COUNT, PLANS, plan
 
 EVERY = sorted(PLANS)
 _LOST = {
-    ("deepspeed", "pipeline"): "pipeline of 2 stages",
-    ("deepspeed", "zero3"): "recomputation",
-    ("deepspeed", "context"): "context parallelism",
+    ("deepspeed", "pipeline"): "pipeline 2: here 1; write the model as deepspeed.pipe.PipelineModule",
+    ("deepspeed", "context"): "context 2: here 1",
     ("deepspeed", "mixed"): "layers.5 … layers.7: zero2x4",
-    ("deepspeed", "spatial"): "shares of the pixels",
-    ("deepspeed", "hybrid"): "2 replicas of the shards",
-    ("megatron", "gpipe"): "schedule gpipe",
+    ("deepspeed", "spatial"): "height 2: here 1",
+    ("deepspeed", "hybrid"): "replicas of shards 2: here 1",
+    ("megatron", "gpipe"): "schedule gpipe: here 1f1b",
     ("megatron", "zero-bubble"): "schedule zb-1p",
     ("megatron", "mixed"): "layers.5 … layers.7: zero2x4",
     ("megatron", "pipeline"): "computed again selectively",
-    ("torchtitan", "zero1"): "ZeRO-1",
-    ("torchtitan", "odd"): "stages of 2, 1, 3, 2 blocks",
+    ("torchtitan", "zero1"): "ZeRO stage 1",
+    ("torchtitan", "odd"): "blocks of stages 2 and edges, 1, 3, 2 and edges",
     ("torchtitan", "zero-bubble"): "schedule zb-1p",
-    ("torchtitan", "ulysses"): "Ulysses",
-    ("accelerate", "pipeline"): "pipeline of 2 stages",
-    ("accelerate", "expert"): "expert parallelism",
-    ("accelerate", "mixed"): "full recomputation of 5 blocks alone",
-    ("accelerate", "data"): "gradient_accumulation_steps=4",
-    ("nemo", "spatial"): "shares of the pixels",
+    ("torchtitan", "ulysses"): "ulysses True: here False",
+    ("accelerate", "pipeline"): "pipeline 2: here 1",
+    ("accelerate", "expert"): "expert 4: here 1",
+    ("accelerate", "mixed"): "recomputed 5: here 0",
+    ("nemo", "spatial"): "height 2: here 1",
 }
 
 
@@ -142,13 +141,13 @@ def test_accelerate_has_fsdp_recompute_and_tells_who_does_otherwise() -> None:
         kind = "FSDP" if name in ("zero2", "zero3") else "DEEPSPEED"
         assert yaml.safe_load(export(PLANS[name], "accelerate").text)["distributed_type"] == kind
     left_out = {name: " ".join(export(one, "accelerate").left_out) for name, one in PLANS.items()}
-    assert [name for name, lines in left_out.items() if "ZeRO-1: beside" in lines] == ["tensor"]
+    assert [name for name, lines in left_out.items() if "ZeRO stage 1" in lines] == ["tensor"]
     assert "replicas" not in left_out["hybrid"]
     replicas = replace(PLANS["hybrid"], backend=TrainedBy.DEEPSPEED)
-    assert any("2 replicas of the shards" in line for line in export(replicas, "accelerate").left_out)
+    assert any("replicas of shards 2" in line for line in export(replicas, "accelerate").left_out)
     assert not any("recomputation" in line for line in export(PLANS["zero3"], "accelerate").left_out)
     replicas = plan(Strategy(zero=4, zero_stage=2, recompute=Recompute.FULL, offload=Offload.STATES))
-    assert any("the model does it" in line for line in export(replicas, "accelerate").left_out)
+    assert any("gradient_checkpointing_enable" in line for line in export(replicas, "accelerate").by_hand)
 
 
 def test_a_plan_s_own_tool_trains_with_it() -> None:
@@ -205,12 +204,13 @@ def test_the_command_writes_prints_and_is_strict(tmp_path: Path) -> None:
     written = runner.invoke(app, ["export", str(given), "--to", "deepspeed", "-o", str(file)])
     assert written.exit_code == 0, written.output
     assert json.loads(file.read_text())["zero_optimization"] == {"stage": 3}
-    assert "not said for deepspeed: recomputation" in written.stderr
+    assert "left to you, recompute in every block" in written.stderr
     printed = runner.invoke(app, ["export", str(given), "--to", "torchtitan", "--json"])
     answer = json.loads(printed.stdout)
     assert (answer["tool"], answer["file"], answer["left_out"]) == ("torchtitan", None, [])
-    strict = runner.invoke(app, ["export", str(given), "--to", "deepspeed", "--strict"])
+    write_plan(PLANS["hybrid"], given)
+    strict = runner.invoke(app, ["export", str(given), "--for", "deepspeed", "--strict"])
     assert isinstance(strict.exception, InputError)
     unknown = runner.invoke(app, ["export", str(given), "--to", "horovod"])
     assert isinstance(unknown.exception, InputError)
-    assert "deepspeed, megatron, torchtitan, accelerate, nemo" in str(unknown.exception)
+    assert "megatron, nemo, torchtitan, deepspeed, accelerate" in str(unknown.exception)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.branches.parts import StandIn, entrances, place_parts, replace_module, skeleton
-from galvatron_lite.runtime.branches.pending import Applied, PendingTensor, pending
+from galvatron_lite.runtime.branches.pending import DeferredFunction, PendingTensor, pending
 from tests.runtime.branches.networks import ONE, Case, layers_of, make_model, make_plan
 
 CASE = Case("Coders", {"a": (("coders.0",), 0, 1, ONE), "b": (("coders.1",), 1, 1, ONE)}, ONE, 2)
@@ -99,7 +99,7 @@ class Run:
     """A run of a model."""
 
     def __init__(self) -> None:
-        self.device, self.applied, self.shapes = torch.device("cpu"), list[Applied](), dict[object, Any]()
+        self.device, self.applied, self.shapes = torch.device("cpu"), list[DeferredFunction](), dict[object, Any]()
 
 
 class Source:

@@ -15,7 +15,7 @@ from galvatron_lite.runtime.checkpoint.sealed import survey
 from galvatron_lite.runtime.checkpoint.shards import write_tensors
 from galvatron_lite.runtime.checkpoint.tensors import copied, stored_files
 from galvatron_lite.runtime.checkpoint.unsplit import load_into
-from galvatron_lite.runtime.parameters.pieces import Held, ItemRun, all_of
+from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard, all_of
 from tests.runtime.checkpoint import jobs
 from tests.runtime.checkpoint.jobs import load, make_net, save
 from tests.runtime.checkpoint.test_faults import ALONE
@@ -57,7 +57,7 @@ def test_a_file_without_a_tensor_and_a_folder_that_cannot_be_read(
 
 def test_no_more_is_copied_than_is_written() -> None:
     tensor, first, last = torch.arange(4.0), all_of((2,)), ItemRun(Box(((2, 4),)), Box(((0, 2),)))
-    held = Held("weight", (4,), tensor, (ItemRun(first, first), last))
+    held = LocalShard("weight", (4,), tensor, (ItemRun(first, first), last))
     assert copied(held).tensor.equal(tensor)
     half = copied(replace(held, chunks=(last,)))
     assert half.tensor.tolist() == [2.0, 3.0]

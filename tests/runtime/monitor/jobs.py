@@ -46,7 +46,7 @@ SETTINGS = Adapt(window=WINDOW, warm_up=2, threshold=0.25, cool_down=5 * WINDOW,
 
 
 @dataclass(frozen=True)
-class Course:
+class SlowLinkRun:
     """What happened.
 
     Attributes:
@@ -88,7 +88,7 @@ def known_profile() -> Profile:
     return profile_of(pace, BATCH, pair(BANDWIDTH, 1e-3))
 
 
-def train_over_slow_link(folder: str, quick: int, slow: int) -> Course:
+def train_over_slow_link(folder: str, quick: int, slow: int) -> SlowLinkRun:
     """So many steps over a quick link, then over one that is slower by a known factor, on a clock that knows both.
 
     Then some more over the slow link, on the machine's own clock.
@@ -106,7 +106,7 @@ def train_over_slow_link(folder: str, quick: int, slow: int) -> Course:
     after = undisturbed(run.seconds_really)
     run.parallel.switch(first, run.optimizer)
     really = undisturbed(run.seconds_really), after
-    return Course(known, really, links, list(run.monitor.decisions), run.losses)
+    return SlowLinkRun(known, really, links, list(run.monitor.decisions), run.losses)
 
 
 class _Run:

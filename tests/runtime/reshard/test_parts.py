@@ -123,7 +123,7 @@ def _swapped_columns(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Small(nn.Module):
+class SmallModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -137,7 +137,7 @@ class Small(nn.Module):
 
 
 def test_a_structure_is_restored_in_place() -> None:
-    model = Small()
+    model = SmallModel()
     early = model.one.register_forward_hook(lambda *_: model.calls.append(1))
     hooks = model.one._forward_hooks
     was = Structure(model.modules(), meta=True)
@@ -159,7 +159,7 @@ def test_a_structure_is_restored_in_place() -> None:
 
 
 def test_what_the_user_changed_is_kept() -> None:
-    model = Small()
+    model = SmallModel()
     gone = model.one.register_forward_hook(lambda *_: None)
     was, split = Structure(model.modules()), Structure(model.modules())
     model.one.out_features = 1
