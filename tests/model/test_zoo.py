@@ -88,8 +88,10 @@ def test_a_share_of_the_heads_runs_without_edits(degree: int) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(InputError, match="is unknown"):
-        build("gpt-huge")
+    with pytest.raises(InputError, match="Did you mean gpt-tiny"):
+        build("gpt-tyny")
+    with pytest.raises(InputError, match="gpt-tiny"):
+        build("nobody's")
     with pytest.raises(InputError, match="kv_heads"):
         build("gpt-tiny", width=3)
     with pytest.raises(InputError, match="divides the hidden size"):
