@@ -88,11 +88,14 @@ def read_data(path: Path) -> Any:
     Raises:
         FileFormatError: no such file, not text, truncated or not valid YAML/JSON: names the line.
     """
+    return parse_data(path, read_text(path, limits.FILE_BYTES if path.suffix == ".json" else limits.YAML_BYTES))
+
+
+def parse_data(path: Path, text: str) -> Any:
+    """The same of a text that was read from a file; its suffix says whether it is JSON."""
     import yaml
 
-    text = ""
     try:
-        text = read_text(path, limits.FILE_BYTES if path.suffix == ".json" else limits.YAML_BYTES)
         data = json.loads(text, object_pairs_hook=without_twins) if path.suffix == ".json" else _yaml(path, text)
     except (json.JSONDecodeError, yaml.MarkedYAMLError) as error:
         raise _ill_written(path, text, error) from error

@@ -8,11 +8,13 @@ import shlex
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.files import parse_data
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.plans.export.settings import Settings, World
 
@@ -169,10 +171,7 @@ def flat(data: Any, file: str, prefix: str = "") -> dict[str, Any]:
 
 def parse_yaml(text: str, file: str) -> dict[str, Any]:
     """Values of a YAML or JSON file."""
-    try:
-        return flat(yaml.safe_load(text), file)
-    except yaml.YAMLError as error:
-        raise FileFormatError(file, "not YAML", str(error).replace("\n", " ")) from error
+    return flat(parse_data(Path(file), text), file)
 
 
 def dump_yaml(values: Values) -> str:

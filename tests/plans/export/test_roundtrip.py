@@ -189,3 +189,12 @@ def test_what_cannot_be_priced_is_named(tool: str, text: str, named: str, tmp_pa
     file.write_text(text)
     with pytest.raises((InputError, FileFormatError), match=named):
         read_settings(file, tool, profile.graph, DEVICES)
+
+
+@pytest.mark.parametrize("tool", ["accelerate", "deepspeed", "nemo"])
+@pytest.mark.parametrize("text", ["a: &a\n  b: *a\n", "a: [1,\n", f"{'[' * 100}{']' * 100}\n"])
+def test_files_that_cannot_be_are_refused(tool: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(FileFormatError, match=r"settings\.yaml, line"):
+        read_settings(path, tool, profile_for("", "decoder").graph, DEVICES)
