@@ -146,11 +146,19 @@ def _read(profile: Profile | str | Path | None) -> Profile:
 def _on_cluster(profile: Profile, cluster: Cluster | str | Path | None, gpus: int | None) -> Profile:
     if cluster is not None:
         from galvatron_lite.profiler.scale_up import scale_up
+        from galvatron_lite.profiler.transfer import device_type
 
         machine = _machine(cluster, gpus)
         if not machine.alike:
             remedy = (
                 "It has devices of several types, a profile the figures of one: plan a --model, which is estimated."
+            )
+            raise InputError("--cluster", machine.name, remedy)
+        names = dict.fromkeys(group.device.name for group in profile.cluster.groups)
+        if device_type(machine.device.name) not in map(device_type, names):
+            remedy = (
+                f"Layers of the profile are of {', '.join(names)}. Carry it over first (galvatron profile transfer "
+                f"PROFILE --to {machine.name}), or plan a --model, which is estimated."
             )
             raise InputError("--cluster", machine.name, remedy)
         return scale_up(profile, machine)

@@ -239,7 +239,9 @@ def calibrate(
     for row, run in enumerate(runs):
         groups[run.setting].append(row)
     if len(groups) < LEAST:
-        raise InputError("runs", len(groups), f"Give runs of {LEAST} settings at least: each is left out in turn.")
+        left = "".join(f" Rows not used: {count} ({reason})." for reason, count in (skipped or {}).items())
+        remedy = f"Give runs of {LEAST} settings at least: each is left out in turn.{left}"
+        raise InputError("settings of runs", len(groups), remedy)
     parameters = parameters_of(base, {owner for run in runs for owner in run.owners})
     prices, start = _Prices(base, parameters, runs), np.array(places_of(base, parameters))
     seconds = np.array([run.seconds for run in runs])
