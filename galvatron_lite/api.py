@@ -17,7 +17,7 @@ from galvatron_lite.peers.plan_files import check_devices, priced, read_any_plan
 from galvatron_lite.plans.phases import Phase, PhasedPlan, read_phases
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.request import PlanArguments, PlanRequest, ProfileSource, integer, number, seconds, share, size
-from galvatron_lite.search import phases as phase_search
+from galvatron_lite.search import planner
 
 if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
@@ -240,9 +240,7 @@ def plan_phases(
         raise InputError("phases", "none", "Give at least one phase.")
     forbid = setup.get("forbid", ())
     asked: PlanArguments = {**setup, "forbid": (*([forbid] if isinstance(forbid, str) else forbid), "branches")}
-    return phase_search.plan_phases(
-        [_phase_case(phase, _phase_profile(phase, profile, setup), asked) for phase in given]
-    )
+    return planner.plan_phases([_phase_case(phase, _phase_profile(phase, profile, setup), asked) for phase in given])
 
 
 def _phase_profile(
@@ -269,12 +267,12 @@ def _phase_profile(
     return known
 
 
-def _phase_case(phase: Phase, profile: Profile, setup: PlanArguments) -> phase_search.PhaseCase:
+def _phase_case(phase: Phase, profile: Profile, setup: PlanArguments) -> planner.PhaseCase:
     asked: PlanArguments = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
     request = PlanRequest.parse(profile, asked)
     setting, devices = request.resolve(), profile.cluster.devices
     best = ask(setting, devices, phase.batch, progress=request.progress)
-    return phase_search.PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
+    return planner.PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
 
 
 def evaluate(

@@ -179,7 +179,7 @@ def question_of(
     Raises:
         InputError: a file, layer or number that cannot be used; no profile that the plan was made from.
     """
-    from galvatron_lite.search.ways import Delay
+    from galvatron_lite.search.space import Delay
 
     given, known = read_plan_and_profile(plan, profile, setup)
     budget = None if "mem" in setup else _budget_of(given)
