@@ -218,7 +218,7 @@ def plan_phases(
     profile: Profile | str | Path | Callable[[int | None], Profile] | None = None,
     **setup: Unpack[PlanArguments],
 ) -> PhasedPlan:
-    """The plan of every phase of a run, the cost of switching counted; see ``search.phases``.
+    """The plan of every phase of a run, the cost of switching counted; see ``search.planner``.
 
     Args:
         phases: or the file that holds them (``plans.phases``).

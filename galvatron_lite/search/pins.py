@@ -105,9 +105,11 @@ def pin_names() -> tuple[PinName, ...]:
 
 def forbidden_names() -> dict[str, tuple[str, ...]]:
     """What ``--forbid`` takes, and the dimensions that it leaves out."""
-    names = {word: (words[0],) for words in (("pipeline", "pp"), ("branches", "branch")) for word in words}
+    names: dict[str, tuple[str, ...]] = {}
+    for words in (("pipeline", "pp"), ("branches", "branch")):
+        names |= dict.fromkeys(words, words[:1])
     for one in pinned():
-        names |= one.forbids or dict.fromkeys((one.name, *one.aliases), (one.name,))
+        names.update(one.forbids or dict.fromkeys((one.name, *one.aliases), (one.name,)))
     return names
 
 

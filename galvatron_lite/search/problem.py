@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import NEAR, of_layout
+from galvatron_lite.cost.layout import NEAR, Layout, of_layout
 from galvatron_lite.cost.schedule import Figure, Form
 from galvatron_lite.cost.stage import Shape, sharing_of, transfer_seconds
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
@@ -27,7 +27,7 @@ from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_byte
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
 from galvatron_lite.search.chain_labels import Net, good_way, net_paths
-from galvatron_lite.search.tables import Glue, Layout, Memo, StrategyTable, Tables, glue_of, ticks
+from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, ticks
 
 if TYPE_CHECKING:
     from galvatron_lite.search.bounds import StageBounds
