@@ -103,7 +103,7 @@ UNBOUNDED = 2**60
 _ROUNDING = 1e-9
 _TRIES = 3
 """How often a plan is made for less room, until one fits, and how many fewer stages a group are tried."""
-_SLIGHT = 0.001
+_SLIGHT = 0.005
 """By what share another plan may be quicker than one that is looked for instead."""
 _REACH, _FARTHEST, _LITTLE = 0.03, 0.15, 20_000
 """By how much a simulated step may be below its closed form for a plan to be looked at, at least and at most, and
@@ -344,7 +344,7 @@ def _finalist(request: Request, pricer: LayerPricer, name: str, result: SolvedPl
 SLACK = 0.5
 """Share of the tolerance that the search over everything may leave open."""
 _MOST_RUNS = 3
-_NEAR, _WORK = 0.1, 400_000
+_NEAR, _WORK = 0.5, 400_000
 """The same of searches for simpler plans, and labels that each of them may look at; counted, not timed, so that
 results repeat."""
 
