@@ -30,7 +30,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
 )
 from galvatron_lite.parallelism.spatial import convolution
 from galvatron_lite.parallelism.spatial.convolution import overlaps
-from galvatron_lite.parallelism.spatial.halo import halo_of
+from galvatron_lite.parallelism.spatial.halo import halo_sides, shards_in
 from galvatron_lite.parallelism.spatial.windows import SideWindow, borrows, needed, output_extent, output_range, refusal
 from tests.parallelism.shared_pictures import (
     GRIDS,
@@ -281,8 +281,8 @@ def test_large_pictures_are_split_and_small_or_shallow_ones_are_not() -> None:
 
     def plan(extent: int, kernel: Tensor, group: ThreadGroup) -> bool:
         cuts = image_specs((1, 96, extent, extent), (None, group, None))
-        halo = halo_of((extent, extent), [SideWindow(3, 1, 1, 1)] * 2, cuts, "conv2d")
-        return overlaps(halo.places, picture.new_empty(1, 96, extent // 2, extent), kernel)
+        sides = halo_sides((extent, extent), (SideWindow(3, 1, 1, 1),) * 2, shards_in(cuts), "conv2d")
+        return overlaps(sides, picture.new_empty(1, 96, extent // 2, extent), kernel)
 
     def work(group: ThreadGroup) -> tuple[bool, ...]:
         shallow = torch.randn(96, 1, 3, 3)
