@@ -133,9 +133,7 @@ def halo_sides(
     return tuple(sides)
 
 
-def _side(
-    dim: int, window: SideWindow, extent: int, degree: int, rank: int, before: Sequence[HaloSide]
-) -> HaloSide:
+def _side(dim: int, window: SideWindow, extent: int, degree: int, rank: int, before: Sequence[HaloSide]) -> HaloSide:
     low, high = shard_range(extent, degree, rank)
     outputs = output_range(window, extent, degree, rank)
     start, stop = needed(window, extent, outputs)
@@ -165,9 +163,7 @@ def _side(
 
 def specs_after(specs: ShardSpecs, windows: Sequence[SideWindow]) -> ShardSpecs:
     """How what windows make of an image is sharded."""
-    return tuple(
-        [ShardSpec(one.dim, output_extent(windows[one.dim - PIXELS], one.extent), one.group) for one in specs]
-    )
+    return tuple([ShardSpec(one.dim, output_extent(windows[one.dim - PIXELS], one.extent), one.group) for one in specs])
 
 
 def per_side(amount: Amount, sides: int) -> tuple[int, ...]:
@@ -248,31 +244,45 @@ class Borrowing:
             ``image``, and the last ones under way.
     """
 
+    __slots__ = ("_arrival", "_coming", "_kept", "_last", "borders", "fill", "image")
+
     def __init__(self, shard: Tensor, halo: Halo, fill: float = 0.0, kept: Sequence[Tensor] | None = None) -> None:
         self.image, self.fill = shard, fill
         self.borders: list[Tensor] = []
-        self._kept = None if kept is None else iter(kept)
-        *before, self._last = zip(halo.sides, halo.groups, strict=True)
-        for side, group in before:
-            self._extend(side, *self._start(side, group))
-        self._coming = self._start(*self._last)
+        self._kept = kept
+        self._arrival: Arrival | None = None
+        self._last = halo.sides[-1]
+        for side, group in zip(halo.sides, halo.groups, strict=True):
+            self._start(side, group)
+            if side is not self._last:
+                self._extend(side)
 
-    def _start(self, side: HaloSide, group: AxisGroup) -> tuple[Arrival | None, list[Tensor]]:
-        image = _unframed(self.image, side) if side.framed else self.image
+    def _start(self, side: HaloSide, group: AxisGroup) -> None:
+        self._coming: Sequence[Tensor] = ()
         if not side.travels:
-            return None, []
+            return
         if self._kept is not None:
-            return None, [next(self._kept) for _ in side.borrowed]
-        borders = [image.new_empty(_resized(image, side.dim, one.length)) for one in side.borrowed]
-        self.borders += borders
-        sent = [(one.peer, image.narrow(side.dim, one.start, one.length).contiguous()) for one in side.lent]
-        wanted = [(one.peer, border) for one, border in zip(side.borrowed, borders, strict=True)]
-        return group.exchange(sent, wanted), borders
+            count = len(side.borrowed)
+            self._coming, self._kept = self._kept[:count], self._kept[count:]
+            return
+        image, dim = _unframed(self.image, side) if side.framed else self.image, side.dim
+        shape = list(image.shape)
+        sent, wanted = [], []
+        for one in side.lent:
+            sent.append((one.peer, image.narrow(dim, one.start, one.length).contiguous()))
+        for one in side.borrowed:
+            shape[dim] = one.length
+            border = image.new_empty(shape)
+            self.borders.append(border)
+            wanted.append((one.peer, border))
+        self._coming = self.borders[len(self.borders) - len(wanted) :]
+        self._arrival = group.exchange(sent, wanted)
 
-    def _extend(self, side: HaloSide, arrival: Arrival | None, borders: list[Tensor]) -> None:
-        image, dim = self.image, side.dim
-        if arrival is not None:
-            arrival.wait()
+    def _extend(self, side: HaloSide) -> None:
+        image, dim, borders = self.image, side.dim, self._coming
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
         if side.framed:
             borders = [_framed(one, side, self.fill) for one in borders]
         part = image if side.used is None else image.narrow(dim, *side.used)
@@ -293,7 +303,7 @@ class Borrowing:
 
     def arrive(self) -> Tensor:
         """What the rank's outputs need, once it is here."""
-        self._extend(self._last[0], *self._coming)
+        self._extend(self._last)
         return self.image
 
 

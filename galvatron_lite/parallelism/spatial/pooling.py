@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from galvatron_lite.parallelism.sharded.calls import named_arguments, on_locals, wrap_like
+from galvatron_lite.parallelism.sharded.calls import apply_internal, named_arguments, on_locals, wrap_like
 from galvatron_lite.parallelism.sharded.collectives import gather_dims, sum_over
 from galvatron_lite.parallelism.sharded.tensor import (
     PIXELS,
@@ -145,7 +145,7 @@ def avg_pool(call: Call) -> Any:
 
 
 def _apply(function: type[Function], image: Tensor, *args: Any) -> Tensor:
-    result: Tensor = function.apply(to_local(image), *args)  # type: ignore[no-untyped-call]
+    result: Tensor = apply_internal(function, to_local(image), *args)
     return result
 
 
@@ -239,7 +239,7 @@ def _equal_windows(specs: ShardSpecs, targets: Sequence[int]) -> tuple[SideWindo
 class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool) -> Tensor:
-        image = Borrowing(shard, pool.halo, fill=-torch.inf).arrive()
+        image = Borrowing(shard.detach(), pool.halo, fill=-torch.inf).arrive()
         dilation = tuple(one.dilation for one in pool.windows)
         function = getattr(functional, pool.name)
         made, places = function(image, **pool.steps, dilation=dilation, return_indices=True)
@@ -264,7 +264,7 @@ class _MeanPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
         ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, shard.shape, counted, divisor
-        made = _means(Borrowing(shard, pool.halo).arrive(), pool, divisor)
+        made = _means(Borrowing(shard.detach(), pool.halo).arrive(), pool, divisor)
         for factor in _factors(made, pool, counted, divisor):
             made *= factor
         return _no_view(made)
