@@ -19,7 +19,7 @@ from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow, flow_of
-from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner
+from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner, pipeline_groups, place_groups
 from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel, check_stages
 from galvatron_lite.parallelism.pipeline.tied import (
     COPIES,
@@ -33,7 +33,6 @@ from galvatron_lite.parallelism.pipeline.tied import (
     tie,
     untie,
 )
-from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups, place_groups
 from galvatron_lite.parallelism.precision import narrow_experts, narrow_norms
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.rng.modules import Draws

@@ -30,8 +30,15 @@ from galvatron_lite.parallelism.sharded.tensor import (
 )
 from galvatron_lite.parallelism.spatial import convolution
 from galvatron_lite.parallelism.spatial.convolution import overlaps
+from galvatron_lite.parallelism.spatial.grids import (
+    SideWindow,
+    borrows,
+    needed,
+    output_extent,
+    output_range,
+    window_refusal,
+)
 from galvatron_lite.parallelism.spatial.halo import halo_sides, shards_in
-from galvatron_lite.parallelism.spatial.windows import SideWindow, borrows, needed, output_extent, output_range, refusal
 from tests.parallelism.shared_pictures import (
     GRIDS,
     STRICT,
@@ -49,7 +56,7 @@ from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 def fits(windows: list[SideWindow], extents: list[int], cut: list[int]) -> bool:
     return all(
         output_extent(window, extent) > 0
-        and not ((degree > 1 or window.before != window.after) and refusal(window, extent, degree))
+        and not ((degree > 1 or window.before != window.after) and window_refusal(window, extent, degree))
         for window, extent, degree in zip(windows, extents, cut, strict=True)
     )
 

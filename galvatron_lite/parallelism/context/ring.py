@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from galvatron_lite.parallelism.context.kernels import AttentionBlock, attend, attend_backward
+from galvatron_lite.parallelism.context.attention import AttentionBlock, attend, attend_backward
 from galvatron_lite.parallelism.sharded.groups import Arrival, AxisGroup, Pieces, length_of, take_pieces
 from galvatron_lite.parallelism.shares import Range, part_of
 

@@ -34,6 +34,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     wrap_locals,
 )
 from galvatron_lite.parallelism.shares import Range
+from galvatron_lite.parallelism.spatial.grids import SideWindow, crop, needed, output_extent, stays
 from galvatron_lite.parallelism.spatial.halo import (
     Borrowing,
     Halo,
@@ -47,7 +48,6 @@ from galvatron_lite.parallelism.spatial.halo import (
     per_side,
     shards_in,
 )
-from galvatron_lite.parallelism.spatial.windows import SideWindow, crop, needed, output_extent, stays
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     wrap_locals,
 )
 from galvatron_lite.parallelism.shares import Range
-from galvatron_lite.parallelism.spatial.windows import (
+from galvatron_lite.parallelism.spatial.grids import (
     SideWindow,
     borrows,
     interior,
@@ -38,10 +38,10 @@ from galvatron_lite.parallelism.spatial.windows import (
     needed,
     output_extent,
     output_range,
-    refusal,
     shard_range,
     stays,
     travels,
+    window_refusal,
 )
 
 Amount = int | Sequence[int]
@@ -123,7 +123,7 @@ def halo_sides(
     uneven = {dim: (1, 0) for dim, one in enumerate(windows, PIXELS) if one.before != one.after}
     places = uneven | {dim: (degree, rank) for dim, degree, rank in shards}
     for dim, (degree, _) in sorted(places.items()):
-        reason = refusal(windows[dim - PIXELS], extents[dim - PIXELS], degree)
+        reason = window_refusal(windows[dim - PIXELS], extents[dim - PIXELS], degree)
         if reason:
             remedy = f"Share it over fewer ranks, or make the picture larger: {reason}."
             raise InputError(f"{layer}: extent of dim {dim} shared by {degree}", extents[dim - PIXELS], remedy)

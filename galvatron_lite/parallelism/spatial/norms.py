@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,8 @@ def batch_norm(call: Call) -> Any:
     options = arguments(call, functional.batch_norm, (*_BUILT_IN, "training", "momentum", "eps"))
     if not specs_of(options["input"]):
         return call.rules.otherwise(call)
-    state, rest = ([options[name] for name in names] for names in (_STATE, ("training", "momentum", "eps")))
-    return _batch_norm(options["input"], state, *rest, ())
+    state = [options[name] for name in _STATE]
+    return _batch_norm(options["input"], state, options["training"], options["momentum"], options["eps"], ())
 
 
 def instance_norm(call: Call) -> Any:
@@ -139,7 +139,7 @@ class _KnowsShards(nn.modules.batchnorm._BatchNorm):
         """As the batch norm does."""
         if not specs_of(image):
             return super().forward(image)
-        self._check_input_dim(to_local(image))
+        self._check_input_dim(to_local(image))  # type: ignore[no-untyped-call]
         return _synchronised(self, (), image)
 
 
@@ -251,7 +251,8 @@ def _refuse_single(count: float | Tensor, tensor: Tensor) -> None:
 # Statistics
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Moments:
     """Statistics of a tensor."""
 
     mean: Tensor  # one number a statistic
@@ -297,7 +298,7 @@ def moments(tensor: Tensor, dims: Sequence[int]) -> Moments:
 def _over_specs(found: Moments, specs: Sequence[ShardSpec], count: int) -> Moments:
     """Of the items of all ranks that share dims, from each one's own; ``count``: items of them all."""
     for spec in specs:
-        size, (mean, variance, _) = spec.group.size, found
+        size, (mean, variance) = spec.group.size, (found.mean, found.variance)
         joined = spec.group.all_gather(torch.stack((mean, variance)), 0).view(size, 2, *mean.shape)
         means, variances = joined.unbind(1)
         base, extra = divmod(spec.extent, size)

@@ -34,6 +34,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     specs_of,
     to_local,
 )
+from galvatron_lite.parallelism.spatial.grids import SideWindow, needed, output_extent, window_refusal
 from galvatron_lite.parallelism.spatial.halo import (
     Borrowing,
     Halo,
@@ -47,7 +48,6 @@ from galvatron_lite.parallelism.spatial.halo import (
     shards_in,
     specs_after,
 )
-from galvatron_lite.parallelism.spatial.windows import SideWindow, needed, output_extent, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ def _equal_windows(specs: ShardSpecs, targets: Sequence[int]) -> tuple[SideWindo
         target = targets[spec.dim - PIXELS]
         size = spec.extent // max(target, 1)
         windows[spec.dim - PIXELS] = SideWindow(size, max(size, 1))
-        if size * target != spec.extent or refusal(windows[spec.dim - PIXELS], spec.extent, spec.group.size):
+        if size * target != spec.extent or window_refusal(windows[spec.dim - PIXELS], spec.extent, spec.group.size):
             return None
     return tuple(windows)
 

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.collectives import Processes, all_gather, reduce_scatter
+from galvatron_lite.parallelism.process_groups import Processes, all_gather, reduce_scatter
 
 
 class TensorGroup(Protocol):
