@@ -19,6 +19,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.trace_meta import left_to_the_plan
+from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
 from galvatron_lite.parallelism.recompute.sums import MUTATED, KeptSums
 
 # What a layer changes besides its outputs, and how it runs again as if it had not.
