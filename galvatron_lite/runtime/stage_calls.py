@@ -32,8 +32,8 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.layout import WHOLE, AxisSplit
 from galvatron_lite.runtime.assignment import glue_of
 from galvatron_lite.runtime.loss.weights import LossWeight, ShareScale, share_scales, weighted
-from galvatron_lite.runtime.parallelize import StageRuntime
 from galvatron_lite.runtime.sharding import lot_of
+from galvatron_lite.runtime.stages import StageRuntime
 
 OWN, SAME = "own", "same"
 

@@ -24,10 +24,11 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import gather_full
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime import assignment, parallelize
-from galvatron_lite.runtime.assignment import LayerAssignment, tensor_plans
+from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict
 from galvatron_lite.runtime.parameters.managed import ManagedParameter
+from galvatron_lite.runtime.preparation import tensor_plans
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
 from tests.equivalence.families import PICTURES, build_family, build_model, make_batches
 from tests.equivalence.plans import describe

@@ -8,18 +8,15 @@ from typing import Any
 from unittest.mock import patch
 
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.runtime import assignment, parallelize
+from galvatron_lite.runtime import preparation
 from galvatron_lite.runtime.assignment import LayerAssignment
 
 
 @contextmanager
 def examined_once() -> Iterator[None]:
     """All models that are split meanwhile are alike, however they are split."""
-    sample_arguments, known_flow, tensor_plans = (
-        assignment.sample_arguments,
-        parallelize.known_flow,
-        parallelize.tensor_plans,
-    )
+    sample_arguments, known_flow = preparation.sample_arguments, preparation.known_flow
+    tensor_plans = preparation.tensor_plans
     flows: list[Any] = []
     sampled: dict[str, dict[str, int]] = {}
     split: dict[frozenset[str], dict[str, TensorPlan]] = {}
@@ -41,7 +38,7 @@ def examined_once() -> Iterator[None]:
         return split[key]
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(assignment, "sample_arguments", arguments))
-        stack.enter_context(patch.object(parallelize, "known_flow", flow))
-        stack.enter_context(patch.object(parallelize, "tensor_plans", plans))
+        stack.enter_context(patch.object(preparation, "sample_arguments", arguments))
+        stack.enter_context(patch.object(preparation, "known_flow", flow))
+        stack.enter_context(patch.object(preparation, "tensor_plans", plans))
         yield

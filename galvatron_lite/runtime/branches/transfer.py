@@ -21,8 +21,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.cyclic.mailbox import pack, packed_bytes, unpack
-from galvatron_lite.runtime.activations.layout import Box, Boxes, Route, route_boxes
-from galvatron_lite.runtime.activations.redistribute import cut_box
+from galvatron_lite.runtime.activations.layout import Box, Boxes, Route, cut_box, route_boxes
 
 _TAGS = 2**30
 

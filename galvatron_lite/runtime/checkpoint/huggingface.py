@@ -17,8 +17,7 @@ from torch import nn
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import read_data, write_text
 from galvatron_lite.folders import begin_folder, put_in_place, remove_folder
-from galvatron_lite.runtime.checkpoint.manifest import CONFIG, Manifest, check_files
-from galvatron_lite.runtime.checkpoint.sealed import content_errors
+from galvatron_lite.runtime.checkpoint.manifest import CONFIG, Manifest, check_files, content_errors
 from galvatron_lite.runtime.checkpoint.shards import TensorFile, write_tensors
 from galvatron_lite.runtime.checkpoint.tensors import (
     StoredTensor,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from galvatron_lite.parallelism.data.apply import GradientReducer
-from galvatron_lite.runtime.checkpoint.manifest import TRAINING, check_files, process_file
+from galvatron_lite.runtime.checkpoint.manifest import TRAINING, check_files, content_errors, process_file
 from galvatron_lite.runtime.checkpoint.optimizer import (
     blank_states,
     check_members,
@@ -21,12 +21,11 @@ from galvatron_lite.runtime.checkpoint.optimizer import (
 )
 from galvatron_lite.runtime.checkpoint.plain import put_state, read_plain
 from galvatron_lite.runtime.checkpoint.saving import Resumed
-from galvatron_lite.runtime.checkpoint.sealed import content_errors
 from galvatron_lite.runtime.checkpoint.tensors import check_readable, read_tensors, stored_tensors
 from galvatron_lite.runtime.mesh import StrategyGroups
-from galvatron_lite.runtime.parallelize import StageRuntime
 from galvatron_lite.runtime.parameters.managed import ManagedParameter, Updates
 from galvatron_lite.runtime.parameters.pieces import Entries, entries_of, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.stages import StageRuntime
 
 
 @dataclass(frozen=True, slots=True)

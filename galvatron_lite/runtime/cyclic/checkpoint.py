@@ -29,6 +29,7 @@ from galvatron_lite.parallelism.cyclic.executor import SeededDraws
 from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.runtime.checkpoint.manifest import check_all, checked, read_sealed, survey, write_sealed
 from galvatron_lite.runtime.checkpoint.plain import (
     alone,
     check_plain,
@@ -37,9 +38,7 @@ from galvatron_lite.runtime.checkpoint.plain import (
     read_plain,
     write_plain,
 )
-from galvatron_lite.runtime.checkpoint.sealed import check_all, checked, read_sealed, survey, write_sealed
-from galvatron_lite.runtime.cyclic.setup import CyclicRuntime
-from galvatron_lite.runtime.cyclic.state import between, loose_buffers
+from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, between, loose_buffers
 from galvatron_lite.runtime.peers import Peers, at_first, together
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from galvatron_lite.errors import ExhaustedError, GalvatronError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.runtime.monitor.blame import EXHAUSTED
 from galvatron_lite.runtime.monitor.clock import LayerClock
 from galvatron_lite.runtime.monitor.correct import level_groups, probe_points
 from galvatron_lite.runtime.monitor.decide import (
@@ -44,6 +43,7 @@ from galvatron_lite.runtime.monitor.decide import (
     wants_links,
 )
 from galvatron_lite.runtime.monitor.log import write_record
+from galvatron_lite.runtime.monitor.notes import EXHAUSTED
 from galvatron_lite.runtime.monitor.planning import PlanningProcess, PlanQuery, Replanned, answer, plain
 from galvatron_lite.runtime.monitor.schema import (
     LOG_VERSION,

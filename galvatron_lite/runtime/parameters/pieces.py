@@ -18,8 +18,8 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.runtime.activations.layout import Box
-from galvatron_lite.runtime.parallelize import StageRuntime
 from galvatron_lite.runtime.parameters.managed import ManagedParameter
+from galvatron_lite.runtime.stages import StageRuntime
 
 RUNNING = ("running_mean", "running_var")
 """Buffers of normalisations of which a rank that shares channels keeps its own channels only."""

@@ -31,7 +31,7 @@ from galvatron_lite.runtime.checkpoint.unsplit import ModelView
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
 from galvatron_lite.runtime.monitor.notes import StepPhase
-from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, StageRuntime, build, make_pipeline_groups
+from galvatron_lite.runtime.parallelize import build
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.parameters.pieces import (
     Entries,
@@ -45,6 +45,7 @@ from galvatron_lite.runtime.parameters.pieces import (
 )
 from galvatron_lite.runtime.parameters.use import ParameterUse
 from galvatron_lite.runtime.peers import shares_samples
+from galvatron_lite.runtime.preparation import Prepared, make_pipeline_groups
 from galvatron_lite.runtime.reshard.optimizer import (
     OptimizerReport,
     Regrouping,
@@ -68,6 +69,7 @@ from galvatron_lite.runtime.reshard.transfer import (
 )
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.stage_calls import Calls
+from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel

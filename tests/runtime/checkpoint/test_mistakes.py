@@ -10,8 +10,7 @@ import torch
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.runtime.activations.layout import Box
-from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest
-from galvatron_lite.runtime.checkpoint.sealed import survey
+from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest, survey
 from galvatron_lite.runtime.checkpoint.shards import write_tensors
 from galvatron_lite.runtime.checkpoint.tensors import copied, stored_files
 from galvatron_lite.runtime.checkpoint.unsplit import load_into
