@@ -22,6 +22,7 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameters.managed import guard_gradients, local_tensor, squared_norm_share
+from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.stage_calls import Calls
 from galvatron_lite.runtime.stages import StageRuntime
 
@@ -81,10 +82,7 @@ def _refuse(parallel: ParallelModel, local_loss: Tensor, loss: Tensor) -> None:
     made = any(one.is_final and not one.is_zero for one in bad)
     made = made or not all(runtime.reducer.gave_finite for runtime in parallel.runtimes)
     here = _NotFinite(not _is_finite(local_loss), made, tuple(one.names[0] for one in bad))
-    every: list[Any] = [here]
-    if parallel.runtime.meshes.world > 1:
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, here, group=parallel.watch.group)
+    every: list[_NotFinite] = everyone(here, parallel.watch.group)
     what, ranks = _report(every, float(loss))
     raise NonFiniteLossError(
         f"{what} The step was not taken, parameters are unchanged, and training can go on. Look at "

@@ -7,7 +7,7 @@ scores computed from it lie unlike in one layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, product
@@ -87,6 +87,18 @@ class Box:
 
 Boxes = tuple[Box, ...]
 """What a rank holds of a tensor: one box, or several behind one another along a dim."""
+
+
+def all_of(shape: Sequence[int]) -> Box:
+    """The box of a full tensor."""
+    return Box(tuple((0, extent) for extent in shape))
+
+
+def cut_box(tensor: Tensor, box: Box) -> Tensor:
+    """A view of the items of a box."""
+    for dim, (start, stop) in enumerate(box.ranges):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,19 +253,30 @@ def route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], place: i
 
 
 @lru_cache(maxsize=4096)
+def holders_of(everyone: tuple[Boxes, ...]) -> Mapping[Box, tuple[int, ...]]:
+    """The ranks that hold each box, in order, from what each rank holds; boxes are equal or disjoint."""
+    ranks: dict[Box, dict[int, None]] = {}
+    for rank, boxes in enumerate(everyone):
+        for box in boxes:
+            ranks.setdefault(box, {})[rank] = None
+    return {box: tuple(same) for box, same in ranks.items()}
+
+
+@lru_cache(maxsize=4096)
 def route_boxes(before: tuple[Boxes, ...], after: tuple[Boxes, ...], place: int) -> Route:
-    """The same from what each rank holds to what each is to hold; boxes without items where a rank has no part."""
-    ranks = range(len(before))
-    holders: dict[Boxes, list[int]] = {}
-    for rank, boxes in enumerate(before):
-        holders.setdefault(boxes, []).append(rank)
+    """The same from what each rank holds to what each is to hold; boxes without items where a rank has no part.
+
+    Of ranks that hold the same box the receiver itself gives, or one by turns.
+    """
+    ranks, holders = range(len(before)), holders_of(before)
 
     def sent(sender: int, receiver: int) -> Boxes:
-        """Of ranks that hold the same, the receiver itself gives, or one by turns."""
-        same = holders[before[sender]]
-        if sender != (receiver if receiver in same else same[receiver % len(same)]):
-            return ()
-        met = [held.meet(wanted) for wanted in after[receiver] for held in before[sender]]
+        given = []
+        for box in dict.fromkeys(before[sender]):
+            same = holders[box]
+            if sender == (receiver if receiver in same else same[receiver % len(same)]):
+                given.append(box)
+        met = [held.meet(wanted) for wanted in dict.fromkeys(after[receiver]) for held in given]
         return tuple(box for box in met if box.items)
 
     single = all(len(boxes) == 1 for boxes in (*before, *after))
@@ -318,11 +341,6 @@ class BoxExchange:
         for box, part in zip(arriving, torch.split(received, [box.items for box in arriving]), strict=True):
             _part(result, way.wanted, dims[1], box).copy_(part.view(box.shape))
         return result
-
-
-def cut_box(tensor: Tensor, piece: Box) -> Tensor:
-    """Part of a tensor, as a view."""
-    return tensor[tuple(slice(start, stop) for start, stop in piece.ranges)]
 
 
 def _part(tensor: Tensor, held: Boxes, dim: int, box: Box) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors
@@ -21,10 +20,12 @@ from galvatron_lite.parallelism.cyclic.states import StageStates
 from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.assignment import LayerAssignment, place_layers
 from galvatron_lite.runtime.parameters.full_state import gather, put
 from galvatron_lite.runtime.parameters.materialize import Materializer
-from galvatron_lite.runtime.parameters.pieces import Entries, ItemRun, LocalShard, all_of, entries_of
+from galvatron_lite.runtime.parameters.pieces import Entries, ItemRun, LocalShard, entries_of
+from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.preparation import known_flow
 
 
@@ -137,13 +138,9 @@ def load_full_state(runtime: CyclicRuntime, state: Mapping[str, Tensor]) -> None
 def even_out(runtime: CyclicRuntime) -> None:
     """Give every process the mean of the running statistics; the largest of counts. All ranks call it."""
     buffers = {name: buffer for part in runtime.parts.values() for name, buffer in part.buffers()}
-    everyone = [{name: buffer.cpu() for name, buffer in buffers.items()}]
-    if dist.get_world_size() > 1:
-        (here,) = everyone
-        everyone = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, here)
+    every = everyone({name: buffer.cpu() for name, buffer in buffers.items()})
     for name, buffer in buffers.items():
-        buffer.copy_(between([one[name] for one in everyone if name in one]))
+        buffer.copy_(between([one[name] for one in every if name in one]))
 
 
 def loose_buffers(runtime: CyclicRuntime) -> dict[str, Tensor]:

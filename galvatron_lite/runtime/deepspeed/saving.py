@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,7 @@ from galvatron_lite.runtime.checkpoint.unsplit import unsplit
 from galvatron_lite.runtime.deepspeed.library import EngineOptimizer
 
 if TYPE_CHECKING:
-    from galvatron_lite.plans.schema import Plan
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
-    from galvatron_lite.runtime.parameters.pieces import Entries
-    from galvatron_lite.runtime.phases import Steering
-    from galvatron_lite.runtime.scaling import LossScaler
-    from galvatron_lite.runtime.stages import StageRuntime
 
 States = dict[str, dict[str, Tensor]]
 
@@ -215,21 +210,6 @@ def _flats(optimizer: Any) -> Sequence[Tensor]:
     raise InputError("optimizer", type(optimizer).__name__, remedy)
 
 
-@dataclass(slots=True)
-class Mirror:
-    """A plain model as ``Checkpointer`` sees one that is split; its parts are those of the last save or load."""
-
-    plan: Plan
-    module: nn.Module
-    entries: Entries
-    runtimes: Sequence[StageRuntime] = ()
-    structures: Sequence[nn.Module] = ()
-    step: int = 0
-    scaler: LossScaler | None = None
-    steering: Steering | None = None
-    streams: Sequence[Any] = field(default=())
-
-
 class DeepSpeedSaver(Checkpointer):
     """Saves and loads a model that DeepSpeed trains; fp16's loss scale is not saved.
 
@@ -240,7 +220,8 @@ class DeepSpeedSaver(Checkpointer):
 
     def __init__(self, parallel: DeepSpeedModel, pristine: nn.Module) -> None:
         self._model, self._pristine = parallel, pristine
-        self._mirror = Mirror(parallel.plan, pristine, unsplit(pristine).entries)
+        self._mirror = unsplit(pristine)  # its parts are those of the last save or load
+        self._mirror.plan = parallel.plan
         super().__init__(self._mirror)
 
     def save(self, place: Path, state: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
@@ -275,9 +256,10 @@ class DeepSpeedSaver(Checkpointer):
         for name, buffer in self._pristine.named_buffers():
             memo[id(buffer)] = values.get(name, torch.empty_like(buffer, device="cpu"))
         module = copy.deepcopy(self._pristine, memo)
-        plain = unsplit(module)
-        self._mirror.module, self._mirror.entries = module, plain.entries
-        self._mirror.runtimes, self._mirror.structures = plain.runtimes, plain.structures
+        plain, mirror = unsplit(module), self._mirror
+        mirror.module, mirror.entries, mirror.runtimes, mirror.structures = (
+            module, plain.entries, plain.runtimes, plain.structures,
+        )  # fmt: skip
         if optimizer is None:
             return None
         if not isinstance(optimizer, EngineOptimizer) or optimizer.factory is None:

@@ -62,7 +62,7 @@ from galvatron_lite.runtime.monitor.schema import (
     StepWindow,
     WindowRecord,
 )
-from galvatron_lite.runtime.peers import from_rank_zero
+from galvatron_lite.runtime.peers import everyone, from_rank_zero
 from galvatron_lite.runtime.phases import go_over
 
 if TYPE_CHECKING:
@@ -185,8 +185,7 @@ class Monitor:
         if device.type == "cuda":
             memory = torch.cuda.max_memory_reserved(device)
             torch.cuda.reset_peak_memory_stats(device)
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, RankMeasurement(tuple(self._seconds), self._clock.take(), memory))
+        every = everyone(RankMeasurement(tuple(self._seconds), self._clock.take(), memory))
         self._seconds.clear()
         runs = [(run.first, run.count) for stage in self._parallel.plan.stages for run in stage.runs]
         window = window_of(self.step, every, self._names, runs)
@@ -358,14 +357,10 @@ def _ran_out_everywhere(error: BaseException, group: dist.ProcessGroup | None) -
     place = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
     if any(frame.name in ("backward", "_finish_step", "step") and "torch" in frame.filename for frame in frames):
         place = ""  # in a backward pass or an update
-    if group is None:
-        return bool(place)
-    every: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(every, place, group=group)
+        return set(everyone(place, group)) == {place} and bool(place)
     except RuntimeError:  # the others are elsewhere
         return False
-    return bool(place) and set(every) == {place}
 
 
 def exhaustion_factor(profile: Profile, plan: Plan, mem: str | int, factor: float) -> float:

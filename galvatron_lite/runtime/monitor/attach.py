@@ -43,6 +43,7 @@ from galvatron_lite.runtime.monitor.sinks import (
     scalar_writer,
 )
 from galvatron_lite.runtime.monitor.traces import Tracer
+from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.phases import Phases
 
 _LISTEN = 2.0
@@ -160,16 +161,10 @@ def _run_files(folder: Path, head: RunHeader) -> list[LineFiles]:
         files = run_files(folder, rank, head)
     except OSError as error:
         reason = f"{error.strerror} (rank {rank})"
-    reasons = [text for text in _everyone(reason) if text]
+    reasons = [text for text in everyone(reason) if text]
     if reasons:
         raise InputError("log", str(folder), f"The folder of the run cannot be written: {reasons[0]}.")
     return files
-
-
-def _everyone(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _header(model: Any) -> RunHeader:
@@ -180,7 +175,7 @@ def _header(model: Any) -> RunHeader:
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
     own = RunDevice(dist.get_rank(), socket.gethostname(), name, stage, memory, resident_bytes())
-    devices = tuple(_everyone(own))
+    devices = tuple(everyone(own))
     versions = {"galvatron_lite": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda

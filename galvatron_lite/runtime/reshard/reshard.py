@@ -26,6 +26,7 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.schema import Mode, Plan
+from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.checkpoint.plain import RandomStates
 from galvatron_lite.runtime.checkpoint.unsplit import ModelView
 from galvatron_lite.runtime.compiled import check_compile
@@ -38,13 +39,12 @@ from galvatron_lite.runtime.parameters.pieces import (
     ItemRun,
     LocalShard,
     Parallel,
-    all_of,
     held_buffers,
     held_parameters,
     held_states,
 )
 from galvatron_lite.runtime.parameters.use import ParameterUse
-from galvatron_lite.runtime.peers import shares_samples
+from galvatron_lite.runtime.peers import everyone, shares_samples
 from galvatron_lite.runtime.preparation import Prepared, make_pipeline_groups
 from galvatron_lite.runtime.reshard.optimizer import (
     OptimizerReport,
@@ -63,7 +63,6 @@ from galvatron_lite.runtime.reshard.transfer import (
     TensorTransfer,
     allocate,
     available_bytes,
-    everyone,
     release,
     together,
 )
