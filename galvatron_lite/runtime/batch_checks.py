@@ -55,12 +55,7 @@ class GlobalBatches:
         return (every[0] if len(every) == 1 else _concatenated(every)), len(every)
 
     def __call__(self, batch: Any, group: dist.ProcessGroup | None = None) -> Any:
-        """The global batch of one that is the same on every rank, or this rank's share.
-
-        Raises:
-            InputError: ranks give batches of unlike shapes, or of unlike contents where they are to give the same; on
-                every rank.
-        """
+        """The global batch of one that is the same on every rank, or this rank's share."""
         if dist.get_world_size() == 1 or not messages_carry_data():
             return batch
         self._compare(batch, group)

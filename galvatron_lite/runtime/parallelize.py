@@ -38,11 +38,7 @@ from galvatron_lite.runtime.stages import SetupOptions, StageRuntime, cut_stages
 def parallelize(
     model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, meshes: Meshes, options: SetupOptions
 ) -> list[StageRuntime]:
-    """Split the model as the plan says, in place; all ranks call it together. The runtimes of this rank's stages.
-
-    Raises:
-        InputError: the plan does not fit the model.
-    """
+    """Split the model as the plan says, in place; all ranks call it together. The runtimes of this rank's stages."""
     prepared = prepare(model, plan, layers, batch, meshes.stage_index, options.tensor_plans, options.loss_fn)
     broadcast_values(model, options.device)
     if shares_samples(plan):

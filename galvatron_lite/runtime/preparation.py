@@ -77,17 +77,7 @@ def prepare(
 ) -> Prepared:
     """Assign layers to stages, check the plan, and examine the full model, which is not changed; no communication.
 
-    Args:
-        model: the full one.
-        plan: for it.
-        layers: of the model.
-        batch: an example.
-        group: number of this rank's group of devices; its stage, where each has one.
-        tensor: how layers are split by tensor parallelism, by name; inferred if not given.
-        loss_fn: of the model's output and the batch.
-
-    Raises:
-        InputError: the plan does not fit the model.
+    ``group`` is the number of this rank's group of devices: its stage, where each group has one.
     """
     stages = place_layers(plan, layers)
     everything = [placed for stage in stages for placed in stage]

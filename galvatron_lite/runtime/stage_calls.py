@@ -41,11 +41,7 @@ OWN, SAME = "own", "same"
 def draws_of(
     randomness: str, model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, seed: int, *, compiles: bool
 ) -> Draws | None:
-    """The random numbers of a model that is not split yet; None where each rank draws for itself.
-
-    Raises:
-        InputError: an unknown word, or the model cannot draw what one process does.
-    """
+    """The random numbers of a model that is not split yet; None where each rank draws for itself."""
     if randomness not in (OWN, SAME):
         raise InputError("randomness", randomness, f"Give '{OWN}' or '{SAME}'.")
     if randomness == OWN:

@@ -115,11 +115,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 class GradientsAside:
-    """Gradients of earlier batches, kept apart until those of the next batch are summed over ranks.
-
-    Raises:
-        InputError: there are gradients whose loss is pending, or in host memory.
-    """
+    """Gradients of earlier batches, kept apart until those of the next batch are summed over ranks."""
 
     def __init__(self, runtimes: Sequence[StageRuntime], pending: bool) -> None:
         held = [one for runtime in runtimes for one in runtime.owned if one.gradient is not None]

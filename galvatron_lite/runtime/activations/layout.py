@@ -109,11 +109,7 @@ class AxisSplit:
     axes: tuple[Axis, ...]  # one a dim
 
     def box(self, place: int, shape: Sequence[int]) -> Box:
-        """What the rank at ``place`` of the stage holds of a whole tensor of that shape, by ``shares.share``.
-
-        Raises:
-            InputError: it holds more than one box.
-        """
+        """What the rank at ``place`` of the stage holds of a whole tensor of that shape, by ``shares.share``."""
         boxes = self.boxes(place, shape)
         if len(boxes) != 1:
             remedy = "Here each rank must hold one box: plan the layers that share tokens with context=1."
@@ -188,11 +184,7 @@ class Layout:
         return planes, rows, columns
 
     def samples(self, shape: Sequence[int]) -> AxisSplit:
-        """How a tensor lies whose samples alone are shared.
-
-        Raises:
-            InputError: the samples cannot be shared evenly.
-        """
+        """How a tensor lies whose samples alone are shared."""
         if shape[0] % self.batch:
             raise InputError("samples", shape[0], f"A micro-batch must be divisible by {self.batch}.")
         rows = Axis(self.batch, self.replicas) if self.batch > 1 else WHOLE
@@ -203,11 +195,7 @@ class Layout:
         return AxisSplit(self.devices, (*self.samples(shape).axes[:INNER], self.token_axis))
 
     def hidden(self, shape: Sequence[int], pictures: bool = True) -> AxisSplit:
-        """How a hidden state lies: samples are shared, and tokens, channels or pixels.
-
-        Raises:
-            InputError: samples or tokens cannot be shared evenly.
-        """
+        """How a hidden state lies: samples are shared, and tokens, channels or pixels."""
         split = self.samples(shape)
         axes = list(split.axes)
         if len(axes) > INNER and self.sequence * self.channels > 1:

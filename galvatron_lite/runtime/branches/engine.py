@@ -56,12 +56,7 @@ class Branches:
 def set_up_branches(
     model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, options: SetupOptions, timeout: float
 ) -> Branches:
-    """Split the model as the plan says, in place. All ranks call it together.
-
-    Raises:
-        LaunchError: the world's size is not the plan's.
-        InputError: the plan does not fit the model.
-    """
+    """Split the model as the plan says, in place. All ranks call it together."""
     parts = place_parts(plan, layers)
     join_world(plan, options.device.type)
     _check_ties(model, parts, layers)

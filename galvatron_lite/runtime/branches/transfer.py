@@ -55,11 +55,7 @@ class BranchChannel:
         return peer, message, dist.irecv(message, peer, group=self._groups[backward], tag=tag)
 
     def wait(self, work: dist.Work | None, what: str) -> None:
-        """Wait for a transfer.
-
-        Raises:
-            LaunchError: the other rank is gone, or silent for too long.
-        """
+        """Wait for a transfer."""
         try:
             if work is not None:
                 work.wait(self._timeout)

@@ -68,12 +68,7 @@ def copied(held: LocalShard) -> LocalShard:
 
 
 def write_pieces(path: Path, held: Sequence[LocalShard]) -> tuple[Content, dict[str, TensorRecord]]:
-    """Write pieces into a new file; its content, and the records of the tensors.
-
-    Raises:
-        InputError: a dtype cannot be written.
-        OSError: the disk is full, or broken.
-    """
+    """Write pieces into a new file; its content, and the records of the tensors."""
     pieces: dict[str, Tensor] = {}
     records: dict[str, TensorRecord] = {}
     for one in held:
@@ -158,9 +153,6 @@ def stored_files(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[st
     Args:
         files: by tensor.
         names: the model's entries, and the first name of the tensor behind each; other tensors keep their names.
-
-    Raises:
-        FileFormatError: a file is no file of tensors, or does not hold a tensor that it should.
     """
     opened = {path: TensorFile(path) for path in set(files.values())}
     stored = {}
@@ -174,12 +166,7 @@ def stored_files(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[st
 
 
 def check_readable(held: Sequence[LocalShard], stored: Mapping[str, StoredTensor]) -> None:
-    """Check that everything that a rank holds can be read, before anything is changed.
-
-    Raises:
-        InputError: a tensor is missing, incomplete or of another shape.
-        FileFormatError: a file does not hold what the checkpoint describes.
-    """
+    """Check that everything that a rank holds can be read, before anything is changed."""
     files: dict[Path, TensorFile] = {}
     for one in held:
         source = stored.get(one.name)

@@ -130,12 +130,7 @@ class CyclicCheckpointer:
     peers: Peers  # all processes
 
     def write(self, place: Path, step: int) -> None:
-        """Write a checkpoint before training step ``step``; all processes call it.
-
-        Raises:
-            InputError: some process could not; what was there before is as it was, and training can go on.
-            LaunchError: a process is gone.
-        """
+        """Write a checkpoint before training step ``step``; all processes call it."""
         folder = at_first(self.peers, lambda: begin_folder(place), FIELD)
         try:
             parts = together(self.peers, lambda: self._write_files(folder, step), FIELD)
@@ -146,12 +141,7 @@ class CyclicCheckpointer:
             raise
 
     def read(self, folder: Path) -> int:
-        """Take a checkpoint; returns its training step. All processes call it.
-
-        Raises:
-            InputError: it is damaged, or of another model, rule or number of workers; nothing is changed.
-            LaunchError: a process is gone.
-        """
+        """Take a checkpoint; returns its training step. All processes call it."""
         manifest, *others = together(self.peers, lambda: self._checked(folder), FIELD)
         if any(other.digest != manifest.digest for other in others):
             raise InputError(FIELD, folder, "Processes see different ones under this name. Give all the same folder.")
@@ -258,11 +248,7 @@ def _uses_older(programme: CyclicProgramme, process: int, stage: int, step: int)
 
 
 def _stage_content(states: StageStates) -> dict[str, Any]:
-    """What a checkpoint holds of a stage.
-
-    Raises:
-        InputError: the optimizer's or scheduler's state holds what cannot be read again safely.
-    """
+    """What a checkpoint holds of a stage."""
     older = states.newest - 1
     content = {
         "newest": {name: alone(one) for name, one in states.masters.items()},
@@ -316,11 +302,7 @@ def _check_stage(stage: int, written: StageRecord, record: StageRecord) -> None:
 
 
 def _put_stage(states: StageStates, content: Mapping[str, Any]) -> None:
-    """Give a stage its newest parameters, and its optimizer and scheduler their states.
-
-    Raises:
-        InputError: the optimizer has other parameter groups.
-    """
+    """Give a stage its newest parameters, and its optimizer and scheduler their states."""
     written = content["optimizer"]
     if states.optimizer is not None and written is not None:
         groups = written["param_groups"], states.optimizer.param_groups

@@ -75,11 +75,7 @@ def set_up(
     mailbox: ProcessMailbox,
     options: CyclicOptions,
 ) -> CyclicRuntime:
-    """Cut the model and make what runs its stages. No communication.
-
-    Raises:
-        InputError: the plan does not fit the model, or stages share parameters.
-    """
+    """Cut the model and make what runs its stages. No communication."""
     entries, placed = entries_of(model, layers), place_layers(plan, layers)
     names = [[one.layer.name for one in stage] for stage in placed]
     programme = programme_of(plan, options.early_release)
@@ -127,11 +123,7 @@ def full_state(runtime: CyclicRuntime) -> dict[str, Tensor]:
 
 
 def load_full_state(runtime: CyclicRuntime, state: Mapping[str, Tensor]) -> None:
-    """Take this process's part of a full state.
-
-    Raises:
-        InputError: an entry is missing, or has another shape.
-    """
+    """Take this process's part of a full state."""
     put(_held(runtime), runtime.entries, state)
 
 

@@ -30,13 +30,7 @@ States = dict[str, dict[str, Tensor]]
 
 
 def full_state_dict(module: nn.Module, dtypes: Mapping[str, torch.dtype], *, bound: bool) -> dict[str, Tensor]:
-    """Full parameters and buffers on the CPU of every rank; all ranks call it.
-
-    Args:
-        module: the user's model.
-        dtypes: of every entry before training.
-        bound: whether an engine trains it, which may keep master copies.
-    """
+    """Full parameters and buffers on the CPU of every rank; all ranks call it."""
     gathered: dict[int, Tensor] = {}
     parameters: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -71,11 +65,7 @@ def _of_first(value: Tensor) -> Tensor:
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Set parameters, master copies and buffers from a full state; every rank gives all of it.
-
-    Raises:
-        InputError: an entry is missing, or has another shape.
-    """
+    """Set parameters, master copies and buffers from a full state; every rank gives all of it."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -211,12 +201,7 @@ def _flats(optimizer: Any) -> Sequence[Tensor]:
 
 
 class DeepSpeedSaver(Checkpointer):
-    """Saves and loads a model that DeepSpeed trains; fp16's loss scale is not saved.
-
-    Args:
-        parallel: the model.
-        pristine: the user's model on the meta device.
-    """
+    """Saves and loads a model that DeepSpeed trains; fp16's loss scale is not saved."""
 
     def __init__(self, parallel: DeepSpeedModel, pristine: nn.Module) -> None:
         self._model, self._pristine = parallel, pristine

@@ -278,14 +278,7 @@ class _Decider:
 
 
 def window_of(step: int, every: Sequence[RankMeasurement], names: list[str], runs: list[tuple[str, int]]) -> StepWindow:
-    """The measurements of all ranks as a window.
-
-    Args:
-        step: steps trained.
-        every: of each rank.
-        names: of all layers of the model, in order.
-        runs: first layer and number of layers of each run of the plan.
-    """
+    """The measurements of all ranks as a window."""
     slowest = [max(seconds) for seconds in zip(*(rank.steps for rank in every), strict=True)]
     first, middle, third = quantiles(slowest, n=4) if len(slowest) > 1 else slowest * 3
     groups = []

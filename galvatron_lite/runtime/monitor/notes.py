@@ -274,15 +274,7 @@ def _line(note: Note) -> str:
 
 
 def message(note: Note, reason: str, suspects: Sequence[Suspect], kept: bool, rank: int) -> str:
-    """The message of a rank that waited in vain.
-
-    Args:
-        note: where it waited.
-        reason: torch's message.
-        suspects: the ranks that it waited for.
-        kept: whether the notes could be read.
-        rank: which waited.
-    """
+    """The message of a rank that waited in vain."""
     head = f"Rank {rank} waited in vain for other ranks in {operation_of(note)} ({reason})."
     if not kept:
         who = "The notes of the others are lost: the process that stores them (the launcher, or rank 0) is gone too."

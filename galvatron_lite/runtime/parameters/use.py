@@ -67,11 +67,7 @@ class ParameterUse:
         return tuple(one.parameter._version for one in self._owned)
 
     def check(self) -> None:
-        """What the loop froze stays frozen; what cannot be followed is refused.
-
-        Raises:
-            InputError: a parameter that was frozen when the plan was applied is to be trained, or has a hook.
-        """
+        """What the loop froze stays frozen; what cannot be followed is refused."""
         for one in self._owned:
             if one.parameter.requires_grad != one.updated.requires_grad:
                 one.parameter.requires_grad_(one.updated.requires_grad)

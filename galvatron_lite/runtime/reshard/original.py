@@ -63,11 +63,7 @@ class OriginalModel:
         return replace(self.options, compute=compute_dtype(self.precision or plan.precision), groups=groups)
 
     def prepare(self, plan: Plan, options: SetupOptions, batch: Any, rank: int) -> Prepared:
-        """Prepare the complete model for a plan; cached for the last few splits.
-
-        Raises:
-            InputError: the plan does not fit the model.
-        """
+        """Prepare the complete model for a plan; cached for the last few splits."""
         if batch is not self.batch:
             self.prepared.clear()
         key = plan.schedule, plan.virtual_stages, tuple(stage.runs for stage in plan.stages)

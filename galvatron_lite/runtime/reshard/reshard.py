@@ -322,12 +322,7 @@ class _Change:
 
 
 def check_plan(plan: Plan, parallel: ParallelModel) -> None:
-    """Refuse plans that a model in training cannot change to.
-
-    Raises:
-        LaunchError: the plan is for another number of processes.
-        InputError: one of the two plans is for inference, delays gradients or has branches.
-    """
+    """Refuse plans that a model in training cannot change to."""
     world = dist.get_world_size()
     if plan.devices != world:
         raise LaunchError(

@@ -80,10 +80,6 @@ class TensorTransfer:
 
         Args:
             free: bytes that this rank may still take; None: any.
-
-        Raises:
-            InputError: not enough memory, even by turns.
-            SwitchError: a rank failed, or a checksum differs.
         """
         for item in self.items:
             if not covers(item.before, item.shape):
