@@ -244,7 +244,7 @@ def _measure(
 ) -> Profile:
     from galvatron_lite.model.example import example_batch
     from galvatron_lite.profiler.measure import measure_profile
-    from galvatron_lite.runtime.branches.measure import branch_seconds
+    from galvatron_lite.runtime.branches.engine import branch_seconds
 
     return measure_profile(
         model,

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
     from galvatron_lite.runtime.loss.weights import LossWeight
     from galvatron_lite.runtime.monitor.schema import Adapt
-    from galvatron_lite.runtime.parameters.copies import InferenceModel
+    from galvatron_lite.runtime.parameters.use import InferenceModel
     from galvatron_lite.verify.launched import Verifier
     from galvatron_lite.verify.trial.check import Findings
 
@@ -325,7 +325,7 @@ def _profile(
     from galvatron_lite.profiler.measure_tasks import agree, notices
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.profiler.store import read_profile
-    from galvatron_lite.runtime.branches.measure import branch_seconds
+    from galvatron_lite.runtime.branches.engine import branch_seconds
 
     if profile is not None:
         known = profile if isinstance(profile, Profile) else read_profile(Path(profile))
@@ -488,7 +488,7 @@ def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepS
 
 def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:
     from galvatron_lite.runtime.engine import ParallelModel
-    from galvatron_lite.runtime.parameters.copies import InferenceModel
+    from galvatron_lite.runtime.parameters.use import InferenceModel
 
     if not isinstance(model, ParallelModel):
         what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"

@@ -32,23 +32,32 @@ from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
-from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime, parallelize
-from galvatron_lite.runtime.parameters.copies import ParameterCopies
+from galvatron_lite.runtime.parallelize import parallelize
 from galvatron_lite.runtime.parameters.full_state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.parameters.managed import multiply_gradients
 from galvatron_lite.runtime.parameters.pieces import entries_of
-from galvatron_lite.runtime.parameters.use import ParameterUse, check_hooks, is_alone, refuse_direct_calls
+from galvatron_lite.runtime.parameters.use import (
+    ParameterCopies,
+    ParameterUse,
+    check_hooks,
+    is_alone,
+    refuse_direct_calls,
+)
 from galvatron_lite.runtime.phases import Steering
-from galvatron_lite.runtime.pipelined import output_count, pipelined_loss, pipelined_outputs, pipelined_step
 from galvatron_lite.runtime.reshard.original import original_of
 from galvatron_lite.runtime.reshard.reshard import Resharding
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
+from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
 from galvatron_lite.runtime.step_end import (
     GradientsAside,
     check_gradients,
     clip_factor,
     finish_step,
+    output_count,
+    pipelined_loss,
+    pipelined_outputs,
+    pipelined_step,
     reduced,
     stepped_loss,
 )

@@ -30,11 +30,12 @@ from galvatron_lite.model.trace_run import shapes_only
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.runtime.activations.traffic import LayoutTensor
-from galvatron_lite.runtime.assignment import place_layers, tensor_plans
+from galvatron_lite.runtime.assignment import place_layers
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameters.managed import local_tensor
+from galvatron_lite.runtime.preparation import tensor_plans
 from galvatron_lite.verify.dry.kernels import accelerated
 from galvatron_lite.verify.dry.ledger import Ledger, Use, breakdown
 from galvatron_lite.verify.dry.mode import DryMode, DryRunError
