@@ -128,11 +128,13 @@ def layer_plans(
         InputError: a layer that cannot be split as its strategy says.
         TraceError: the model does not run on the batch.
     """
-    channel: dict[str, ChannelPlan] = {}
-    sampled: dict[str, Mapping[str, int]] = {}
-    for stage in stages:
-        channel |= channel_plans(model, stage, batch)
-        sampled |= _sample_arguments(model, stage, batch)
+    parts = list(stages)
+    channel = channel_plans(model, [placed for stage in parts for placed in stage], batch)
+    unlike = {name: samples for stage in parts for name, samples in _unlike_code_between(stage).items()}
+    if not unlike or batch is None:
+        return LayerPlans(tensor, channel)
+    sampled = sample_arguments(model, list(unlike), batch)
+    check_folded({name: arguments for name, arguments in sampled.items() if unlike[name]})
     return LayerPlans(tensor, channel, sampled)
 
 
@@ -204,18 +206,11 @@ def _examined(model: nn.Module, one: LayerAssignment, call: BlockCall) -> Channe
         raise InputError(f"{by} of layer {one.layer.name}", degree, f"{error.field}: {error.remedy}") from error
 
 
-def _sample_arguments(
-    model: nn.Module, stage: Sequence[LayerAssignment], batch: Any
-) -> Mapping[str, Mapping[str, int]]:
-    """How the arguments of blocks hold samples that split them in another way than the code between layers."""
+def _unlike_code_between(stage: Sequence[LayerAssignment]) -> dict[str, bool]:
+    """Blocks whose layout is another than that of the code between layers; and whether it shares samples otherwise."""
     glue = glue_layout(stage)
-    unlike = {
-        placed.layer.name: placed.layout.batch
+    return {
+        placed.layer.name: placed.layout.batch != glue.batch
         for placed in stage
         if placed.layer.role is Role.BLOCK and replace(placed.layout, sequence=1) != replace(glue, sequence=1)
     }
-    if not unlike or batch is None:
-        return {}
-    arguments = sample_arguments(model, list(unlike), batch)
-    check_folded({name: sampled for name, sampled in arguments.items() if unlike[name] != glue.batch})
-    return arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,14 @@ Place = Callable[[nn.Module, Layer], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Examined:
+    """What a plan needs to know of the full model, found by running it on an example."""
+
+    splits: LayerPlans  # how the layers of some stages are split inside
+    flow: LayerFlow | None  # which layers read what, where there are several stages
+
+
+@dataclass(frozen=True, slots=True)
 class SetupOptions:
     """How a model is set up; see ``ParallelModel``."""
 
@@ -87,6 +95,7 @@ class SetupOptions:
     groups: ProcessGroups = field(default_factory=ProcessGroups)
     compile: str = ""
     draws: Draws | None = None
+    examined: Examined | None = None  # of the first plan
 
 
 @dataclass(slots=True)
@@ -182,13 +191,34 @@ def prepare(
     everything = [placed for stage in stages for placed in stage]
     ties = find_shared(model, layers)
     check_shared(ties, {placed.layer.name: placed.strategy for placed in everything})
-    tensor = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
     check_router_losses(model, batch, plan)
-    splits = layer_plans(model, [stages[number] for number in pipeline_of(plan).stages_of(group)], tensor, batch)
-    flow = known_flow(model, layers, batch, options.loss_fn) if len(stages) > 1 else None
-    prepared = Prepared(plan, layers, stages, ties, splits, flow)
-    check_stages(layers, prepared.names, flow)
+    examined = options.examined
+    if examined is None:
+        own = pipeline_of(plan).stages_of(group)
+        examined = examine(model, layers, stages, own, batch, options.loss_fn, options.tensor_plans)
+    prepared = Prepared(plan, layers, stages, ties, examined.splits, examined.flow)
+    check_stages(layers, prepared.names, examined.flow)
     return prepared
+
+
+def examine(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    stages: Stages,
+    some: Iterable[int],
+    batch: Any,
+    loss_fn: LossFn | None,
+    tensor: Mapping[str, TensorPlan] | None = None,
+) -> Examined:
+    """Run the full model on an example to see how layers of some of the stages can be split, and which read what.
+
+    Raises:
+        InputError: a layer that cannot be split as its strategy says.
+    """
+    if tensor is None:
+        tensor = tensor_plans(model, [placed for stage in stages for placed in stage], batch)
+    splits = layer_plans(model, [stages[number] for number in some], tensor, batch)
+    return Examined(splits, known_flow(model, layers, batch, loss_fn) if len(stages) > 1 else None)
 
 
 def build(
