@@ -16,10 +16,7 @@ from torch import nn
 
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.data.apply import GradientReducer
-from galvatron_lite.parallelism.pipeline.tied import (
-    shared_before,
-    tie,
-)
+from galvatron_lite.parallelism.pipeline.tied import shared_before, tie
 from galvatron_lite.parallelism.precision import narrow_experts, narrow_norms
 from galvatron_lite.parallelism.sharded.calls import intercept_custom_functions
 from galvatron_lite.plans.schema import Plan
@@ -42,7 +39,9 @@ def parallelize(
     model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, meshes: Meshes, options: SetupOptions
 ) -> list[StageRuntime]:
     """Split the model as the plan says, in place; all ranks call it together. The runtimes of this rank's stages."""
-    prepared = prepare(model, plan, layers, batch, meshes.stage_index, options.tensor_plans, options.loss_fn)
+    prepared = prepare(
+        model, plan, layers, batch, meshes.stage_index, options.tensor_plans, options.loss_fn, options.examined
+    )
     broadcast_values(model, options.device)
     if shares_samples(plan):
         share_random_state(options.device)

@@ -27,7 +27,7 @@ from galvatron_lite.runtime.activations.traffic import ActivationRedistributor
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.parameters.managed import ManagedParameter, Updates
-from galvatron_lite.runtime.preparation import Prepared
+from galvatron_lite.runtime.preparation import Examined, Prepared
 from galvatron_lite.runtime.sharding import Sharded
 
 
@@ -45,6 +45,7 @@ class SetupOptions:
     groups: ProcessGroups = field(default_factory=ProcessGroups)
     compile: str = ""
     draws: Draws | None = None
+    examined: Examined | None = None  # of the first plan
 
 
 @dataclass(slots=True)
