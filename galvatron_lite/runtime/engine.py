@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -32,7 +33,7 @@ from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
-from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime, parallelize
+from galvatron_lite.runtime.parallelize import parallelize
 from galvatron_lite.runtime.parameters.full_state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.parameters.managed import multiply_gradients
 from galvatron_lite.runtime.parameters.pieces import entries_of
@@ -159,7 +160,8 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         self.origin.settle()
         buffers = SyncedBuffers(synced_buffers or {})
         self._calls = Calls(self._compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
-        self._rows, self._pending = 0, False
+        self._rows = 0
+        self._aside: weakref.ref[GradientsAside] | None = None
         self._optimizers, self._turns = OptimizerSteps(self), 1
         self._batches = GlobalBatches(self.device, batch, local_batch, timeout)
 
@@ -365,12 +367,13 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         return self.scaler is None and several
 
     def _stepped(self, batch: Any) -> Tensor:
-        aside = GradientsAside(self.runtimes, self._pending)
-        self._turns, self._pending = 1, True
+        aside = GradientsAside(self.runtimes, None if self._aside is None else self._aside())
+        self._turns, self._aside = 1, weakref.ref(aside)
         value = reduced(self, [self.backward_step(batch)], with_norm=False)[0]
+        aside.swap()
 
         def settle(factor: Tensor) -> None:
-            self._pending = False
+            aside.swap()
             check_gradients(self._has_gradients() or not any(runtime.owned for runtime in self.runtimes))
             self._multiply(factor)
             aside.add()
