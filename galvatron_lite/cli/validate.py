@@ -74,8 +74,8 @@ def validate_command(
 ) -> None:
     """Score the cost model against published training runs."""
     from galvatron_lite.calibration.store import load_calibration
-    from galvatron_lite.configs_path import profile_folder
     from galvatron_lite.files import write_text
+    from galvatron_lite.folders import profile_folder
     from galvatron_lite.svg import check_target
     from galvatron_lite.validate.predict import validate_runs
     from galvatron_lite.validate.report import (
@@ -184,7 +184,7 @@ def _score_transfer(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
     from dataclasses import asdict
 
     from galvatron_lite.calibration.store import load_calibration
-    from galvatron_lite.configs_path import config_folder
+    from galvatron_lite.folders import config_folder
     from galvatron_lite.validate.transfer import pairs_of, score_pairs
 
     with progress_bar("Carrying") as move:
@@ -207,7 +207,7 @@ def _score_transfer(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
 
 def _score_scale_up(runs: Sequence[PublishedRun], folder: Path | None, as_json: bool) -> None:
     from galvatron_lite.calibration.store import load_calibration
-    from galvatron_lite.configs_path import config_folder
+    from galvatron_lite.folders import config_folder
     from galvatron_lite.validate.scale_up import LARGE, SMALL, scale_up_scores
 
     priors = load_calibration(folder or config_folder("calibration") / "priors")
