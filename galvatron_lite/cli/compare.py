@@ -1,14 +1,16 @@
-"""``galvatron compare``: plans side by side."""
+"""``galvatron evaluate`` and ``compare``: what plans cost, and how they differ."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from galvatron_lite.cli import options
-from galvatron_lite.cli.terminal import plain_table, print_json, wide_console
+from galvatron_lite.cli.terminal import plain_table, print_json, wide_console, written
+from galvatron_lite.errors import InputError
 from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -17,6 +19,64 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from galvatron_lite.analysis.explanation import Compared, Comparison
+    from galvatron_lite.plans.schema import Plan
+
+
+def evaluate_command(
+    plan: options.PlanFile,
+    profile: options.Profile = None,
+    model: options.Model = None,
+    cluster: options.Cluster = None,
+    gpus: options.Gpus = None,
+    batch: options.Batch = None,
+    sequence: options.Sequence = None,
+    precision: options.Precision = None,
+    trainable: options.Trainable = None,
+    freeze: options.Freeze = None,
+    mem: Annotated[
+        str | None,
+        typer.Option("--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%; 95% if not given."),
+    ] = None,
+    calibration: options.Calibration = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--for", help="PLAN holds settings of megatron, nemo, torchtitan, deepspeed or accelerate."),
+    ] = None,
+    as_json: options.Json = False,
+    output: options.Output = None,
+    verbose: options.Verbose = False,
+) -> None:
+    """Predict step time and memory of a given plan."""
+    setup = options.arguments(locals())
+    from galvatron_lite import api
+    from galvatron_lite.cli.plan_output import accuracy, print_plan
+    from galvatron_lite.plans.describe import fits_line
+    from galvatron_lite.plans.io import write_plan
+    from galvatron_lite.request import PlanRequest
+
+    found, known = api.evaluated(plan, PlanRequest.parse(profile, setup), setup)
+    if output is not None:
+        write_plan(found, output)
+    if as_json:
+        print_json(found, fits=found.fits)
+        return
+    print_plan(found, f"{known.name}: {known.origin.kind.value}, {known.origin.source}", accuracy(known), verbose)
+    typer.echo(fits_line(found))
+    if found.provenance is not None and found.provenance.stack:
+        typer.echo(f"Priced as {found.provenance.stack} runs it.")
+    else:
+        typer.echo(f"galvatron can run it: {_runs(found)}")
+    written(output)
+
+
+def _runs(plan: Plan) -> str:
+    from galvatron_lite.plans.execution import check_runs
+
+    try:
+        check_runs(plan)
+    except InputError as error:
+        return f"no. {error}"
+    return "yes"
 
 
 def compare_command(
@@ -29,13 +89,15 @@ def compare_command(
     gpus: options.Gpus = None,
     sequence: options.Sequence = None,
     precision: options.Precision = None,
+    trainable: options.Trainable = None,
+    freeze: options.Freeze = None,
     mem: options.Memory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Compare plans of one model, all priced with the same profile."""
+    setup = options.arguments(locals())
     from galvatron_lite import api_plans
 
-    setup = options.arguments(model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, mem=mem)
     comparison = api_plans.compare(list(plans), profile, **setup)
     if as_json:
         print_json(comparison)
@@ -62,8 +124,6 @@ def _print_comparison(comparison: Comparison) -> None:
 
 
 def _figures(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
-    from dataclasses import fields
-
     plans = comparison.plans
     yield "step", [format_seconds(plan.step_seconds) for plan in plans]
     yield "samples/s", [format_count(plan.samples_per_second) for plan in plans]

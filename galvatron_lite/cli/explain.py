@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -186,15 +185,15 @@ def _print_trust(console: Console, trust: Trust) -> None:
 
 
 def explain_command(
-    plan: Annotated[
-        Path, typer.Argument(help="Plan file: ours, written by hand (docs/evaluate.md), or Hetu-Galvatron's JSON.")
-    ],
+    plan: options.PlanFile,
     profile: options.Profile = None,
     model: options.Model = None,
     cluster: options.Cluster = None,
     gpus: options.Gpus = None,
     sequence: options.Sequence = None,
     precision: options.Precision = None,
+    trainable: options.Trainable = None,
+    freeze: options.Freeze = None,
     mem: options.Memory = None,
     no_what_if: Annotated[
         bool, typer.Option("--no-what-if", help="Search for nothing: no runner-ups, no what-ifs; answers at once.")
@@ -205,21 +204,18 @@ def explain_command(
     ] = 120.0,
     fix: options.Fix = None,
     forbid: options.Forbid = None,
-    schedule: options.Schedule = None,
+    schedules: options.Schedule = None,
     allow_delay: options.AllowDelay = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Explain a plan: what limits it, and what each choice gains.
 
     Also where the time goes, and what would change the plan. Searches again with --fix, --forbid and --schedule: give
     those that the plan was made with.
     """
+    setup = options.arguments(locals())
     from galvatron_lite import api_plans
 
-    setup = options.arguments(
-        model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, mem=mem, fix=fix or (),
-        forbid=forbid or (), schedules=schedule, allow_delay=allow_delay,
-    )  # fmt: skip
     with progress_bar("Planning again", quiet=as_json) as progress:
         setup["progress"] = progress
         explanation = api_plans.explain(plan, profile, what_if=not no_what_if, seconds=seconds, **setup)

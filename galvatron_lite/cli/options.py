@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -96,9 +97,12 @@ Calibration = Annotated[
 ]
 
 
-def arguments(**options: object) -> PlanArguments:
-    """The options that were set, as arguments of ``api.plan``."""
-    return cast("PlanArguments", {name: value for name, value in options.items() if value is not None})
+def arguments(options: Mapping[str, object]) -> PlanArguments:
+    """Those options that were set and are arguments of ``api.plan``."""
+    from galvatron_lite.request import PlanArguments
+
+    names = PlanArguments.__annotations__
+    return cast("PlanArguments", {name: options[name] for name in names if options.get(name) is not None})
 
 
 _pin = partial(_option, panel="Restrict the search")
