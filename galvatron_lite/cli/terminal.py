@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from galvatron_lite.analysis.tables import Table as TableText
+
 
 WIDE = 200
 """Most columns of a table in a file or pipe; narrower ones take what they need. ``COLUMNS`` sets another number."""
@@ -46,6 +48,14 @@ def plain_table(*columns: str) -> Table:
     from rich.table import Table
 
     return Table(*columns, box=None, pad_edge=False, header_style="bold", show_header=any(columns) or not columns)
+
+
+def print_table(console: Console, table: TableText) -> None:
+    """Print the heads and rows of a table."""
+    shown = plain_table(*table.heads)
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown)
 
 
 NO_PLAN = "Interrupted before a first plan was found."
