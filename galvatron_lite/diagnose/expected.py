@@ -9,11 +9,10 @@ from itertools import accumulate
 from statistics import median
 
 from galvatron_lite.cost.forward_only import for_mode
-from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.stage import Shape, StageCost
-from galvatron_lite.cost.step import shape_of, strategies_of
+from galvatron_lite.cost.step import price_stages, shape_of, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.plans.schema import LayerRun, Plan
