@@ -35,32 +35,6 @@ class SqueezeExcite(nn.Module):
         return x * scale.expand_as(x)
 
 
-class SqueezeConv(nn.Module):
-    """The same by convolutions of a picture of one pixel, as in MobileNetV3 and RegNet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up, self.last = nn.Conv2d(4, 2, 1), nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = functional.hardsigmoid(self.up(functional.relu(self.down(x.mean((2, 3), keepdim=True)))))
-        return self.last(scale * x)
-
-
-class ChannelsFirstNorm(nn.Module):
-    """Layer normalisation from element-wise functions, as ConvNeXt's authors wrote it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        u = x.mean(1, keepdim=True)
-        s = (x - u).pow(2).mean(1, keepdim=True)
-        x = (x - u) / torch.sqrt(s + 1e-6)
-        return self.weight[:, None, None] * x + self.bias[:, None, None]
-
-
 def _double(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
@@ -128,21 +102,6 @@ class Pyramid(nn.Module):
         return functional.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
 
 
-class Separable(nn.Module):
-    """MobileNetV2's inverted residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Sequential(
-            nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True),
-            nn.Conv2d(8, 8, 5, padding=2, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True),
-            nn.Conv2d(8, 4, 1, bias=False), nn.InstanceNorm2d(4, affine=True),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(x)
-
-
 class Inception(nn.Module):
     """Szegedy et al. 2014: branches of different windows side by side."""
 
@@ -173,52 +132,18 @@ class Shuffle(nn.Module):
         return torch.transpose(x, 1, 2).contiguous().view(batch, channels, height, width)
 
 
-class PerPixel(nn.Module):
-    """The loss of a segmentation, with pixels that do not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 3, 3, padding=1)
-        self.register_buffer("labels", torch.arange(2 * 11 * 9).view(2, 11, 9) % 3)
-        self.labels[:, 3] = -100
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.conv(x)
-        return functional.cross_entropy(logits, self.labels) + 0.1 * functional.mse_loss(
-            logits, torch.zeros_like(logits)
-        )
-
-
-class AlexNet(nn.Module):
-    """Krizhevsky et al. 2012: wide strides, responses normalised, overlapping pools."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.pool = nn.Conv2d(4, 6, 5, 2, 2), nn.LocalResponseNorm(3), nn.MaxPool2d(3, 2)
-        self.fc = nn.Linear(6 * 4 * 4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.pool(self.norm(functional.relu(self.conv(x))))
-        return self.fc(x.reshape(x.size(0), -1))
-
-
 FLAT = (2, 4, 11, 9)
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "squeeze-excite": (SqueezeExcite, FLAT),
-    "squeeze by convolutions": (SqueezeConv, FLAT),
-    "norm of channels first": (ChannelsFirstNorm, FLAT),
     "u-net, transposed": (lambda: SmallUNet(False), FLAT),
     "u-net, bilinear": (lambda: SmallUNet(True), FLAT),
     "u-net, cropped": (lambda: SmallUNet(False, crop=True), FLAT),
-    "vgg head": (Vgg, (2, 4, 14, 28)),
+    "vgg head": (Vgg, (2, 4, 14, 14)),
     "vgg head, gathered": (Vgg, (2, 4, 18, 20)),
     "volumes": (Volumes, (2, 2, 5, 6, 7)),
     "pyramid": (Pyramid, FLAT),
-    "separable": (Separable, FLAT),
     "inception": (Inception, FLAT),
     "shuffle": (Shuffle, FLAT),
-    "per pixel": (PerPixel, FLAT),
-    "alexnet": (AlexNet, (2, 4, 18, 17)),
 }
 GRIDS = [{3: 3}, {2: 2, 3: 2}]
 
