@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from galvatron_lite.parallelism.branch.assign import Job, Option, exact
+from galvatron_lite.parallelism.branch.cost import Job, Option, exact
 from galvatron_lite.search.programme.ilp_branches import assign_by_programme
 
 

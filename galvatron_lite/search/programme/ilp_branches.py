@@ -1,4 +1,4 @@
-"""The assignment of branches to groups of devices as an integer programme (``parallelism.branch.assign``).
+"""The assignment of branches to groups of devices as an integer programme (``parallelism.branch.cost``).
 
 Variables: y_g, whether a group g (a run of devices) is used; x_bgo, whether branch b runs on it by its option o; t_p,
 the seconds of phase p; w_g, the bytes that a group works with.
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from galvatron_lite.errors import GalvatronError
-from galvatron_lite.parallelism.branch.assign import Assignment, BranchGroup, Job, Option, places
+from galvatron_lite.parallelism.branch.cost import Assignment, BranchGroup, Job, Option, places
 from galvatron_lite.search.programme.pulp_adapter import IntegerProgramme, Solution, SolverVerdict, solve
 
 _ROUNDING = 1e-6
