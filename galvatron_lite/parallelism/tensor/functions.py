@@ -7,7 +7,7 @@ Convention: the gradient of a replicated activation is replicated, that is, alre
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.parallelism.recompute.sums import kept_sum
 from galvatron_lite.parallelism.sharded.collectives import gathered
+from galvatron_lite.parallelism.sharded.groups import AxisGroup
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, from_local, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.group import TensorGroup
@@ -137,7 +138,8 @@ class _GatherLast(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, extent: int) -> Tensor:
         ctx.start, ctx.length = share(extent, group.size, group.rank)
-        return gathered(tensor, ShardSpec(tensor.dim() - 1, extent, group))
+        # of the group only its number, the own place and all-gathers are asked for
+        return gathered(tensor, ShardSpec(tensor.dim() - 1, extent, cast("AxisGroup", group)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
