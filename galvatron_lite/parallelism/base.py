@@ -107,6 +107,8 @@ class PictureSplit:
     own_statistics: bool = False  # batch normalisation takes the statistics of each device's own pixels
     # of a group that shares channels each device sums gradients of, and updates, whole weights
     whole_weights: bool = False
+    # samples a second that a process reads where the first of a group reads for all of it; 0: reading is not counted
+    read_rate: float = 0.0
 
 
 SPARING = PictureSplit()

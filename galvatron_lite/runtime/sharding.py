@@ -31,8 +31,9 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
 from galvatron_lite.runtime.activations.layout import Layout
 from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of, rules_under
-from galvatron_lite.runtime.assignment import LayerAssignment, LayerPlans, glue_layout
+from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
+from galvatron_lite.runtime.preparation import LayerPlans
 
 
 @dataclass(slots=True)

@@ -22,8 +22,7 @@ from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import check_samples
 from galvatron_lite.runtime.cyclic.checkpoint import FIELD, CyclicCheckpointer, latest
-from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
-from galvatron_lite.runtime.cyclic.state import even_out, full_state, load_full_state
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions, even_out, full_state, load_full_state, set_up
 from galvatron_lite.runtime.loss.weights import LossWeight, check_even, check_reduction, share_scales
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.monitor.observer import Observable, observed
