@@ -4,7 +4,7 @@ The seconds of a step are those of the loop (``parallelism.cyclic.simulation``) 
 start-up takes 2(N-1) more time steps, once a run, and is not part of it. Every pass takes its layers' seconds and the
 host time of what it receives and sends; messages travel beside compute (the share of them that ``Profile.hidden`` says,
 all if it says nothing), and count where somebody waits for them. Memory is that of the worst pass of any device: what
-is there besides (``parallelism.cyclic.holdings``) and the pass's own worst moment. Figures of rest: arXiv 2403.08837.
+is there besides (``parallelism.cyclic.simulation``) and the pass's own worst moment. Figures of rest: arXiv 2403.08837.
 """
 
 from __future__ import annotations

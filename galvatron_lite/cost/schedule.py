@@ -241,7 +241,7 @@ class OrderedStep:
 
 
 def run_ordered(order: PassOrder, course: ScheduleConfig) -> OrderedStep:
-    """A step in the order that its seconds ask for (``parallelism.pipeline.greedy``), which the runtime follows.
+    """A step in the order that its seconds ask for (``parallelism.pipeline.table``), which the runtime follows.
 
     Where software does without the optimizer's global synchronisation (Qi et al. 2023, section 4, post-validation),
     steps follow one another like parallelograms, so a step takes what the busiest group needs from its first pass to

@@ -1,7 +1,7 @@
 """Every predicted pass of a step: which group of devices does what when, and what it holds meanwhile. No torch here.
 
 The seconds and the order are those that ``cost.step`` prices a plan by: the event simulation (``cost.schedule``), and
-for zero-bubble schedules the simulation that their order is made in (``parallelism.pipeline.greedy``). Memory is
+for zero-bubble schedules the simulation that their order is made in (``parallelism.pipeline.table``). Memory is
 that of ``cost.memory`` with the micro-batches that are in flight at each pass (``cost.memory``). All seconds
 are stretched by the factor for the slowest of many devices, so that the step ends when the prediction says.
 """

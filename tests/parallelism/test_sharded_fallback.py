@@ -133,10 +133,6 @@ def test_gradients_and_hooks_of_cut_tensors_are_cut() -> None:
 RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: functional.dropout(x, 0.5),
     "dropout in place": lambda x: functional.dropout(x * 1, 0.5, inplace=True),
-    "rand_like": torch.rand_like,
-    "randn_like": lambda x: torch.randn_like(x) + x,
-    "bernoulli": lambda x: torch.bernoulli(x * 0.5),
-    "normal_": lambda x: torch.empty_like(x).normal_(1, 2),
 }
 
 

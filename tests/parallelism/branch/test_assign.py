@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.parallelism.branch.assign import (
+from galvatron_lite.parallelism.branch.cost import (
     BranchGroup,
     Job,
     Option,
