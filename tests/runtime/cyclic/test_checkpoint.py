@@ -32,8 +32,12 @@ HALVED = partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 3], gamma=
 
 
 @pytest.fixture(autouse=True)
-def doubles() -> Iterator[None]:
+def seeded() -> None:
     torch.manual_seed(5)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def doubles() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
