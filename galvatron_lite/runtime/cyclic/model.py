@@ -21,7 +21,8 @@ from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, Scheduler
 from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import check_samples
-from galvatron_lite.runtime.cyclic.checkpoint import FIELD, CyclicCheckpointer, latest
+from galvatron_lite.runtime.checkpoint.manifest import FIELD
+from galvatron_lite.runtime.cyclic.checkpoint import CyclicCheckpointer, latest
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, even_out, full_state, load_full_state, set_up
 from galvatron_lite.runtime.loss.weights import LossWeight, check_even, check_reduction, share_scales
 from galvatron_lite.runtime.mesh import join_world
