@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch import nn
 
 from galvatron_lite.analysis.uncaptured import check_uncaptured, uncaptured_plan
-from galvatron_lite.errors import InputError, TraceError
+from galvatron_lite.errors import LOG, InputError, TraceError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
@@ -44,7 +44,6 @@ from galvatron_lite.runtime.monitor.attach import (
     steer,
 )
 from galvatron_lite.runtime.peers import from_rank_zero
-from galvatron_lite.saying import say
 from galvatron_lite.world import join, pick_device, world_size
 
 if TYPE_CHECKING:
@@ -502,7 +501,7 @@ def _on_dead(graph: ModelGraph) -> tuple[str, ...]:
 
 def _say(line: str) -> None:
     if dist.get_rank() == 0:
-        say(line)
+        LOG.info(line)
 
 
 def _warn(messages: Sequence[str]) -> None:

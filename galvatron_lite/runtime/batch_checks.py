@@ -14,7 +14,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import ITEMS, batch_size, map_places, places
-from galvatron_lite.parallelism.collectives import all_gather
+from galvatron_lite.parallelism.process_groups import all_gather
 from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.world import messages_carry_data
 

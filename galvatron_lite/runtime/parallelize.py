@@ -39,7 +39,9 @@ def parallelize(
     model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, meshes: Meshes, options: SetupOptions
 ) -> list[StageRuntime]:
     """Split the model as the plan says, in place; all ranks call it together. The runtimes of this rank's stages."""
-    prepared = prepare(model, plan, layers, batch, meshes.stage_index, options.tensor_plans, options.loss_fn)
+    prepared = prepare(
+        model, plan, layers, batch, meshes.stage_index, options.tensor_plans, options.loss_fn, options.examined
+    )
     broadcast_values(model, options.device)
     if shares_samples(plan):
         share_random_state(options.device)

@@ -19,6 +19,7 @@ from galvatron_lite.model.trace_run import BlockCall, block_calls, check_folded,
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow, flow_of
+from galvatron_lite.parallelism.pipeline.runner import pipeline_groups, place_groups
 from galvatron_lite.parallelism.pipeline.stage import check_stages
 from galvatron_lite.parallelism.pipeline.tied import (
     COPIES,
@@ -28,7 +29,6 @@ from galvatron_lite.parallelism.pipeline.tied import (
     holding_groups,
     holding_stages,
 )
-from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups, place_groups
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
@@ -47,6 +47,14 @@ class LayerPlans:
     channel: Mapping[str, ChannelPlan] = field(default_factory=dict)  # by module path, where it shares channels
     # how arguments of layers hold the samples; see ``ActivationRedistributor``
     sampled: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What a plan needs to know of the full model, found by running it on an example."""
+
+    splits: LayerPlans  # how the layers of some stages are split inside
+    flow: LayerFlow | None  # which layers read what, where there are several stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +82,44 @@ def prepare(
     group: int,
     tensor: Mapping[str, TensorPlan] | None = None,
     loss_fn: LossFn | None = None,
+    examined: Examined | None = None,
 ) -> Prepared:
     """Assign layers to stages, check the plan, and examine the full model, which is not changed; no communication.
 
-    ``group`` is the number of this rank's group of devices: its stage, where each group has one.
+    ``group`` is the number of this rank's group of devices: its stage, where each group has one. ``examined`` is what
+    ``examine`` returned for this plan; examined here if not given.
     """
     stages = place_layers(plan, layers)
     everything = [placed for stage in stages for placed in stage]
     ties = find_shared(model, layers)
     check_shared(ties, {placed.layer.name: placed.strategy for placed in everything})
-    tensor = tensor_plans(model, everything, batch) if tensor is None else tensor
     check_router_losses(model, batch, plan)
-    splits = layer_plans(model, [stages[number] for number in pipeline_of(plan).stages_of(group)], tensor, batch)
-    flow = known_flow(model, layers, batch, loss_fn) if len(stages) > 1 else None
-    prepared = Prepared(plan, layers, stages, ties, splits, flow)
-    check_stages(layers, prepared.names, flow)
+    if examined is None:
+        numbers = pipeline_of(plan).stages_of(group)
+        examined = examine(model, layers, stages, numbers, batch, loss_fn, tensor)
+    prepared = Prepared(plan, layers, stages, ties, examined.splits, examined.flow)
+    check_stages(layers, prepared.names, examined.flow)
     return prepared
+
+
+def examine(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    stages: Stages,
+    numbers: Iterable[int],
+    batch: Any,
+    loss_fn: LossFn | None,
+    tensor: Mapping[str, TensorPlan] | None = None,
+) -> Examined:
+    """Run the full model on an example to see how layers of the numbered stages can be split, and which read what.
+
+    Raises:
+        InputError: a layer that cannot be split as its strategy says.
+    """
+    if tensor is None:
+        tensor = tensor_plans(model, [placed for stage in stages for placed in stage], batch)
+    splits = layer_plans(model, [stages[number] for number in numbers], tensor, batch)
+    return Examined(splits, known_flow(model, layers, batch, loss_fn) if len(stages) > 1 else None)
 
 
 def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> LayerFlow | None:
@@ -124,11 +154,13 @@ def layer_plans(
         InputError: a layer that cannot be split as its strategy says.
         TraceError: the model does not run on the batch.
     """
-    channel: dict[str, ChannelPlan] = {}
-    sampled: dict[str, Mapping[str, int]] = {}
-    for stage in stages:
-        channel |= channel_plans(model, stage, batch)
-        sampled |= _sample_arguments(model, stage, batch)
+    parts = list(stages)
+    channel = channel_plans(model, [placed for stage in parts for placed in stage], batch)
+    unlike = {name: samples for stage in parts for name, samples in _unlike_code_between(stage).items()}
+    if not unlike or batch is None:
+        return LayerPlans(tensor, channel)
+    sampled = sample_arguments(model, list(unlike), batch)
+    check_folded({name: arguments for name, arguments in sampled.items() if unlike[name]})
     return LayerPlans(tensor, channel, sampled)
 
 
@@ -200,18 +232,11 @@ def _examined(model: nn.Module, one: LayerAssignment, call: BlockCall) -> Channe
         raise InputError(f"{by} of layer {one.layer.name}", degree, f"{error.field}: {error.remedy}") from error
 
 
-def _sample_arguments(
-    model: nn.Module, stage: Sequence[LayerAssignment], batch: Any
-) -> Mapping[str, Mapping[str, int]]:
-    """How the arguments of blocks hold samples that split them in another way than the code between layers."""
+def _unlike_code_between(stage: Sequence[LayerAssignment]) -> dict[str, bool]:
+    """Blocks whose layout is another than that of the code between layers; and whether it shares samples otherwise."""
     glue = glue_layout(stage)
-    unlike = {
-        placed.layer.name: placed.layout.batch
+    return {
+        placed.layer.name: placed.layout.batch != glue.batch
         for placed in stage
         if placed.layer.role is Role.BLOCK and replace(placed.layout, sequence=1) != replace(glue, sequence=1)
     }
-    if not unlike or batch is None:
-        return {}
-    arguments = sample_arguments(model, list(unlike), batch)
-    check_folded({name: sampled for name, sampled in arguments.items() if unlike[name] != glue.batch})
-    return arguments

@@ -14,8 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.parts import ChannelPlan
-from galvatron_lite.parallelism.expert.apply import spread_experts, work_on_shares
-from galvatron_lite.parallelism.expert.dispatch import ProcessExchange
+from galvatron_lite.parallelism.expert.apply import ProcessExchange, spread_experts, work_on_shares
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
 from galvatron_lite.parallelism.recompute.apply import apply_recompute

@@ -15,10 +15,9 @@ from galvatron_lite.model.batch import LossFn
 from galvatron_lite.parallelism.cyclic.stages import structure_of
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
-from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner
+from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner, pipeline_groups
 from galvatron_lite.parallelism.pipeline.stage import StageEnd, StageModel
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, shared_before, untie
-from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.rng.modules import Draws
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
@@ -28,7 +27,7 @@ from galvatron_lite.runtime.activations.traffic import ActivationRedistributor
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.parameters.managed import ManagedParameter, Updates
-from galvatron_lite.runtime.preparation import Prepared
+from galvatron_lite.runtime.preparation import Examined, Prepared
 from galvatron_lite.runtime.sharding import Sharded
 
 
@@ -46,6 +45,7 @@ class SetupOptions:
     groups: ProcessGroups = field(default_factory=ProcessGroups)
     compile: str = ""
     draws: Draws | None = None
+    examined: Examined | None = None  # of the first plan
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.batch import map_tensors, tensors_of
@@ -115,27 +115,56 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 class GradientsAside:
-    """Gradients of earlier batches, kept apart until those of the next batch are summed over ranks."""
+    """Keeps the gradients of earlier batches apart while the model makes those of the next one.
 
-    def __init__(self, runtimes: Sequence[StageRuntime], pending: bool) -> None:
-        held = [one for runtime in runtimes for one in runtime.owned if one.gradient is not None]
-        if held and (pending or any(one.host is not None for one in held)):
+    The model makes gradients when it is called, but the loop sees them only after ``loss.backward()``: until then they
+    are kept here, so that the loop may zero gradients between the two, as it may in one process.
+
+    Args:
+        runtimes: the stages of this rank.
+        last: of the batch before, where ``backward`` of its loss may still come.
+
+    Raises:
+        InputError: there are gradients in host memory.
+    """
+
+    def __init__(self, runtimes: Sequence[StageRuntime], last: GradientsAside | None) -> None:
+        if last is not None:
+            last._copy()
+        self._runtimes = runtimes
+        owned = [one for runtime in runtimes for one in runtime.owned]
+        held = [one for one in owned if one.gradient is not None]
+        if any(one.host is not None for one in held):
             remedy = (
                 "Those of the last batch are still there. Under this plan the model works a batch through in "
-                "micro-batches by itself: call loss.backward() before the next batch, or optimizer.zero_grad(); with "
-                "offload plan a larger --batch to accumulate more."
+                "micro-batches by itself: call optimizer.zero_grad() before the next batch; with offload plan a larger "
+                "--batch to accumulate more."
             )
             raise InputError("gradients", "of two batches", remedy)
         guard_gradients(held, guarded=False)
-        self._held = [(one, one.reduced.grad.clone()) for one in held if one.reduced.grad is not None]
-        for one, _ in self._held:
-            one.reduced.grad = None
+        self._aside: dict[nn.Parameter, Tensor | None] = {one.reduced: None for one in owned if one.host is None}
+        self.swap()
+        self._copy()
+
+    def swap(self) -> None:
+        """Exchange the gradients that are kept apart and those that the loop sees."""
+        for parameter, gradient in self._aside.items():
+            self._aside[parameter], parameter.grad = parameter.grad, gradient
 
     def add(self) -> None:
-        """Add them to the new ones."""
-        for one, gradient in self._held:
-            new = one.reduced.grad
-            one.reduced.grad = gradient if new is None else new.add_(gradient)
+        """Add those that are kept apart to those that the loop sees, and let go of them."""
+        for parameter, gradient in self._aside.items():
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._aside.clear()
+        for runtime in self._runtimes:
+            if runtime.updates.guarded:
+                guard_gradients(runtime.owned)
+
+    def _copy(self) -> None:
+        """Gradients are views of buffers that the next backward pass fills again."""
+        for parameter, gradient in self._aside.items():
+            self._aside[parameter] = None if gradient is None else gradient.clone()
 
 
 def stepped_loss(loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:
@@ -155,9 +184,9 @@ def stepped_loss(loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:
 
 
 def check_gradients(present: bool) -> None:
-    """Raise InputError for a backward pass whose gradients were thrown away."""
+    """Raise InputError for a backward pass whose gradients were zeroed: those in host memory are not kept apart."""
     if not present:
-        remedy = "Under this plan they are made when the model is called: call optimizer.zero_grad() before that."
+        remedy = "With offload they are made when the model is called: call optimizer.zero_grad() before that."
         raise InputError("gradients", "none", remedy)
 
 

@@ -102,6 +102,17 @@ def accumulating(model: nn.Module) -> list[float]:
     return losses
 
 
+def zeroing_before_backward(model: nn.Module) -> list[float]:
+    optimizer, losses = adamw(model), []
+    for seed in range(3):
+        loss = model(**batch_of(seed))
+        optimizer.zero_grad(set_to_none=seed < 2)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def several_losses(model: nn.Module) -> list[float]:
     optimizer = adamw(model)
     loss = model(**batch_of(0)) + 0.5 * model(**batch_of(1))
@@ -269,7 +280,8 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "schedulers": (schedulers, ""),
     "closures": (closures, ""),
     "accumulating": (accumulating, ""),
-    "several losses": (several_losses, "of two batches"),
+    "zeroing before backward": (zeroing_before_backward, ""),
+    "several losses": (several_losses, ""),
     "weighted by a parameter": (weighted_by_a_parameter, ""),
     "several optimizers": (several_optimizers, ""),
     "freezing": (freezing, ""),
@@ -294,10 +306,10 @@ ALWAYS_REFUSED = {
     "adversarial",
 }  # fmt: skip
 REFUSED = {
-    "pipeline": {"several losses", "steps in backward", "backward twice"},
-    "zero3 in micro-batches": {"several losses", "steps in backward", "backward twice"},
+    "pipeline": {"steps in backward", "backward twice"},
+    "zero3 in micro-batches": {"steps in backward", "backward twice"},
     "data": {"steps in backward"},
-    "micro-batches": {"several losses", "steps in backward", "backward twice"},
+    "micro-batches": {"steps in backward", "backward twice"},
     "zero1": {"steps in backward"},
     "tensor": {"steps in backward"},
 }

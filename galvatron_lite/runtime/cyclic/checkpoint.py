@@ -28,7 +28,7 @@ from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.parallelism.cyclic.executor import SeededDraws
 from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.parallelism.cyclic.stages import StageStates
 from galvatron_lite.runtime.checkpoint.manifest import (
     FIELD,
     check_all,

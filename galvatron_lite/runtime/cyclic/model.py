@@ -17,7 +17,7 @@ from galvatron_lite.model.trace_meta import prepare_for_training
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
 from galvatron_lite.parallelism.cyclic.programme import MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
-from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory, StageStates
+from galvatron_lite.parallelism.cyclic.stages import OptimizerFactory, SchedulerFactory, StageStates
 from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import check_samples

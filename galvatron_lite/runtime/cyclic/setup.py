@@ -15,8 +15,7 @@ from galvatron_lite.parallelism.cyclic.executor import Executor, SeededDraws
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
 from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
-from galvatron_lite.parallelism.cyclic.stages import StagePart, check_untied, cut_stages, stage_of
-from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.parallelism.cyclic.stages import StagePart, StageStates, check_untied, cut_stages, stage_of
 from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.schema import Plan

@@ -60,7 +60,8 @@ class OriginalModel:
 
     def options_of(self, plan: Plan, groups: ProcessGroups) -> SetupOptions:
         """How the model is set up under another plan."""
-        return replace(self.options, compute=compute_dtype(self.precision or plan.precision), groups=groups)
+        compute = compute_dtype(self.precision or plan.precision)
+        return replace(self.options, compute=compute, groups=groups, examined=None)
 
     def prepare(self, plan: Plan, options: SetupOptions, batch: Any, rank: int) -> Prepared:
         """Prepare the complete model for a plan; cached for the last few splits."""
