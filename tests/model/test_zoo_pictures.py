@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.errors import InputError
 from galvatron_lite.model.zoo import SIZES, build
 from tests.model.learning import assert_learns
 
@@ -103,18 +102,3 @@ def test_a_convnext_on_the_meta_device_can_be_initialised() -> None:
     model = on_meta("convnext-mini").to_empty(device="cpu")
     model.apply(model._init_weights)
     assert torch.equal(model.stages[0][0].gamma, torch.full((8,), 1e-6))
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "field"),
-    [
-        ("unet", {"image_size": 100}, "image_size"),
-        ("cosmoflow-512", {"image_size": 128}, "image_size"),
-        ("convnext-t", {"depths": (3, 3)}, "depths"),
-        ("regnet-y-400mf", {"group": 5}, "group"),
-        ("resnet-50", {"heads": 4}, "overrides"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_named(name: str, fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(InputError, match=field):
-        on_meta(name, **fields)
