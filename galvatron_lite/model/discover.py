@@ -20,7 +20,7 @@ from galvatron_lite.model.order import bits, order_of
 from galvatron_lite.model.trace_figures import SAMPLES
 from galvatron_lite.model.trace_flow import DataFlow, Needs, at, holders_of, inside, needs_of
 from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.model.trace_run import Observation, observe
+from galvatron_lite.model.trace_run import Observation, garbage_waits, observe
 
 BlockNames = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 """How a user names blocks: the path of a container or module, a module class, or a list of these."""
@@ -136,7 +136,10 @@ def _parts(model: nn.Module, path: str = "") -> list[str]:
     """Children that are made of several modules, of the model or of what nearly all of it lies in; [] if too few."""
     if isinstance(model, nn.Sequential):
         return []
-    weights = {name: _leaves(child) for name, child in model.named_children()}
+    weights = {  # modules inside that have parameters of their own
+        name: sum(any(True for _ in part.parameters(recurse=False)) for part in child.modules())
+        for name, child in model.named_children()
+    }
     for name, leaves in weights.items():
         if leaves > _MOST * sum(weights.values()):
             return _parts(model.get_submodule(name), _join(path, name))
@@ -146,11 +149,6 @@ def _parts(model: nn.Module, path: str = "") -> list[str]:
         if not isinstance(child, NEVER_RUN) and any(map(_is_weighty, child.children()))
     ]
     return parts if len(parts) >= _FEWEST_PARTS else []
-
-
-def _leaves(module: nn.Module) -> int:
-    """Modules inside that have parameters of their own."""
-    return sum(any(True for _ in part.parameters(recurse=False)) for part in module.modules())
 
 
 def _sequential_children(model: nn.Module) -> list[str]:
@@ -241,8 +239,7 @@ def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | No
     """
     if batch is None:
         return arrange_layers(model, find_blocks(model, blocks))
-    watched = watch(meta_copy(model), resize_batch(batch, SAMPLES[1]), blocks)
-    return arrange_layers(model, watched.blocks, watched.seen.order)
+    return watch_model(model, batch, blocks).layers
 
 
 def arrange_layers(
@@ -296,13 +293,25 @@ _RESIZING = ("torch.nn.modules.pooling", "torch.nn.modules.upsampling")
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A run of a model on the meta device."""
+    """A run of a model on the meta device; its layers serve discovery, and ``capture.trace.trace`` goes on from it."""
 
+    twin: nn.Module  # the copy of the model that ran
     blocks: list[str]  # paths of its blocks
     seen: Observation  # the run, the calls of units among it
     output: Any  # what the model gave in the run that ``flow`` is of
     flow: DataFlow  # what tensors are made of
     forked: bool  # whether blocks are those of sub-networks that do not depend on each other
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """See ``discover_layers``."""
+        return arrange_layers(self.twin, self.blocks, self.seen.order)
+
+
+@garbage_waits()
+def watch_model(model: nn.Module, batch: Any, blocks: BlockNames | None = None) -> Watched:
+    """Run a copy of a model without storages on an example batch; arguments and errors as of ``discover_layers``."""
+    return watch(meta_copy(model), resize_batch(batch, SAMPLES[1]), blocks)
 
 
 def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
@@ -315,7 +324,7 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
         forked = forked_blocks(twin, flow, seen.order, paths)
     chosen = paths if forked is None else forked
     as_is = seen if forked is None and not flow.copied else observe(twin, batch, unit_paths(twin, chosen))
-    return Watched(chosen, as_is, seen.output, flow, forked is not None)
+    return Watched(twin, chosen, as_is, seen.output, flow, forked is not None)
 
 
 _SHARE = 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -88,6 +89,18 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
         stack.enter_context(flow or nullcontext())
         seen.output = call_model(twin, batch)
     return seen
+
+
+@contextmanager
+def garbage_waits() -> Iterator[None]:
+    """Nothing is collected while operators are recorded: finalizers (as of DeepSpeed) run some of their own."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from galvatron_lite.model.graph import ModelGraph
@@ -169,22 +170,14 @@ def builder_of(name: str) -> Builder | None:
         count, base = int(found[1]), int(found[2])
         return lambda side, _, precision, size: pooled_graph(name, count, base, side, precision, size)
     if (found := re.fullmatch(r"regnet([xy]_\d{3})", name)) and found[1] in LINES:
-        return partial(_regnet_named, name, found[1])
+        width, group = tuple(widths_of(LINES[found[1]])), LINES[found[1]][3]
+        return _builder(RegNetShape(name=name, widths=width, group=group, squeeze=found[1].startswith("y")))
     if found := re.fullmatch(r"(?:tv_)?vgg(11|13|16|19)", name):
-        return partial(_vgg_named, name, _VGG[found[1]])
+        return _builder(VggShape(name=name, depths=_VGG[found[1]]))
     return None
 
 
-def _regnet_named(name: str, key: str, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
-    shape = RegNetShape(
-        name=name, widths=tuple(widths_of(LINES[key])), group=LINES[key][3], squeeze=key.startswith("y"),
-        image_size=side, classes=classes,
-    )  # fmt: skip
-    return picture_graph(shape, precision, item_bytes, autocast=True)
-
-
-def _vgg_named(
-    name: str, depths: tuple[int, ...], side: int, classes: int, precision: str, item_bytes: int
-) -> ModelGraph:
-    shape = VggShape(name=name, depths=depths, image_size=side, classes=classes)
-    return picture_graph(shape, precision, item_bytes, autocast=True)
+def _builder(shape: RegNetShape | VggShape) -> Builder:
+    return lambda side, classes, precision, item_bytes: picture_graph(
+        replace(shape, image_size=side, classes=classes), precision, item_bytes, autocast=True
+    )
