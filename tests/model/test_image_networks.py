@@ -6,7 +6,6 @@ import pytest
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, OperatorClass, Recompute
-from galvatron_lite.model.shapes.images.convnets import LINES, widths_of
 from galvatron_lite.model.shapes.images.flow import rounded
 from galvatron_lite.model.shapes.images.layout import channels_last
 from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name, works_on_tokens
@@ -119,7 +118,8 @@ def test_the_convnext_and_vit_shapes_have_their_published_parameters() -> None:
 
 def test_regnet_widths_are_the_papers() -> None:
     # Radosavovic et al. 2020, figure 16: RegNetX-3.2GF has widths 96, 192, 432, 1008 and depths 2, 6, 15, 2.
-    widths = widths_of(LINES["x_032"])
+    kinds = graph_of("regnetx_032")
+    widths = [kinds.kind_of(layer).dims.out_channels for layer in kinds.layers[1:-1]]
     assert sorted(set(widths)) == [96, 192, 432, 1008]
     assert [widths.count(width) for width in (96, 192, 432, 1008)] == [2, 6, 15, 2]
 
