@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from galvatron_lite.configs_path import config_folder
 from galvatron_lite.files import read_data
+from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER
 from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded

@@ -11,8 +11,8 @@ from functools import cache
 from math import ceil
 from typing import Any
 
-from galvatron_lite.configs_path import config_folder
 from galvatron_lite.files import read_data
+from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from galvatron_lite.configs_path import config_folder
 from galvatron_lite.files import read_data
+from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes.fields import ConvNextShape, RegNetShape, Shape, VggShape, VitShape
 from galvatron_lite.model.shapes.images.convnets import (
