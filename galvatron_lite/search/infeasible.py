@@ -62,7 +62,7 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in before.own)
     return InfeasibleError(
         f"--mem {shares or format_budget(bytes_on(before, ''))}: no plan of {request.graph.name} fits on "
-        f"{request.devices} devices; {_needed(request, lean, slack)}. "
+        f"{request.devices} device{'s' * (request.devices > 1)}; {_needed(request, lean, slack)}. "
         "Use more devices (--fewest says how many) or a shorter sequence.",
         _with_margin(request, lean.budget.most),
     )
