@@ -16,8 +16,7 @@ from galvatron_lite.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from galvatron_lite.diagnose.collectives import CollectiveRow
-    from galvatron_lite.diagnose.diagnosis import Diagnosis
+    from galvatron_lite.diagnose.diagnosis import CollectiveRow, Diagnosis
     from galvatron_lite.diagnose.findings import Finding
     from galvatron_lite.runtime.checkpoint.manifest import Manifest
     from galvatron_lite.runtime.monitor.log import Replayed
