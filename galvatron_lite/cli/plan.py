@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -36,41 +36,32 @@ plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @plan_app.callback(invoke_without_command=True)
 def plan_command(
     context: typer.Context,
-    mem: Annotated[
-        str, typer.Option("--mem", help="Memory budget a device: 40GB (decimal), 40GiB (binary) or 80%.")
-    ] = "95%",
-    batch: Annotated[
-        int | None, typer.Option("--batch", help="Samples a step over all devices; default: 8 a device (32 pictures).")
-    ] = None,
+    mem: str = typer.Option("95%", "--mem", help="Memory budget a device: 40GB (decimal), 40GiB (binary) or 80%."),
+    batch: int | None = typer.Option(
+        None, "--batch", help="Samples a step over all devices; default: 8 a device (32 pictures)."
+    ),
     gpus: opts.Gpus = None,
     cluster: opts.Cluster = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated.",
-            autocompletion=opts.complete_models,
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Profile to plan from; default: the last one made here.")
-    ] = None,
+    model: str | None = typer.Option(
+        None,
+        "--model",
+        help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated.",
+        autocompletion=opts.complete_models,
+    ),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="Profile to plan from; default: the last one made here."
+    ),
     sequence: opts.Sequence = None,
-    image: Annotated[
-        str | None, typer.Option("--image", help="Pixels of a picture, with --model of pictures: 512x1024.")
-    ] = None,
+    image: str | None = typer.Option(None, "--image", help="Pixels of a picture, with --model of pictures: 512x1024."),
     precision: opts.Precision = None,
-    best: Annotated[int | None, typer.Option("--best", min=0, help="How many other plans to show; default: 5.")] = None,
-    certify: Annotated[
-        bool, typer.Option("--certify", help="Solve it as an integer programme too, and compare.")
-    ] = False,
-    tolerance: Annotated[
-        str,
-        typer.Option("--tolerance", help="How much slower the plan may be, to be simpler; 0: the fastest."),
-    ] = "1%",
-    margin: Annotated[
-        str | None, typer.Option("--margin", help="Share of the budget to keep free; default: the predictions' error.")
-    ] = None,
+    best: int | None = typer.Option(None, "--best", min=0, help="How many other plans to show; default: 5."),
+    certify: bool = typer.Option(False, "--certify", help="Solve it as an integer programme too, and compare."),
+    tolerance: str = typer.Option(
+        "1%", "--tolerance", help="How much slower the plan may be, to be simpler; 0: the fastest."
+    ),
+    margin: str | None = typer.Option(
+        None, "--margin", help="Share of the budget to keep free; default: the predictions' error."
+    ),
     calibration: opts.Calibration = None,
     as_json: opts.Json = False,
     output: opts.Output = None,
