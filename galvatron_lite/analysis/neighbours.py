@@ -62,12 +62,12 @@ class _Axis:
     @property
     def trades(self) -> bool:
         """Whether it splits samples, in place of another dimension that does."""
-        return self.split[:1] in (_BATCH[1:], (self.name,) if self.name in ADDED else ())
+        return bool(self.split) and self.split[0] in (_BATCH[1], *ADDED)
 
     @property
     def gives(self) -> bool:
         """Whether devices that it does not take work on other samples."""
-        return self.split[:1] != () and self.split[0] in DEGREES and not self.trades
+        return bool(self.split) and self.split[0] in DEGREES and not self.trades
 
     @property
     def own(self) -> set[str]:
@@ -347,9 +347,9 @@ def _most_used(plan: Plan) -> Strategy:
 
 def _along(axis: _Axis, request: Request, plan: Plan, most: Strategy, reserved: Container[str]) -> Iterator[Pinned]:
     devices = request.devices // plan.pipeline
-    for chosen, instead, *pin in _values(axis, most, plan, devices, reserved):
+    for chosen, instead, pin in _values(axis, most, plan, devices, reserved):
         free = Fixed(pipeline=None if axis.split else plan.pipeline)
-        pins = (tuple(pin),)
+        pins = (pin,)
         kinds = sorted({layer.kind for layer in request.graph.layers})
         offering = [kind for kind in kinds if request.space.offers(kind, devices, replace(free, strategy=pins))]
         if len(offering) == len(kinds):
@@ -361,7 +361,7 @@ def _along(axis: _Axis, request: Request, plan: Plan, most: Strategy, reserved: 
 
 def _values(
     axis: _Axis, most: Strategy, plan: Plan, devices: int, reserved: Container[str]
-) -> Iterator[tuple[str, str, str, object]]:
+) -> Iterator[tuple[str, str, tuple[str, object]]]:
     """What most layers do in a dimension, what they might do, and the field of ``Strategy`` and value that say so."""
     for field in axis.part:
         name, here, plain = field.field, getattr(most, field.field), getattr(_PLAIN, field.field, 1)
@@ -370,14 +370,14 @@ def _values(
             text = "some layers" if len(used) > 1 else here.value
             for choice in (plain,) if name in reserved else (plain, list(type(plain))[-1]):
                 if used != {choice}:
-                    yield text, choice.value, name, choice
+                    yield text, choice.value, (name, choice)
         elif isinstance(plain, bool):
             if here != plain:
-                yield "yes", "no", name, plain
+                yield "yes", "no", (name, plain)
         elif axis.gives and len(axis.split) == 1:
             for other in _beside(divisors(devices), here):
-                yield str(here), str(other), name, other
+                yield str(here), str(other), (name, other)
         elif field.most is not None:
             for value in range(field.least, field.most + 1):
                 if value != here:
-                    yield f"stage {here}", f"stage {value}", name, value
+                    yield f"stage {here}", f"stage {value}", (name, value)
