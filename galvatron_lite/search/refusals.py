@@ -201,7 +201,8 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
         needed = f"the smallest budget is {about}{format_budget(smallest, up=True)}"
     return InfeasibleError(
         f"--mem {shares or format_budget(bytes_on(before, ''))}: no plan of {request.graph.name} fits on "
-        f"{request.devices} device{'s' * (request.devices > 1)}; {needed}. Use more devices (--fewest says how many) or a shorter sequence.",
+        f"{request.devices} device{'s' * (request.devices > 1)}; {needed}. "
+        "Use more devices (--fewest says how many) or a shorter sequence.",
         smallest,
     )
 
