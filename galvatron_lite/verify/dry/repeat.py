@@ -27,7 +27,8 @@ def shortened(plan: Plan, stage: int) -> Plan:
     no more.
 
     Those are as many as are under way there at most, two to be held against each other, and the last ones, ahead of
-    which less is received. Schedules that hold more the more micro-batches there are (GPipe), and those that go round the stages, stay as long as they are.
+    which less is received. Schedules that hold more the more micro-batches there are (GPipe), and those that go round
+    the stages, stay as long as they are.
     """
     under_way = 1 if plan.pipeline == 1 else plan.schedule.in_flight(plan.pipeline, stage, plan.microbatches)
     enough = under_way + 2 + _last(plan)
