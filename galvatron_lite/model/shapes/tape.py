@@ -30,6 +30,7 @@ from galvatron_lite.model.graph import (
 )
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes.records import (
+    FP32,
     Division,
     Record,
     ShapeCall,
@@ -174,6 +175,10 @@ class Tape:
             self._casts[value.key] = self.value(value.items, value.part, 1)
         return self._casts[value.key], new
 
+    def widened(self, value: Value) -> Value:
+        """A copy of a tensor in fp32; itself where it is."""
+        return value if value.item_bytes == FP32 else self.value(value.items, value.part, FP32)
+
     def extra(self, operator: Operator) -> None:
         """Add the cost of a kernel that works for the next call and makes nothing that outlives it."""
         nothing = self.value(0, Division.WHOLE, grad=False)
@@ -211,7 +216,8 @@ class Tape:
         calls = [call for call, _ in records]
         lasting = selected(records, self.inputs, "norms") if self.kernels.remade else saved_by(calls)
         saved = self._kept([*lasting, *self.lent])
-        forward, backward = forward_peak(calls, self.inputs, outputs), backward_peak(calls, outputs)
+        forward = [*forward_peak(calls, self.inputs, outputs), *self.lent]
+        backward = [*backward_peak(calls, outputs), *self.lent]
         kept = {Recompute.NONE: saved} | (self._recomputed(records, saved) if recomputed else {})
         operators = merged(records, self.kernels if recomputed else None)
         return LayerKind(
