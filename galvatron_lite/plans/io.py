@@ -12,7 +12,6 @@ from galvatron_lite.parallelism.cyclic.rules import device_count
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
 from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Stage
-from galvatron_lite.plans.spelled import spelled_out
 from galvatron_lite.units import ITEM_BYTES
 
 
@@ -23,6 +22,8 @@ def read_plan(path: Path | str) -> Plan:
         FileFormatError: missing, corrupt, truncated, or of another version.
         InputError: readable, but its numbers contradict one another.
     """
+    from galvatron_lite.plans.written import spelled_out
+
     path = Path(path)
     data = read_data(path)
     refuse_phases(data, path)
