@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch import nn
 
 from galvatron_lite.analysis.uncaptured import check_uncaptured, uncaptured_plan
-from galvatron_lite.errors import InputError, TraceError
+from galvatron_lite.errors import LOG, InputError, TraceError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
@@ -44,7 +44,6 @@ from galvatron_lite.runtime.monitor.attach import (
     steer,
 )
 from galvatron_lite.runtime.peers import from_rank_zero
-from galvatron_lite.saying import say
 from galvatron_lite.world import join, pick_device, world_size
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
     from galvatron_lite.runtime.loss.weights import LossWeight
     from galvatron_lite.runtime.monitor.schema import Adapt
-    from galvatron_lite.runtime.parameters.copies import InferenceModel
+    from galvatron_lite.runtime.parameters.use import InferenceModel
     from galvatron_lite.verify.launched import Verifier
     from galvatron_lite.verify.trial.check import Findings
 
@@ -325,7 +324,7 @@ def _profile(
     from galvatron_lite.profiler.measure_tasks import agree, notices
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.profiler.store import read_profile
-    from galvatron_lite.runtime.branches.measure import branch_seconds
+    from galvatron_lite.runtime.branches.engine import branch_seconds
 
     if profile is not None:
         known = profile if isinstance(profile, Profile) else read_profile(Path(profile))
@@ -488,7 +487,7 @@ def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepS
 
 def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:
     from galvatron_lite.runtime.engine import ParallelModel
-    from galvatron_lite.runtime.parameters.copies import InferenceModel
+    from galvatron_lite.runtime.parameters.use import InferenceModel
 
     if not isinstance(model, ParallelModel):
         what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"
@@ -502,7 +501,7 @@ def _on_dead(graph: ModelGraph) -> tuple[str, ...]:
 
 def _say(line: str) -> None:
     if dist.get_rank() == 0:
-        say(line)
+        LOG.info(line)
 
 
 def _warn(messages: Sequence[str]) -> None:

@@ -68,7 +68,6 @@ from galvatron_lite.parallelism.tensor.regions import TensorPlan
 @contextmanager
 def _garbage_waits() -> Iterator[None]:
     """Nothing is collected while operators are recorded: finalizers (as of DeepSpeed) run some of their own."""
-    gc.collect()
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from galvatron_lite.cli import options
 from galvatron_lite.cli.terminal import print_json
 from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.units import parse_bytes
@@ -16,17 +17,15 @@ if TYPE_CHECKING:
 
 
 def export_command(
-    plan: Annotated[Path, typer.Argument(help="A plan file of ours.")],
+    plan: options.OurPlan,
     tool: Annotated[
         str, typer.Option("--for", "--to", help="For whom: deepspeed, megatron, torchtitan, accelerate or nemo.")
     ],
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write it to this file; printed if not given.")
-    ] = None,
+    output: options.Output = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail where the tool's file cannot say all of the plan.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the text and what it leaves out as JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Write a plan as the configuration of another tool.
 
@@ -74,14 +73,12 @@ def profile_import_command(
     ] = "",
     engine: EngineName = "main",
     memory: Annotated[str, typer.Option("--device-memory", help="Of one GPU, which the files do not say.")] = "80GiB",
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write it here; else among the profiles, as the last one.")
-    ] = None,
-    profiles: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    output: options.ProfileOutput = None,
+    profiles: options.Folder = options.PROFILES,
+    as_json: options.Json = False,
 ) -> None:
     """Make a profile of another planner's measurements, so that both plan on the very same ones."""
-    from galvatron_lite.cli.tables import print_profile
+    from galvatron_lite.cli.profile import show_profile
     from galvatron_lite.peers.hetu.profile import import_profile, sizes_for
     from galvatron_lite.profiler.store import save_profile, write_profile
 
@@ -94,12 +91,9 @@ def profile_import_command(
     else:
         where = output
         write_profile(made, output)
-    if as_json:
-        print_json(made)
-    else:
-        print_profile(made, str(where))
-        if output is None:
-            typer.echo("It is the last profile made here: galvatron plan and evaluate take it where none is named.")
+    show_profile(made, where, as_json)
+    if output is None and not as_json:
+        typer.echo("It is the last profile made here: galvatron plan and evaluate take it where none is named.")
 
 
 def plan_import_command(
@@ -137,7 +131,7 @@ def plan_import_command(
 
 
 def plan_export_command(
-    path: Annotated[Path, typer.Argument(help="A plan file of ours.")],
+    path: options.OurPlan,
     peer: Annotated[str, typer.Option("--to", help="For whom: hetu (Hetu-Galvatron).")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Write the JSON to this file.")],
 ) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from galvatron_lite.cli import options
 from galvatron_lite.cli.terminal import plain_table, print_json
 from galvatron_lite.errors import InputError
 from galvatron_lite.units import format_bytes, format_duration, format_seconds
@@ -65,8 +65,8 @@ def oracle_command(
         bool, typer.Option("--contention/--no-contention", help="With --formulas paradl: flows share links.")
     ] = True,
     check: Annotated[bool, typer.Option("--check", help="Hold both formulas against measured epochs.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw it to this file (SVG).")] = None,
+    as_json: options.Json = False,
+    plot: options.Plot = None,
 ) -> None:
     """Forecast how ways to split a convolutional network scale."""
     if check:

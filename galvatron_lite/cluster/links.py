@@ -17,9 +17,9 @@ from typing import Any
 from galvatron_lite.calibration.schema import Calibration, LinkConstants
 from galvatron_lite.calibration.store import constants_for_link, load_calibration
 from galvatron_lite.cluster.cluster import Cluster, Device, DeviceGroup, Level
-from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError, unknown
 from galvatron_lite.files import read_data
+from galvatron_lite.folders import config_folder
 
 GBIT = 1e9 / 8
 

@@ -18,7 +18,7 @@ from galvatron_lite.cost.memory import stage_memory
 from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.base import Moment
-from galvatron_lite.parallelism.branch.cost import BranchSite, BranchTraffic, border_of, buffer_bytes, messages, moves
+from galvatron_lite.parallelism.branch.assign import BranchSite, BranchTraffic, border_of, buffer_bytes, messages, moves
 from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions, part_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.strategy import Strategy

@@ -11,7 +11,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import stage_memory
 from galvatron_lite.cost.step import breakdown, straggling
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.branch.cost import BranchSite
+from galvatron_lite.parallelism.branch.assign import BranchSite
 from galvatron_lite.parallelism.branch.find import Branch, trunk_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.notes import placed_branches

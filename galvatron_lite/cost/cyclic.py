@@ -20,10 +20,17 @@ from galvatron_lite.cost.step import straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.base import Communication
 from galvatron_lite.parallelism.base import Moment as When
-from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
 from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicProgramme, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
-from galvatron_lite.parallelism.cyclic.simulation import CyclicSlot, Loop, loop_of, round_seconds
+from galvatron_lite.parallelism.cyclic.simulation import (
+    CyclicSlot,
+    Holding,
+    Loop,
+    beside,
+    holdings,
+    loop_of,
+    round_seconds,
+)
 from galvatron_lite.parallelism.pipeline.cost import stride_between
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan

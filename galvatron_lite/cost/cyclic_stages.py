@@ -14,7 +14,7 @@ from galvatron_lite.cost.memory import terms, worst_moment
 from galvatron_lite.cost.sharing import sharing_of, tied_groups
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.cyclic.cuts import equal_cuts
+from galvatron_lite.parallelism.cyclic.simulation import equal_cuts
 from galvatron_lite.parallelism.strategy import Strategy
 
 WHOLE = Strategy()

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.pipeline.greedy import shown_of, shown_rounds
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig, group_of, stage_at
-from galvatron_lite.parallelism.pipeline.table import actions_of
+from galvatron_lite.parallelism.pipeline.table import actions_of, shown_of, shown_rounds
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 
 MOST_EVENTS = 8192

@@ -19,8 +19,8 @@ from galvatron_lite.cost.stage import Shape, StageCost
 from galvatron_lite.cost.step import shape_of, straggling, strategies_of
 from galvatron_lite.cost.timeline_memory import GroupMemory, MemoryCourse
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.pipeline.greedy import whole_step
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.table import whole_step
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan
 from galvatron_lite.profiler.schema import Profile

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, write_value
@@ -22,10 +23,13 @@ def read_plan(path: Path | str) -> Plan:
         FileFormatError: missing, corrupt, truncated, or of another version.
         InputError: readable, but its numbers contradict one another.
     """
+    return plan_in(read_data(Path(path)), Path(path))
+
+
+def plan_in(data: Any, path: Path) -> Plan:
+    """A plan from what its file holds, checked; see ``read_plan``."""
     from galvatron_lite.plans.written import spelled_out
 
-    path = Path(path)
-    data = read_data(path)
     refuse_phases(data, path)
     version = data.get("version") if isinstance(data, dict) else None
     if version != PLAN_VERSION:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.cluster.cluster import Cluster, Collective, Device
-from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
+from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
 from galvatron_lite.profiler.memory import storage_bytes, track_peak
 from galvatron_lite.profiler.schema import CollectivePoint, OptimizerCost, Overlap, Throughput
 from galvatron_lite.profiler.timing import DEFAULT_RULE, Across, TimingRule, launched, time_call

@@ -33,23 +33,33 @@ from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
-from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime, parallelize
-from galvatron_lite.runtime.parameters.copies import ParameterCopies
+from galvatron_lite.runtime.parallelize import parallelize
 from galvatron_lite.runtime.parameters.full_state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.parameters.managed import multiply_gradients
 from galvatron_lite.runtime.parameters.pieces import entries_of
-from galvatron_lite.runtime.parameters.use import ParameterUse, check_hooks, is_alone, refuse_direct_calls
+from galvatron_lite.runtime.parameters.use import (
+    ParameterCopies,
+    ParameterUse,
+    check_hooks,
+    is_alone,
+    refuse_direct_calls,
+)
 from galvatron_lite.runtime.phases import Steering
-from galvatron_lite.runtime.pipelined import output_count, pipelined_loss, pipelined_outputs, pipelined_step
+from galvatron_lite.runtime.preparation import Examined
 from galvatron_lite.runtime.reshard.original import original_of
 from galvatron_lite.runtime.reshard.reshard import Resharding
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
+from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
 from galvatron_lite.runtime.step_end import (
     GradientsAside,
     check_gradients,
     clip_factor,
     finish_step,
+    output_count,
+    pipelined_loss,
+    pipelined_outputs,
+    pipelined_step,
     reduced,
     stepped_loss,
 )
@@ -78,6 +88,7 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given.
         max_grad_norm: clip the gradient to this norm in ``train_step``; None: do not clip.
         tensor_plans: how layers are split by tensor parallelism, by name; inferred if not given.
+        examined: what ``parallelize.examine`` finds of the model under this plan; examined here if not given.
 
     All other arguments are those of ``auto_parallelize``.
 
@@ -113,6 +124,7 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         precision: str | None = None,
         max_grad_norm: float | None = None,
         tensor_plans: Mapping[str, TensorPlan] | None = None,
+        examined: Examined | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
         seed: int = 0,
         expert_capacity: float | None = None,
@@ -131,7 +143,9 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         self._compute = compute_dtype(precision or plan.precision)
         self.scaler = LossScaler(self._norm, self._multiply) if self._compute is torch.float16 else None
         self.entries = entries_of(model, layers)
-        options = SetupOptions(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity)
+        options = SetupOptions(
+            self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity, examined=examined
+        )
         draws = draws_of(randomness, model, plan, layers, batch, seed, compiles=bool(compile))
         groups = ProcessGroups(timeout=timeout)
         options = replace(options, compile=check_compile(compile, plan), draws=draws, groups=groups)

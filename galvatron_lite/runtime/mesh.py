@@ -122,10 +122,6 @@ def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = No
     """Every process group that the plan needs; all ranks must call it together.
 
     Starts a process group where none runs: from torchrun's environment, or of this process alone.
-
-    Raises:
-        LaunchError: the world has another size than the plan.
-        InputError: a strategy does not take exactly the devices of its stage.
     """
     size, pipeline = plan.stage_devices, pipeline_of(plan)
     for run in (run for stage in plan.stages for run in stage.runs):

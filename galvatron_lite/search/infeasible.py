@@ -61,21 +61,20 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     before = asked.scaled(1.0 / (1.0 - request.margin)).plus(1) if request.margin else asked
     shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in before.own)
     return InfeasibleError(
-        f"No plan of {request.graph.name} fits {shares or format_budget(bytes_on(before, ''))} a device on "
-        f"{request.devices} devices. {_needed(request, lean, slack)}, with {summary(lean.plan)}. "
-        "Use more memory a device, more devices (--fewest says how many), shorter sequences or a smaller model.",
+        f"--mem {shares or format_budget(bytes_on(before, ''))}: no plan of {request.graph.name} fits on "
+        f"{request.devices} devices; {_needed(request, lean, slack)}. "
+        "Use more devices (--fewest says how many) or a shorter sequence.",
         _with_margin(request, lean.budget.most),
     )
 
 
 def _needed(request: Request, lean: LeastMemoryPlan, slack: float) -> str:
-    share = (", the least found" if slack else "") + (f", {request.margin:.1%} of it free" if request.margin else "")
+    about = "about " * bool(slack)
     if not as_budget(request.budget).own:
-        needed = _with_margin(request, lean.budget.most)
-        return f"The smallest budget that fits is {format_budget(needed, up=True)} ({needed} bytes{share})"
+        return f"the smallest budget is {about}{format_budget(_with_margin(request, lean.budget.most), up=True)}"
     needs = [(name, _with_margin(request, size)) for name, size in lean.budget.own]
-    parts = (f"{format_budget(size, up=True)} ({name}: {size} bytes{share})" for name, size in needs)
-    return f"The smallest budgets that fit, in about the proportion of those given, are {' and '.join(parts)}"
+    parts = (f"{format_budget(size, up=True)} ({name})" for name, size in needs)
+    return f"the smallest budgets, in about the proportion of those given, are {about}{' and '.join(parts)}"
 
 
 def _with_margin(request: Request, size: int) -> int:

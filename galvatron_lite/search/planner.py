@@ -165,7 +165,7 @@ def _ordinary(
 
         error = infeasible(request, pricer)
         more = relief(request, kept, task.backend.name) if runners_up else ""
-        raise InfeasibleError(f"{error} {more}".strip(), error.smallest_budget)
+        raise InfeasibleError(f"{error}\n{more}".strip(), error.smallest_budget)
     least = _closed(pricer, request, found.partition.time * (1.0 - found.gap))
     if tolerance and effort and not found.stopped:
         found = simplest(request, pricer, found, tolerance)

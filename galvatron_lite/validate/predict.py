@@ -17,7 +17,7 @@ from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
 from galvatron_lite.model.trainable import Trainable
-from galvatron_lite.oracle.pricing import lay_out_model, profile_on
+from galvatron_lite.oracle.pricing import lay_out_model, profile_on, reading_seconds
 from galvatron_lite.oracle.rows import Method
 from galvatron_lite.oracle.strategies import RowQuestion
 from galvatron_lite.parallelism.pictures import is_picture
@@ -45,10 +45,11 @@ def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tup
     workspaces = workspace_bytes(stack, device)
 
     def counted(memory: MemoryBreakdown) -> int:
-        if "nvidia-smi" in run.remarks:
-            return reserved(memory, device.memory)
-        if stack.reports_reserved:
-            return reserved(memory, device.memory) - memory.context + workspaces
+        shown = "nvidia-smi" in run.remarks
+        if shown or stack.reports_reserved:
+            buffers = memory.gradients if stack.states.buffered_gradients else 0
+            used = reserved(memory, device.memory, buffers)
+            return used if shown else used - memory.context + workspaces
         return memory.total - memory.context + workspaces
 
     fullest = max(memories, key=counted)
@@ -92,6 +93,7 @@ def predict_shared(
     layout = lay_out_model(pricer, question)
     (seconds,), (cost,) = busy_seconds(pricer.profile, layout.shape, layout.costs), layout.costs
     step = (seconds + cost.step + pricer.profile.overhead.step) * straggling(pricer.profile, question.devices)
+    step = max(step, reading_seconds(pricer.profile, question))
     names = ("forward", "backward", "recompute", "update")
     forward, backward, again, update = (sum(getattr(layer, name) for layer in cost.layers) for name in names)
     other = step - forward - backward - again - update - layout.moved.total

@@ -15,6 +15,7 @@ from galvatron_lite.validate.rows import PublishedRun
 
 _OPTIMIZERS = (
     ("momentum", "sgd"),
+    ("rmsprop", "sgd"),  # one state an item, too
     ("sgd", "sgd-plain"),
     ("lamb", "lamb"),
     ("decoupled", "adamw-loop"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from galvatron_lite.analysis.report.gather import profile_of
+from galvatron_lite.api_profile import profile_if_here
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.discover import discover_layers
@@ -55,7 +55,7 @@ def check_dry(
     except DryRunError as error:
         return [Check(NAME, Verdict.SKIPPED, f"The model cannot be run without data. {error}")], []
     progress(len(runs), len(runs), "messages")
-    return held_against(runs, named, graph, profile or profile_of(plan)), runs
+    return held_against(runs, named, graph, profile or profile_if_here(plan)), runs
 
 
 def held_against(runs: list[RoleRun], plan: Plan, graph: ModelGraph, profile: Profile | None) -> list[Check]:

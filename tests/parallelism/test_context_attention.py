@@ -11,9 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.context import kernels
-from galvatron_lite.parallelism.context.kernels import AttentionBlock, attend
-from galvatron_lite.parallelism.context.ring import AttentionTask, VisibleKeys, tasks
+from galvatron_lite.parallelism.context import ring as kernels
+from galvatron_lite.parallelism.context.ring import AttentionBlock, AttentionTask, VisibleKeys, attend, tasks
 from galvatron_lite.parallelism.context.rules import rules_of
 from galvatron_lite.parallelism.recompute.apply import recomputed
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor

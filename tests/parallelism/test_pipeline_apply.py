@@ -18,12 +18,11 @@ from galvatron_lite.model.batch import call_model, loss_of, slice_batch
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import flow_of
-from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner
+from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner, pipeline_groups
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, schedule_named
 from galvatron_lite.parallelism.pipeline.stage import StageModel
 from galvatron_lite.parallelism.pipeline.table import Pipeline
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, find_shared
-from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors

@@ -13,8 +13,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.zoo import build
-from galvatron_lite.parallelism.pipeline.flow import LayerFlow, flow_of
-from galvatron_lite.parallelism.pipeline.unknown import Output, sources_of, unknown
+from galvatron_lite.parallelism.pipeline.flow import LayerFlow, Output, flow_of, sources_of, unknown
 from tests.equivalence.families import FAMILIES, build_family
 from tests.runtime.pictures import Pictures, make_net, make_pictures
 

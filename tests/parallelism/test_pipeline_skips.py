@@ -22,9 +22,9 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.pipeline.flow import flow_of
+from galvatron_lite.parallelism.pipeline.runner import arrived, differentiable, template_of
 from galvatron_lite.parallelism.pipeline.stage import StageModel, check_stages
 from galvatron_lite.parallelism.pipeline.tied import find_shared
-from galvatron_lite.parallelism.pipeline.transfer import arrived, differentiable, template_of
 from tests.equivalence.families import build_model, make_batches
 
 STEPS, RATE = 3, 0.1

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES
+from galvatron_lite.parallelism.channel.apply import CHANNELS_RULES
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, specs_of, to_local

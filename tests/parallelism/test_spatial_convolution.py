@@ -30,8 +30,15 @@ from galvatron_lite.parallelism.sharded.tensor import (
 )
 from galvatron_lite.parallelism.spatial import convolution
 from galvatron_lite.parallelism.spatial.convolution import overlaps
-from galvatron_lite.parallelism.spatial.halo import halo_of
-from galvatron_lite.parallelism.spatial.windows import SideWindow, borrows, needed, output_extent, output_range, refusal
+from galvatron_lite.parallelism.spatial.grids import (
+    SideWindow,
+    borrows,
+    needed,
+    output_extent,
+    output_range,
+    window_refusal,
+)
+from galvatron_lite.parallelism.spatial.halo import halo_sides, shards_in
 from tests.parallelism.shared_pictures import (
     GRIDS,
     STRICT,
@@ -49,7 +56,7 @@ from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 def fits(windows: list[SideWindow], extents: list[int], cut: list[int]) -> bool:
     return all(
         output_extent(window, extent) > 0
-        and not ((degree > 1 or window.before != window.after) and refusal(window, extent, degree))
+        and not ((degree > 1 or window.before != window.after) and window_refusal(window, extent, degree))
         for window, extent, degree in zip(windows, extents, cut, strict=True)
     )
 
@@ -281,8 +288,8 @@ def test_large_pictures_are_split_and_small_or_shallow_ones_are_not() -> None:
 
     def plan(extent: int, kernel: Tensor, group: ThreadGroup) -> bool:
         cuts = image_specs((1, 96, extent, extent), (None, group, None))
-        halo = halo_of((extent, extent), [SideWindow(3, 1, 1, 1)] * 2, cuts, "conv2d")
-        return overlaps(halo.places, picture.new_empty(1, 96, extent // 2, extent), kernel)
+        sides = halo_sides((extent, extent), (SideWindow(3, 1, 1, 1),) * 2, shards_in(cuts), "conv2d")
+        return overlaps(sides, picture.new_empty(1, 96, extent // 2, extent), kernel)
 
     def work(group: ThreadGroup) -> tuple[bool, ...]:
         shallow = torch.randn(96, 1, 3, 3)

@@ -21,8 +21,14 @@ from galvatron_lite.model.sides import SIDES, Side
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension
-from galvatron_lite.parallelism.spatial.grids import borrowed, laid_on, sensible_grids, splits_pixels, window_along
-from galvatron_lite.parallelism.spatial.windows import refusal
+from galvatron_lite.parallelism.spatial.grids import (
+    borrowed,
+    laid_on,
+    sensible_grids,
+    splits_pixels,
+    window_along,
+    window_refusal,
+)
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import LayerPoint
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
@@ -205,7 +211,7 @@ def test_what_is_borrowed_is_what_windows_read_beyond_their_share(side: Side, de
     spans = [beyond(side, *pair) for pair in zip(own, ranges(side.output, degree), strict=True)]
     assert borrowed(side, degree)[0] == max(before + after for before, after in spans)
     lenders = [range(0), *own, range(0)]
-    assert (not refusal(window_along(side), side.extent, degree)) is all(
+    assert (not window_refusal(window_along(side), side.extent, degree)) is all(
         before <= len(left) and after <= len(right)
         for (before, after), left, right in zip(spans, lenders, lenders[2:], strict=False)
     )

@@ -15,8 +15,8 @@ from torch.nn import functional
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.collectives import distribute
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, image_specs, to_local
+from galvatron_lite.parallelism.spatial.grids import SideWindow, borrowed_by, output_extent, window_refusal
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from galvatron_lite.parallelism.spatial.windows import SideWindow, borrowed, output_extent, refusal
 from tests.parallelism.shared_pictures import GRIDS, STRICT, alone, close, double, grid_of, kept, same, shared
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
@@ -26,7 +26,7 @@ Layer = Callable[[Tensor], Tensor]
 def fits(windows: list[SideWindow], extents: list[int], grid: tuple[int, ...]) -> bool:
     pairs = list(zip(windows, extents, strict=True))
     return all(output_extent(window, extent) > 0 for window, extent in pairs) and not any(
-        refusal(window, extent, degree)
+        window_refusal(window, extent, degree)
         for (window, extent), degree in zip(pairs[-2:], grid[-len(pairs) :], strict=True)
     )
 
@@ -251,7 +251,7 @@ def test_what_is_not_shared_is_gathered(function: Layer) -> None:
 def test_borders_on_the_wire_are_those_of_the_windows(function: Layer, window: SideWindow) -> None:
     picture = double(2, 3, 24, 10)
     ranks = shared(function, picture, [], (4, 1), 0)
-    items = sum(sum(borrowed(window, 24, 4, rank)) for rank in range(4)) * 2 * 3 * 10
+    items = sum(sum(borrowed_by(window, 24, 4, rank)) for rank in range(4)) * 2 * 3 * 10
     # the borders in forward, their gradients in backward
     assert sum(line.sent_bytes for one in ranks for line in one.lines) == 2 * items * 8
 

@@ -16,7 +16,7 @@ from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.model.zoo.gpt import GPT, GPTConfig, random_tokens
-from galvatron_lite.parallelism.pipeline.transfer import Sender
+from galvatron_lite.parallelism.pipeline.runner import Sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan, Prediction, Proof, Provenance, TimeBreakdown

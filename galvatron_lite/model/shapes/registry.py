@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError, unknown
 from galvatron_lite.files import from_data, kind_of, read_data
+from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes.fields import (

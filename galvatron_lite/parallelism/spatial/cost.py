@@ -54,8 +54,7 @@ from galvatron_lite.parallelism.spatial.grids import (
     sensible_grids,
     splits_pixels,
 )
-from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Strategies, Strategy
 
 _BORDER = attrgetter(*(item.name for item in fields(SideTraffic)))
 

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from galvatron_lite.parallelism.sharded.calls import named_arguments, on_locals, wrap_like
+from galvatron_lite.parallelism.sharded.calls import apply_internal, named_arguments, on_locals, wrap_like
 from galvatron_lite.parallelism.sharded.collectives import gather_dims, sum_over
 from galvatron_lite.parallelism.sharded.tensor import (
     PIXELS,
@@ -34,19 +34,20 @@ from galvatron_lite.parallelism.sharded.tensor import (
     specs_of,
     to_local,
 )
+from galvatron_lite.parallelism.spatial.grids import SideWindow, needed, output_extent, window_refusal
 from galvatron_lite.parallelism.spatial.halo import (
+    Borrowing,
     Halo,
-    borrow,
-    box_shape,
     check_batched,
     give_back,
     halo_of,
+    halo_sides,
     layout_of,
     on_shards,
     per_side,
+    shards_in,
     specs_after,
 )
-from galvatron_lite.parallelism.spatial.windows import SideWindow, needed, output_extent, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Pool:
     @property
     def steps(self) -> dict[str, Any]:
         """Arguments of torch's function; the sides of the halo are padded already."""
-        padded = {side.dim for side in self.halo.places.sides}
+        padded = {side.dim for side in self.halo.sides}
         return {
             "kernel_size": tuple(one.kernel for one in self.windows),
             "stride": tuple(one.stride for one in self.windows),
@@ -73,7 +74,9 @@ class Pool:
 def _pool_of(image: Tensor, name: str, windows: Sequence[SideWindow]) -> Pool:
     """Raises InputError where ranks cannot share the image under these windows."""
     extents = global_shape(image)[PIXELS:]
-    return Pool(name, tuple(windows), halo_of(extents, windows, specs_of(image), name), extents)
+    specs = specs_of(image)
+    sides = halo_sides(extents, tuple(windows), shards_in(specs), name)
+    return Pool(name, tuple(windows), halo_of(sides, specs), extents)
 
 
 def _sides(call: Call) -> int:
@@ -142,7 +145,7 @@ def avg_pool(call: Call) -> Any:
 
 
 def _apply(function: type[Function], image: Tensor, *args: Any) -> Tensor:
-    result: Tensor = function.apply(to_local(image), *args)  # type: ignore[no-untyped-call]
+    result: Tensor = apply_internal(function, to_local(image), *args)
     return result
 
 
@@ -228,7 +231,7 @@ def _equal_windows(specs: ShardSpecs, targets: Sequence[int]) -> tuple[SideWindo
         target = targets[spec.dim - PIXELS]
         size = spec.extent // max(target, 1)
         windows[spec.dim - PIXELS] = SideWindow(size, max(size, 1))
-        if size * target != spec.extent or refusal(windows[spec.dim - PIXELS], spec.extent, spec.group.size):
+        if size * target != spec.extent or window_refusal(windows[spec.dim - PIXELS], spec.extent, spec.group.size):
             return None
     return tuple(windows)
 
@@ -236,7 +239,7 @@ def _equal_windows(specs: ShardSpecs, targets: Sequence[int]) -> tuple[SideWindo
 class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool) -> Tensor:
-        image = borrow(shard, pool.halo, fill=-torch.inf).arrive()
+        image = Borrowing(shard.detach(), pool.halo, fill=-torch.inf).arrive()
         dilation = tuple(one.dilation for one in pool.windows)
         function = getattr(functional, pool.name)
         made, places = function(image, **pool.steps, dilation=dilation, return_indices=True)
@@ -261,7 +264,7 @@ class _MeanPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
         ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, shard.shape, counted, divisor
-        made = _means(borrow(shard, pool.halo).arrive(), pool, divisor)
+        made = _means(Borrowing(shard.detach(), pool.halo).arrive(), pool, divisor)
         for factor in _factors(made, pool, counted, divisor):
             made *= factor
         return _no_view(made)
@@ -273,7 +276,9 @@ class _MeanPool(Function):
         for factor in _factors(gradient, ctx.pool, ctx.counted, ctx.divisor):
             gradient = gradient * factor
         with torch.enable_grad():  # means are linear: their gradient is the same for every image
-            shape = box_shape(ctx.shape, halo.places.dims, halo.places.needed)
+            shape = list(ctx.shape)
+            for side in halo.sides:
+                shape[side.dim] = side.needed[1] - side.needed[0]
             image = gradient.new_zeros(()).expand(shape).requires_grad_()
             made = _means(image, ctx.pool, ctx.divisor)
         (back,) = torch.autograd.grad(made, image, gradient)
@@ -291,7 +296,7 @@ def _factors(output: Tensor, pool: Pool, counted: bool, divisor: int | None) -> 
 
 def _places(pool: Pool, dim: int, window: SideWindow, counted: bool, device: torch.device) -> Tensor | None:
     """The places of each window along a side that count, for this rank's outputs; None where they are the kernel."""
-    made = {side.dim: outputs for side, outputs in zip(pool.halo.places.sides, pool.halo.places.outputs, strict=True)}
+    made = {side.dim: side.outputs for side in pool.halo.sides}
     extent = pool.extents[dim - PIXELS]
     first, last = made.get(dim) or (0, output_extent(window, extent))
     low, high = (-window.before, extent + window.after) if counted else (0, extent)

@@ -41,8 +41,8 @@ from galvatron_lite.parallelism.sharded.tensor import (
     to_local,
 )
 from galvatron_lite.parallelism.shares import Range
+from galvatron_lite.parallelism.spatial.grids import shard_range
 from galvatron_lite.parallelism.spatial.norms import as_autocast
-from galvatron_lite.parallelism.spatial.windows import shard_range
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -23,15 +23,21 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.manifest import (
     CONFIG,
     FORMAT,
+    META,
     PLAN,
+    TORN,
     TRAINING,
     Lineage,
     Manifest,
     TensorRecord,
+    checked,
+    content_errors,
     layout_digest,
     process_file,
     read_manifest,
+    survey,
     tensors_file,
+    write_sealed,
 )
 from galvatron_lite.runtime.checkpoint.optimizer import (
     blank_states,
@@ -53,7 +59,6 @@ from galvatron_lite.runtime.checkpoint.plain import (
     write_plain,
 )
 from galvatron_lite.runtime.checkpoint.saving import ExtraState, Resumed
-from galvatron_lite.runtime.checkpoint.sealed import META, TORN, checked, content_errors, survey, write_sealed
 from galvatron_lite.runtime.checkpoint.tensors import (
     StoredTensor,
     assign_pieces,

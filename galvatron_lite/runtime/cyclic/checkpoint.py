@@ -28,7 +28,8 @@ from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.parallelism.cyclic.executor import SeededDraws
 from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.parallelism.cyclic.stages import StageStates
+from galvatron_lite.runtime.checkpoint.manifest import check_all, checked, read_sealed, survey, write_sealed
 from galvatron_lite.runtime.checkpoint.plain import (
     alone,
     check_plain,
@@ -37,9 +38,7 @@ from galvatron_lite.runtime.checkpoint.plain import (
     read_plain,
     write_plain,
 )
-from galvatron_lite.runtime.checkpoint.sealed import check_all, checked, read_sealed, survey, write_sealed
-from galvatron_lite.runtime.cyclic.setup import CyclicRuntime
-from galvatron_lite.runtime.cyclic.state import between, loose_buffers
+from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, between, loose_buffers
 from galvatron_lite.runtime.peers import Peers, at_first, together
 
 if TYPE_CHECKING:
@@ -131,12 +130,7 @@ class CyclicCheckpointer:
     peers: Peers  # all processes
 
     def write(self, place: Path, step: int) -> None:
-        """Write a checkpoint before training step ``step``; all processes call it.
-
-        Raises:
-            InputError: some process could not; what was there before is as it was, and training can go on.
-            LaunchError: a process is gone.
-        """
+        """Write a checkpoint before training step ``step``; all processes call it."""
         folder = at_first(self.peers, lambda: begin_folder(place), FIELD)
         try:
             parts = together(self.peers, lambda: self._write_files(folder, step), FIELD)
@@ -147,12 +141,7 @@ class CyclicCheckpointer:
             raise
 
     def read(self, folder: Path) -> int:
-        """Take a checkpoint; returns its training step. All processes call it.
-
-        Raises:
-            InputError: it is damaged, or of another model, rule or number of workers; nothing is changed.
-            LaunchError: a process is gone.
-        """
+        """Take a checkpoint; returns its training step. All processes call it."""
         manifest, *others = together(self.peers, lambda: self._checked(folder), FIELD)
         if any(other.digest != manifest.digest for other in others):
             raise InputError(FIELD, folder, "Processes see different ones under this name. Give all the same folder.")
@@ -259,11 +248,7 @@ def _uses_older(programme: CyclicProgramme, process: int, stage: int, step: int)
 
 
 def _stage_content(states: StageStates) -> dict[str, Any]:
-    """What a checkpoint holds of a stage.
-
-    Raises:
-        InputError: the optimizer's or scheduler's state holds what cannot be read again safely.
-    """
+    """What a checkpoint holds of a stage."""
     older = states.newest - 1
     content = {
         "newest": {name: alone(one) for name, one in states.masters.items()},
@@ -317,11 +302,7 @@ def _check_stage(stage: int, written: StageRecord, record: StageRecord) -> None:
 
 
 def _put_stage(states: StageStates, content: Mapping[str, Any]) -> None:
-    """Give a stage its newest parameters, and its optimizer and scheduler their states.
-
-    Raises:
-        InputError: the optimizer has other parameter groups.
-    """
+    """Give a stage its newest parameters, and its optimizer and scheduler their states."""
     written = content["optimizer"]
     if states.optimizer is not None and written is not None:
         groups = written["param_groups"], states.optimizer.param_groups

@@ -17,13 +17,12 @@ from galvatron_lite.model.trace_meta import prepare_for_training
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
 from galvatron_lite.parallelism.cyclic.programme import MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
-from galvatron_lite.parallelism.cyclic.states import OptimizerFactory, SchedulerFactory, StageStates
+from galvatron_lite.parallelism.cyclic.stages import OptimizerFactory, SchedulerFactory, StageStates
 from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import check_samples
 from galvatron_lite.runtime.cyclic.checkpoint import FIELD, CyclicCheckpointer, latest
-from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
-from galvatron_lite.runtime.cyclic.state import even_out, full_state, load_full_state
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions, even_out, full_state, load_full_state, set_up
 from galvatron_lite.runtime.loss.weights import LossWeight, check_even, check_reduction, share_scales
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.monitor.observer import Observable, observed

@@ -24,8 +24,7 @@ from galvatron_lite.runtime.assignment import LayerAssignment, check_samples, pl
 from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.deepspeed.library import EngineOptimizer, check_engine, load
-from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver
-from galvatron_lite.runtime.deepspeed.states import full_state_dict, load_full_state_dict
+from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver, full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.loss.weights import LossWeight, ShareScale, check_reduction, share_scales, weighted
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.monitor.notes import StepPhase

@@ -220,12 +220,7 @@ def scalar_writer(folder: Path) -> Any:
 
 
 class Scalars:
-    """Writes steps as scalars, measured and predicted; a sink.
-
-    Args:
-        writer: a ``SummaryWriter``.
-        plan: under which training starts.
-    """
+    """Writes steps as scalars, measured and predicted; a sink."""
 
     def __init__(self, writer: Any, plan: Plan) -> None:
         self._writer, self._plan, self._written = writer, plan, -_SCALARS_PAUSE
@@ -254,12 +249,7 @@ class Scalars:
 
 
 class Display:
-    """Shows the present step on standard error: a table on a terminal, else plain lines; a sink.
-
-    Args:
-        plan: under which training starts.
-        console: that of standard error if not given.
-    """
+    """Shows the present step on standard error: a table on a terminal, else plain lines; a sink."""
 
     def __init__(self, plan: Plan, console: Console | None = None) -> None:
         from rich.console import Console as Terminal

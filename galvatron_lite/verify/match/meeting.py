@@ -252,7 +252,7 @@ def match(runs: Sequence[RoleRun], plan: Plan) -> list[Check]:
 
 
 def _passed(parts: Mapping[int, RankRole]) -> list[Check]:
-    count = sum(len(part.script.messages) for part in parts.values())
+    count = sum(one.times for part in parts.values() for one in part.script.messages)
     groups = len({stream for part in parts.values() for stream in part.streams})
     return [
         Check(FIT, Verdict.PASSED, f"All {count} messages of {len(parts)} ranks in {groups} groups fit."),

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from galvatron_lite.model.batch import batch_size, call_model, loss_of, slice_batch
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.activations.layout import cut_box
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.parameters.pieces import LocalShard, held_gradients, held_parameters, part_of
+from galvatron_lite.runtime.parameters.pieces import LocalShard, held_gradients, held_parameters
 from galvatron_lite.verify.launched import ForkedServer, fork
 from galvatron_lite.verify.numbers.shrink import Recipe, SmallModel, make_small
 from galvatron_lite.verify.source import ModelSource
@@ -160,7 +161,7 @@ def _differences(held: list[LocalShard], expected: Tensors, relative: float) -> 
         scale = float(reference.abs().max()) if reference.numel() else 0.0
         error = 0.0
         for box in one.chunks:
-            part, other = part_of(one.tensor, box.local), part_of(reference, box.whole)
+            part, other = cut_box(one.tensor, box.local), cut_box(reference, box.whole)
             if part.numel():
                 difference = float((part.detach().to(other) - other).abs().max())
                 error = difference if difference != difference else max(error, difference)

@@ -8,7 +8,7 @@ import pytest
 
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.parallelism.base import Communication, Moment
-from galvatron_lite.parallelism.branch.cost import BranchSite, BranchTraffic, border_of, buffer_bytes, moves
+from galvatron_lite.parallelism.branch.assign import BranchSite, BranchTraffic, border_of, buffer_bytes, moves
 from galvatron_lite.parallelism.branch.find import part_of, trunk_of
 from tests.branchy import plain_profile, towers
 from tests.factories import make_kind

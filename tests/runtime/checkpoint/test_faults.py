@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from galvatron_lite.cli import app
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.checkpoint.manifest import check_files
+from galvatron_lite.runtime.checkpoint.manifest import META, check_files
 from galvatron_lite.runtime.checkpoint.plain import read_plain
-from galvatron_lite.runtime.checkpoint.sealed import META
 from galvatron_lite.runtime.checkpoint.unsplit import load_into
 from tests.pool import WorkerPool
 from tests.runtime.checkpoint.fault_jobs import (

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.checkpoint.manifest import read_manifest
-from galvatron_lite.runtime.checkpoint.sealed import META, write_sealed
+from galvatron_lite.runtime.checkpoint.manifest import META, read_manifest, write_sealed
 from tests.runtime.checkpoint.jobs import load, make_run, save
 from tests.runtime.checkpoint.test_faults import ALONE
 from tests.runtime.test_steps import model_of

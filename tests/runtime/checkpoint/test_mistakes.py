@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.runtime.activations.layout import Box
-from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest
-from galvatron_lite.runtime.checkpoint.sealed import survey
+from galvatron_lite.runtime.activations.layout import Box, all_of
+from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest, survey
 from galvatron_lite.runtime.checkpoint.shards import write_tensors
 from galvatron_lite.runtime.checkpoint.tensors import copied, stored_files
 from galvatron_lite.runtime.checkpoint.unsplit import load_into
-from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard, all_of
+from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard
 from tests.runtime.checkpoint import jobs
 from tests.runtime.checkpoint.jobs import load, make_net, save
 from tests.runtime.checkpoint.test_faults import ALONE

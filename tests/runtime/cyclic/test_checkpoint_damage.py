@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite import folders
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.runtime.checkpoint.sealed import META
+from galvatron_lite.runtime.checkpoint.manifest import META
 from galvatron_lite.runtime.cyclic.checkpoint import check_whole, flushed_state, latest
 from tests.parallelism.cyclic.models import blocks_case, make_batches, make_plan
 from tests.runtime.cyclic.saving import ADAM, Training, check_same

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.monitor import adaptive
 from galvatron_lite.runtime.monitor.adaptive import Monitor, link_probes, measure_links
 from galvatron_lite.runtime.monitor.correct import link_factors
 from galvatron_lite.runtime.monitor.schema import Adapt, Decision, LinkFactor, Planner
@@ -184,7 +187,9 @@ def run_out_of_memory(folder: str, everywhere: bool) -> tuple[list[float], list[
     plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31, fixed=single)
     parallel = ParallelModel(model, plan, discover_layers(model, make_batch(0)), make_batch(0), device="cpu")
     settings = Adapt(planner=Planner.INLINE, log=str(Path(folder) / "log.jsonl"))
-    parallel.steering = monitor = Monitor(parallel, profile, settings)
+    # how long ranks wait for one another: a constant of the package, which no user sets
+    with patch.object(adaptive, "PATIENCE", timedelta(seconds=10 if everywhere else 2)):
+        parallel.steering = monitor = Monitor(parallel, profile, settings)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
 
     def fail(*_: object) -> None:

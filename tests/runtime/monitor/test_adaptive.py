@@ -51,7 +51,6 @@ def test_where_all_ranks_run_out_alike_training_goes_on_from_memory(pool: Worker
 
 
 def test_where_one_rank_runs_out_the_next_run_has_learnt_of_it(pool: WorkerPool, tmp_path: Path) -> None:
-    # ranks wait 10 s for one another: a constant of the package, which no user sets
     _, (losses, _, said) = pool.run(2, run_out_of_memory, folder=str(tmp_path), everywhere=False)
     assert len(losses) == 2
     assert "--max-restarts" in said
