@@ -8,7 +8,7 @@ import galvatron_lite.runtime.engine
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.zoo import build
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.plans.spelled import parse_strategy
+from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.verify.numbers.check import check_numbers
 from galvatron_lite.verify.numbers.train import training_fork
 from galvatron_lite.verify.schema import Check, Verdict

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
-from galvatron_lite.files import to_data
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy, prepare_for_training
@@ -19,6 +18,7 @@ from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.deepspeed import config_of
+from galvatron_lite.plans.export.fields import nested
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import LayerAssignment, check_samples, place_layers
 from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer
@@ -53,7 +53,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     All other arguments are those of ``ParallelModel``; no example batch is needed.
 
     Attributes:
-        config: DeepSpeed's configuration.
+        config: DeepSpeed's configuration, by dotted keys.
 
     Raises:
         LaunchError: the world's size is not the plan's, or DeepSpeed is missing.
@@ -109,10 +109,10 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
                 materializer.place(placed.layer)
             for placed, module in [(p, model.get_submodule(path)) for p in layers for path in p.layer.modules]:
                 apply_recompute(module, placed.strategy.recompute)
-                if self.config.zero_optimization.stage == 3:
+                if self.config["zero_optimization.stage"] == 3:
                     if self._compute is not None:
                         module.to(self._compute)
-                    self._library.zero.Init(module=module, config_dict_or_path=to_data(self.config))
+                    self._library.zero.Init(module=module, config_dict_or_path=nested(self.config))
 
     @property
     def engine(self) -> Any:
@@ -134,7 +134,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     ) -> EngineOptimizer:
         if self._engines:
             raise InputError("optimizer", type(inner).__name__, "The model has one already: it is made once.")
-        data = to_data(self.config)
+        data = nested(self.config)
         engine = self._library.initialize(model=self.module, optimizer=inner, config=data, dist_init_required=False)[0]
         check_engine(engine, self.config)
         self._engines.append(engine)
@@ -154,7 +154,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         loss = self._local_loss(part)
         if not torch.is_grad_enabled():
             return self._mean(loss)
-        scaled = engine.scale(loss) if self.config.zero_optimization.stage else loss
+        scaled = engine.scale(loss) if self.config["zero_optimization.stage"] else loss
         mean: Tensor = _MeanLoss.apply(scaled, self._mean(loss), self.plan.microbatches)  # type: ignore[no-untyped-call]
         return mean
 
