@@ -25,8 +25,7 @@ import numpy as np
 
 from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
 from galvatron_lite.cost.layer import ALONE, ParameterSharing
-from galvatron_lite.cost.sharing import sharing_of, tied_groups
-from galvatron_lite.cost.stage import transfer_seconds
+from galvatron_lite.cost.stage import sharing_of, tied_groups, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.pipeline.cost import (
     boundary_bytes,
@@ -37,9 +36,8 @@ from galvatron_lite.parallelism.pipeline.cost import (
 from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of, stage_at
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.chain import worst_moment
-from galvatron_lite.search.pareto import pairs_within, pareto_within
 from galvatron_lite.search.problem import Partition, Problem, StagePlan
-from galvatron_lite.search.tables import REST, UPDATED, Mixtures, StrategyTable, ticks
+from galvatron_lite.search.tables import REST, UPDATED, Mixtures, StrategyTable, pairs_within, pareto_within, ticks
 
 Part = dict[int, StrategyTable]
 """Figures of each layer before the blocks, of the blocks, or after them, under each choice; empty without layers."""

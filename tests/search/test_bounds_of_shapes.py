@@ -11,7 +11,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedules
 from galvatron_lite.search.best_first import search
 from galvatron_lite.search.bounds import Glance
-from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, settled, shapes_of
+from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, shapes_of, with_edges, with_ties
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.search.uniform import Uniform, averaged, cuts_of
 from tests.search.instances import random_instance
@@ -43,7 +43,8 @@ def test_bounds_are_never_above_the_best_plan(seed: int) -> None:
         bounds = bounds_of(problem)
         assert bounds is not None
         assert bounds.bound <= best
-        own = next(child for child in settled(problem) if child.choice == found.problem.choice)
+        children = (child for tied in with_ties(problem) for child in with_edges(tied))
+        own = next(child for child in children if child.choice == found.problem.choice)
         narrower = bounds_of(own)
         assert narrower is not None
         assert narrower.bound <= best

@@ -17,11 +17,10 @@ from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.backends import ANY, GALVATRON, Backend
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import LayerPoint
-from galvatron_lite.search.checks import unprofiled
-from galvatron_lite.search.pareto import pareto_rows, pareto_within
+from galvatron_lite.search.refusals import unprofiled
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
-from galvatron_lite.search.tables import Store
+from galvatron_lite.search.tables import Store, pareto_rows, pareto_within
 from tests.factories import random_profile
 from tests.search.test_strategies import ATTENTION, BARE, MIXTURE, PLAIN
 

@@ -10,10 +10,9 @@ from itertools import pairwise, product
 import pytest
 
 from galvatron_lite import api
-from galvatron_lite.cost.groups import groups_of, limit_memory, price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
-from galvatron_lite.cost.step import bound_seconds
+from galvatron_lite.cost.step import bound_seconds, groups_of, limit_memory, price_stages
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.backends import ANY

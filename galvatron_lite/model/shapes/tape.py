@@ -48,6 +48,7 @@ from galvatron_lite.model.shapes.records import (
 )
 from galvatron_lite.model.trainable import LayerTraining, layer_training
 
+_UNSHARED = {Sharding.SEQUENCE: Sharding.NONE}  # where tokens are not shared
 _SHARDING = {Division.TENSOR: Sharding.TENSOR, Division.SEQUENCE: Sharding.SEQUENCE, Division.WHOLE: Sharding.NONE}
 
 
@@ -218,7 +219,9 @@ class Tape:
             parameters=TensorSplit(tensor=self.weights[Division.TENSOR], whole=self.weights[Division.WHOLE]),
             frozen=TensorSplit(tensor=self.frozen[Division.TENSOR], whole=self.frozen[Division.WHOLE]),
             frozen_experts=self.frozen_experts,
-            operators=operators if sequence_parallel else tuple(_unshared(operator) for operator in operators),
+            operators=operators
+            if sequence_parallel
+            else tuple(replace(one, sharding=_UNSHARED.get(one.sharding, one.sharding)) for one in operators),
             kept=kept if sequence_parallel else {choice: whole_tokens(split) for choice, split in kept.items()},
             working=whole_tokens(excess(self._kept(backward), saved)),
             forward_working=whole_tokens(excess(self._kept(forward), saved), sum(value.bytes for value in outputs)),
@@ -260,10 +263,6 @@ class Tape:
             del choices[Recompute.SELECTIVE]
         told = self.kernels.compiled or self.kernels.selective != "operators"
         return {choice: kept for choice, kept in choices.items() if told or kept.total <= saved.total}
-
-
-def _unshared(operator: Operator) -> Operator:
-    return replace(operator, sharding=Sharding.NONE) if operator.sharding is Sharding.SEQUENCE else operator
 
 
 def sharding_of(value: Value) -> Sharding:
