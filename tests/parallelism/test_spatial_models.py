@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from galvatron_lite.parallelism.sharded.collectives import distribute, full_tensor, leave, sum_over
 from galvatron_lite.parallelism.sharded.tensor import ShardSpec
+from galvatron_lite.parallelism.spatial.apply import bind_modules
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from tests.parallelism.sharded_compare import lines_of
 from tests.parallelism.sharded_functions import cuts_on, picture, results_of, weights
@@ -182,6 +183,7 @@ def _check(make: Callable[[], nn.Module], shape: tuple[int, ...], degrees: dict[
 
     def work(group: ThreadGroup) -> Run:
         mine, leaf = deepcopy(module), picture.clone().requires_grad_()
+        bind_modules(mine)
         cuts = tuple(ShardSpec(dim, shape[dim], line) for dim, line in lines_of(group, degrees).items())
         result = leave(full_tensor(mine(distribute(leaf.clone(), cuts, PIXELS_RULES))), [group])
         _loss(result).backward()
