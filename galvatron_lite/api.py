@@ -220,7 +220,7 @@ def plan_phases(
     profile: ProfileSource | PlanRequest = None,
     **setup: Unpack[PlanArguments],
 ) -> PhasedPlan:
-    """The plan of every phase of a run, the cost of switching counted; see ``search.phases``.
+    """The plan of every phase of a run, the cost of switching counted; see ``search.planner``.
 
     Args:
         phases: or the file that holds them (``plans.phases``).

@@ -103,7 +103,7 @@ UNBOUNDED = 2**60
 _ROUNDING = 1e-9
 _TRIES = 3
 """How often a plan is made for less room, until one fits, and how many fewer stages a group are tried."""
-_SLIGHT = 0.005
+_SLIGHT = 0.001
 """By what share another plan may be quicker than one that is looked for instead."""
 _REACH, _FARTHEST, _LITTLE = 0.03, 0.15, 20_000
 """By how much a simulated step may be below its closed form for a plan to be looked at, at least and at most, and
@@ -179,6 +179,12 @@ def finalists(
     close = [other for other in others if other.partition.time <= best.partition.time * (1.0 + _REACH)]
     for other in dict.fromkeys([*close, *others[:wanted]]):
         _add(options, _finalist(request, pricer, _name(other.problem.shape), other))
+    whole = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
+    if first.plan.schedule.splits_backward and whole:
+        # its closed form leaves out waits that simulation shows, which those of other schedules have
+        fixed = replace(request.fixed, pipeline=best.problem.shape.stages)
+        below = int(best.partition.time * (1.0 + _REACH))
+        _add(options, _best_of(replace(request, fixed=fixed, schedules=whole), pricer, "", below))
     for shape in _near_shapes(request, pricer, best, near):
         below = int(best.partition.time * (1.0 + _reach(shape)))
         _add(options, _best_of(_shaped(request, shape), pricer, _name(shape), below))
@@ -319,7 +325,7 @@ def _best_of(
     """A good plan, soon; within another budget than that of the request where one is given."""
     asked = request if budget is None else replace(request, budget=budget)
     found = _searched(asked, pricer, below=below, effort=_LITTLE)
-    return None if found is None else _finalist(request, pricer, name, found)
+    return None if found is None else _finalist(request, pricer, name or _name(found.problem.shape), found)
 
 
 def _searched(
@@ -340,8 +346,9 @@ def _finalist(request: Request, pricer: LayerPricer, name: str, result: SolvedPl
 SLACK = 0.5
 """Share of the tolerance that the search over everything may leave open."""
 _MOST_RUNS = 3
-_WORK = 400_000
-"""Labels that a search for each number of runs may look at; counted, not timed, so that results repeat."""
+_NEAR, _WORK = 0.1, 400_000
+"""The same of searches for simpler plans, and labels that each of them may look at; counted, not timed, so that
+results repeat."""
 
 
 def simplest(request: Request, pricer: LayerPricer, result: SolvedPlan, tolerance: float) -> SolvedPlan:
@@ -356,7 +363,7 @@ def simplest(request: Request, pricer: LayerPricer, result: SolvedPlan, toleranc
     least = result.partition.time * (1.0 - result.gap)
     limit = max(int(least / (1.0 - tolerance)), result.partition.time)
     best, most = result, most_runs(request, result)
-    below = partial(search, pricer=pricer, below=limit + 1, slack=SLACK * tolerance, settled=tolerance, effort=_WORK)
+    below = partial(search, pricer=pricer, below=limit + 1, slack=_NEAR * tolerance, settled=tolerance, effort=_WORK)
     for runs in range(1, min(most, _MOST_RUNS) + 1):
         same, _ = _narrower(request, result.problem.shape)
         simple = result if runs == most else below(replace(same, runs=runs))

@@ -34,8 +34,8 @@ from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.schedule import Form
 from galvatron_lite.cost.stage import Shape, tied_groups
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Plan, Schedule
-from galvatron_lite.search.bounds import StageBounds
-from galvatron_lite.search.problem import Partition, Problem, StagePlan, step_time, weighted
+from galvatron_lite.search.bounds import StageBounds, averaged_uniform
+from galvatron_lite.search.problem import Partition, Problem, StagePlan, cuts_of, step_time, weighted
 from galvatron_lite.search.result import plan_of
 from galvatron_lite.search.shapes import (
     Request,
@@ -47,7 +47,7 @@ from galvatron_lite.search.shapes import (
     with_ties,
 )
 from galvatron_lite.search.tables import pareto_rows
-from galvatron_lite.search.uniform import Uniform, averaged, uniform_plans
+from galvatron_lite.search.uniform import Uniform
 
 Progress = Callable[[int, int, str], None]
 MOST_WORK = 60_000_000
@@ -236,7 +236,7 @@ class _Walk:
         shape = problem.shape
         if not problem.answers.averaged and shape.schedule.front_loaded:
             alike = self.front_loaded[shape.schedule, shape.stages, shape.microbatches]
-            for own, bound in zip(alike, averaged(alike), strict=True):
+            for own, bound in zip(alike, averaged_uniform(alike), strict=True):
                 own.answers.averaged = float(bound)
         problem.answers.averaged = problem.answers.averaged or average_of(problem)
         return problem.answers.averaged
@@ -348,7 +348,8 @@ def _combined(problem: Problem, cuts: list[int]) -> Partition | None:
 
 def _uniform(problem: Problem) -> list[Uniform]:
     if not problem.answers.uniform:
-        problem.answers.uniform += uniform_plans(problem)
+        cuts = cuts_of(problem.graph, problem.shape.stages * problem.shape.virtual)
+        problem.answers.uniform += [Uniform(problem, own) for own in cuts]
     return problem.answers.uniform
 
 

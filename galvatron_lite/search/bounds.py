@@ -33,10 +33,11 @@ from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
 from galvatron_lite.cost.points import Curves, index_points, slices_of
 from galvatron_lite.cost.schedule import form_of
 from galvatron_lite.cost.stage import Shape, weight_seconds
-from galvatron_lite.model.graph import ModelGraph
+from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.profiler.schema import LayerPoint, Profile
-from galvatron_lite.search.problem import Problem, even_cuts, part_of
-from galvatron_lite.search.tables import TICKS, StrategyTable
+from galvatron_lite.search.problem import Problem, blocks_of, cuts_of, even_cuts, part_of
+from galvatron_lite.search.tables import TICKS, StrategyTable, pairs_within, ticks
+from galvatron_lite.search.uniform import Uniform
 
 Place = tuple[int, int, int]
 """A stage, its first layer and the one behind its last."""
@@ -316,6 +317,49 @@ def averaged(problem: Problem, tables: Sequence[TableRow]) -> float:
         rounds.append([least[id(table)][1] for table in own])
     ramp, more = np.min(ramps, axis=0), np.min(rounds, axis=0)
     return float(ramp.sum() + max(more.sum() / problem.shape.stages, more.max())) * (1 - _TINY)
+
+
+def averaged_uniform(problems: Sequence[Problem]) -> FloatArray:
+    """(V,): times that no uniform plan beats under a front-loaded schedule, of shapes that differ in stages alone.
+
+    Quickly: all groups take their average of what blocks, sends and the least of other layers come to, and of memory
+    only blocks in the first group count, when it begins its first backward pass: p micro-batches of each of its v
+    stages, and where there are more p - 1 of the first besides. Of two strategies that only recompute differently
+    blocks have any shares.
+    """
+    choice, graph, shape, tables = problems[0], problems[0].graph, problems[0].shape, problems[0].tables
+    stages = np.array([[problem.shape.virtual * shape.stages] for problem in problems])
+    uniform = Uniform(choice, cuts_of(graph, int(stages[0, 0]))[0])
+    if uniform.mixtures is None:
+        return np.zeros(len(problems))
+    table, blocks = uniform.mixtures.table, uniform.ranges[1]
+    around = [tables[0].unpruned(one.kind, one.name) for one in graph.layers if one.role is not Role.BLOCK]
+    if not len(table) or not all(map(len, around)):
+        return np.full(len(problems), np.inf)
+    # Sends go over each boundary forth and back, but for one that other layers may send over; whole picoseconds differ.
+    pairs = ((0, 1), (shape.stages - 1, 0))
+    outputs = min(tables[0].store.crossing[blocks.start + 1 : blocks.stop], default=0)
+    sent = np.min([uniform.sent(table, outputs, *pair) for pair in pairs], axis=0)
+    overhead = choice.pricer.profile.overhead
+    host = (4 * stages - 4) * ticks(overhead.pipeline) + stages * ticks(overhead.microbatch) - 8 * stages
+    layers = len(blocks) * table.both + sum(int(other.both.min()) for other in around)
+    steps = len(blocks) * table.figures.step + sum(int(other.figures.step.min()) for other in around)
+    ramps, rounds = (np.array([getattr(problem.form, name) for problem in problems]) for name in ("ramp", "rounds"))
+    time = (layers + (2 * stages - 4) * sent + host) * (ramps + rounds / shape.stages) + steps / shape.stages
+    shares = [[every[:: shape.stages] for every in blocks_of(graph, int(count))] for (count,) in stages]
+    held = np.array([[min(map(sum, choice))] for choice in shares])
+    first = np.array([[min(chunks[0] for chunks in choice)] for choice in shares])
+    flying = shape.stages * held + (shape.microbatches > shape.stages) * (shape.stages - 1) * first
+    room = choice.budgets[0] - tables[0].pricer.profile.cluster.device.context
+    over = held * table.figures.resting[:, 0] + flying * table.figures.kept - room
+    least = np.where(over <= 0, time, np.inf).min(axis=1)
+    a, b = pairs_within(table.options.degrees[table.rows])
+    if len(a):
+        a, b = np.concatenate((a, b)), np.concatenate((b, a))
+        span = np.maximum(over[:, b] - over[:, a], 1)
+        mixed = time[:, a] + np.minimum(-over[:, a] / span, 1.0) * (time[:, b] - time[:, a])
+        least = np.minimum(least, np.where((over[:, a] <= 0) & (over[:, b] > 0), mixed, np.inf).min(axis=1))
+    return np.asarray(least * (1 - _TINY))
 
 
 @dataclass(slots=True)

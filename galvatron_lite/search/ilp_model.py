@@ -35,7 +35,7 @@ from itertools import pairwise
 import numpy as np
 
 from galvatron_lite.cost.layer import ALONE, LayerPricer
-from galvatron_lite.cost.layout import of_layout
+from galvatron_lite.cost.layout import Layout, of_layout
 from galvatron_lite.cost.memory import resting
 from galvatron_lite.cost.stage import sharing_of, tied_groups, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
@@ -44,7 +44,7 @@ from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.search.problem import Problem, is_glued
-from galvatron_lite.search.tables import PREFIX, REST, TICKS, Layout, StrategyTable, glue_of
+from galvatron_lite.search.tables import PREFIX, REST, TICKS, StrategyTable, glue_of
 
 Terms = dict[int, float]
 SCALE = 1e4

@@ -105,13 +105,12 @@ def pin_names() -> tuple[PinName, ...]:
 
 def forbidden_names() -> dict[str, tuple[str, ...]]:
     """What ``--forbid`` takes, and the dimensions that it leaves out."""
-    layers = {
-        word: parts
-        for one in pinned()
-        for word, parts in (one.forbids or dict.fromkeys((one.name, *one.aliases), (one.name,))).items()
-    }
-    pipeline, branches = (dict.fromkeys(words, (words[0],)) for words in (("pipeline", "pp"), ("branches", "branch")))
-    return {**pipeline, **layers, **branches}
+    names: dict[str, tuple[str, ...]] = {}
+    for words in (("pipeline", "pp"), ("branches", "branch")):
+        names |= dict.fromkeys(words, words[:1])
+    for one in pinned():
+        names.update(one.forbids or dict.fromkeys((one.name, *one.aliases), (one.name,)))
+    return names
 
 
 def pin_named(text: str) -> PinName:
@@ -381,7 +380,13 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
     if len(told) > 1:
         raise InputError("--fix", told[1], f"It says the same as {told[0]}: give one of them.")
     own = {name: once.pop(name, None) for name in ("microbatch", "device_samples")}
-    own["delay"] = _delay(once)
+    order = cast("Schedule | None", once.get("schedule"))
+    delayed = order is not None and not order.executable
+    if delayed:
+        del once["schedule"]
+    rule, setting = once.pop("rule", None), once.pop("setting", None)
+    if delayed or rule is not None or setting is not None:
+        own["delay"] = Delay(rule, setting, only=True)  # type: ignore[arg-type]
     whole, partly = _offered(every, some, graph)
     fixed = Fixed(
         **once,  # type: ignore[arg-type]
@@ -390,17 +395,6 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
         forbidden=forbidden,
     )
     return Pins(fixed, **own, notes=_unoffered(partly, graph))  # type: ignore[arg-type]
-
-
-def _delay(once: dict[str, object]) -> Delay | None:
-    order = cast("Schedule | None", once.get("schedule"))
-    cyclic = order is not None and not order.executable
-    if cyclic:
-        del once["schedule"]
-    rule, setting = once.pop("rule", None), once.pop("setting", None)
-    if not cyclic and rule is None and setting is None:
-        return None
-    return Delay(rule, setting, only=True)  # type: ignore[arg-type]
 
 
 def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[tuple[str, str], object]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import NEAR, of_layout
+from galvatron_lite.cost.layout import NEAR, Layout, of_layout
 from galvatron_lite.cost.schedule import Figure, Form
 from galvatron_lite.cost.stage import Shape, sharing_of, transfer_seconds
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
@@ -25,7 +27,7 @@ from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_byte
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
 from galvatron_lite.search.chain_labels import Net, good_way, net_paths
-from galvatron_lite.search.tables import Glue, Layout, Memo, StrategyTable, Tables, glue_of, ticks
+from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, ticks
 
 if TYPE_CHECKING:
     from galvatron_lite.search.bounds import StageBounds
@@ -94,6 +96,36 @@ def part_of(graph: ModelGraph) -> list[int]:
     """Of each layer: whether it is before, among or after the blocks (0, 1, 2)."""
     blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK] or [0, len(graph.layers)]
     return [(place >= blocks[0]) + (place > blocks[-1]) for place in range(len(graph.layers))]
+
+
+def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
+    """Places of the layers before the blocks, from the first to the last block, and after them."""
+    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
+    return range(blocks[0]), range(blocks[0], blocks[-1] + 1), range(blocks[-1] + 1, len(graph.layers))
+
+
+def cuts_of(graph: ModelGraph, chunks: int) -> list[tuple[int, ...]]:
+    """Where chunks begin, and the number of layers: the ways to share layers out, see the module."""
+    start, layers = parts_of(graph)[1].start, len(graph.layers)
+    return [(0, *list(accumulate(choice, initial=start))[1:-1], layers) for choice in blocks_of(graph, chunks)]
+
+
+def blocks_of(graph: ModelGraph, chunks: int) -> tuple[list[int], ...]:
+    """Blocks of each chunk under each of the ways to share layers out."""
+    before, blocks, after = parts_of(graph)
+    return _sizes(len(blocks), bool(before), bool(after), chunks)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(blocks: int, before: bool, after: bool, chunks: int) -> tuple[list[int], ...]:
+    def shares(count: int, first: int) -> list[int]:  # those from a place on are one larger where that is needed
+        return [count // chunks + (first <= chunk < first + count % chunks) for chunk in range(chunks)]
+
+    sizes = [shares(blocks, 0)] if blocks >= chunks else []
+    if blocks % chunks and blocks + before + after >= chunks:
+        own = shares(blocks + before + after, int(before))
+        sizes.append([own[0] - before, *own[1:-1], own[-1] - after])
+    return tuple(sizes)
 
 
 @dataclass(slots=True)
@@ -203,8 +235,8 @@ class Problem:
         """What a stage costs whatever its strategies: ticks of forward and backward sends, bytes throughout."""
         pricer, ends = self.tables[stage].pricer, (inside.start > 0, inside.stop < self._end)
         left, right = (
-            self._boundary(side, cut) if there else (0, 0.0)
-            for side, cut, there in zip((stage, stage + 1), _cuts(inside), ends, strict=True)
+            self.send(side, self.tables[0].store.crossing[cut]) if there else (0, 0.0)
+            for side, cut, there in zip((stage, stage + 1), (inside.start, inside.stop), ends, strict=True)
         )
         overhead = pricer.profile.overhead
         host = sum(ends) * overhead.pipeline + overhead.microbatch / 2
@@ -216,9 +248,6 @@ class Problem:
     def room(self, stage: int, inside: range) -> int:
         """Bytes that the layers of a stage may take on each of its devices."""
         return self.budgets[stage] - self.fixed_costs(stage, inside)[2]
-
-    def _boundary(self, stage: int, cut: int) -> tuple[int, float]:
-        return self.send(stage, self.tables[0].store.crossing[cut])
 
     def _copies(self, stage: int, inside: range) -> int:
         """Bytes of one micro-batch that a stage keeps of tensors made before it, as they lie at its entry."""
@@ -423,7 +452,3 @@ def _fitting(table: StrategyTable, wire: Layout | None, glue: Glue | None, tied:
 def widest(chain: Chain) -> int:
     """How many labels of a layer are kept at most: what one core works through in some milliseconds a layer."""
     return max(_LEAST_LABELS, _MOST_CANDIDATES // max(len(layer.rest) for layer in chain.layers))
-
-
-def _cuts(inside: range) -> tuple[int, int]:
-    return inside.start, inside.stop

@@ -14,7 +14,7 @@ from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import layout
+from galvatron_lite.cost.layout import Layout, layout
 from galvatron_lite.cost.stage import Shape, sharing_of, tied_groups
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
@@ -24,7 +24,7 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
 from galvatron_lite.search.problem import Choice, Problem, even_cuts, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
-from galvatron_lite.search.tables import Glue, Layout, Store, StrategyTable, Tables, glue_of
+from galvatron_lite.search.tables import Glue, Store, StrategyTable, Tables, glue_of
 
 OPEN = Choice(None, None, ())
 """Nothing settled: the widest problem of a shape."""

@@ -22,8 +22,6 @@ from galvatron_lite.parallelism.strategy import Strategies, Strategy
 from galvatron_lite.search.chain import MEMORY
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
-__all__ = ["Glue", "Layout", "Store", "StrategyOptions", "StrategyTable", "Tables", "glue_of", "ticks"]
-
 T = TypeVar("T")
 TICKS = 10**12
 """Search counts time in picoseconds, so that sums do not depend on their order."""
@@ -220,15 +218,10 @@ class StrategyTable:
         time: IntArray = form.microbatches * self.both + self.figures.step
         return time
 
-    @property
-    def memory_keys(self) -> IntArray:
-        """Everything that memory is made of: (S, figures)."""
-        own = self.figures
-        return np.column_stack((own.kept, own.memory, own.memory[:, PREFIX] - own.late))
-
     def keys(self, form: Form) -> IntArray:
         """Everything a strategy is judged by, apart from its layout: (S, figures)."""
-        return np.column_stack((*self.parts(form), self.figures.step, self.memory_keys))
+        own = self.figures
+        return np.column_stack((*self.parts(form), own.step, own.kept, own.memory, own.memory[:, PREFIX] - own.late))
 
     def undominated(self, form: Form, others: Sequence[StrategyTable] = ()) -> StrategyTable:
         """Without strategies that another one of the same layout equals or beats in every figure.

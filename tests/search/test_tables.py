@@ -49,7 +49,7 @@ def test_pinned_tables_are_the_same_beside_those_without_pins(seed: int, pins: t
             one, other = alone.table(kind, asked, fixed), beside.table(kind, asked, fixed)
             assert one.strategies == other.strategies
             assert one.layouts == other.layouts
-            assert np.array_equal(one.memory_keys, other.memory_keys)
+            assert np.array_equal(one.figures.memory, other.figures.memory)
             assert np.array_equal(one.both, other.both)
 
 

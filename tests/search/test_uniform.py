@@ -20,9 +20,9 @@ from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.problem import cuts_of
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
-from galvatron_lite.search.uniform import cuts_of
 from tests.factories import random_profile
 from tests.search.instances import Few, varied
 
