@@ -4,7 +4,7 @@ The seconds of a step are those of the loop (``parallelism.cyclic.simulation``) 
 start-up takes 2(N-1) more time steps, once a run, and is not part of it. Every pass takes its layers' seconds and the
 host time of what it receives and sends; messages travel beside compute (the share of them that ``Profile.hidden`` says,
 all if it says nothing), and count where somebody waits for them. Memory is that of the worst pass of any device: what
-is there besides (``parallelism.cyclic.holdings``) and the pass's own worst moment. Figures of rest: arXiv 2403.08837.
+is there besides (``parallelism.cyclic.simulation``) and the pass's own worst moment. Figures of rest: arXiv 2403.08837.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Communication
 from galvatron_lite.parallelism.base import Moment as When
-from galvatron_lite.parallelism.cyclic.cuts import equal_cuts
-from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
 from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicProgramme, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
-from galvatron_lite.parallelism.cyclic.simulation import CyclicSlot, Loop, loop_of, round_seconds
+from galvatron_lite.parallelism.cyclic.simulation import (
+    CyclicSlot,
+    Holding,
+    Loop,
+    beside,
+    equal_cuts,
+    holdings,
+    loop_of,
+    round_seconds,
+)
 from galvatron_lite.parallelism.pipeline.cost import stride_between
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan

@@ -36,8 +36,7 @@ from galvatron_lite.parallelism.offload.cost import HostItem, host_traffic
 from galvatron_lite.parallelism.ranks import Either, rank_group
 from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.spatial.cost import samples_of, shares_pixels
-from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategies, Strategy
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 

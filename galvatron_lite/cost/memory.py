@@ -281,7 +281,7 @@ def _beside(memory: MemoryBreakdown, others: Sequence[tuple[_Resting, int]]) -> 
     )
 
 
-def reserved(memory: MemoryBreakdown, capacity: int) -> int:
+def reserved(memory: MemoryBreakdown, capacity: int, buffers: int = 0) -> int:
     """Bytes that the driver (``nvidia-smi``) shows as used where a device's tensors take ``memory`` at their peak.
 
     PyTorch's caching allocator keeps freed blocks that no later tensor fits into. Guo et al. 2024 (GMLake,
@@ -291,9 +291,10 @@ def reserved(memory: MemoryBreakdown, capacity: int) -> int:
     Args:
         memory: predicted at the peak; ``context`` included once.
         capacity: bytes of the device.
+        buffers: bytes of gradient buffers that are allocated once, between which no gaps form.
     """
-    tensors = memory.total - memory.context
-    return max(memory.total, min(round(tensors / (1.0 - UNUSED_SHARE)) + memory.context, capacity))
+    tensors = memory.total - memory.context - buffers
+    return max(memory.total, min(round(tensors / (1.0 - UNUSED_SHARE)) + buffers + memory.context, capacity))
 
 
 def _gradients_at(costs: Sequence[LayerCost], layer: int, microbatches: int, filled: bool) -> int:

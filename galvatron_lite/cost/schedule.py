@@ -47,7 +47,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.pipeline.greedy import shown_of, shown_rounds
 from galvatron_lite.parallelism.pipeline.schedule import (
     Action,
     Figure,
@@ -58,7 +57,7 @@ from galvatron_lite.parallelism.pipeline.schedule import (
     group_of,
     stage_at,
 )
-from galvatron_lite.parallelism.pipeline.table import actions_of
+from galvatron_lite.parallelism.pipeline.table import actions_of, shown_of, shown_rounds
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 
 __all__ = ["Figure", "Form", "closed_form", "form_of"]
@@ -242,7 +241,7 @@ class OrderedStep:
 
 
 def run_ordered(order: PassOrder, course: ScheduleConfig) -> OrderedStep:
-    """A step in the order that its seconds ask for (``parallelism.pipeline.greedy``), which the runtime follows.
+    """A step in the order that its seconds ask for (``parallelism.pipeline.table``), which the runtime follows.
 
     Where software does without the optimizer's global synchronisation (Qi et al. 2023, section 4, post-validation),
     steps follow one another like parallelograms, so a step takes what the busiest group needs from its first pass to

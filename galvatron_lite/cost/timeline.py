@@ -1,7 +1,7 @@
 """Every predicted pass of a step: which group of devices does what when, and what it holds meanwhile. No torch here.
 
 The seconds and the order are those that ``cost.step`` prices a plan by: the event simulation (``cost.schedule``), and
-for zero-bubble schedules the simulation that their order is made in (``parallelism.pipeline.greedy``). Memory is
+for zero-bubble schedules the simulation that their order is made in (``parallelism.pipeline.table``). Memory is
 that of ``cost.memory`` with the micro-batches that are in flight at each pass (``cost.memory``). All seconds
 are stretched by the factor for the slowest of many devices, so that the step ends when the prediction says.
 """
@@ -27,8 +27,8 @@ from galvatron_lite.cost.step import (
     strategies_of,
 )
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.pipeline.greedy import whole_step
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig, group_of, stage_at
+from galvatron_lite.parallelism.pipeline.table import whole_step
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan
 from galvatron_lite.profiler.schema import Profile

@@ -206,7 +206,7 @@ def row_of(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
     ends = busy_seconds(profile, shape, costs)
     alone = max(end + sum(cost.step for cost in group) for end, group in zip(ends, groups, strict=True))
     slower = straggling(profile, question.devices)
-    seconds = (alone + profile.overhead.step) * slower
+    seconds = max((alone + profile.overhead.step) * slower, reading_seconds(profile, question))
     works = [sum(_work(layer) for cost in group for layer in cost.layers) * shape.microbatches for group in groups]
     slowest = groups[works.index(max(works))]
     update = sum(layer.update for cost in slowest for layer in cost.layers)
@@ -234,6 +234,12 @@ def row_of(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
         twice=layout.alike,
         shared=1 if len(costs) > 1 else question.width,
     )
+
+
+def reading_seconds(profile: Profile, question: RowQuestion) -> float:
+    """Seconds in which the first process of a group reads a step's samples for all of it, beside the step before."""
+    rate = profile.pictures.read_rate
+    return question.batch / rate if rate and question.width > 1 else 0.0
 
 
 def _empty_row(question: RowQuestion, iterations: int = 1, problem: str = "") -> ForecastRow:

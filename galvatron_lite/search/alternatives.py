@@ -136,7 +136,9 @@ class Finalist:
         """What is told of it where another one is the plan."""
         peak = self.plan.prediction.peak_memory if self.plan.prediction else 0
         ends = (self.range.least, self.range.most) if self.range else (0.0, 0.0)
-        return Alternative(f"{self.name}: {summary(self.plan)}", self.seconds, peak, self.fits, *ends)
+        words = summary(self.plan)
+        begin = f"{self.name.partition(', ')[0]}, "  # what the name says already
+        return Alternative(f"{self.name}: {words.removeprefix(begin)}", self.seconds, peak, self.fits, *ends)
 
     @property
     def expected(self) -> float:

@@ -2,7 +2,7 @@
 
 Every branch is searched by itself, exactly, on each number of devices that a group may have: one stage of its layers,
 within the memory that the trunk leaves. The branches of a region are then assigned to groups
-(``parallelism.branch.assign``), and the plan is priced as a whole (``cost.branched``). Regions that are no quicker
+(``parallelism.branch.cost``), and the plan is priced as a whole (``cost.branched``). Regions that are no quicker
 so stay in the trunk, unless all are. Micro-batches are as few as fit.
 """
 
@@ -18,8 +18,16 @@ from galvatron_lite.cost.memory import resting, stage_memory
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.branch.assign import Assignment, Option, Phases, assign
-from galvatron_lite.parallelism.branch.cost import BranchSite, BranchTraffic, border_of, buffer_bytes
+from galvatron_lite.parallelism.branch.cost import (
+    Assignment,
+    BranchSite,
+    BranchTraffic,
+    Option,
+    Phases,
+    assign,
+    border_of,
+    buffer_bytes,
+)
 from galvatron_lite.parallelism.branch.find import Branch, BranchRegion
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy

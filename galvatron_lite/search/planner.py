@@ -173,7 +173,7 @@ def _ordinary(
     if found is None:
         error = infeasible(request, pricer)
         more = relief(request, kept, task.backend.name) if runners_up else ""
-        raise InfeasibleError(f"{error} {more}".strip(), error.smallest_budget)
+        raise InfeasibleError(f"{error}\n{more}".strip(), error.smallest_budget)
     ticks = found.partition.time * (1.0 - found.gap)
     least = (ticks / TICKS + pricer.profile.overhead.step) * straggling(pricer.profile, request.devices)
     if tolerance and effort and not found.stopped:

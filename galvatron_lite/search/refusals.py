@@ -188,22 +188,21 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
             f"{request.global_batch}: no way to split its layers divides the batch and has figures in the profile. "
             + (_unglued(request) or "Give another batch, other devices, or profile more tensor degrees.")
         )
-    summary_of, least = lean
+    _, least = lean
     share, asked = 1.0 - request.margin, as_budget(request.budget)
     before = asked.scaled(1.0 / share).plus(1) if request.margin else asked
     shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in before.own)
-    free = (", the least found" if slack else "") + (f", {request.margin:.1%} of it free" if request.margin else "")
-    smallest = ceil(least.most / share)
+    smallest, about = ceil(least.most / share), "about " * bool(slack)
     if asked.own:
         needs = [(name, ceil(size / share)) for name, size in least.own]
-        parts = (f"{format_budget(size, up=True)} ({name}: {size} bytes{free})" for name, size in needs)
-        needed = f"budgets that fit, in about the proportion of those given, are {' and '.join(parts)}"
+        parts = " and ".join(f"{format_budget(size, up=True)} ({name})" for name, size in needs)
+        needed = f"the smallest budgets, in about the proportion of those given, are {about}{parts}"
     else:
-        needed = f"budget that fits is {format_budget(smallest, up=True)} ({smallest} bytes{free})"
+        needed = f"the smallest budget is {about}{format_budget(smallest, up=True)}"
     return InfeasibleError(
-        f"No plan of {request.graph.name} fits {shares or format_budget(bytes_on(before, ''))} a device on "
-        f"{request.devices} devices. The smallest {needed}, with {summary_of}. "
-        "Use more memory a device, more devices (--fewest says how many), shorter sequences or a smaller model.",
+        f"--mem {shares or format_budget(bytes_on(before, ''))}: no plan of {request.graph.name} fits on "
+        f"{request.devices} device{'s' * (request.devices > 1)}; {needed}. "
+        "Use more devices (--fewest says how many) or a shorter sequence.",
         smallest,
     )
 

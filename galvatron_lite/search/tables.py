@@ -18,8 +18,7 @@ from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Strategies, Strategy
 from galvatron_lite.search.chain import MEMORY
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 

@@ -11,8 +11,7 @@ import pytest
 
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.cost.memory import terms
-from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Strategies, Strategy
 from tests.cost.priced import Case, cases
 
 RECORDED = Path(__file__).with_name("priced.json")

@@ -266,6 +266,7 @@ def test_reserved_memory_is_above_the_peak_and_within_the_device() -> None:
     assert reserved(memory, 10_000) == 1100
     assert reserved(memory, 1000) == 1000
     assert reserved(memory, 900) == 950
+    assert reserved(memory, 10_000, 850) == 950
 
 
 def test_large_plans_are_priced_within_milliseconds() -> None:

@@ -16,7 +16,7 @@ from galvatron_lite.cost.plan import evaluate as price
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Passed
 from galvatron_lite.parallelism.backends import GALVATRON, in_mode
-from galvatron_lite.parallelism.branch.assign import places
+from galvatron_lite.parallelism.branch.cost import places
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.parallelism.strategy import Offload, Recompute, Strategy
 from galvatron_lite.plans.execution import check_runs

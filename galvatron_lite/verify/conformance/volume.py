@@ -90,7 +90,7 @@ def sent_bytes(run: RoleRun, planned: PlannedLayers) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for one in run.messages:
         if one.phase is not During.SETUP:
-            found[_class_of(one, tensor, planned)] += wire_bytes(one, run.rank)
+            found[_class_of(one, tensor, planned)] += wire_bytes(one, run.rank) * one.times
     return found
 
 

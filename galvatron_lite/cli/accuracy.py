@@ -1,18 +1,20 @@
-"""``galvatron validate``: the cost model held against published training runs."""
+"""``galvatron validate`` and ``calibrate``: the cost model held against published runs, and corrected by one's own."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from galvatron_lite.cli import options
 from galvatron_lite.cli.terminal import plain_table, print_json, progress_bar, wide_console
 from galvatron_lite.errors import InputError, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from galvatron_lite.validate.calibrate import CalibrationResult
     from galvatron_lite.validate.results import Mean, Scores
     from galvatron_lite.validate.rows import PublishedRun
 
@@ -41,41 +43,32 @@ _CORRELATIONS = ("spearman", "group_spearman")
 
 
 def validate_command(
-    runs: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Published runs, one JSON object a line; - reads standard input; those that ship if not given."
-        ),
-    ] = None,
-    by: Annotated[str, typer.Option("--by", help=f"Score by: {', '.join(_GROUPINGS)}.")] = "family",
-    family: Annotated[
-        list[str] | None, typer.Option("--family", help="Only runs of this family; may be given again.")
-    ] = None,
-    quality: Annotated[
-        str | None, typer.Option("--quality", help="Only these grades: A, or AB; A brings A-mem. C never counts.")
-    ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option("--calibration", help="Folder of calibrated constants in place of the shipped one.")
-    ] = None,
-    worst: Annotated[int, typer.Option("--worst", min=0, help="Show so many runs predicted worst.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw predicted against measured step times (SVG).")
-    ] = None,
-    skipped: Annotated[
-        int, typer.Option("--skipped", min=0, help="Show so many rows that are not scored, and why.")
-    ] = 3,
-    transfer: Annotated[
-        bool, typer.Option("--transfer", help="Score profiles carried to another device, on pairs of runs.")
-    ] = False,
-    scale_up: Annotated[
-        bool, typer.Option("--scale-up", help="Score runs of 256 GPUs and more, predicted from those of up to 64.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
+    runs: Path | None = typer.Argument(
+        None, help="Published runs, one JSON object a line; - reads standard input; those that ship if not given."
+    ),
+    by: str = typer.Option("family", "--by", help=f"Score by: {', '.join(_GROUPINGS)}."),
+    family: list[str] | None = typer.Option(None, "--family", help="Only runs of this family; may be given again."),
+    quality: str | None = typer.Option(
+        None, "--quality", help="Only these grades: A, or AB; A brings A-mem. C never counts."
+    ),
+    calibration: Path | None = typer.Option(
+        None, "--calibration", help="Folder of calibrated constants in place of the shipped one."
+    ),
+    worst: int = typer.Option(0, "--worst", min=0, help="Show so many runs predicted worst."),
+    plot: options.Plot = None,
+    skipped: int = typer.Option(3, "--skipped", min=0, help="Show so many rows that are not scored, and why."),
+    transfer: bool = typer.Option(
+        False, "--transfer", help="Score profiles carried to another device, on pairs of runs."
+    ),
+    scale_up: bool = typer.Option(
+        False, "--scale-up", help="Score runs of 256 GPUs and more, predicted from those of up to 64."
+    ),
+    as_json: options.Json = False,
 ) -> None:
     """Score the cost model against published training runs."""
     from galvatron_lite.calibration.store import load_calibration
-    from galvatron_lite.configs_path import profile_folder
     from galvatron_lite.files import write_text
+    from galvatron_lite.folders import profile_folder
     from galvatron_lite.svg import check_target
     from galvatron_lite.validate.predict import validate_runs
     from galvatron_lite.validate.report import (
@@ -184,7 +177,7 @@ def _score_transfer(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
     from dataclasses import asdict
 
     from galvatron_lite.calibration.store import load_calibration
-    from galvatron_lite.configs_path import config_folder
+    from galvatron_lite.folders import config_folder
     from galvatron_lite.validate.transfer import pairs_of, score_pairs
 
     with progress_bar("Carrying") as move:
@@ -207,7 +200,7 @@ def _score_transfer(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
 
 def _score_scale_up(runs: Sequence[PublishedRun], folder: Path | None, as_json: bool) -> None:
     from galvatron_lite.calibration.store import load_calibration
-    from galvatron_lite.configs_path import config_folder
+    from galvatron_lite.folders import config_folder
     from galvatron_lite.validate.scale_up import LARGE, SMALL, scale_up_scores
 
     priors = load_calibration(folder or config_folder("calibration") / "priors")
@@ -228,3 +221,62 @@ def _score_scale_up(runs: Sequence[PublishedRun], folder: Path | None, as_json: 
     wide_console().print(table)
     mean = sum(one.error for one in scores[:-1]) / (len(scores) - 1)
     typer.echo(f"error: mean of |predicted / measured - 1| of the large runs; mean over families {mean:.1%}")
+
+
+_UNCHANGED = "Calibration does not help: runs that it did not see are predicted no better. The constants stay."
+
+
+def calibrate_command(
+    runs: list[Path] = typer.Argument(..., help="Files of runs, one JSON object a line, and folders that log= wrote."),
+    output: Path = typer.Option(..., "-o", "--output", help="Folder that the constants are written to."),
+    calibration: options.Calibration = None,
+    as_json: options.Json = False,
+) -> None:
+    """Correct the constants of estimates by your runs, and say what was learnt and how sure it is."""
+    from galvatron_lite.calibration.store import load_calibration, write_calibration
+    from galvatron_lite.validate.calibrate import calibrate, read_observations
+
+    base = load_calibration(calibration)
+    with progress_bar("Calibrating", quiet=as_json) as move:
+        found, skipped = read_observations(runs, base)
+        source = f"{len(found)} runs of {', '.join(path.name for path in runs)}"
+        made = calibrate(found, base, skipped=skipped, source=source, progress=move)
+    write_calibration(made.calibration, output)
+    if as_json:
+        print_json(
+            {
+                "kind": made.kind, "runs": made.runs, "settings": made.settings, "before": made.before,
+                "after": made.after, "left_out": made.left_out, "skipped": made.skipped, "folder": str(output),
+                "constants": [
+                    {name: getattr(one, name) for name in ("name", "before", "value", "low", "high", "told")}
+                    for one in made.constants
+                ],
+            }
+        )  # fmt: skip
+    else:
+        _print_calibration(made, output)
+
+
+def _print_calibration(made: CalibrationResult, folder: Path) -> None:
+    console = wide_console()
+    for reason, count in made.skipped.items():
+        console.print(f"{count} rows not used: {reason}")
+    console.print(f"{made.runs} runs of {made.settings} settings", style="bold")
+    table = plain_table("constants", "error on runs left out")
+    for kind, error in made.left_out.items():
+        table.add_row(kind + (" (taken)" if kind == made.kind else ""), f"{error:.1%}")
+    console.print(table)
+    if made.constants:
+        table = plain_table("constant", "before", "now", "one deviation", "runs tell")
+        for one in made.constants:
+            table.add_row(
+                one.name, f"{one.before:.3g}", f"{one.value:.3g}", f"{one.low:.3g} to {one.high:.3g}", f"{one.told:.0%}"
+            )
+        console.print(table)
+        console.print("runs tell: how much of the uncertainty of a constant the runs took away.", style="dim")
+        console.print(f"On these runs themselves the error falls from {made.before:.1%} to {made.after:.1%}.")
+    else:
+        console.print(_UNCHANGED)
+    if made.constants and len(made.models) == 1:
+        console.print("All runs are of one model: for plans of others, keep the constants as they were.")
+    console.print(f"Written to {folder}.")
