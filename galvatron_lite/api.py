@@ -4,24 +4,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Unpack, cast
 
 from galvatron_lite.analysis import sweeps
 from galvatron_lite.analysis.setting import ask, batch_for
-from galvatron_lite.api_plans import named_profile
+from galvatron_lite.api_plans import read_with_profile
 from galvatron_lite.api_profile import find_profile, precision_on, profile
 from galvatron_lite.errors import InputError
-from galvatron_lite.peers.plan_files import check_devices, priced, read_any_plan
+from galvatron_lite.parallelism.backends import target_named
+from galvatron_lite.peers.plan_files import priced, priced_settings
 from galvatron_lite.plans.phases import Phase, PhasedPlan, read_phases
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.request import PlanArguments, PlanRequest, ProfileSource, integer, number, seconds, share, size
-from galvatron_lite.search import phases as phase_search
+from galvatron_lite.search import planner
 
 if TYPE_CHECKING:
-    from galvatron_lite.cluster.cluster import Cluster
-    from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.profiler.schema import Profile
 
 RUNNERS_UP = 5
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def plan(
-    profile: Profile | str | Path | None = None,
+    profile: ProfileSource | PlanRequest = None,
     *,
     certify: bool = False,
     runners_up: int = RUNNERS_UP,
@@ -61,6 +61,8 @@ def plan(
 
             - ``model``: instead of a profile: a model by name (``gpt3-175b``), YAML file or graph; its costs are
               estimated.
+            - ``shape``: instead of a model: the flags that describe one, ``{"layers": "32", "hidden": "4096", ...}``.
+            - ``image``: pixels of a picture, of a model of pictures by name: ``512x1024``.
             - ``cluster``: name (``a100-80gb``) or YAML file; needed with ``model``, and replaces the profile's links
               otherwise.
             - ``gpus``: how many devices; the whole cluster if not given.
@@ -94,7 +96,7 @@ def plan(
         InfeasibleError: no plan fits; names the smallest budget that would.
     """
     request = PlanRequest.parse(profile, setup, ("certify", "runners_up", "tolerance"))
-    setting = request.resolve()
+    setting = request.setting
     devices = setting.profile.cluster.devices
     return ask(
         setting, devices, batch_for(setting, devices, request.batch), certify=certify, runners_up=runners_up,
@@ -104,7 +106,7 @@ def plan(
 
 
 def best_batch(
-    profile: ProfileSource = None, *, max_batch: int | None = None, **setup: Unpack[PlanArguments]
+    profile: ProfileSource | PlanRequest = None, *, max_batch: int | None = None, **setup: Unpack[PlanArguments]
 ) -> sweeps.BestBatch:
     """The batch of the greatest throughput; see ``analysis.sweeps``.
 
@@ -120,11 +122,11 @@ def best_batch(
     request = PlanRequest.parse(profile, setup, ("max_batch",))
     if request.batch is not None:
         raise InputError("--batch", request.batch, "The best one is looked for; --max-batch limits it.")
-    return sweeps.best_batch(request.resolve(), integer("max_batch", max_batch), request.progress)
+    return sweeps.best_batch(request.setting, integer("max_batch", max_batch), request.progress)
 
 
 def fewest_devices(
-    profile: ProfileSource = None,
+    profile: ProfileSource | PlanRequest = None,
     *,
     step: float | str | None = None,
     samples: float | str | None = None,
@@ -154,11 +156,11 @@ def fewest_devices(
         raise InputError("target", ", ".join(one.goal for one in targets), "Give one of them.")
     request = PlanRequest.parse(profile, setup, ("step", "samples", "tokens"))
     target = targets[0] if targets else sweeps.Target(sweeps.Goal.FIT)
-    return sweeps.fewest_devices(request.resolve(), target, request.batch, request.progress)
+    return sweeps.fewest_devices(request.setting, target, request.batch, request.progress)
 
 
 def cheapest(
-    profile: ProfileSource = None,
+    profile: ProfileSource | PlanRequest = None,
     *,
     price: float | str,
     samples: float | str | None = None,
@@ -190,12 +192,12 @@ def cheapest(
     run = sweeps.TrainingAmount(number("samples", samples), number("tokens", tokens), number("steps", steps))
     cost, deadline = number("price", price) or 0.0, seconds("within", within)
     return sweeps.cheapest(
-        request.resolve(), run, cost, batch=request.batch, deadline=deadline, progress=request.progress
+        request.setting, run, cost, batch=request.batch, deadline=deadline, progress=request.progress
     )
 
 
 def pareto_front(
-    profile: ProfileSource = None, *, memory_step: int | str | None = None, **setup: Unpack[PlanArguments]
+    profile: ProfileSource | PlanRequest = None, *, memory_step: int | str | None = None, **setup: Unpack[PlanArguments]
 ) -> sweeps.ParetoFront:
     """The fastest plan for every budget from ``mem`` down; see ``analysis.sweeps``.
 
@@ -210,15 +212,15 @@ def pareto_front(
     """
     request = PlanRequest.parse(profile, setup, ("memory_step",))
     step = size("memory_step", memory_step)
-    return sweeps.pareto_front(request.resolve(), request.batch, step=step, progress=request.progress)
+    return sweeps.pareto_front(request.setting, request.batch, step=step, progress=request.progress)
 
 
 def plan_phases(
     phases: Sequence[Phase] | str | Path,
-    profile: Profile | str | Path | Callable[[int | None], Profile] | None = None,
+    profile: ProfileSource | PlanRequest = None,
     **setup: Unpack[PlanArguments],
 ) -> PhasedPlan:
-    """The plan of every phase of a run, the cost of switching counted; see ``search.phases``.
+    """The plan of every phase of a run, the cost of switching counted; see ``search.planner``.
 
     Args:
         phases: or the file that holds them (``plans.phases``).
@@ -233,33 +235,25 @@ def plan_phases(
         InfeasibleError: a phase without a plan that fits.
     """
 
-    if setup.get("batch") is not None:
-        raise InputError("--batch", setup.get("batch"), "The phases have their own.")
-    given = read_phases(Path(phases)) if isinstance(phases, (str, Path)) else tuple(phases)
-    if not given:
+    request = PlanRequest.parse(profile, setup)
+    if request.batch is not None:
+        raise InputError("--batch", request.batch, "The phases have their own.")
+    listed = read_phases(Path(phases)) if isinstance(phases, (str, Path)) else tuple(phases)
+    if not listed:
         raise InputError("phases", "none", "Give at least one phase.")
-    forbid = setup.get("forbid", ())
-    asked: PlanArguments = {**setup, "forbid": (*([forbid] if isinstance(forbid, str) else forbid), "branches")}
-    return phase_search.plan_phases(
-        [_phase_case(phase, _phase_profile(phase, profile, setup), asked) for phase in given]
-    )
+    request = replace(request, forbid=(*request.forbid, "branches"))
+    return planner.plan_phases([_phase_case(phase, request) for phase in listed])
 
 
-def _phase_profile(
-    phase: Phase, profile: Profile | str | Path | Callable[[int | None], Profile] | None, setup: PlanArguments
-) -> Profile:
-    wanted = phase.sequence or setup.get("sequence")
-    cluster, gpus, precision = setup.get("cluster"), setup.get("gpus"), setup.get("precision")
+def _phase_profile(phase: Phase, request: PlanRequest) -> Profile:
+    wanted = phase.sequence or request.sequence
     if phase.profile:
-        known = find_profile(phase.profile, cluster=cluster, gpus=gpus, precision=precision)
-    elif callable(profile):
-        known = profile(wanted)
-    elif setup.get("model") is not None:
-        known = find_profile(
-            profile, model=setup["model"], cluster=cluster, gpus=gpus, sequence=wanted, precision=precision
-        )
+        placed = {"cluster": request.cluster, "gpus": request.gpus, "precision": request.precision}
+        known = find_profile(phase.profile, **placed)  # type: ignore[arg-type]
+    elif callable(request.profile):
+        known = request.profile(wanted)
     else:
-        known = find_profile(profile, cluster=cluster, gpus=gpus, precision=precision)
+        known = replace(request, sequence=wanted if request.estimated else None).profile_on(request.gpus)
     if wanted not in (None, known.graph.sequence):
         remedy = (
             f"Profile {known.name} is of {known.graph.sequence} tokens a sample. Profile the model at {wanted} and "
@@ -269,26 +263,17 @@ def _phase_profile(
     return known
 
 
-def _phase_case(phase: Phase, profile: Profile, setup: PlanArguments) -> phase_search.PhaseCase:
-    asked: PlanArguments = {**setup, "model": None, "cluster": None, "gpus": None, "sequence": None, "precision": None}
-    request = PlanRequest.parse(profile, asked)
-    setting, devices = request.resolve(), profile.cluster.devices
+def _phase_case(phase: Phase, request: PlanRequest) -> planner.PhaseCase:
+    known = _phase_profile(phase, request)
+    setting, devices = request.on(known).setting, known.cluster.devices
     best = ask(setting, devices, phase.batch, progress=request.progress)
-    return phase_search.PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
+    return planner.PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
 
 
 def evaluate(
     plan: Plan | str | Path,
     profile: Profile | str | Path | None = None,
-    *,
-    model: ModelGraph | str | Path | None = None,
-    cluster: Cluster | str | Path | None = None,
-    gpus: int | None = None,
-    mem: str | int | None = None,
-    batch: int | None = None,
-    sequence: int | None = None,
-    precision: str | None = None,
-    target: str | None = None,
+    **setup: Unpack[PlanArguments],
 ) -> Plan:
     """The plan with its prediction: step time and where it goes, memory of every stage.
 
@@ -296,17 +281,16 @@ def evaluate(
         plan: a plan, or a file: ours, one written by hand (``plans.written``), or Hetu-Galvatron's.
         profile: with neither a profile nor a model, the one that the plan was made from; for a plan that names none,
             the last profile made in this folder.
-        model: as for ``plan``.
-        cluster: as for ``plan``.
-        gpus: as for ``plan``.
-        sequence: as for ``plan``.
-        precision: as for ``plan``.
-        mem: budget a device that its memory is held against, as for ``plan``; the answer's ``fits`` says whether it is
-            within it, ``overfull`` which stages are not, ``provenance.budget`` what it is.
-        batch: samples a step; the plan's if not given. At others its micro-batches keep their size.
-        target: the software whose settings the file holds, and which trains by them at its own costs: ``megatron``,
-            ``nemo``, ``torchtitan``, ``deepspeed`` or ``accelerate``; see ``plan``. Which settings were not looked at
-            is in the notes, too.
+        setup: by name:
+
+            - ``model``, ``cluster``, ``gpus``, ``sequence``, ``precision``, ``trainable`` and ``freeze``: as for
+              ``plan``.
+            - ``mem``: budget a device that its memory is held against, as for ``plan``; the answer's ``fits`` says
+              whether it is within it, ``overfull`` which stages are not, ``provenance.budget`` what it is.
+            - ``batch``: samples a step; the plan's if not given. At others its micro-batches keep their size.
+            - ``target``: the software whose settings the file holds, and which trains by them at its own costs:
+              ``megatron``, ``nemo``, ``torchtitan``, ``deepspeed`` or ``accelerate``; see ``plan``. Which settings were
+              not looked at is in the notes, too.
 
     What is priced otherwise than the plan says (its model, its batch) is in the answer's ``provenance.notes``.
 
@@ -314,18 +298,21 @@ def evaluate(
         InputError: a file, layer or number that cannot be used; names it. A plan for another number of devices than
             ``gpus``, or for more than there are; the profile that the plan was made from is not here.
     """
+    setup = cast("PlanArguments", {name: value for name, value in setup.items() if value is not None})
+    return evaluated(plan, PlanRequest.parse(profile, setup), setup)[0]
+
+
+def evaluated(plan: Plan | str | Path, request: PlanRequest, setup: PlanArguments) -> tuple[Plan, Profile]:
+    """A plan with its prediction, and the profile that it is priced with; see ``evaluate``."""
+    mem, target = None if setup.get("mem") is None else request.mem, setup.get("target")
     if target is not None and not isinstance(plan, Plan):
-        from galvatron_lite.peers.plan_files import priced_settings
+        used: list[Profile] = []
 
         def find(stack: str) -> Profile:
-            return find_profile(
-                profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, stack=stack
-            )
+            used.append(request.profile_on(request.gpus, stack))
+            return used[-1]
 
-        return priced_settings(Path(plan), target, find, mem, batch)
-    if profile is None and model is None:
-        profile = named_profile(plan)
-    known = find_profile(profile, model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision)
-    given = plan if isinstance(plan, Plan) else read_any_plan(Path(plan), known, batch)
-    check_devices(given, known, gpus)
-    return priced(given, known, mem, batch)
+        return priced_settings(Path(plan), target, find, mem, request.batch), used[-1]
+    stack = "" if target is None else target_named(target).stack
+    found, known = read_with_profile(plan, request, stack, last=True)
+    return priced(found, known, mem, request.batch), known

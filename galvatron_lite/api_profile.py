@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ def find_profile(
     profile: Profile | str | Path | None = None,
     *,
     model: ModelGraph | str | Path | None = None,
+    shape: Mapping[str, str] | None = None,
+    image: str | None = None,
     cluster: Cluster | str | Path | None = None,
     gpus: int | None = None,
     sequence: int | None = None,
@@ -36,15 +39,7 @@ def find_profile(
     """The profile that ``plan`` works from; see there for the arguments.
 
     Args:
-        profile: measured or estimated before.
-        model: to estimate the costs of.
-        cluster: that it is to run on.
-        gpus: devices of it.
-        sequence: tokens a sample.
-        precision: of compute.
         stack: training software whose costs are estimated (``stacks.catalog``); empty: our own runtime.
-        trainable: which parameters train, of a model by name.
-        freeze: names of those that do not.
 
     Raises:
         InputError: nothing to plan from, a cluster that does not have the devices asked for, or a precision that its
@@ -52,12 +47,18 @@ def find_profile(
     """
     if profile is not None and model is not None:
         raise InputError("--model", str(model), "Give a profile or a model, not both.")
-    if model is not None:
-        return _estimate(model, cluster, gpus, sequence, precision, stack, Trainable.parse(trainable, freeze))
+    if model is not None or shape:
+        training = Trainable.parse(trainable, freeze)
+        return _estimate(model, cluster, gpus, sequence, precision, stack, training, shape, image)
+    if image is not None:
+        raise InputError("--image", image, "Name the model with --model.")
     if trainable is not None or freeze:
         raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), _AS_IT_TRAINS)
     known = _read(profile)
-    _check_as_profiled(known, sequence, precision)
+    graph = known.graph
+    for option, wanted, has in (("--seq", sequence, graph.sequence), ("--precision", precision, graph.precision)):
+        if wanted not in (None, has):
+            raise InputError(option, wanted, f"Profile {known.name} is of {has}: profile anew, or give a --model.")
     return _on_cluster(known, cluster, gpus)
 
 
@@ -67,28 +68,22 @@ _AS_IT_TRAINS = (
 )
 
 
-def _check_as_profiled(profile: Profile, sequence: int | None, precision: str | None) -> None:
-    """What a profile was made of cannot be had otherwise from it."""
-    for option, wanted, has in (
-        ("--seq", sequence, profile.graph.sequence),
-        ("--precision", precision, profile.graph.precision),
-    ):
-        if wanted is not None and wanted != has:
-            raise InputError(option, wanted, f"Profile {profile.name} is of {has}: profile anew, or give a --model.")
-
-
 def _estimate(
-    model: ModelGraph | str | Path,
+    model: ModelGraph | str | Path | None,
     cluster: Cluster | str | Path | None,
     gpus: int | None,
     sequence: int | None,
     precision: str | None,
     stack: str = "",
     trainable: Trainable | None = None,
+    shape: Mapping[str, str] | None = None,
+    image: str | None = None,
 ) -> Profile:
     from galvatron_lite.capture.named import graph_named
     from galvatron_lite.cluster.precisions import check_precision
     from galvatron_lite.model.graph import ModelGraph
+    from galvatron_lite.model.shapes import load_model, load_shape
+    from galvatron_lite.model.shapes.fields import sizes_of
     from galvatron_lite.profiler.estimate import estimate_profile
     from galvatron_lite.stacks.catalog import STACKS
 
@@ -105,9 +100,29 @@ def _estimate(
         graph = model
     else:
         chosen, kernels = precision_on(machine, precision), None if software is None else software.kernels
-        graph = graph_named(str(model), sequence=sequence, precision=chosen, kernels=kernels, trainable=trainable)
+        if shape:
+            if model is not None:
+                raise InputError("--model", model, f"Give a model or its shape (--{', --'.join(shape)}), not both.")
+            graph = _described(shape, sequence, precision=chosen, kernels=kernels, trainable=trainable)
+        elif image is not None:
+            sizes = sizes_of(load_shape(str(model)), str(model), image)
+            graph = load_model(str(model), overrides=sizes, precision=chosen, trainable=trainable)
+        else:
+            graph = graph_named(str(model), sequence=sequence, precision=chosen, kernels=kernels, trainable=trainable)
     known = estimate_profile(graph, machine, precision=graph.precision, name=graph.name, stack=software)
     return replace(known, stack=stack)
+
+
+def _described(shape: Mapping[str, str], sequence: int | None, **how: Any) -> ModelGraph:
+    """The graph of a model that is described by its shape."""
+    from galvatron_lite.model.shapes import build_graph, shape_from_flags
+
+    fields = {**shape, **({} if sequence is None else {"seq": str(sequence)})}
+    transformer = fields.get("arch", "decoder") in ("decoder", "encoder", "moe")
+    needed = ("layers", "hidden", "heads", "vocab", "seq") if transformer else ()
+    if missing := ", ".join(f"--{name}" for name in needed if name not in fields):
+        raise InputError(missing, None, "A model by its shape needs --layers, --hidden, --heads, --vocab and --seq.")
+    return build_graph(shape_from_flags(fields), **how)
 
 
 def precision_on(cluster: Cluster | str | Path | None, precision: str | None, gpus: int | None = None) -> str:
@@ -182,6 +197,8 @@ def profile(
     blocks: Any = None,
     sequence: int | None = None,
     precision: str | None = None,
+    trainable: str | None = None,
+    freeze: Sequence[str] = (),
     name: str | None = None,
     folder: Path | str = PROFILES,
     max_samples: int | None = None,
@@ -200,6 +217,8 @@ def profile(
         sequence: tokens a sample, for a model by name.
         precision: of compute; that of the parameters if not given; for a model by name the best that the
             devices train in: bf16, else fp16, else fp32.
+        trainable: for estimates of a model by name: which parameters train, as for ``plan``.
+        freeze: the same: names of what gets no gradient.
         name: of the profile; made from the model's name if not given.
         folder: where profiles are kept.
         max_samples: the largest number of samples on one device to measure.
@@ -209,55 +228,32 @@ def profile(
         InputError: a model that cannot be captured, an unknown name; for estimates, a precision that the devices have
             no units for.
     """
+    from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.profiler.store import save_profile
 
+    training = Trainable.parse(trainable, freeze)
     if estimate or isinstance(model, (str, Path)):
-        graph = model if isinstance(model, (str, Path)) else _trace(model, batch, loss_fn, blocks, precision, name)
-        known = _estimate(graph, cluster, gpus, sequence, precision)
+        if not isinstance(model, (str, Path, ModelGraph)):
+            from galvatron_lite.capture.trace import trace
+            from galvatron_lite.model.example import example_batch
+
+            given = batch if batch is not None else example_batch(model)
+            model = trace(model, given, loss_fn=loss_fn, blocks=blocks, precision=precision, name=name)
+        known = _estimate(model, cluster, gpus, sequence, precision, trainable=training)
         named = replace(known, name=name or known.name)
         save_profile(named, Path(folder), named.cluster.name)
         return named
-    return _measure(model, batch, loss_fn, blocks, precision, name, Path(folder), max_samples, progress)
-
-
-def _trace(model: Any, batch: Any, loss_fn: Any, blocks: Any, precision: str | None, name: str | None) -> ModelGraph:
-    from galvatron_lite.capture.trace import trace
-    from galvatron_lite.model.example import example_batch
-    from galvatron_lite.model.graph import ModelGraph
-
-    if isinstance(model, ModelGraph):
-        return model
-    given = batch if batch is not None else example_batch(model)
-    return trace(model, given, loss_fn=loss_fn, blocks=blocks, precision=precision, name=name)
-
-
-def _measure(
-    model: Any,
-    batch: Any,
-    loss_fn: Any,
-    blocks: Any,
-    precision: str | None,
-    name: str | None,
-    folder: Path,
-    max_samples: int | None,
-    progress: Progress | None,
-) -> Profile:
+    if training is not None:
+        raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), _AS_IT_TRAINS)
     from galvatron_lite.model.example import example_batch
     from galvatron_lite.profiler.measure import measure_profile
-    from galvatron_lite.runtime.branches.measure import branch_seconds
+    from galvatron_lite.runtime.branches.engine import branch_seconds
 
     return measure_profile(
-        model,
-        batch if batch is not None else example_batch(model),
-        loss_fn=loss_fn,
-        blocks=blocks,
-        precision=precision,
-        name=name,
-        folder=folder,
-        max_samples=max_samples,
-        progress=progress,
+        model, batch if batch is not None else example_batch(model), loss_fn=loss_fn, blocks=blocks,
+        precision=precision, name=name, folder=Path(folder), max_samples=max_samples, progress=progress,
         branch_seconds=branch_seconds,
-    )
+    )  # fmt: skip
 
 
 _SEQUENCES = (None, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -277,43 +273,35 @@ def profile_of(plan: Plan | None) -> Profile:
     if plan is None or made_from is None:
         remedy = "The plan names no profile: give --profile FILE, or --model and --cluster."
         raise InputError("--profile", None, remedy)
-    for known in (_last(), *_kept(made_from), *_estimates(plan, made_from)):
-        if known is not None and profile_hash(known) == made_from.profile_hash:
+    for known in _candidates(plan, made_from):
+        if profile_hash(known) == made_from.profile_hash:
             return known
     remedy = (
         f"The plan was made from {made_from.profile} ({made_from.profile_origin}), which is not here as it was then: "
-        "give --profile FILE, or --model and --cluster."
+        "give --profile FILE, or --model and --cluster (--trainable, --freeze) as for the plan."
     )
     raise InputError("--profile", None, remedy)
 
 
-def _last() -> Profile | None:
-    try:
-        return find_profile()
-    except GalvatronError:
-        return None
+def profile_if_here(plan: Plan) -> Profile | None:
+    """The same; None where the profile is not here."""
+    with suppress(GalvatronError, OSError):
+        return profile_of(plan)
+    return None
 
 
-def _kept(made_from: Provenance) -> Iterator[Profile]:
-    """Profiles whose files are named like the one it was made from, in the folder of profiles."""
+def _candidates(plan: Plan, made_from: Provenance) -> Iterator[Profile]:
+    """The last profile, those in the folder of profiles with its name, estimates at the usual lengths of samples."""
     from galvatron_lite.profiler.store import read_profile
 
+    with suppress(GalvatronError):
+        yield find_profile()
     for path in sorted(PROFILES.glob(f"*/{Path(made_from.profile).name}*.yaml")):
-        try:
+        with suppress(GalvatronError):
             yield read_profile(path)
-        except GalvatronError:
-            continue
-
-
-def _estimates(plan: Plan, made_from: Provenance) -> Iterator[Profile]:
-    """Estimates of the model by name, at the usual lengths of samples."""
-    if not made_from.profile_origin.startswith("estimated"):
-        return
-    for sequence in _SEQUENCES:
-        try:
+    with suppress(GalvatronError):  # those that there is no estimate of
+        for sequence in _SEQUENCES if made_from.profile_origin.startswith("estimated") else ():
             yield find_profile(
                 model=plan.model, cluster=made_from.cluster, gpus=plan.devices, sequence=sequence,
                 precision=plan.precision, stack=made_from.stack,
             )  # fmt: skip
-        except GalvatronError:
-            return

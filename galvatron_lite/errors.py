@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose.
+"""Every error this package raises on purpose, and the log of what it tells a training script's user unasked.
 
 GalvatronError
 ├── InputError (ValueError)      a value the user gave is wrong: names the field, the value, the remedy
@@ -17,6 +17,8 @@ GalvatronError
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from enum import Enum
@@ -26,6 +28,29 @@ from reprlib import Repr
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 400
 _SHORT.maxlong = 60
+
+
+class _Lines(logging.Handler):
+    """Prints lines to standard error, in colour on a terminal, unless the program has set up logging for them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        root, line = logging.getLogger(), record.getMessage()
+        if root.handlers and root.isEnabledFor(record.levelno):
+            root.handle(record)
+        elif sys.stderr.isatty():
+            from rich.console import Console
+            from rich.text import Text
+
+            Console(stderr=True, soft_wrap=True).print(Text("galvatron: ", "bold cyan").append(line, "default"))
+        else:
+            print(f"galvatron: {line}", file=sys.stderr, flush=True)
+
+
+LOG = logging.getLogger("galvatron_lite")
+"""Which plan was chosen, that something is measured; ``setLevel(logging.WARNING)`` silences it."""
+LOG.addHandler(_Lines())
+LOG.propagate = False  # ``_Lines`` hands lines on
+LOG.setLevel(logging.INFO)
 
 
 class GalvatronError(Exception):

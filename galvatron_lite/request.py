@@ -1,14 +1,15 @@
-"""A request for a plan, or for a sweep of plans: one object for Python, the command line and the sweeps.
+"""A request for a plan, or for a sweep of plans: one object for Python, the command line, sweeps and explanations.
 
-``PlanRequest.parse`` reads what callers pass as the command line reads it and names what it cannot read; ``resolve``
+``PlanRequest.parse`` reads what callers pass as the command line reads it and names what it cannot read; ``setting``
 finds the profile, the pins and the budget, which is all that a search needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -43,6 +44,8 @@ class PlanArguments(TypedDict, total=False):
     """Arguments of ``plan`` besides the profile, and of every sweep; see ``plan``."""
 
     model: ModelGraph | str | Path | None
+    shape: Mapping[str, str]
+    image: str | None
     cluster: Cluster | str | Path | None
     gpus: int | None
     mem: str | int | float
@@ -62,12 +65,14 @@ class PlanArguments(TypedDict, total=False):
     progress: Progress | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a plan or a sweep is asked for, with arguments of the right types; see ``plan``."""
+    """What a plan or a sweep is requested for, with arguments of the right types; see ``plan``."""
 
     profile: ProfileSource = None
     model: ModelGraph | str | Path | None = None
+    shape: Mapping[str, str] | None = None
+    image: str | None = None
     cluster: Cluster | str | Path | None = None
     gpus: int | None = None
     sequence: int | None = None
@@ -86,24 +91,35 @@ class PlanRequest:
     progress: Progress | None = None
 
     @classmethod
-    def parse(cls, profile: ProfileSource, arguments: PlanArguments, others: Sequence[str] = ()) -> PlanRequest:
+    def parse(
+        cls, profile: ProfileSource | PlanRequest, arguments: PlanArguments, others: Sequence[str] = ()
+    ) -> PlanRequest:
         """The request of a caller.
 
         Args:
-            profile: see ``plan``.
+            profile: see ``plan``; a request, without arguments, stays as it is.
             arguments: see ``plan``.
             others: names of arguments that the function takes besides these, for errors.
 
         Raises:
             InputError: an unknown argument, or one that cannot be read; names it.
         """
-        _check_names(arguments, ("profile", *PlanArguments.__annotations__, *others))
+        if isinstance(profile, PlanRequest):
+            return profile
+        for name in arguments:
+            if name not in (allowed := ("profile", *PlanArguments.__annotations__, *others)):
+                raise unknown("argument", name, allowed, others=_ALIASES)
         for name in ("model", "cluster", "precision", "trainable"):
-            _check_name(name, arguments.get(name))
-        fix = arguments.get("fix", ())
+            if isinstance(value := arguments.get(name), (int, float, list, tuple, dict)):
+                raise InputError(name, value, "Give a name, or the path of a file.")
+        fix, delay = arguments.get("fix", ()), arguments.get("allow_delay", False)
+        if not isinstance(delay, bool):
+            raise InputError("allow_delay", delay, "Give True or False.")
         return cls(
             profile=profile,
             model=arguments.get("model"),
+            shape=arguments.get("shape"),
+            image=arguments.get("image"),
             cluster=arguments.get("cluster"),
             gpus=integer("gpus", arguments.get("gpus")),
             sequence=integer("sequence", arguments.get("sequence")),
@@ -117,22 +133,35 @@ class PlanRequest:
             schedules=texts("schedules", arguments.get("schedules")),
             backend=_backend(arguments),
             mode=mode_named(arguments.get("mode", "training")),
-            allow_delay=_flag("allow_delay", arguments.get("allow_delay", False)),
+            allow_delay=delay,
             margin=share("--margin", arguments.get("margin")),
             progress=arguments.get("progress"),
         )
 
-    def profile_on(self, devices: int | None) -> Profile:
-        """The profile of a number of devices; None: of all."""
+    @property
+    def estimated(self) -> bool:
+        """Whether costs are estimated, of a model that is named or described."""
+        return self.model is not None or bool(self.shape)
+
+    def on(self, profile: Profile | str | Path) -> PlanRequest:
+        """The same of a profile, which says what the model is and where it runs."""
+        return replace(
+            self, profile=profile, model=None, shape=None, image=None, cluster=None, gpus=None, sequence=None,
+            precision=None, trainable=None, freeze=(),
+        )  # fmt: skip
+
+    def profile_on(self, devices: int | None, stack: str | None = None) -> Profile:
+        """The profile of a number of devices; None: of all. ``stack``: whose costs it has, if not the backend's."""
         if callable(self.profile):
             return self.profile(devices)
         return find_profile(
-            self.profile, model=self.model, cluster=self.cluster, gpus=devices, sequence=self.sequence,
-            precision=self.precision, stack=backend_named(self.backend).stack, trainable=self.trainable,
-            freeze=self.freeze,
+            self.profile, model=self.model, shape=self.shape, image=self.image, cluster=self.cluster, gpus=devices,
+            sequence=self.sequence, precision=self.precision, trainable=self.trainable, freeze=self.freeze,
+            stack=backend_named(self.backend).stack if stack is None else stack,
         )  # fmt: skip
 
-    def resolve(self) -> PlanSetting:
+    @cached_property
+    def setting(self) -> PlanSetting:
         """What a search needs: the profile, pins, schedules and budget of this request.
 
         Raises:
@@ -146,8 +175,6 @@ class PlanRequest:
         margin = self.margin
         if margin is None:
             margin = margin_of(profile.origin.kind.value, load_calibration())
-        # Fewer devices may all be of one type and train in a better precision: their profile is made again.
-        remade = callable(self.profile) or self.model is not None
         return PlanSetting(
             profile=profile,
             budget=budget_on(first_devices(profile.cluster, 1), self.mem),
@@ -155,7 +182,8 @@ class PlanRequest:
             schedules=schedules,
             backend=backend.name,
             memory=self.mem,
-            source=self.profile_on if remade else None,
+            # Fewer devices may all be of one type and train in a better precision: their profile is made again.
+            source=self.profile_on if callable(self.profile) or self.estimated else None,
             mode=self.mode,
             delay=pins.delay_where(allowed=self.allow_delay),
             margin=margin,
@@ -170,12 +198,6 @@ def _backend(arguments: PlanArguments) -> str:
     if backend not in (None, "galvatron"):
         raise InputError("--for", target, f"--backend {backend} says otherwise: leave one out.")
     return target_named(target).name
-
-
-def _check_names(names: Iterable[str], allowed: Sequence[str]) -> None:
-    for name in names:
-        if name not in allowed:
-            raise unknown("argument", name, allowed, others=_ALIASES)
 
 
 def texts(name: str, value: object) -> tuple[str, ...]:
@@ -206,12 +228,6 @@ def mode_named(value: object) -> Mode:
     return Mode(value)
 
 
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InputError(name, value, "Give True or False.")
-    return value
-
-
 def memory_budget(value: object, name: str = "mem") -> str | int:
     """A budget a device: bytes, a text, or a share of each device's own memory as a fraction (0.8)."""
     if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
@@ -231,7 +247,7 @@ def integer(name: str, value: object) -> int | None:
 
 
 def number(name: str, value: object, read: Callable[[str, str], float] = parse_count) -> float | None:
-    """A number, a text that ``read`` understands, or None."""
+    """A number, a text that ``read`` parses, or None."""
     if isinstance(value, str):
         return read(value, name)
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)):
@@ -261,8 +277,3 @@ def share(name: str, value: object) -> float | None:
 def size(name: str, value: object) -> int | None:
     """Bytes, of a number or a text such as ``400MB``; or None."""
     return integer(name, parse_bytes(value, name) if isinstance(value, str) else value)
-
-
-def _check_name(name: str, value: object) -> None:
-    if isinstance(value, (int, float, list, tuple, dict)):
-        raise InputError(name, value, "Give a name, or the path of a file.")

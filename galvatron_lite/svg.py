@@ -305,15 +305,6 @@ def percent(share: float) -> str:
     return f"{value:.0f} %" if abs(value) >= 9.95 or value == 0 else f"{value:.1f} %"
 
 
-def signed(write: Callable[[float], str]) -> Callable[[float], str]:
-    """Differences with their sign, written as other figures are; less than a billionth is none."""
-
-    def written(value: float) -> str:
-        return "0" if abs(value) < 1e-9 else ("+" if value > 0 else "−") + write(abs(value))
-
-    return written
-
-
 def change(share: float) -> str:
     """A share by which something differs, with its sign: ``+4.2 %``."""
     return ("+" if share > 0 else "−" if share < 0 else "±") + percent(abs(share))

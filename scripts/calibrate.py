@@ -20,8 +20,8 @@ from rich.console import Console
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.calibration.store import load_calibration, write_calibration
 from galvatron_lite.cli.terminal import progress_bar
-from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import GalvatronError
+from galvatron_lite.folders import config_folder
 from galvatron_lite.stacks.catalog import match_stack
 from galvatron_lite.validate.results import ScoredRun
 from studies.calibration.options import check_places, parsed, wanted_runs

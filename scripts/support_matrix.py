@@ -23,8 +23,8 @@ from support_matrix_ranks import Failure, fork, gather
 from support_matrix_trial import SECONDS, State, train_alone, try_way
 from support_matrix_ways import SAMPLES, WAYS, Way
 
+from galvatron_lite.capture.named import load_factory
 from galvatron_lite.capture.trace import trace
-from galvatron_lite.cli.profile import load_factory
 from galvatron_lite.cli.terminal import progress_bar
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data, write_data

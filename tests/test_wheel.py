@@ -65,7 +65,7 @@ def test_it_carries_its_licence_and_type_marker(installed: Path) -> None:
 def test_it_carries_the_calibrated_constants(installed: Path) -> None:
     code = (
         "from galvatron_lite.calibration.store import load_calibration\n"
-        "from galvatron_lite.configs_path import config_folder\n"
+        "from galvatron_lite.folders import config_folder\n"
         "calibration = load_calibration()\n"
         "print(config_folder('calibration'))\n"
         "print(sorted(calibration.devices), sorted(calibration.links), sorted(calibration.stacks))"

@@ -26,6 +26,7 @@ class AnswerText:
     sentence: str  # the answer itself
     notes: tuple[str, ...]  # what it is exact over, and what was left out
     chosen: Point | None = None  # the point that is the answer; None where there is none, or more than one
+    failed: bool = False  # whether everything was looked at and nothing is enough
 
 
 @singledispatch
@@ -58,7 +59,8 @@ def _(answer: BestBatch) -> AnswerText:
         f"{answer.points[-1].batch} (--max-batch for others){limit}.",
         *_unfinished(answer.complete),
     )
-    return AnswerText(("batch", "step", "samples/s", "of best", "memory", "plan"), rows, sentence, notes, best)
+    columns = ("batch", "step", "samples/s", "of best", "memory", "plan")
+    return AnswerText(columns, rows, sentence, notes, best, best is None and answer.complete)
 
 
 @answer_text.register
@@ -80,7 +82,9 @@ def _(answer: Fewest) -> AnswerText:
         sentence = _missed(answer)
     notes = ("Looked at: every number of GPUs to a node, then whole nodes, up to the answer.",)
     columns = ("GPUs", "batch", "step", _unit(answer.target.goal), "memory", "plan")
-    return AnswerText(columns, rows, sentence, (*notes, *_unfinished(answer.complete)), chosen)
+    return AnswerText(
+        columns, rows, sentence, (*notes, *_unfinished(answer.complete)), chosen, chosen is None and answer.complete
+    )
 
 
 @answer_text.register
@@ -108,6 +112,7 @@ def _(answer: Cheapest) -> AnswerText:
         _cheapest(answer),
         notes,
         None if chosen is None else chosen.point,
+        chosen is None and answer.complete,
     )
 
 

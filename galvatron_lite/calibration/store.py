@@ -20,9 +20,9 @@ from galvatron_lite.calibration.schema import (
     LinkConstants,
     StackConstants,
 )
-from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import Strict, from_data, read_data, to_data, write_data
+from galvatron_lite.folders import config_folder
 
 KINDS: dict[str, type[Any]] = {"devices": DeviceConstants, "links": LinkConstants, "stacks": StackConstants}
 """The files of a calibration folder and what each one's entries are."""

@@ -10,12 +10,8 @@ from typing import Any, NoReturn
 import typer
 import typer.core
 
-from galvatron_lite.cli.adapt import adapt_app
-from galvatron_lite.cli.calibrate import calibrate_command
-from galvatron_lite.cli.checkpoint import checkpoint_app
-from galvatron_lite.cli.compare import compare_command
-from galvatron_lite.cli.diagnose import diagnose_command
-from galvatron_lite.cli.evaluate import evaluate_command
+from galvatron_lite.cli.accuracy import EPILOG, calibrate_command, validate_command
+from galvatron_lite.cli.compare import compare_command, evaluate_command
 from galvatron_lite.cli.explain import explain_command
 from galvatron_lite.cli.export import export_command, plan_export_command, plan_import_command, profile_import_command
 from galvatron_lite.cli.launch import SETTINGS, launch_command
@@ -23,7 +19,7 @@ from galvatron_lite.cli.oracle import oracle_command
 from galvatron_lite.cli.plan import plan_app
 from galvatron_lite.cli.profile import profile_command, profile_transfer_command
 from galvatron_lite.cli.report import report_command
-from galvatron_lite.cli.validate import EPILOG, validate_command
+from galvatron_lite.cli.runs import adapt_app, checkpoint_app, diagnose_command
 from galvatron_lite.cli.verify import verify_command
 from galvatron_lite.errors import GalvatronError, suggestion
 from galvatron_lite.launch.error_reports import keep

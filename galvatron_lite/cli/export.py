@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from galvatron_lite.cli import options
 from galvatron_lite.cli.terminal import print_json
 from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.units import parse_bytes
@@ -16,17 +17,13 @@ if TYPE_CHECKING:
 
 
 def export_command(
-    plan: Annotated[Path, typer.Argument(help="A plan file of ours.")],
-    tool: Annotated[
-        str, typer.Option("--for", "--to", help="For whom: deepspeed, megatron, torchtitan, accelerate or nemo.")
-    ],
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write it to this file; printed if not given.")
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail where the tool's file cannot say all of the plan.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the text and what it leaves out as JSON.")] = False,
+    plan: options.OurPlan,
+    tool: str = typer.Option(
+        ..., "--for", "--to", help="For whom: deepspeed, megatron, torchtitan, accelerate or nemo."
+    ),
+    output: options.Output = None,
+    strict: bool = typer.Option(False, "--strict", help="Fail where the tool's file cannot say all of the plan."),
+    as_json: options.Json = False,
 ) -> None:
     """Write a plan as the configuration of another tool.
 
@@ -60,28 +57,26 @@ EngineName = Annotated[str, typer.Option("--engine", help="Whose communication c
 def profile_import_command(
     folder: Annotated[Path, typer.Argument(help="Folder with a model's computation and memory profile.")],
     peer: From,
-    hardware: Annotated[
-        Path | None, typer.Option("--hardware", help="Folder of the hardware profile; looked for nearby if not given.")
-    ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster.", min=1)] = 1,
-    gpus: Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each node.", min=1)] = 8,
-    layers: Annotated[
-        str, typer.Option("--layers", help="Layers of each layer type (24,24); not needed for a model that ships.")
-    ] = "",
-    hidden: Annotated[str, typer.Option("--hidden", help="Hidden size of each layer type.")] = "",
-    sequence: Annotated[
-        str, typer.Option("--seq", help="Tokens a sample of each layer type; the least profiled if not given.")
-    ] = "",
+    hardware: Path | None = typer.Option(
+        None, "--hardware", help="Folder of the hardware profile; looked for nearby if not given."
+    ),
+    nodes: int = typer.Option(1, "--nodes", help="Nodes of the cluster.", min=1),
+    gpus: int = typer.Option(8, "--gpus-per-node", help="GPUs of each node.", min=1),
+    layers: str = typer.Option(
+        "", "--layers", help="Layers of each layer type (24,24); not needed for a model that ships."
+    ),
+    hidden: str = typer.Option("", "--hidden", help="Hidden size of each layer type."),
+    sequence: str = typer.Option(
+        "", "--seq", help="Tokens a sample of each layer type; the least profiled if not given."
+    ),
     engine: EngineName = "main",
-    memory: Annotated[str, typer.Option("--device-memory", help="Of one GPU, which the files do not say.")] = "80GiB",
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write it here; else among the profiles, as the last one.")
-    ] = None,
-    profiles: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    memory: str = typer.Option("80GiB", "--device-memory", help="Of one GPU, which the files do not say."),
+    output: options.ProfileOutput = None,
+    profiles: options.Folder = options.PROFILES,
+    as_json: options.Json = False,
 ) -> None:
     """Make a profile of another planner's measurements, so that both plan on the very same ones."""
-    from galvatron_lite.cli.tables import print_profile
+    from galvatron_lite.cli.profile import show_profile
     from galvatron_lite.peers.hetu.profile import import_profile, sizes_for
     from galvatron_lite.profiler.store import save_profile, write_profile
 
@@ -94,23 +89,20 @@ def profile_import_command(
     else:
         where = output
         write_profile(made, output)
-    if as_json:
-        print_json(made)
-    else:
-        print_profile(made, str(where))
-        if output is None:
-            typer.echo("It is the last profile made here: galvatron plan and evaluate take it where none is named.")
+    show_profile(made, where, as_json)
+    if output is None and not as_json:
+        typer.echo("It is the last profile made here: galvatron plan and evaluate take it where none is named.")
 
 
 def plan_import_command(
     path: Annotated[Path, typer.Argument(help="The plan's JSON file (galvatron_config_*.json).")],
     peer: From,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Profile of the model, to name its layers and to price it.")
-    ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", help="GPUs, for files without world_size.")] = 0,
-    batch: Annotated[int, typer.Option("--batch", help="Samples a step, for files without global_bsz.")] = 0,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Write the plan to this file.")] = Path("plan.yaml"),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="Profile of the model, to name its layers and to price it."
+    ),
+    gpus: int = typer.Option(0, "--gpus", help="GPUs, for files without world_size."),
+    batch: int = typer.Option(0, "--batch", help="Samples a step, for files without global_bsz."),
+    output: Path = typer.Option(Path("plan.yaml"), "-o", "--output", help="Write the plan to this file."),
 ) -> None:
     """Turn another planner's plan into ours."""
     from galvatron_lite.files import read_data
@@ -137,9 +129,9 @@ def plan_import_command(
 
 
 def plan_export_command(
-    path: Annotated[Path, typer.Argument(help="A plan file of ours.")],
-    peer: Annotated[str, typer.Option("--to", help="For whom: hetu (Hetu-Galvatron).")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Write the JSON to this file.")],
+    path: options.OurPlan,
+    peer: str = typer.Option(..., "--to", help="For whom: hetu (Hetu-Galvatron)."),
+    output: Path = typer.Option(..., "-o", "--output", help="Write the JSON to this file."),
 ) -> None:
     """Turn a plan of ours into another planner's, where its files can say it."""
     from galvatron_lite.files import write_data

@@ -1,7 +1,8 @@
-"""Options that commands share: what plans are priced with, pins, and what ``plan`` may be asked besides."""
+"""Options, each declared once: what plans are priced with, pins, and the other questions of ``plan``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -33,30 +34,51 @@ def _complete_tools(incomplete: str) -> list[str]:
     return [name for name in sorted(TOOLS) if name.startswith(incomplete)]
 
 
+def _option(name: str, text: str, panel: str | None = None, **more: Any) -> Any:
+    return typer.Option(name, help=text, rich_help_panel=panel, **more)
+
+
+PlanFile = Annotated[
+    Path, typer.Argument(help="Plan file: ours, written by hand (docs/evaluate.md), or Hetu-Galvatron's JSON.")
+]
+OurPlan = Annotated[Path, typer.Argument(help="Plan file of galvatron.")]
 Model = Annotated[
     str | None,
-    typer.Option(
-        "--model", help="Name (llama2-7b) or YAML file; its costs are estimated.", autocompletion=complete_models
-    ),
+    _option("--model", "Name (llama2-7b) or YAML file; its costs are estimated.", autocompletion=complete_models),
 ]
 Cluster = Annotated[
     str | None,
-    typer.Option(
-        "--cluster", help="Name (a100-80gb) or YAML file; needed with --model.", autocompletion=_complete_clusters
-    ),
+    _option("--cluster", "Name (a100-80gb) or YAML file; needed with --model.", autocompletion=_complete_clusters),
 ]
-Sequence = Annotated[int | None, typer.Option("--seq", help="Tokens a sample, with --model.")]
-Precision = Annotated[str | None, typer.Option("--precision", help="Of compute, with --model.")]
-Profile = Annotated[
-    Path | None, typer.Option("--profile", help="Profile to price with; default: the one the plan names.")
+Sequence = Annotated[int | None, _option("--seq", "Tokens a sample, for a model by name.")]
+Precision = Annotated[str | None, _option("--precision", "Of compute: bf16, fp16, fp32; for a model by name.")]
+Trainable = Annotated[
+    str | None, _option("--trainable", "Of a model by name: all, or adapters alone: lora:r=16,targets=q+v.")
 ]
-Gpus = Annotated[int | None, typer.Option("--gpus", help="Devices of the cluster; default: all.")]
+Freeze = Annotated[
+    list[str] | None, _option("--freeze", "Of a model by name, no gradients of: before, layers.[0-9].*; repeatable.")
+]
+Profile = Annotated[Path | None, _option("--profile", "Profile to price with; default: the one the plan names.")]
+Gpus = Annotated[int | None, _option("--gpus", "Devices of the cluster; default: all.")]
+Batch = Annotated[int | None, _option("--batch", "Samples a step, in the plan's micro-batches; default: the plan's.")]
 Memory = Annotated[
-    str | None, typer.Option("--mem", help="Budget a device: 40GB, 40GiB or 80%; default: that of the (first) plan.")
+    str | None, _option("--mem", "Budget a device: 40GB, 40GiB or 80%; default: that of the (first) plan.")
 ]
 Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", help="Print memory of every stage, all runner-ups and all notes.")
 ]
+Json = Annotated[bool, _option("--json", "Print the result as JSON.")]
+Folder = Annotated[Path, _option("--folder", "Where profiles are kept.")]
+PROFILES = Path("profiles")
+Plot = Annotated[Path | None, _option("--plot", "Draw the result to this file (SVG).")]
+
+
+def _output(text: str) -> Any:
+    return typer.Option("-o", "--output", help=text)
+
+
+Output = Annotated[Path | None, _output("Write the result to this file.")]
+ProfileOutput = Annotated[Path | None, _output("Write it here; else among the profiles, as the last one.")]
 
 
 def _estimate_with(context: typer.Context, folder: Path | None) -> Path | None:
@@ -75,26 +97,18 @@ Calibration = Annotated[
 ]
 
 
-def arguments(**options: object) -> PlanArguments:
-    """The options that were set, as arguments of ``api.plan``."""
-    return cast("PlanArguments", {name: value for name, value in options.items() if value is not None})
+def arguments(options: Mapping[str, object]) -> PlanArguments:
+    """Those options that were set and are arguments of ``api.plan``."""
+    from galvatron_lite.request import PlanArguments
 
-
-def _option(name: str, text: str, panel: str, **more: Any) -> Any:
-    return typer.Option(name, help=text, rich_help_panel=panel, **more)
+    names = PlanArguments.__annotations__
+    return cast("PlanArguments", {name: options[name] for name in names if options.get(name) is not None})
 
 
 _pin = partial(_option, panel="Restrict the search")
-_ask = partial(_option, panel="Ask another question (one at a time)")
-_shape = partial(_option, panel="Describe the model by its shape (instead of --model)")
+ask = partial(typer.Option, rich_help_panel="Ask another question (one at a time)")
+shape = partial(typer.Option, rich_help_panel="Describe the model by its shape (instead of --model)")
 
-Trainable = Annotated[
-    str | None, typer.Option("--trainable", help="With --model: all, or adapters alone: lora:r=16,targets=q+v.")
-]
-Freeze = Annotated[
-    list[str] | None,
-    typer.Option("--freeze", help="With --model, no gradients of: before, layers.[0-9].*; repeatable."),
-]
 Fix = Annotated[list[str] | None, _pin("--fix", "Keep this: pp=4, zero=3, layers.3.recompute=full; repeatable.")]
 Forbid = Annotated[list[str] | None, _pin("--forbid", "Do without: tp, pipeline, recompute …; repeatable.")]
 _SOME = ", ".join(dict.fromkeys((DEFAULT_SCHEDULE, *schedules()[:1])))
@@ -112,31 +126,3 @@ Mode = Annotated[str, _pin("--mode", "training, or inference: forward passes onl
 AllowDelay = Annotated[
     bool, _pin("--allow-delay", "Gradients may come a step late (cyclic data parallelism): the training rule changes.")
 ]
-
-BestBatch = Annotated[bool, _ask("--best-batch", "Which batch has the greatest throughput?")]
-MaxBatch = Annotated[int | None, _ask("--max-batch", "With --best-batch: the largest; default: 64 a device.")]
-Fewest = Annotated[bool, _ask("--fewest", "How few GPUs, up to --gpus, fit the model?")]
-Step = Annotated[str | None, _ask("--step", "How few GPUs take so long a step? 2s, 300ms.")]
-Rate = Annotated[str | None, _ask("--rate", "How few GPUs train so many samples/s? 1000, 2K.")]
-Tokens = Annotated[str | None, _ask("--tokens", "How few GPUs train so many tokens/s? 1M.")]
-Price = Annotated[float | None, _ask("--price", "How many GPUs are cheapest at so much a GPU-hour?")]
-TokensTotal = Annotated[str | None, _ask("--tokens-total", "With --price: tokens of the run; default: 1M.")]
-SamplesTotal = Annotated[str | None, _ask("--samples-total", "With --price: samples of the run.")]
-Steps = Annotated[str | None, _ask("--steps", "With --price: steps of the run, of --batch samples.")]
-Within = Annotated[str | None, _ask("--within", "With --price: the run must end in this time: 30d.")]
-Pareto = Annotated[bool, _ask("--pareto", "Which is the fastest plan for every budget below --mem?")]
-MemoryStep = Annotated[str | None, _ask("--memory-step", "With --pareto: least step of the budget; default: 1/32.")]
-Plot = Annotated[Path | None, _ask("--plot", "Draw the answer of any of these (SVG).")]
-Phases = Annotated[Path | None, _ask("--phases", "Plan every phase of a run (docs/adapting.md).")]
-
-Layers = Annotated[int | None, _shape("--layers", "Repeated blocks.")]
-Hidden = Annotated[int | None, _shape("--hidden", "Hidden size.")]
-Heads = Annotated[int | None, _shape("--heads", "Attention heads.")]
-KvHeads = Annotated[int | None, _shape("--kv-heads", "Key-value heads.")]
-Ffn = Annotated[int | None, _shape("--ffn", "Hidden size of the MLP.")]
-Vocab = Annotated[int | None, _shape("--vocab", "Vocabulary size.")]
-Arch = Annotated[str | None, _shape("--arch", "decoder (default), encoder, moe, vit …")]
-Experts = Annotated[int | None, _shape("--experts", "Experts, for moe.")]
-Topk = Annotated[int | None, _shape("--topk", "Experts a token takes, for moe.")]
-Tied = Annotated[bool, _shape("--tied", "Head shares the embedding.")]
-Gated = Annotated[bool, _shape("--gated", "Gated MLP, as in Llama.")]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from galvatron_lite.cli import options as opts
-from galvatron_lite.cli.terminal import NO_PLAN, interruptible, plain_table, print_json, search_progress, wide_console
+from galvatron_lite.cli.terminal import check_folder, plain_table, print_json, search_progress, wide_console, written
 from galvatron_lite.errors import InputError
 from galvatron_lite.units import (
     format_bytes,
@@ -25,11 +24,10 @@ from galvatron_lite.units import (
 
 if TYPE_CHECKING:
     from galvatron_lite.analysis.answers import Answer
-    from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.phases import PhasedPlan, PlannedPhase
+    from galvatron_lite.plans.schema import Plan
     from galvatron_lite.profiler.schema import Profile
-    from galvatron_lite.request import PlanArguments
-    from galvatron_lite.stacks.schema import Stack
+    from galvatron_lite.request import PlanRequest
 
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 """The command and its sub-commands; without one of these it plans."""
@@ -38,122 +36,108 @@ plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @plan_app.callback(invoke_without_command=True)
 def plan_command(
     context: typer.Context,
-    mem: Annotated[
-        str, typer.Option("--mem", help="Memory budget a device: 40GB (decimal), 40GiB (binary) or 80%.")
-    ] = "95%",
-    batch: Annotated[
-        int | None, typer.Option("--batch", help="Samples a step over all devices; default: 8 a device (32 pictures).")
-    ] = None,
+    mem: str = typer.Option("95%", "--mem", help="Memory budget a device: 40GB (decimal), 40GiB (binary) or 80%."),
+    batch: int | None = typer.Option(
+        None, "--batch", help="Samples a step over all devices; default: 8 a device (32 pictures)."
+    ),
     gpus: opts.Gpus = None,
     cluster: opts.Cluster = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated.",
-            autocompletion=opts.complete_models,
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Profile to plan from; default: the last one made here.")
-    ] = None,
+    model: str | None = typer.Option(
+        None,
+        "--model",
+        help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated.",
+        autocompletion=opts.complete_models,
+    ),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="Profile to plan from; default: the last one made here."
+    ),
     sequence: opts.Sequence = None,
-    image: Annotated[
-        str | None, typer.Option("--image", help="Pixels of a picture, with --model of pictures: 512x1024.")
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="Of compute, with --model; default: bf16, or the devices' best.")
-    ] = None,
-    best: Annotated[int | None, typer.Option("--best", min=0, help="How many other plans to show; default: 5.")] = None,
-    certify: Annotated[
-        bool, typer.Option("--certify", help="Solve it as an integer programme too, and compare.")
-    ] = False,
-    tolerance: Annotated[
-        str,
-        typer.Option("--tolerance", help="How much slower the plan may be, to be simpler; 0: the fastest."),
-    ] = "1%",
-    margin: Annotated[
-        str | None, typer.Option("--margin", help="Share of the budget to keep free; default: the predictions' error.")
-    ] = None,
+    image: str | None = typer.Option(None, "--image", help="Pixels of a picture, with --model of pictures: 512x1024."),
+    precision: opts.Precision = None,
+    best: int | None = typer.Option(None, "--best", min=0, help="How many other plans to show; default: 5."),
+    certify: bool = typer.Option(False, "--certify", help="Solve it as an integer programme too, and compare."),
+    tolerance: str = typer.Option(
+        "1%", "--tolerance", help="How much slower the plan may be, to be simpler; 0: the fastest."
+    ),
+    margin: str | None = typer.Option(
+        None, "--margin", help="Share of the budget to keep free; default: the predictions' error."
+    ),
     calibration: opts.Calibration = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    as_json: opts.Json = False,
+    output: opts.Output = None,
     verbose: opts.Verbose = False,
     trainable: opts.Trainable = None,
     freeze: opts.Freeze = None,
     fix: opts.Fix = None,
     forbid: opts.Forbid = None,
-    schedule: opts.Schedule = None,
+    schedules: opts.Schedule = None,
     backend: opts.Backend = "galvatron",
     target: opts.For = None,
     mode: opts.Mode = "training",
     allow_delay: opts.AllowDelay = False,
-    best_batch: opts.BestBatch = False,
-    max_batch: opts.MaxBatch = None,
-    fewest: opts.Fewest = False,
-    step: opts.Step = None,
-    rate: opts.Rate = None,
-    tokens: opts.Tokens = None,
-    price: opts.Price = None,
-    tokens_total: opts.TokensTotal = None,
-    samples_total: opts.SamplesTotal = None,
-    steps: opts.Steps = None,
-    within: opts.Within = None,
-    pareto: opts.Pareto = False,
-    memory_step: opts.MemoryStep = None,
+    best_batch: bool = opts.ask(False, "--best-batch", help="Which batch has the greatest throughput?"),
+    max_batch: int | None = opts.ask(None, "--max-batch", help="With --best-batch: the largest; default: 64 a device."),
+    fewest: bool = opts.ask(False, "--fewest", help="How few GPUs, up to --gpus, fit the model?"),
+    step: str | None = opts.ask(None, "--step", help="How few GPUs take so long a step? 2s, 300ms."),
+    rate: str | None = opts.ask(None, "--rate", help="How few GPUs train so many samples/s? 1000, 2K."),
+    tokens: str | None = opts.ask(None, "--tokens", help="How few GPUs train so many tokens/s? 1M."),
+    price: float | None = opts.ask(None, "--price", help="How many GPUs are cheapest at so much a GPU-hour?"),
+    tokens_total: str | None = opts.ask(None, "--tokens-total", help="With --price: tokens of the run; default: 1M."),
+    samples_total: str | None = opts.ask(None, "--samples-total", help="With --price: samples of the run."),
+    steps: str | None = opts.ask(None, "--steps", help="With --price: steps of the run, of --batch samples."),
+    within: str | None = opts.ask(None, "--within", help="With --price: the run must end in this time: 30d."),
+    pareto: bool = opts.ask(False, "--pareto", help="Which is the fastest plan for every budget below --mem?"),
+    memory_step: str | None = opts.ask(
+        None, "--memory-step", help="With --pareto: least step of the budget; default: 1/32."
+    ),
     plot: opts.Plot = None,
-    phases: opts.Phases = None,
-    layers: opts.Layers = None,
-    hidden: opts.Hidden = None,
-    heads: opts.Heads = None,
-    kv_heads: opts.KvHeads = None,
-    ffn: opts.Ffn = None,
-    vocab: opts.Vocab = None,
-    gated: opts.Gated = False,
-    tied: opts.Tied = False,
-    arch: opts.Arch = None,
-    experts: opts.Experts = None,
-    topk: opts.Topk = None,
+    phases: Path | None = opts.ask(None, "--phases", help="Plan every phase of a run (docs/adapting.md)."),
+    layers: int | None = opts.shape(None, "--layers", help="Repeated blocks."),
+    hidden: int | None = opts.shape(None, "--hidden", help="Hidden size."),
+    heads: int | None = opts.shape(None, "--heads", help="Attention heads."),
+    kv_heads: int | None = opts.shape(None, "--kv-heads", help="Key-value heads."),
+    ffn: int | None = opts.shape(None, "--ffn", help="Hidden size of the MLP."),
+    vocab: int | None = opts.shape(None, "--vocab", help="Vocabulary size."),
+    gated: bool = opts.shape(False, "--gated", help="Gated MLP, as in Llama."),
+    tied: bool = opts.shape(False, "--tied", help="Head shares the embedding."),
+    arch: str | None = opts.shape(None, "--arch", help="decoder (default), encoder, moe, vit …"),
+    experts: int | None = opts.shape(None, "--experts", help="Experts, for moe."),
+    topk: int | None = opts.shape(None, "--topk", help="Experts a token takes, for moe."),
 ) -> None:
     """Find the fastest plan that fits the memory budget."""
-    options = SimpleNamespace(**locals())
     if context.invoked_subcommand is None:
-        _run(options)
+        _run(SimpleNamespace(**locals()))
 
 
 def _run(options: SimpleNamespace) -> None:
+    from galvatron_lite import api
     from galvatron_lite.request import PlanRequest
 
     question = _question(vars(options))
     _check(options, question)
-    if options.target is not None:
-        options.backend = PlanRequest.parse(None, {"backend": options.backend, "target": options.target}).backend
-    flags = _shape_flags(options)
-    estimated = bool(flags) or options.model is not None
-
-    @cache
-    def profile_of(devices: int | None, tokens: int | None = options.sequence) -> Profile:
-        from galvatron_lite.api_profile import find_profile
-
-        software, model = _stack_of(options), _model(options, flags, tokens, devices)
-        named = {"trainable": options.trainable, "freeze": options.freeze or ()} if model == options.model else {}
-        return find_profile(
-            options.profile, model=model, cluster=options.cluster, gpus=devices, sequence=tokens,
-            precision=options.precision, stack="" if software is None else software.name, **named,
-        )  # fmt: skip
-
-    setup = opts.arguments(
-        mem=options.mem, batch=options.batch, fix=options.fix or (), forbid=options.forbid or (),
-        schedules=options.schedule, backend=options.backend, mode=options.mode, allow_delay=options.allow_delay,
-        margin=options.margin,
-    )  # fmt: skip
+    setup = {**opts.arguments(vars(options)), "shape": _shape_flags(options)}
+    best = api.RUNNERS_UP if options.best is None else options.best
+    with search_progress(quiet=options.as_json) as progress:
+        request = PlanRequest.parse(options.profile, cast("Any", {**setup, "progress": progress}))
+        if options.phases is not None:
+            phased = api.plan_phases(options.phases, request)
+        elif question:
+            answer = _ask(options, question, request)
+        else:
+            plan = api.plan(request, certify=options.certify, runners_up=best, tolerance=options.tolerance)
     if options.phases is not None:
-        _plan_phases(options, lambda tokens: profile_of(options.gpus, tokens if estimated else None), setup)
-        return
-    with interruptible(NO_PLAN):
-        profile = profile_of(options.gpus)
+        _show_phases(options, phased)
+    elif question:
+        _show_answer(options, answer, _source(options, request, question), request.setting.profile)
+    else:
+        _show_plan(options, plan, _source(options, request), request.setting.profile)
+
+
+def _source(options: SimpleNamespace, request: PlanRequest, question: str = "") -> str:
+    """What a plan is made from, in words."""
+    profile = request.setting.profile
     last = " (the last profile made here)" if options.profile is None and options.model is None else ""
-    source = f"{'the shape given' if flags else profile.name + last}: {profile.origin.kind.value}, "
+    source = f"{'the shape given' if request.shape else profile.name + last}: {profile.origin.kind.value}, "
     source += ", ".join(filter(None, (profile.origin.source, profile.origin.date)))
     if options.profile is not None and options.cluster is not None:
         source += f"; communication {profile.communication_origin.source}"
@@ -162,22 +146,11 @@ def _run(options: SimpleNamespace) -> None:
     graph = profile.graph
     if graph.trainable < graph.parameters:
         source += f", {format_count(graph.trainable)} of {format_count(graph.parameters)} parameters train"
-    if estimated and options.precision is None and options.verbose:
+    if request.estimated and options.precision is None and options.verbose:
         source += ", precision chosen automatically (--precision overrides it)"
-    if question:
-        if options.precision is None and not profile.cluster.alike:
-            source += "; fewer GPUs, all of one type, in their own best precision"
-        _answer(options, question, profile_of, setup, source)
-    else:
-        _plan(options, profile, setup, source)
-
-
-def _stack_of(options: SimpleNamespace) -> Stack | None:
-    """The software that costs are estimated for; None: our own runtime."""
-    from galvatron_lite.parallelism.backends import backend_named
-    from galvatron_lite.stacks.catalog import STACKS
-
-    return STACKS.get(backend_named(options.backend).stack)
+    if question and options.precision is None and not profile.cluster.alike:
+        source += "; fewer GPUs, all of one type, in their own best precision"
+    return source
 
 
 _TARGETS = ("fewest", "step", "rate", "tokens")
@@ -213,7 +186,6 @@ def _flag(name: str) -> str:
 
 def _check(options: SimpleNamespace, question: str) -> None:
     """Refuse options that do not go together, and files that cannot be written, before anything is searched."""
-    from galvatron_lite.cli.tables import check_folder
     from galvatron_lite.svg import check_target
 
     if options.output is not None and question == "pareto":
@@ -240,52 +212,12 @@ def _shape_flags(options: SimpleNamespace) -> dict[str, str]:
     return {name: str(value).lower() for name, value in values.items() if value not in (None, False)}
 
 
-def _model(
-    options: SimpleNamespace, flags: dict[str, str], sequence: int | None, gpus: int | None
-) -> ModelGraph | str | None:
-    """The model by its name, with pictures of a size where one is given, or by the shape that flags give."""
-    from galvatron_lite.api_profile import precision_on
-    from galvatron_lite.model.shapes import build_graph, load_model, load_shape, shape_from_flags
-    from galvatron_lite.model.shapes.fields import sizes_of
-    from galvatron_lite.model.trainable import Trainable
-
-    model: str | None = options.model
-    trainable = Trainable.parse(options.trainable, options.freeze or ())
-    if options.image is not None:
-        if model is None:
-            raise InputError("--image", options.image, "Name the model with --model.")
-        precision = precision_on(options.cluster, options.precision, gpus)
-        sizes = sizes_of(load_shape(model), model, options.image)
-        return load_model(model, overrides=sizes, precision=precision, trainable=trainable)
-    if not flags:
-        return model
-    if model is not None:
-        raise InputError("--model", model, f"Give a model or its shape (--{', --'.join(flags)}), not both.")
-    precision = precision_on(options.cluster, options.precision, gpus)
-    flags = flags | ({} if sequence is None else {"seq": str(sequence)})
-    transformer = flags.get("arch", "decoder") in ("decoder", "encoder", "moe")
-    needed = ("layers", "hidden", "heads", "vocab", "seq") if transformer else ()
-    if missing := ", ".join(_flag(name) for name in needed if name not in flags):
-        raise InputError(missing, None, "A model by its shape needs --layers, --hidden, --heads, --vocab and --seq.")
-    software = _stack_of(options)
-    kernels = None if software is None else software.kernels
-    return build_graph(shape_from_flags(flags), precision=precision, kernels=kernels, trainable=trainable)
-
-
-def _plan(options: SimpleNamespace, profile: Profile, setup: PlanArguments, source: str) -> None:
-    """The fastest plan."""
-    from galvatron_lite import api
-    from galvatron_lite.cli.plan_output import RUNNERS_UP, print_plan
-    from galvatron_lite.cli.tables import accuracy
+def _show_plan(options: SimpleNamespace, plan: Plan, source: str, profile: Profile) -> None:
+    from galvatron_lite.cli.plan_output import RUNNERS_UP, accuracy, print_plan
     from galvatron_lite.files import write_text
     from galvatron_lite.plans.export.tools import export
     from galvatron_lite.plans.io import write_plan
 
-    best: int | None = options.best
-    runners_up = api.RUNNERS_UP if best is None else best
-    with search_progress(quiet=options.as_json) as progress:
-        setup["progress"] = progress
-        plan = api.plan(profile, certify=options.certify, runners_up=runners_up, tolerance=options.tolerance, **setup)
     by_hand: tuple[str, ...] = ()
     if options.output is not None and options.target is not None:
         settings = export(plan, options.target)
@@ -297,42 +229,41 @@ def _plan(options: SimpleNamespace, profile: Profile, setup: PlanArguments, sour
     if options.as_json:
         print_json(plan)
         return
-    print_plan(plan, source, accuracy(profile), options.verbose, RUNNERS_UP if best is None else best)
+    shown = RUNNERS_UP if options.best is None else options.best
+    print_plan(plan, source, accuracy(profile), options.verbose, shown)
     if plan.provenance is not None and plan.provenance.certificate:
         typer.echo(f"Certificate: {plan.provenance.certificate}")
     for line in by_hand:
         typer.echo(line)
-    _print_target(options.output, f", the settings of {options.target}" if options.target is not None else "")
+    written(options.output, "" if options.target is None else f", the settings of {options.target}")
 
 
-def _answer(
-    options: SimpleNamespace,
-    question: str,
-    profile_of: Callable[[int | None], Profile],
-    setup: PlanArguments,
-    source: str,
-) -> None:
-    """The answer to another question."""
-    from galvatron_lite.cli.tables import accuracy, print_answer, require_answer, write_answer
+def _show_answer(options: SimpleNamespace, answer: Answer, source: str, profile: Profile) -> None:
+    """Print and write the answer to another question; where nothing is enough, that is an error in the end."""
+    from galvatron_lite.analysis.answers import answer_text, as_data
+    from galvatron_lite.analysis.sweep_figure import figure
+    from galvatron_lite.cli.plan_output import accuracy, print_answer
+    from galvatron_lite.errors import InfeasibleError
+    from galvatron_lite.files import write_text
+    from galvatron_lite.plans.io import write_plan
 
-    with search_progress(quiet=options.as_json) as progress:
-        answer = _ask(options, question, profile_of, {**setup, "gpus": options.gpus, "progress": progress})
-    write_answer(answer, options.output, options.plot)
+    text = answer_text(answer)
+    if options.output is not None and text.chosen is not None and text.chosen.plan is not None:
+        write_plan(text.chosen.plan, options.output)
+    if options.plot is not None:
+        write_text(options.plot, figure(answer))
     if options.as_json:
-        from galvatron_lite.analysis.answers import as_data
-
         print_json(as_data(answer))
     else:
-        print_answer(answer, source, accuracy(profile_of(options.gpus)))
-    require_answer(answer)
+        print_answer(text, source, accuracy(profile))
+    if text.failed:
+        raise InfeasibleError(text.sentence)
     if not options.as_json:
-        _print_target(options.output)
-        _print_target(options.plot)
+        written(options.output)
+        written(options.plot)
 
 
-def _ask(
-    options: SimpleNamespace, question: str, profile_of: Callable[[int | None], Profile], setup: PlanArguments
-) -> Answer:
+def _ask(options: SimpleNamespace, question: str, request: PlanRequest) -> Answer:
     from galvatron_lite import api
 
     def read(name: str, parse: Callable[[str, str], Any]) -> Any:
@@ -340,40 +271,30 @@ def _ask(
         return None if text is None else parse(text, _flag(name))
 
     if question == "best_batch":
-        return api.best_batch(profile_of, max_batch=options.max_batch, **setup)
+        return api.best_batch(request, max_batch=options.max_batch)
     if question == "pareto":
-        return api.pareto_front(profile_of, memory_step=read("memory_step", parse_bytes), **setup)
+        return api.pareto_front(request, memory_step=read("memory_step", parse_bytes))
     if question == "price":
         return api.cheapest(
-            profile_of, price=options.price, samples=read("samples_total", parse_count),
+            request, price=options.price, samples=read("samples_total", parse_count),
             tokens=read("tokens_total", parse_count), steps=read("steps", parse_count),
-            within=read("within", parse_seconds), **setup,
+            within=read("within", parse_seconds),
         )  # fmt: skip
     return api.fewest_devices(
-        profile_of, step=read("step", parse_seconds), samples=read("rate", parse_count),
-        tokens=read("tokens", parse_count), **setup,
-    )  # fmt: skip
+        request, step=read("step", parse_seconds), samples=read("rate", parse_count), tokens=read("tokens", parse_count)
+    )
 
 
-def _print_target(path: Path | None, what: str = "") -> None:
-    if path is not None:
-        typer.echo(f"Written to {path}{what}.")
-
-
-def _plan_phases(options: SimpleNamespace, profile_at: Callable[[int | None], Profile], setup: PlanArguments) -> None:
-    from galvatron_lite import api
+def _show_phases(options: SimpleNamespace, plan: PhasedPlan) -> None:
     from galvatron_lite.plans.phases import write_phased_plan
 
-    with search_progress(quiet=options.as_json) as progress:
-        asked: PlanArguments = {**setup, "sequence": options.sequence, "progress": progress}
-        plan = api.plan_phases(options.phases, profile_at, **asked)
     if options.output is not None:
         write_phased_plan(plan, options.output)
     if options.as_json:
         print_json(plan, seconds=plan.seconds)
         return
     _print_phases(plan)
-    _print_target(options.output)
+    written(options.output)
 
 
 def _print_phases(plan: PhasedPlan) -> None:

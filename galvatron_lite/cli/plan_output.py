@@ -1,4 +1,4 @@
-"""A plan in the terminal: in at most 15 lines, or with every figure."""
+"""A plan in the terminal, in at most 15 lines or with every figure; and the answer to another question."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from galvatron_lite.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from galvatron_lite.analysis.answers import AnswerText
     from galvatron_lite.plans.schema import Alternative, Plan, Prediction, Provenance
+    from galvatron_lite.profiler.schema import Profile
 
 MOST_LINES = 15  # of the short form
 LEAST_ROWS = 3
@@ -31,6 +33,35 @@ MOST_NOTES = 3
 RUNNERS_UP = 2
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
 _FULL = 0.97  # share of the memory that plans may use from which memory is named as a bound
+
+
+def accuracy(profile: Profile) -> str:
+    """How far off estimated costs of this kind of model are, as published runs tell; nothing of measured ones."""
+    from galvatron_lite.analysis.explanation import expected_error
+    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.profiler.schema import OriginKind
+
+    if profile.origin.kind is not OriginKind.ESTIMATED:
+        return ""
+    found = expected_error(profile.graph, load_calibration())
+    if found.error is None:
+        return f"the error of estimated step times is unknown for {found.models}"
+    return f"estimated step times of {found.models} are off by {found.error:.0%} on average ({found.source})"
+
+
+def print_answer(text: AnswerText, source: str, accuracy: str) -> None:
+    """The table of an answer, the answer in a sentence, and what it is exact over."""
+    console = wide_console()
+    console.print(f"From {source}.\n")
+    table = plain_table(*text.columns)
+    for row in text.rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print()
+    if not text.failed:
+        console.print(text.sentence, style="bold")
+    for note in filter(None, (*text.notes, accuracy)):
+        console.print(note)
 
 
 def print_plan(

@@ -1,120 +1,89 @@
-"""``galvatron profile``: measure or estimate what a model's layers cost."""
+"""``galvatron profile``: measure or estimate what a model's layers cost, and carry a profile to another device."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from galvatron_lite.capture.named import load_factory
+from galvatron_lite.capture.named import is_factory, load_factory
 from galvatron_lite.cli import options
-from galvatron_lite.cli.terminal import interruptible, print_json, progress_bar
+from galvatron_lite.cli.terminal import interruptible, plain_table, print_json, progress_bar, wide_console
 from galvatron_lite.limits import SAMPLES
+from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions
+from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from galvatron_lite.cluster.cluster import Cluster
-    from galvatron_lite.profiler.schema import Profile
+    from rich.console import Console
 
+    from galvatron_lite.cluster.cluster import Cluster
+    from galvatron_lite.profiler.schema import LayerPoint, Profile
 
 INTERRUPTED = "interrupted; finished measurements are kept, the same command goes on from there"
 
 
 def profile_command(
-    model: Annotated[
-        str,
-        typer.Argument(help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); "
-                            "or a name (gpt-tiny, llama2-7b) or YAML file."),
-    ],
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="With --estimate: name (a100-80gb) or YAML file.")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="With --estimate: devices.")] = None,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="From data sheets, without running anything.")
-    ] = False,
-    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, for a model by name.")] = None,
-    precision: Annotated[str | None, typer.Option("--precision", help="Of compute: fp32, bf16, fp16.")] = None,
-    samples: Annotated[
-        int | None, typer.Option("--max-samples", min=1, max=SAMPLES, help="Most samples on one device to measure.")
-    ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Of the profile; from the model if not given.")] = None,
-    folder: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),
+    model: str = typer.Argument(
+        ...,
+        help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); "
+        "or a name (gpt-tiny, llama2-7b) or YAML file.",
+    ),
+    cluster: str | None = typer.Option(None, "--cluster", help="With --estimate: name (a100-80gb) or YAML file."),
+    gpus: int | None = typer.Option(None, "--gpus", help="With --estimate: devices."),
+    estimate: bool = typer.Option(False, "--estimate", help="From data sheets, without running anything."),
+    sequence: options.Sequence = None,
+    precision: options.Precision = None,
+    trainable: options.Trainable = None,
+    freeze: options.Freeze = None,
+    samples: int | None = typer.Option(
+        None, "--max-samples", min=1, max=SAMPLES, help="Most samples on one device to measure."
+    ),
+    name: str | None = typer.Option(None, "--name", help="Of the profile; from the model if not given."),
+    folder: options.Folder = options.PROFILES,
     calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
-) -> None:  # fmt: skip
+    as_json: options.Json = False,
+) -> None:
     """Measure or estimate what each layer costs.
 
     Measures on this machine, alone or under torchrun; with --estimate costs come from data sheets.
     """
-    import os
-
     # memory tracking makes the allocator warn of every tensor that is older than it; nothing a user can act on
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from galvatron_lite import api
     from galvatron_lite.profiler.store import last_profile
 
-    target, batch, loss_fn = _target(model, estimate, sequence)
+    target: Any = model
+    batch, loss_fn = None, None
+    if is_factory(model):
+        target, batch, loss_fn = load_factory(model)
+    elif not estimate:
+        from galvatron_lite.verify.source import build_named
+
+        target = build_named(model, sequence)
     with interruptible(INTERRUPTED), progress_bar("Profiling", quiet=as_json) as progress:
         made = api.profile(
-            target,
-            batch,
-            loss_fn=loss_fn,
-            cluster=cluster,
-            gpus=gpus,
-            estimate=estimate,
-            sequence=sequence,
-            precision=precision,
-            name=name,
-            folder=folder,
-            max_samples=samples,
-            progress=progress,
-        )
-    if _first_rank():
-        _print(made, last_profile(folder), as_json)
-
-
-def _target(model: str, estimate: bool, sequence: int | None) -> tuple[Any, Any, Any]:
-    if ".py:" in model:
-        return load_factory(model)
-    if estimate:
-        return model, None, None
-    from galvatron_lite.verify.source import build_named
-
-    return build_named(model, sequence), None, None
-
-
-def _first_rank() -> bool:
-    import os
-
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _print(profile: Profile, where: Path, as_json: bool) -> None:
-    from galvatron_lite.cli.tables import print_profile
-
-    if as_json:
-        print_json(profile)
-    else:
-        print_profile(profile, str(where))
+            target, batch, loss_fn=loss_fn, cluster=cluster, gpus=gpus, estimate=estimate, sequence=sequence,
+            precision=precision, trainable=trainable, freeze=freeze or (), name=name, folder=folder,
+            max_samples=samples, progress=progress,
+        )  # fmt: skip
+    if os.environ.get("RANK", "0") == "0":
+        show_profile(made, last_profile(folder), as_json)
 
 
 def profile_transfer_command(
-    profile: Annotated[Path, typer.Argument(help="A measured profile (YAML or JSON).")],
-    target: Annotated[str, typer.Option("--to", help="Cluster (h100, FILE.yaml) or device (RTX-4090).")],
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices there; the profile's if not given.")] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="Of matmuls, where the profile does not say: tf32.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write it here; else among the profiles, as the last one.")
-    ] = None,
-    folder: Annotated[Path, typer.Option("--folder", help="Where profiles are kept.")] = Path("profiles"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    profile: Path = typer.Argument(..., help="A measured profile (YAML or JSON)."),
+    target: str = typer.Option(..., "--to", help="Cluster (h100, FILE.yaml) or device (RTX-4090)."),
+    gpus: int | None = typer.Option(None, "--gpus", help="Devices there; the profile's if not given."),
+    precision: str | None = typer.Option(None, "--precision", help="Of matmuls, where the profile does not say: tf32."),
+    output: options.ProfileOutput = None,
+    folder: options.Folder = options.PROFILES,
+    as_json: options.Json = False,
 ) -> None:
     """Carry a measured profile to another device, by operator class, from both data sheets."""
-    from galvatron_lite.cli.tables import print_profile
-    from galvatron_lite.cli.terminal import plain_table, wide_console
     from galvatron_lite.profiler.store import read_profile, save_profile, write_profile
     from galvatron_lite.profiler.transfer import class_ratios, machines, transfer_profile
 
@@ -124,10 +93,9 @@ def profile_transfer_command(
     where = output or save_profile(made, folder, cluster.name)
     if output is not None:
         write_profile(made, output)
+    show_profile(made, where, as_json)
     if as_json:
-        print_json(made)
         return
-    print_profile(made, str(where))
     here, there = machines(known, cluster, precision)
     table = plain_table("class", "part here", "seconds there / here")
     ratios = class_ratios(known, here, there)
@@ -146,3 +114,101 @@ def _target_cluster(target: str, gpus: int) -> Cluster:
     if device is None:
         return load_cluster(target, gpus)
     return cluster_from_links(device, gpus, None, None, None, None, load_calibration())
+
+
+@dataclass(frozen=True, slots=True)
+class _BranchFigures:
+    branch: Branch  # of the model
+    parameters: int  # items
+    # forward and backward of one sample; None where the profile has no figures of some layer
+    seconds: tuple[float, float] | None
+
+
+def _shown_point(profile: Profile, kind: str) -> LayerPoint | None:
+    """The figures of a kind of layer that tables show: of the fewest whole samples, not split; None: there are none."""
+    points = [entry for entry in profile.layers if entry.kind == kind]
+    return next((entry for entry in points if entry.samples >= 1), next(iter(points), None))
+
+
+def figures_of(profile: Profile, region: BranchRegion) -> Iterator[_BranchFigures]:
+    """Of every branch of a region."""
+    graph = profile.graph
+    for branch in region.branches:
+        kinds = [graph.kind_of(layer) for layer in graph.layers if layer.name in branch.layers]
+        points = [_shown_point(profile, kind.name) for kind in kinds]
+        known = [point for point in points if point is not None and point.samples == 1]
+        seconds = sum(point.forward for point in known), sum(point.backward for point in known)
+        items = sum(kind.parameters.total for kind in kinds)
+        yield _BranchFigures(branch, items, seconds if len(known) == len(points) else None)
+
+
+def print_branches(console: Console, profile: Profile) -> None:
+    """The branches of a model, for one sample on one device, and what they could gain; nothing where it has none."""
+    regions = find_regions(profile.graph)
+    if not regions:
+        return
+    titles = ("branch", "layers", "parameters", "forward", "backward", "reads", "gives")
+    table = plain_table(*titles)
+    for one in (one for region in regions for one in figures_of(profile, region)):
+        times = [format_seconds(time) for time in one.seconds or ()] or ["", ""]
+        traffic = format_bytes(one.branch.input_bytes), format_bytes(one.branch.output_bytes)
+        items = format_count(one.parameters)
+        table.add_row(one.branch.name, str(len(one.branch.layers)), items, *times, *traffic)
+    console.print(table)
+    for region in regions:
+        names, gain = ", ".join(branch.name for branch in region.branches), best_gain(profile, region)
+        at_most = f": at the same time at most {gain:.2f}x as fast as one after the other" if gain else ""
+        console.print(f"Independent of one another: {names}{at_most}.")
+
+
+def best_gain(profile: Profile, region: BranchRegion) -> float:
+    """The sum of its branches' times, of one sample, over the longest; 0 where it is not known."""
+    own = [one.seconds for one in figures_of(profile, region)]
+    times = [sum(seconds) for seconds in own if seconds is not None]
+    return sum(times) / max(times) if len(times) == len(own) and max(times) > 0 else 0.0
+
+
+def show_profile(profile: Profile, where: Path, as_json: bool = False) -> None:
+    """A profile in short: the machine, each kind of layer, branches, the links, the fits' residuals; or as JSON."""
+    if as_json:
+        print_json(profile)
+        return
+    console = wide_console()
+    graph, origin = profile.graph, profile.origin
+    mixed = any(kind.routing.choices for kind in graph.kinds.values())
+    active = f" ({format_count(graph.active_parameters)} of a token)" if mixed else ""
+    console.print(
+        f"{profile.name}: {format_count(graph.parameters)} parameters{active} in {len(graph.layers)} layers, "
+        f"{' and '.join(f'{group.count} x {group.device.name}' for group in profile.cluster.groups)}",
+        style="bold",
+    )
+    console.print(
+        f"{origin.kind.value}: {origin.source}; {len(profile.layers)} layer points, spread {origin.spread:.1%}"
+    )
+    names = ("kind", "layers", "samples", "forward", "backward", "kept")
+    table = plain_table(*names)
+    for kind in graph.kinds:
+        point = _shown_point(profile, kind)
+        count = sum(layer.kind == kind for layer in graph.layers)
+        cells = ("", "", "", "") if point is None else (
+            f"{float(point.samples):g}", format_seconds(point.forward), format_seconds(point.backward),
+            format_bytes(point.kept),
+        )  # fmt: skip
+        table.add_row(kind, str(count), *cells)
+    console.print(table)
+    print_branches(console, profile)
+    _print_links(console, profile)
+    for note in graph.notes:
+        console.print(f"Note: {note}")
+    console.print(f"Written to {where}.")
+
+
+def _print_links(console: Console, profile: Profile) -> None:
+    if not profile.fits:
+        return
+    table = plain_table("collective", "ranks", "latency", "bandwidth", "residual")
+    for fit in profile.fits:
+        ranks = f"{fit.group}" + (f", {fit.stride} apart" if fit.stride > 1 else "")
+        speed = f"{format_bytes(fit.bandwidth)}/s"
+        table.add_row(fit.collective.value, ranks, format_seconds(fit.latency), speed, f"{fit.residual:.0%}")
+    console.print(table)

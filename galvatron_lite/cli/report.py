@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from galvatron_lite.cli import options
-from galvatron_lite.cli.terminal import print_json
+from galvatron_lite.cli.terminal import check_folder, print_json
 from galvatron_lite.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,43 +16,43 @@ if TYPE_CHECKING:
 
 
 def report_command(
-    plans: Annotated[list[Path], typer.Argument(help="Plan files; several are shown side by side.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="HTML file; report.html if not given.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Also write the steps as Trace Event JSON, for ui.perfetto.dev.")
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Option("--run", help="Folder of a training run: measured beside predicted.")
-    ] = None,
-    search: Annotated[
-        float, typer.Option("--search", min=0, max=1e6, help="Seconds for the front and prices of each plan; 0: none.")
-    ] = 30.0,
+    plans: list[Path] = typer.Argument(..., help="Plan files; several are shown side by side."),
+    output: Path | None = typer.Option(None, "-o", "--output", help="HTML file; default: report.html."),
+    trace: Path | None = typer.Option(
+        None, "--trace", help="Also write the steps as Trace Event JSON, for ui.perfetto.dev."
+    ),
+    run: Path | None = typer.Option(None, "--run", help="Folder of a training run: measured beside predicted."),
+    search: float = typer.Option(
+        30.0, "--search", min=0, max=1e6, help="Seconds for the front and prices of each plan; 0: none."
+    ),
     profile: options.Profile = None,
     model: options.Model = None,
     cluster: options.Cluster = None,
     gpus: options.Gpus = None,
-    batch: Annotated[int | None, typer.Option("--batch", help="Samples a step; the plan's if not given.")] = None,
+    batch: options.Batch = None,
     sequence: options.Sequence = None,
     precision: options.Precision = None,
+    trainable: options.Trainable = None,
+    freeze: options.Freeze = None,
     mem: options.Memory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Write an HTML report of plans.
 
     It shows layers, the timeline of a step, memory, devices and other plans, and opens offline.
     """
+    setup = options.arguments(locals())
     from galvatron_lite.analysis.report.gather import PlanView, check_priced, with_answers, with_run, with_timeline
     from galvatron_lite.api_plans import read_priced
-    from galvatron_lite.cli.tables import check_folder
+    from galvatron_lite.request import PlanRequest
     from galvatron_lite.runs.read import read_run
 
     check_folder("-o", output)
     check_folder("--trace", trace)
-    setup = options.arguments(
-        model=model, cluster=cluster, gpus=gpus, sequence=sequence, precision=precision, mem=mem, batch=batch
-    )
+    request = PlanRequest.parse(profile, setup)
+    budget = None if mem is None else request.mem
     measured = None if run is None else read_run(run)
-    shown = [with_timeline(check_priced(PlanView(path.name, *read_priced(path, profile, setup)))) for path in plans]
+    shown = [with_timeline(check_priced(PlanView(path.name, *read_priced(path, request, budget)))) for path in plans]
     if search > 0 and (trace is None or output is not None):
         shown = [with_answers(one, search) for one in shown]
     if measured is not None:

@@ -6,15 +6,20 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from textwrap import wrap
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from galvatron_lite.errors import InputError
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from galvatron_lite.analysis.tables import Table as TableText
 
 
 WIDE = 200
@@ -43,6 +48,14 @@ def plain_table(*columns: str) -> Table:
     from rich.table import Table
 
     return Table(*columns, box=None, pad_edge=False, header_style="bold", show_header=any(columns) or not columns)
+
+
+def print_table(console: Console, table: TableText) -> None:
+    """Print the heads and rows of a table."""
+    shown = plain_table(*table.heads)
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown)
 
 
 NO_PLAN = "Interrupted before a first plan was found."
@@ -95,6 +108,18 @@ def interruptible(words: str) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         typer.echo(f"galvatron: {words}", err=True)
         raise typer.Exit(_INTERRUPTED) from stop
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Whether there is a folder to write a file to."""
+    if path is not None and not path.parent.is_dir():
+        raise InputError(option, str(path), f"There is no folder {path.parent}: make it first.")
+
+
+def written(path: Path | None, what: str = "") -> None:
+    """Say that a file was written, where one was."""
+    if path is not None:
+        typer.echo(f"Written to {path}{what}.")
 
 
 def print_json(data: object, **more: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -84,7 +84,7 @@ def _print_messages(console: Console, role: RoleRun) -> None:
         if message.phase is not During.SETUP:
             key = message.kind.value, message.purpose, len(message.ranks)
             count, size = sums.get(key, (0, 0))
-            sums[key] = count + 1, size + _bytes_of(message)
+            sums[key] = count + message.times, size + _bytes_of(message) * message.times
     if not sums:
         console.print("\nIt sends nothing in a step.")
         return
@@ -106,31 +106,30 @@ def _print_moments(console: Console, role: RoleRun) -> None:
 
 
 def verify_command(
-    plan: Annotated[Path, typer.Argument(help="Plan file.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); or a name "
-            "(gpt-tiny, llama3-70b); what the plan was made from if not given.",
-        ),
-    ] = None,
-    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a sample, for a model by name.")] = None,
-    checks: Annotated[
-        str | None, typer.Option("--checks", help="Some of the checks, with commas between; all if not given.")
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option("--profile", help="Profile to price messages with; the one the plan was made from if not given."),
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option("--processes", help="The most that numbers starts; 4, or 8 where the plan needs them.")
-    ] = None,
-    moments: Annotated[
-        bool, typer.Option("--steps", help="Show memory of the fullest role step by step, layer after layer.")
-    ] = False,
+    plan: options.OurPlan,
+    model: str | None = typer.Option(
+        None,
+        "--model",
+        help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); or a name "
+        "(gpt-tiny, llama3-70b); what the plan was made from if not given.",
+    ),
+    sequence: options.Sequence = None,
+    trainable: options.Trainable = None,
+    freeze: options.Freeze = None,
+    checks: str | None = typer.Option(
+        None, "--checks", help="Some of the checks, with commas between; all if not given."
+    ),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="Profile to price messages with; the one the plan was made from if not given."
+    ),
+    processes: int | None = typer.Option(
+        None, "--processes", help="The most that numbers starts; 4, or 8 where the plan needs them."
+    ),
+    moments: bool = typer.Option(
+        False, "--steps", help="Show memory of the fullest role step by step, layer after layer."
+    ),
     calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Check a plan without its cluster.
 
@@ -144,19 +143,16 @@ def verify_command(
     from galvatron_lite.plans.io import read_plan
     from galvatron_lite.verify.schema import Checks, checks_named
 
-    wanted, given = tuple(Checks) if checks is None else checks_named(checks), read_plan(plan)
+    wanted, read = tuple(Checks) if checks is None else checks_named(checks), read_plan(plan)
+    target: Any = model if model is None or not is_factory(model) else find_factory(model)
     with interruptible("interrupted"), progress_bar("Verifying", quiet=as_json, lines=True) as progress:
         found = verify_plan(
-            given, _target(model), sequence=sequence, checks=wanted, processes=processes, progress=progress,
-            profile=profile,
+            read, target, sequence=sequence, trainable=trainable, freeze=freeze or (), checks=wanted,
+            processes=processes, progress=progress, profile=profile,
         )  # fmt: skip
     if as_json:
         print_json(found, passed=found.passed)
     else:
-        _print_verification(found, given, moments)
+        _print_verification(found, read, moments)
     if not found.passed:
         raise typer.Exit(1)
-
-
-def _target(model: str | None) -> Any:
-    return model if model is None or not is_factory(model) else find_factory(model)

@@ -14,9 +14,9 @@ from typing import Any
 
 from galvatron_lite.cluster.cluster import Cluster, Device, Level
 from galvatron_lite.cluster.links import level_of_link
-from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError, unknown
 from galvatron_lite.files import from_data, kind_of, read_data, to_data
+from galvatron_lite.folders import config_folder
 from galvatron_lite.limits import DEVICES, check_range
 from galvatron_lite.units import parse_bytes
 

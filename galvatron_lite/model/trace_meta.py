@@ -18,8 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import checkpoint
 
-from galvatron_lite.errors import TraceError
-from galvatron_lite.saying import say
+from galvatron_lite.errors import LOG, TraceError
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Torch's type of every precision a model can be traced at."""
@@ -159,7 +158,7 @@ def _without_cache(
 def note(line: str) -> None:
     """Tell rank 0's user once."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        say(f"note: {line}")
+        LOG.info(f"note: {line}")
 
 
 _LEFT_TO_PLAN: ContextVar[bool] = ContextVar("left_to_plan", default=False)

@@ -13,9 +13,9 @@ from math import ceil
 from statistics import fmean
 from typing import Any
 
-from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.files import Strict, from_data, read_data
+from galvatron_lite.folders import profile_folder
 from galvatron_lite.oracle.closed_form import Case, estimate
 from galvatron_lite.oracle.layers import wires_of
 from galvatron_lite.oracle.pricing import ClusterCosts, machine_of, row_of

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from galvatron_lite.api_profile import precision_on
 from galvatron_lite.cluster.catalog import load_cluster
-from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.errors import InputError, unknown
 from galvatron_lite.files import read_data, read_value
+from galvatron_lite.folders import profile_folder
 from galvatron_lite.limits import DEVICES, LARGEST, check_range
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import build_graph, load_model, load_shape, model_names
@@ -24,7 +24,7 @@ from galvatron_lite.oracle.layers import Fabric, Network, network_of, wires_of, 
 from galvatron_lite.oracle.pricing import allows, machine_of, row_of
 from galvatron_lite.oracle.rows import Forecast, Method
 from galvatron_lite.oracle.strategies import RowQuestion, check_text
-from galvatron_lite.plans.spelled import parse_strategy
+from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.units import activation_bytes
 
 SIDE, CLASSES = 224, 1000  # pixels of a picture's side and classes of networks known by name only

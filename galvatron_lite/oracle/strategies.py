@@ -18,7 +18,7 @@ from galvatron_lite.oracle.rows import HYBRIDS, Method
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.channel.parts import each_divides
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.search.strategies import Narrowed, strategies_for
+from galvatron_lite.search.space import Narrowed, strategies_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from galvatron_lite.arrays import Flag, IntArray, Real, Whole, never
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Strategies, Strategy
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict

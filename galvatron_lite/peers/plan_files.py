@@ -9,11 +9,9 @@ from pathlib import Path
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.errors import InputError
-from galvatron_lite.files import read_data
 from galvatron_lite.limits import SAMPLES, check_range
 from galvatron_lite.parallelism.backends import DEEPSPEED_FILE, target_named
 from galvatron_lite.plans.export.tools import read_settings
-from galvatron_lite.plans.io import refuse_phases
 from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.plans.written import plan_from
@@ -24,14 +22,12 @@ UNNAMED = "hetu"
 """Model of a plan of Hetu-Galvatron's that was read without a profile: its files do not name one."""
 
 
-def read_any_plan(path: Path, profile: Profile, batch: int | None = None) -> Plan:
-    """A plan from a file: ours, one written by hand (``plans.written``), or Hetu-Galvatron's."""
-    data = read_data(path)
-    refuse_phases(data, path)
+def any_plan(data: object, path: Path, profile: Profile, batch: int | None = None) -> Plan:
+    """A plan from what a file holds: ours, one written by hand (``plans.written``), or Hetu-Galvatron's."""
     if isinstance(data, Mapping) and ("tp_sizes_enc" in data or "global_tp_deg" in data):
         from galvatron_lite.peers.hetu.plan import read_hetu_plan, to_plan
 
-        return to_plan(read_hetu_plan(data, str(path), profile.cluster.devices, batch or 0), profile)
+        return to_plan(read_hetu_plan(dict(data), str(path), profile.cluster.devices, batch or 0), profile)
     try:
         return plan_from(data, profile.graph, str(path))
     except InputError as error:

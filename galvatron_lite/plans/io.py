@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_data, write_value
@@ -12,7 +13,6 @@ from galvatron_lite.parallelism.cyclic.rules import device_count
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
 from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Stage
-from galvatron_lite.plans.spelled import spelled_out
 from galvatron_lite.units import ITEM_BYTES
 
 
@@ -23,8 +23,13 @@ def read_plan(path: Path | str) -> Plan:
         FileFormatError: missing, corrupt, truncated, or of another version.
         InputError: readable, but its numbers contradict one another.
     """
-    path = Path(path)
-    data = read_data(path)
+    return plan_in(read_data(Path(path)), Path(path))
+
+
+def plan_in(data: Any, path: Path) -> Plan:
+    """A plan from what its file holds, checked; see ``read_plan``."""
+    from galvatron_lite.plans.written import spelled_out
+
     refuse_phases(data, path)
     version = data.get("version") if isinstance(data, dict) else None
     if version != PLAN_VERSION:

@@ -10,11 +10,10 @@ from torch import nn
 
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cluster.probe import probe
-from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.errors import LOG, FileFormatError, InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.profiler.schema import OriginKind, Profile
 from galvatron_lite.profiler.store import check_hardware, data_hash, last_profile, read_profile
-from galvatron_lite.saying import say
 from galvatron_lite.units import format_count
 from galvatron_lite.world import world_size
 
@@ -36,7 +35,7 @@ def kept_profile(model: nn.Module, graph: ModelGraph, folder: Path) -> Profile |
     here = probe(world_size())
     for path, known in (*_measured_shapes(model, graph, folder, here), *_others(model, folder, here)):
         if known.graph == graph:
-            say(f"profile {path} is of this model on this machine: taken")
+            LOG.info(f"profile {path} is of this model on this machine: taken")
             return known
     return None
 

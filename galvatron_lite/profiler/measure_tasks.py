@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from galvatron_lite.errors import LOG
 from galvatron_lite.profiler.timing import launched
-from galvatron_lite.saying import say
 
 _IDENTITY = "identity"
 
@@ -142,6 +142,6 @@ def notices(title: str) -> Progress:
     def tell(done: int, total: int, label: str) -> None:
         if monotonic() - told[0] >= EVERY:
             told[0] = monotonic()
-            say(f"{title}: {done} of {total} ({label})")
+            LOG.info(f"{title}: {done} of {total} ({label})")
 
     return tell

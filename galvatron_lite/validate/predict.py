@@ -8,11 +8,10 @@ from math import inf
 
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.cluster import Cluster, Device
-from galvatron_lite.cost.groups import busy_seconds
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import reserved
 from galvatron_lite.cost.plan import price_plan
-from galvatron_lite.cost.step import straggling
+from galvatron_lite.cost.step import busy_seconds, straggling
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from galvatron_lite.errors import LaunchError, VerificationError
+from galvatron_lite.errors import LOG, LaunchError, VerificationError
 from galvatron_lite.model.batch import LossFn
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.saying import say
 from galvatron_lite.verify.schema import Check, Verdict
 from galvatron_lite.verify.source import ModelSource, module_source
 
@@ -134,7 +133,7 @@ class Verifier:
         if failed:
             raise VerificationError([(check.name, check.said) for check in failed])
         if _rank() == 0:
-            say(_summary(answer, self.seconds))
+            LOG.info(_summary(answer, self.seconds))
 
     @staticmethod
     def _answer(server: ForkedServer, plan: Plan) -> str | Sequence[Check]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from galvatron_lite.cli.tables import best_gain, figures_of, print_branches, print_profile
+from galvatron_lite.cli.profile import best_gain, figures_of, print_branches, show_profile
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.profiler.schema import Profile
 from tests.branchy import plain_profile
@@ -40,7 +40,7 @@ def test_unknown_figures_are_not_made_up(profile: Profile) -> None:
 
 
 def test_the_table(profile: Profile, capsys: pytest.CaptureFixture[str]) -> None:
-    print_profile(profile, "here.yaml")
+    show_profile(profile, "here.yaml")
     printed = capsys.readouterr().out
     row = next(line for line in printed.splitlines() if line.split()[:3] == ["t0", "1", "100"])
     assert row.split()[3:7] == ["500", "ms", "1", "s"]

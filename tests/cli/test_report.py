@@ -115,12 +115,13 @@ def test_a_profile_among_the_kept_ones_is_found(tmp_path: Path, monkeypatch: pyt
     from galvatron_lite.analysis.report.gather import PlanView, with_timeline
     from galvatron_lite.api_plans import read_priced
     from galvatron_lite.profiler.store import write_profile
+    from galvatron_lite.request import PlanRequest
 
     known = replace(api.find_profile(model="bert-large", cluster="rtx-titan", gpus=2), name="kept")
     monkeypatch.chdir(tmp_path)
     write_plan(api.plan(known, batch=4, runners_up=0), tmp_path / "plan.yaml")
     write_profile(known, tmp_path / "profiles/here/kept.yaml")
     write_profile(replace(known, name="later"), tmp_path / "profiles/here/later.yaml")
-    shown = with_timeline(PlanView("plan.yaml", *read_priced(tmp_path / "plan.yaml", None, {})))
+    shown = with_timeline(PlanView("plan.yaml", *read_priced(tmp_path / "plan.yaml", PlanRequest())))
     assert shown.profile == known
     assert shown.timeline is not None

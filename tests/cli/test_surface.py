@@ -24,7 +24,7 @@ SURFACE = {
     },
     "profile": {
         "--cluster", "--gpus", "--estimate", "--seq", "--precision", "--max-samples", "--name", "--folder", "--json",
-        "--calibration",
+        "--calibration", "--trainable", "--freeze",
     },
     "profile-transfer": {"--to", "--gpus", "--precision", "-o", "--output", "--folder", "--json"},
     "profile-import": {
@@ -35,16 +35,19 @@ SURFACE = {
     "evaluate": {
         "--for",
         "--profile", "--model", "--cluster", "--gpus", "--batch", "--seq", "--precision", "--mem", "--json", "-o",
-        "--output", "--calibration", "-v", "--verbose",
+        "--output", "--calibration", "-v", "--verbose", "--trainable", "--freeze",
     },
     "explain": {
         "--profile", "--model", "--cluster", "--gpus", "--seq", "--precision", "--mem", "--no-what-if", "--seconds",
-        "--fix", "--forbid", "--schedule", "--allow-delay", "--json",
+        "--fix", "--forbid", "--schedule", "--allow-delay", "--json", "--trainable", "--freeze",
     },
-    "compare": {"--profile", "--model", "--cluster", "--gpus", "--seq", "--precision", "--mem", "--json"},
+    "compare": {
+        "--profile", "--model", "--cluster", "--gpus", "--seq", "--precision", "--mem", "--json", "--trainable",
+        "--freeze",
+    },
     "report": {
         "-o", "--output", "--trace", "--run", "--search", "--profile", "--model", "--cluster", "--gpus", "--batch",
-        "--seq", "--precision", "--mem", "--json",
+        "--seq", "--precision", "--mem", "--json", "--trainable", "--freeze",
     },
     "oracle": {
         "--cluster", "--gpus", "--formulas", "--strategies", "--strategy", "--batch", "--samples", "--group",
@@ -56,7 +59,10 @@ SURFACE = {
     },
     "adapt": set(),
     "checkpoint": set(),
-    "verify": {"--model", "--seq", "--checks", "--profile", "--processes", "--steps", "--calibration", "--json"},
+    "verify": {
+        "--model", "--seq", "--checks", "--profile", "--processes", "--steps", "--calibration", "--json", "--trainable",
+        "--freeze",
+    },
     "calibrate": {"-o", "--output", "--calibration", "--json"},
     "diagnose": {"--profile", "--plan", "--update", "--json"},
     "validate": {

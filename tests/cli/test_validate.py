@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from galvatron_lite.cli import main
-from galvatron_lite.cli.validate import _chosen
+from galvatron_lite.cli.accuracy import _chosen
 from galvatron_lite.errors import InputError
 from galvatron_lite.validate.rows import read_runs
 

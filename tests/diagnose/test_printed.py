@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from galvatron_lite.cli.diagnose import _print
+from galvatron_lite.cli.runs import print_diagnosis as _print
 from galvatron_lite.diagnose.diagnosis import Diagnosis, DiagnosisInput, MemoryRow, _backend, _untraced
 from galvatron_lite.diagnose.expected import RankTimes, Where, expect
 from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, _of_links, findings, rank_words

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from galvatron_lite.cli.validate import _GROUPINGS
+from galvatron_lite.cli.accuracy import _GROUPINGS
 from galvatron_lite.cluster.collectives import TREE_EFFICIENCY
 from galvatron_lite.cost.memory import UNUSED_SHARE
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE, schedules

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.configs_path import config_folder
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import from_data, read_value, to_data, write_data, write_value
+from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import (
     DecoderShape,
@@ -248,5 +248,5 @@ def test_config_folder_of_an_installed_package_comes_first(tmp_path: Path, monke
     package = tmp_path / "galvatron_lite"
     for folder in (tmp_path / "configs" / "models", package / "configs" / "models"):
         folder.mkdir(parents=True)
-    monkeypatch.setattr("galvatron_lite.configs_path._PACKAGE", package)
+    monkeypatch.setattr("galvatron_lite.folders._PACKAGE", package)
     assert config_folder("models") == package / "configs" / "models"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from galvatron_lite.configs_path import profile_folder
 from galvatron_lite.files import STRICT, from_data, read_data
+from galvatron_lite.folders import profile_folder
 from galvatron_lite.oracle.closed_form import Case, quirks_named
 from galvatron_lite.oracle.layers import Fabric, Network, wires_of
 from galvatron_lite.oracle.rows import Method

@@ -25,7 +25,7 @@ from galvatron_lite.oracle.strategies import (
 )
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
-from galvatron_lite.plans.spelled import parse_strategy
+from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.stacks.catalog import match_stack
 
 SAMPLES, BATCH = 12_800, 16

@@ -2,7 +2,7 @@
 
 import pytest
 
-from galvatron_lite.cli.validate import LEGEND, print_scores
+from galvatron_lite.cli.accuracy import LEGEND, print_scores
 from galvatron_lite.plans.schema import MemoryBreakdown, TimeBreakdown
 from galvatron_lite.validate.report import unscored_lines, worst_data, worst_lines
 from galvatron_lite.validate.results import MeasuredRun, Predicted, ScoredRun, Skipped, judge, macros, score_families

@@ -55,16 +55,6 @@ def with_timeline(shown: PlanView) -> PlanView:
     return replace(shown, timeline=timeline(shown.profile, shown.plan))
 
 
-def profile_of(plan: Plan) -> Profile | None:
-    """The very profile that a plan says it was made from, found as ``explain`` finds it; None where it is not here."""
-    from galvatron_lite import api_profile
-
-    try:
-        return api_profile.profile_of(plan)
-    except (GalvatronError, OSError):
-        return None
-
-
 def with_run(shown: PlanView, run: RecordedRun) -> PlanView:
     """With what was measured, and a word where the run was of another plan."""
     if _bare(run.plan) == _bare(shown.plan):

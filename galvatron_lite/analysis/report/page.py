@@ -21,14 +21,15 @@ from galvatron_lite.analysis.report.plan_figures import (
 from galvatron_lite.analysis.report.run_figures import PlanMark, front_figure, measured
 from galvatron_lite.analysis.report.timeline_data import packed
 from galvatron_lite.analysis.report.timeline_figures import course_of, name_of, shown_groups
+from galvatron_lite.analysis.tables import price_lines, tables, trust_lines
 from galvatron_lite.cost.timeline import GroupTimeline, Timeline
 from galvatron_lite.parallelism.pipeline.schedule import Pass
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.describe import fullest_of, headline, memory_parts, time_parts
 from galvatron_lite.plans.schema import Mode, Plan, Prediction
 from galvatron_lite.search.result import summary
-from galvatron_lite.svg import change, percent, signed
-from galvatron_lite.units import format_budget, format_bytes, format_count, format_seconds
+from galvatron_lite.svg import change, percent
+from galvatron_lite.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -65,7 +66,7 @@ class _TableRow:
 
 
 def _view_of(shown: PlanView, number: int, looks: Mapping[Strategy, StrategyStyle]) -> dict[str, Any]:
-    plan, step = shown.plan, shown.timeline
+    plan, step, why = shown.plan, shown.timeline, shown.explanation
     made_from = plan.provenance
     budgets = [] if step is None else [shown.budget_of(group.stages[0]) for group in step.groups]
     drawn = [] if step is None else shown_groups(step)
@@ -94,7 +95,10 @@ def _view_of(shown: PlanView, number: int, looks: Mapping[Strategy, StrategyStyl
         "front_rows": tuple(_front_rows(front)),
         "front_words": _front_words(shown),
         "runners_up": tuple(_runner_rows(plan)),
-        "explanation": shown.explanation,
+        "explanation": why,
+        "price": () if why is None or why.price is None else tuple(price_lines(why.price)),
+        "tables": () if why is None else tuple(tables(why)),
+        "trust": () if why is None else tuple(trust_lines(why.trust)),
         "measured": None if shown.run is None else measured(shown.run, plan),
         "missing": (*shown.missing, *plan.left_out),
     }
@@ -328,19 +332,5 @@ def _environment() -> Environment:
         loader=PackageLoader("galvatron_lite.analysis.report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    found.filters |= {
-        "bytes": format_bytes,
-        "budget": format_budget,
-        "seconds": format_seconds,
-        "count": format_count,
-        "percent": percent,
-        "change": change,
-        "signed_bytes": signed(format_bytes),
-        "signed_seconds": signed(format_seconds),
-        "capfirst": _capitalised,
-    }
+    found.filters |= {"seconds": format_seconds, "capfirst": lambda words: words[:1].upper() + words[1:]}
     return found
-
-
-def _capitalised(words: str) -> str:
-    return words[:1].upper() + words[1:]

@@ -107,14 +107,8 @@ _PARTS = {
 _WARM = 3  # steps at the beginning that are not counted where there are more than twice as many
 
 
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    name: str  # of what
-    measured: str  # measured, predicted: in words
-    predicted: str
-    # how far the prediction is from what was measured, as a share of that, and to which side; empty where one is not
-    # known
-    off: str
+_Beside = tuple[str, str, str, str]
+"""A figure, measured and predicted in words, and how far the prediction is off, as a share of what was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +162,7 @@ def _rows(run: RecordedRun, plan: Plan, steps: Sequence[StepRecord]) -> list[_Be
 def _beside(
     name: str, measured: float, predicted: float, write: Callable[[float], str], sides: tuple[str, str] = _SIZE
 ) -> _Beside:
-    return _Beside(name, write(measured), write(predicted), _off(predicted, measured, sides))
+    return name, write(measured), write(predicted), _off(predicted, measured, sides)
 
 
 def _off(predicted: float, measured: float, sides: tuple[str, str]) -> str:
@@ -195,8 +189,8 @@ def _parts(run: RecordedRun, plan: Plan) -> tuple[_Beside, ...]:
         found = mean(record.parts.get(name, 0.0) for record in last)
         own = said.get(name.value)
         rows.append(
-            _Beside(_PARTS.get(name.value, name.value), format_seconds(found),
-                   "" if own is None else format_seconds(own), _off(own or 0.0, found, _LENGTH))
+            (_PARTS.get(name.value, name.value), format_seconds(found),
+             "" if own is None else format_seconds(own), _off(own or 0.0, found, _LENGTH))
         )  # fmt: skip
     return tuple(rows)
 

@@ -8,7 +8,7 @@ import pytest
 
 from galvatron_lite.calibration.schema import Calibration, DeviceConstants, LinkConstants, StackConstants
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.configs_path import config_folder
+from galvatron_lite.folders import config_folder
 from studies.calibration.fit import Array, Problem, Task
 from studies.calibration.stages import (
     as_default,

@@ -1,0 +1,282 @@
+"""``galvatron validate`` and ``calibrate``: the cost model held against published runs, and corrected by one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from galvatron_lite.cli import options
+from galvatron_lite.cli.terminal import plain_table, print_json, progress_bar, wide_console
+from galvatron_lite.errors import InputError, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from galvatron_lite.validate.calibrate import CalibrationResult
+    from galvatron_lite.validate.results import Mean, Scores
+    from galvatron_lite.validate.rows import PublishedRun
+
+_GROUPINGS = ("family", "framework", "gpu", "model", "arch", "precision", "quality")
+
+
+LEGEND = (
+    "time %: mean of |predicted / measured - 1| of step times; median: of the same; bias: mean with sign (+: too slow)",
+    "memory %, bias: the same of peak memory; over: runs that ran but are predicted not to fit their device",
+    "rank: Spearman's correlation of predicted and measured times; in groups: among plans of one model, machine, batch",
+    "regret %: by how much the plan predicted fastest in such a group is slower than its best; worst: of any group",
+)
+"""A line for each group of columns."""
+
+EPILOG = "Columns. " + ". ".join(LEGEND) + ". Exit status: 0, or 1 where nothing is scored or a value is wrong."
+"""What stands below the options."""
+
+POINTER = "What the columns mean: galvatron validate --help"
+
+_COLUMNS = (
+    ("time %", "time_mape"), ("median", "time_median"), ("bias", "time_bias"), ("memory %", "memory_mape"),
+    ("bias", "memory_bias"), ("rank", "spearman"), ("in groups", "group_spearman"), ("regret %", "regret"),
+    ("worst", "regret_max"),
+)  # fmt: skip
+_CORRELATIONS = ("spearman", "group_spearman")
+
+
+def validate_command(
+    runs: Path | None = typer.Argument(
+        None, help="Published runs, one JSON object a line; - reads standard input; those that ship if not given."
+    ),
+    by: str = typer.Option("family", "--by", help=f"Score by: {', '.join(_GROUPINGS)}."),
+    family: list[str] | None = typer.Option(None, "--family", help="Only runs of this family; may be given again."),
+    quality: str | None = typer.Option(
+        None, "--quality", help="Only these grades: A, or AB; A brings A-mem. C never counts."
+    ),
+    calibration: Path | None = typer.Option(
+        None, "--calibration", help="Folder of calibrated constants in place of the shipped one."
+    ),
+    worst: int = typer.Option(0, "--worst", min=0, help="Show so many runs predicted worst."),
+    plot: options.Plot = None,
+    skipped: int = typer.Option(3, "--skipped", min=0, help="Show so many rows that are not scored, and why."),
+    transfer: bool = typer.Option(
+        False, "--transfer", help="Score profiles carried to another device, on pairs of runs."
+    ),
+    scale_up: bool = typer.Option(
+        False, "--scale-up", help="Score runs of 256 GPUs and more, predicted from those of up to 64."
+    ),
+    as_json: options.Json = False,
+) -> None:
+    """Score the cost model against published training runs."""
+    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.files import write_text
+    from galvatron_lite.folders import profile_folder
+    from galvatron_lite.svg import check_target
+    from galvatron_lite.validate.predict import validate_runs
+    from galvatron_lite.validate.report import (
+        as_data,
+        assumed,
+        implausible,
+        passed_over,
+        read_file,
+        scatter,
+        unscored,
+        unscored_rows,
+        worst_lines,
+        worst_runs,
+    )
+    from galvatron_lite.validate.results import macros, score_families
+
+    if by not in _GROUPINGS:
+        raise unknown("--by", by, _GROUPINGS)
+    if plot is not None:
+        check_target(plot)
+
+    def key(run: PublishedRun) -> str:
+        return str(getattr(run, by) or "not stated")
+
+    runs = runs or profile_folder("published") / "runs.jsonl"
+    file = read_file(runs)
+    chosen = _chosen(file.runs, family or [], quality)
+    if not chosen:
+        raise InputError("runs", str(runs), "It holds no row to score.")
+    if scale_up:
+        _score_scale_up(chosen, calibration, as_json)
+        return
+    if transfer:
+        _score_transfer(chosen, calibration, as_json)
+        return
+    with progress_bar("Predicting") as move:
+
+        def progress(done: int, total: int, label: str) -> None:
+            if done % 50 == 0 or done == total:  # drawing costs more than predicting
+                move(done, total, label)
+
+        judged = validate_runs(chosen, load_calibration(calibration), progress)
+    notes, scores, means = [*file.notes, *implausible(judged)], score_families(judged, key), macros(judged, key)
+    if as_json:
+        more = {"unscored": unscored(judged), "assumed": assumed(judged), "notes": notes}
+        print_json(as_data(scores, means, judged, worst) | more)
+    else:
+        print_scores(scores, means, by)
+        for line in (*notes, *passed_over(judged), *unscored_rows(judged, skipped)):
+            typer.echo(line)
+        for one in worst_runs(judged, worst):
+            typer.echo("\n".join(("", *worst_lines(one))))
+    if not any(one.scored for one in judged):
+        raise InputError("runs", str(runs), "None of its rows is scored; see why above.")
+    if plot is not None:
+        if all(one.time is None for one in judged):
+            raise InputError("--plot", str(plot), "No step time is scored, so that there is nothing to draw.")
+        write_text(plot, scatter(judged, key))
+
+
+def _chosen(runs: tuple[PublishedRun, ...], families: list[str], quality: str | None) -> list[PublishedRun]:
+    known = list(dict.fromkeys(run.family for run in runs))
+    for name in families:
+        if name not in known:
+            raise unknown("--family", name, known)
+    if quality is not None and (not quality or set(quality.upper()) - set("ABC")):
+        raise InputError("--quality", quality, "Give grades: A, B or AB.")
+    grades = set((quality or "").upper())
+    wanted = [run for run in runs if not families or run.family in families]
+    return [run for run in wanted if not grades or (run.quality or "")[:1] in grades]
+
+
+def print_scores(scores: Mapping[str, Scores], means: Mapping[str, Mean], by: str) -> None:
+    """A table of families with the means below, what was not scored and why, and where the columns are explained."""
+    from galvatron_lite.validate.report import unscored_lines
+
+    table = plain_table()
+    table.add_column(by, no_wrap=True)
+    for title in ("rows", "scored", *(title for title, _ in _COLUMNS), "over"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, family in scores.items():
+        figures = [_number(getattr(family, field), field) for _, field in _COLUMNS]
+        table.add_row(name, str(family.rows), str(family.scored), *figures, str(family.overflowing or ""))
+    table.add_section()
+    # Means over one family are that family's own figures.
+    for name, mean in means.items() if len(scores) > 1 else ():
+        figures = [_number(mean.get(field), field) for _, field in _COLUMNS]
+        totals = [str(mean.get(field, 0)) for field in ("rows", "scored")]
+        table.add_row(name.replace("_", " "), *totals, *figures, str(mean.get("overflowing", 0)))
+    console = wide_console(folded=False)
+    console.print(table, "")
+    missing = unscored_lines(scores)
+    for line in (*missing, *([""] if missing else []), POINTER):
+        console.print(line, style="dim")
+
+
+def _number(value: float | int | None, field: str) -> str:
+    """Percentages with one digit after the point, correlations with two; never a minus before nought."""
+    if value is None:
+        return ""
+    digits = 2 if field in _CORRELATIONS else 1
+    return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
+def _score_transfer(runs: Sequence[PublishedRun], folder: Path | None, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.folders import config_folder
+    from galvatron_lite.validate.transfer import pairs_of, score_pairs
+
+    with progress_bar("Carrying") as move:
+        pairs = pairs_of(runs, load_calibration(folder or config_folder("calibration") / "priors"), move)
+    if not pairs:
+        raise InputError("runs", f"{len(runs)} rows", "No two of one model and software are of two types of device.")
+    scores = score_pairs(pairs)
+    if as_json:
+        print_json({"pairs": [asdict(pair) for pair in pairs], "scores": [asdict(score) for score in scores]})
+        return
+    table = plain_table("pairs of", "pairs", "same batch", "error %", "median", "same batch %", "by peak rates %")
+    for one in scores:
+        shown = (one.error, one.median, one.same_error, one.peak_error)
+        table.add_row(one.name, str(one.pairs), str(one.same), *(_number(value, "") for value in shown))
+    wide_console().print(table)
+    typer.echo(
+        "error: mean of |predicted / measured - 1| of steps there, both ways; same batch: pairs that agree in it, too"
+    )
+
+
+def _score_scale_up(runs: Sequence[PublishedRun], folder: Path | None, as_json: bool) -> None:
+    from galvatron_lite.calibration.store import load_calibration
+    from galvatron_lite.folders import config_folder
+    from galvatron_lite.validate.scale_up import LARGE, SMALL, scale_up_scores
+
+    priors = load_calibration(folder or config_folder("calibration") / "priors")
+    with progress_bar("Learning", quiet=as_json) as move:
+        scores = scale_up_scores(runs, priors, move)
+    if not scores:
+        raise InputError("runs", f"{len(runs)} rows", f"No family has runs of {SMALL} devices or fewer and of {LARGE}.")
+    if as_json:
+        names = ("name", "small", "large", "most", "kind", "error", "seen_error", "prior_error", "errors")
+        print_json({"scores": [{name: getattr(one, name) for name in names} for one in scores]})
+        return
+    titles = (f"runs to {SMALL} GPUs", "learnt", f"runs from {LARGE}", "largest", "error %", "same model %", "priors %")
+    table = plain_table("family", *titles)
+    for one in scores:
+        shares = (one.error, one.seen_error, one.prior_error)
+        figures = (_number(None if share is None else 100 * share, "") for share in shares)
+        table.add_row(one.name, str(one.small), one.kind, str(one.large), f"{one.most:,}", *figures)
+    wide_console().print(table)
+    mean = sum(one.error for one in scores[:-1]) / (len(scores) - 1)
+    typer.echo(f"error: mean of |predicted / measured - 1| of the large runs; mean over families {mean:.1%}")
+
+
+_UNCHANGED = "Calibration does not help: runs that it did not see are predicted no better. The constants stay."
+
+
+def calibrate_command(
+    runs: list[Path] = typer.Argument(..., help="Files of runs, one JSON object a line, and folders that log= wrote."),
+    output: Path = typer.Option(..., "-o", "--output", help="Folder that the constants are written to."),
+    calibration: options.Calibration = None,
+    as_json: options.Json = False,
+) -> None:
+    """Correct the constants of estimates by your runs, and say what was learnt and how sure it is."""
+    from galvatron_lite.calibration.store import load_calibration, write_calibration
+    from galvatron_lite.validate.calibrate import calibrate, read_observations
+
+    base = load_calibration(calibration)
+    with progress_bar("Calibrating", quiet=as_json) as move:
+        found, skipped = read_observations(runs, base)
+        source = f"{len(found)} runs of {', '.join(path.name for path in runs)}"
+        made = calibrate(found, base, skipped=skipped, source=source, progress=move)
+    write_calibration(made.calibration, output)
+    if as_json:
+        print_json(
+            {
+                "kind": made.kind, "runs": made.runs, "settings": made.settings, "before": made.before,
+                "after": made.after, "left_out": made.left_out, "skipped": made.skipped, "folder": str(output),
+                "constants": [
+                    {name: getattr(one, name) for name in ("name", "before", "value", "low", "high", "told")}
+                    for one in made.constants
+                ],
+            }
+        )  # fmt: skip
+    else:
+        _print_calibration(made, output)
+
+
+def _print_calibration(made: CalibrationResult, folder: Path) -> None:
+    console = wide_console()
+    for reason, count in made.skipped.items():
+        console.print(f"{count} rows not used: {reason}")
+    console.print(f"{made.runs} runs of {made.settings} settings", style="bold")
+    table = plain_table("constants", "error on runs left out")
+    for kind, error in made.left_out.items():
+        table.add_row(kind + (" (taken)" if kind == made.kind else ""), f"{error:.1%}")
+    console.print(table)
+    if made.constants:
+        table = plain_table("constant", "before", "now", "one deviation", "runs tell")
+        for one in made.constants:
+            table.add_row(
+                one.name, f"{one.before:.3g}", f"{one.value:.3g}", f"{one.low:.3g} to {one.high:.3g}", f"{one.told:.0%}"
+            )
+        console.print(table)
+        console.print("runs tell: how much of the uncertainty of a constant the runs took away.", style="dim")
+        console.print(f"On these runs themselves the error falls from {made.before:.1%} to {made.after:.1%}.")
+    else:
+        console.print(_UNCHANGED)
+    if made.constants and len(made.models) == 1:
+        console.print("All runs are of one model: for plans of others, keep the constants as they were.")
+    console.print(f"Written to {folder}.")

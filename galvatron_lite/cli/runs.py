@@ -1,0 +1,205 @@
+"""``galvatron diagnose``, ``checkpoint`` and ``adapt``: what a run did, and what it left."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from galvatron_lite.cli import options
+from galvatron_lite.cli.terminal import check_folder, print_json
+from galvatron_lite.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from galvatron_lite.diagnose.diagnosis import CollectiveRow, Diagnosis
+    from galvatron_lite.diagnose.findings import Finding
+    from galvatron_lite.runtime.checkpoint.manifest import Manifest
+    from galvatron_lite.runtime.monitor.log import Replayed
+
+_Checkpoints = Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of several.")]
+
+
+def diagnose_command(
+    run: Path = typer.Argument(
+        ..., help="Folder of auto_parallelize(..., log=FOLDER); or a trace of torch.profiler, or a folder."
+    ),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="What the plan was made from, where it is not found by itself."
+    ),
+    plan: Path | None = typer.Option(None, "--plan", help="The plan, with traces alone."),
+    update: Path | None = typer.Option(
+        None, "--update", help="Write the profile, as the run has shown it to be, to this file."
+    ),
+    as_json: options.Json = False,
+) -> None:
+    """Find where a training run differs from its prediction."""
+    from galvatron_lite.diagnose.diagnosis import diagnose, find_profile, open_source, updated
+    from galvatron_lite.plans.io import read_plan
+    from galvatron_lite.profiler.store import read_profile, write_profile
+
+    check_folder("--update", update)
+    source = open_source(run, None if plan is None else read_plan(plan))
+    known = find_profile(source) if profile is None else read_profile(profile)
+    found = diagnose(source, known)
+    changed: tuple[str, ...] = ()
+    if update is not None:
+        corrected, changed = updated(known, source)
+        write_profile(corrected, update)
+    if as_json:
+        print_json(asdict(found) | {"corrected": list(changed)})
+        return
+    print_diagnosis(found)
+    for line in changed:
+        typer.echo(f"Corrected {line}.")
+    if update is not None:
+        typer.echo(f"Written to {update}: plan anew with galvatron plan --profile {update}.")
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print the findings, the most expensive first."""
+    from galvatron_lite.diagnose.findings import rank_words
+
+    slowed = diagnosis.untraced is not None and diagnosis.untraced < diagnosis.seconds
+    seconds = diagnosis.untraced if slowed and diagnosis.untraced is not None else diagnosis.seconds
+    told = f"{format_seconds(seconds)} a step, predicted {format_seconds(diagnosis.predicted)}"
+    source = "traces" if diagnosis.traced else "the log"
+    looked = "without the profiler" if slowed else f"{diagnosis.steps} steps, from {source}"
+    typer.echo(f"{told} ({seconds / diagnosis.predicted - 1.0:+.0%}); {looked}.")
+    if slowed:
+        typer.echo(
+            f"Causes are of {diagnosis.steps} steps, from traces. The profiler slows them: they took "
+            f"{format_seconds(diagnosis.seconds)}, and it has a part in every figure below."
+        )
+    for line in _lines(diagnosis.findings):
+        typer.echo(line)
+    typer.echo(f"Not explained: {_signed(diagnosis.unexplained)} a step.")
+    for row in diagnosis.memory:
+        told = f"{format_bytes(row.measured)}, predicted {format_bytes(row.predicted)}"
+        typer.echo(f"Memory on {rank_words(*row.ranks)}: {told}.")
+    for collective in diagnosis.collectives:
+        typer.echo(_collective(collective))
+    for note in diagnosis.notes:
+        typer.echo(f"Note: {note}")
+
+
+def _collective(row: CollectiveRow) -> str:
+    """What collectives of a kind and group took."""
+    ranks, calls = ", ".join(map(str, row.ranks[:4])), f"{row.calls:g} x {row.collective.value}"
+    ranks += f", … {row.ranks[-1]}" if len(row.ranks) > 4 else ""
+    return (
+        f"{calls} of ranks {ranks}: {format_bytes(row.bytes)} in {format_seconds(row.seconds)} a step "
+        f"({format_bytes(round(row.bandwidth))}/s of the bus), predicted {format_seconds(row.predicted)}; rank "
+        f"{row.slowest} comes last, the others wait {format_seconds(row.waited)}."
+    )
+
+
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """What costs more than predicted, each advice where it is first wanted; then what costs less."""
+    if not findings:
+        yield "No cause costs or saves as much as a fiftieth of a step."
+    given: dict[str, int] = {}
+    for number, one in enumerate((one for one in findings if one.seconds > 0), start=1):
+        yield f"{number:>2}. {_line(one)}"
+        yield f"    {one.advice}" if one.advice not in given else f"    As for {given[one.advice]}."
+        given.setdefault(one.advice, number)
+    quicker = [one for one in findings if one.seconds <= 0]
+    if quicker:
+        yield "Quicker than predicted (nothing to mend; --update corrects the profile):"
+    yield from (f"    {_line(one)}" for one in quicker)
+
+
+def _line(one: Finding) -> str:
+    stage = f"stage {one.stage}: " if one.stage >= 0 else ""
+    measured, predicted = format_seconds(one.measured), format_seconds(one.predicted)
+    cause = "" if one.where.startswith(one.cause.value) else f"{one.cause.value}: "
+    return f"{_signed(one.seconds)}  {cause}{stage}{one.where}: {measured} a step, predicted {predicted}."
+
+
+def _signed(seconds: float) -> str:
+    return ("+" if seconds >= 0 else "-") + format_seconds(abs(seconds))
+
+
+checkpoint_app = typer.Typer(help="Show, check or export a checkpoint.")
+
+
+@checkpoint_app.command("show")
+def show_command(folder: _Checkpoints) -> None:
+    """Say what a checkpoint holds, or which checkpoints a folder has, the newest first."""
+    from galvatron_lite.runtime.checkpoint.manifest import checkpoints_of, read_manifest
+
+    several = checkpoints_of(folder)
+    for place in several or [folder]:
+        typer.echo(f"{place}: {_describe(read_manifest(place))}")
+
+
+@checkpoint_app.command("check")
+def check_command(folder: _Checkpoints) -> None:
+    """Read every file of a checkpoint and hold it against its checksum; exit status 1 where one is damaged."""
+    from galvatron_lite.runtime.checkpoint.manifest import check_files, checkpoints_of
+
+    several = checkpoints_of(folder)
+    for place in several or [folder]:
+        manifest = check_files(place)
+        typer.echo(f"{place}: whole, {len(manifest.files)} files, {_describe(manifest)}")
+
+
+@checkpoint_app.command("export")
+def export_command(
+    folder: Path = typer.Argument(..., help="Folder of the checkpoint."),
+    target: Path = typer.Argument(..., help="New folder, for from_pretrained."),
+    largest: str = typer.Option("5GB", "--largest", help="File: larger weights go into several."),
+) -> None:
+    """Write the weights of a checkpoint, of any plan, as safetensors that transformers loads."""
+    from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors
+
+    for name in export_safetensors(folder, target, largest):
+        typer.echo(str(target / name))
+
+
+def _describe(manifest: Manifest) -> str:
+    size = sum(content.bytes for content in manifest.files.values())
+    kept = "" if manifest.optimizer is None else f", states of {manifest.optimizer}"
+    return f"step {manifest.step}, {manifest.processes} process(es), {format_bytes(size)}{kept}"
+
+
+adapt_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+"""The command; its sub-commands read the log that ``Adapt(log=...)`` names."""
+
+
+@adapt_app.callback()
+def adapt_command() -> None:
+    """Replay the decisions of a run that adapted its plan."""
+
+
+@adapt_app.command("replay")
+def replay_command(
+    log: Path = typer.Argument(..., help="Log of decisions, of auto_parallelize(..., adapt=Adapt(log=FILE))."),
+    as_json: options.Json = False,
+) -> None:
+    """Take all decisions of a log again, from what was measured; exit status 1 where one comes out otherwise."""
+    from galvatron_lite.files import to_data
+    from galvatron_lite.runtime.monitor.log import read_log, replay
+
+    found = replay(read_log(log))
+    for one in found:
+        line = json.dumps({**to_data(one.again), "same": one.same}) if as_json else _decision(one)
+        typer.echo(line)
+    other = sum(not one.same for one in found)
+    if not as_json:
+        typer.echo(f"{len(found)} decisions, {f'{other} of them otherwise than logged' if other else 'all as logged'}.")
+    if other:
+        raise typer.Exit(1)
+
+
+def _decision(one: Replayed) -> str:
+    again, logged = one.again, one.logged
+    told = f"step {again.step}: {again.action.value}. {again.reason}"
+    if one.same:
+        return told
+    was = "nothing" if logged is None else f"{logged.action.value}. {logged.reason}"
+    return f"{told}\n  logged: {was}"
