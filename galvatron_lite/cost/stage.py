@@ -158,9 +158,9 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
         items += rows * (min(sides) + max(sides) / split) if matmul else 0.0
     for one in graph.kind_of(graph.layers[place]).operators:
         if one.kind is OperatorClass.CONVOLUTION and one.weight_bytes and not one.frozen:
-            sides, (inputs, outputs) = sides_of(one), one.shape[:2]
-            pixels = inputs * prod(side.extent for side in sides) + outputs * prod(side.output for side in sides)
-            items += one.count * pixels
+            windows = sides_of(one)
+            items += one.count * one.shape[0] * prod(window.extent for window in windows)
+            items += one.count * one.shape[1] * prod(window.output for window in windows)
     shares = strategy.token_degree
     return round(items * shape.microbatch / shares * activation_bytes(graph.precision))
 
