@@ -96,7 +96,9 @@ def _missing(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     needed: dict[tuple[Ranks, bool | None], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for split in run.splits:
         strategy = planned.strategies.get(split.layer)
-        for one in split.parameters if strategy is not None else ():
+        if strategy is None:
+            continue
+        for one in split.parameters:
             for ranks, scattered, items in _sums_of(run, one, strategy, planned) if one.trains else ():
                 if len(ranks) > 1:
                     needed[ranks, scattered][split.layer] += items
