@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 
 from galvatron_lite.arrays import Real, largest, least
 from galvatron_lite.cluster.cluster import Collective
@@ -13,6 +14,7 @@ from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSh
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, Recompute, Sharding, Tie
+from galvatron_lite.model.sides import sides_of
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import (
     NAME,
@@ -60,8 +62,9 @@ class StageCost:
     moving: float  # seconds of redistribution a micro-batch, both passes; part of ``times``
     memory: MemoryBreakdown  # bytes on one device: of all stages that its devices run
     buffers: int = 0  # bytes of its send and receive buffers
-    # bytes of one micro-batch between the gradient of the input and that of the weights; zero-bubble schedules only
-    pending: int = 0
+    # by layer: bytes of one micro-batch between the gradient of the input and that of the weights; zero-bubble
+    # schedules only
+    pending: tuple[int, ...] = ()
     carried: int = 0  # bytes of one micro-batch that its devices keep as copies of tensors made in earlier stages
 
 
@@ -122,7 +125,7 @@ def price_chunk(
         sum(weight_seconds(cost.forward, cost.backward) for cost in costs),
     )
     split = shape.schedule.splits_backward
-    pending = sum(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else 0
+    pending = tuple(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else ()
     step = sum(cost.step_seconds for cost in costs)
     borrowed = pricer.profile.graph.borrowed(inside)
     carried = boundary_bytes(borrowed, shape.microbatch, strategies[inside.start]) if borrowed else 0
@@ -140,7 +143,8 @@ def weight_seconds(forward: Real, backward: Real) -> Real:
 
 
 def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) -> int:
-    """Bytes that the gradients of a layer's weights are made from: inputs and output gradients of its matmuls.
+    """Bytes that the gradients of a layer's weights are made from: inputs and output gradients of its matmuls and
+    convolutions.
 
     Matmuls of equal inputs behind one another (queries, keys and values; gate and up) read one tensor. A tensor group
     shares the wider side: columns of what widens, the inner dim of what narrows again.
@@ -151,7 +155,12 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
         sides = own[0].count * inner, sum(operator.count * operator.shape[-1] for operator in own)
         split = 1 if sharding is Sharding.NONE else strategy.tensor
         items += rows * (min(sides) + max(sides) / split) if matmul else 0.0
-    shares = strategy.batch_degree * strategy.context
+    for one in graph.kind_of(graph.layers[place]).operators:
+        if one.kind is OperatorClass.CONVOLUTION and one.weight_bytes and not one.frozen:
+            windows = sides_of(one)
+            items += one.count * one.shape[0] * prod(window.extent for window in windows)
+            items += one.count * one.shape[1] * prod(window.output for window in windows)
+    shares = strategy.token_degree
     return round(items * shape.microbatch / shares * activation_bytes(graph.precision))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.verify.launched import ForkedServer
 from galvatron_lite.verify.numbers.shrink import Recipe, TooLargeError, shrink
 from galvatron_lite.verify.numbers.train import GRACE, HANGS, Result
@@ -22,9 +22,6 @@ def check_numbers(
     source: ModelSource, plan: Plan, training: ForkedServer, processes: int | None = None, timeout: float = TIMEOUT
 ) -> Check:
     """Train a small model under a small plan on gloo processes, and hold loss, gradients and weights against one."""
-    reason = _not_run(plan)
-    if reason:
-        return Check(NAME, Verdict.SKIPPED, reason)
     try:
         recipe = shrink(source, plan, processes)
     except TooLargeError as error:
@@ -33,19 +30,6 @@ def check_numbers(
         return _judged(recipe, training.ask((recipe, timeout), timeout + 4 * GRACE))
     except TimeoutError:
         return _broken(dict.fromkeys(range(recipe.plan.devices), _HANGING), recipe.plan.devices, recipe.changes)
-
-
-def _not_run(plan: Plan) -> str:
-    """Why a plan's numbers are not compared; empty where they are."""
-    if plan.cyclic is not None:
-        return "Gradients are delayed under the plan: it is not meant to train like one process."
-    if plan.branches:
-        return "Branches on devices of their own are not run by this check."
-    if plan.backend is not TrainedBy.GALVATRON:
-        return f"{plan.backend.value} trains under the plan, which this check does not run."
-    if plan.mode is not Mode.TRAINING:
-        return "The plan is for inference: there are no gradients or updates to compare."
-    return ""
 
 
 def _judged(recipe: Recipe, ranks: Mapping[int, Result]) -> Check:
