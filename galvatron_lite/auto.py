@@ -28,7 +28,7 @@ from galvatron_lite.model.trace_run import gives_loss, mean_of_outputs
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
 from galvatron_lite.plans.describe import plan_line
 from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.io import check_plan, file_named, read_plan
+from galvatron_lite.plans.io import file_named
 from galvatron_lite.plans.notes import other_size
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.request import mode_named, texts
@@ -263,15 +263,14 @@ def launched_verifier(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> V
     return Verifier(model, batch, loss_fn, launch_checks)
 
 
-def _plan_of_user(plan: Plan | str | Path | None, backend: str | None) -> Plan | None:
+def _plan_of_user(plan: Plan | None, backend: str | None) -> Plan | None:
     """The user's plan, for the user's backend."""
     known = [one.value for one in TrainedBy]
     if backend not in (None, *known):
         raise InputError("backend", str(backend), f"Give {' or '.join(known)}, or leave it out.")
     if plan is None:
         return None
-    checked = check_plan(plan) if isinstance(plan, Plan) else read_plan(Path(plan))
-    return check_runs(checked if backend is None else replace(checked, backend=TrainedBy(backend)))
+    return check_runs(plan if backend is None else replace(plan, backend=TrainedBy(backend)))
 
 
 def _check_delay(plan: Plan | None, delay: str | None) -> None:

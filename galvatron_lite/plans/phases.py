@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Interval
 
@@ -172,7 +172,11 @@ def is_phased(data: object) -> bool:
 
 def read_phased_plan(path: Path) -> PhasedPlan:
     """A plan in phases from a YAML or JSON file, checked."""
-    data = read_data(path)
+    return phased_plan_in(read_data(path), path)
+
+
+def phased_plan_in(data: Any, path: Path) -> PhasedPlan:
+    """A plan in phases from what its file holds, checked."""
     version = data.get("version") if isinstance(data, dict) else kind_of(data)
     if version != PHASES_VERSION or not is_phased(data):
         raise FileFormatError(f"{path}, version", version, "Make it anew with galvatron plan --phases FILE.")

@@ -19,7 +19,8 @@ from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on, bytes_on
 from galvatron_lite.errors import InputError
 from galvatron_lite.files import read_data
 from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.phases import PhasedPlan, check_phased, is_phased, read_phased_plan
+from galvatron_lite.plans.io import check_plan, plan_in
+from galvatron_lite.plans.phases import PhasedPlan, check_phased, is_phased, phased_plan_in
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import write_profile
@@ -220,14 +221,17 @@ def adapt_settings(adapt: Adapt | bool, mem: str | int) -> Adapt | None:
     return settings if settings.mem else replace(settings, mem=mem)
 
 
-def split_phases(plan: Plan | PhasedPlan | str | Path | None) -> tuple[PhasedPlan | None, Plan | str | Path | None]:
-    """The plan in phases, where ``plan`` is one or its file; and the plan that training starts with."""
-    if isinstance(plan, PhasedPlan):
+def split_phases(plan: Plan | PhasedPlan | str | Path | None) -> tuple[PhasedPlan | None, Plan | None]:
+    """The plan in phases, where ``plan`` is one or its file; and the plan that training starts with, checked."""
+    if isinstance(plan, (str, Path)):
+        path, data = Path(plan), read_data(Path(plan))
+        if not is_phased(data):
+            return None, plan_in(data, path)
+        phased = phased_plan_in(data, path)
+    elif isinstance(plan, PhasedPlan):
         phased = check_phased(plan)
-    elif isinstance(plan, (str, Path)) and is_phased(read_data(Path(plan))):
-        phased = read_phased_plan(Path(plan))
     else:
-        return None, plan
+        return None, None if plan is None else check_plan(plan)
     for phase in phased.phases:
         check_runs(phase.plan)
     return phased, phased.phases[0].plan
