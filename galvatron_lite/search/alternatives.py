@@ -392,9 +392,21 @@ def _alike(request: Request, best: SolvedPlan, below: Callable[[Request], Solved
                 found = below(replace(narrow, fixed=replace(narrow.fixed, strategy=own)))
             except InputError:  # the pins go beyond the space
                 continue
-            if found is not None:
+            if found is not None and _offers(request, found):
                 return found
     return None
+
+
+def _offers(request: Request, result: SolvedPlan) -> bool:
+    """Whether every layer of a plan is offered its strategy: pins may go beyond the space's own rules."""
+    shape, graph = result.problem.shape, request.graph
+    fixed = request.under(shape.schedule) if shape.stages > 1 else request.fixed
+    own = (one for stage in result.partition.stages for one in stage.strategies)
+    pairs = {
+        (layer.kind, layer.name if fixed.layers else "", one) for layer, one in zip(graph.layers, own, strict=True)
+    }
+    size = shape.stage_devices
+    return all(one in request.space.strategies(kind, size, fixed.at_layer(name)) for kind, name, one in pairs)
 
 
 def _narrower(request: Request, shape: Shape) -> tuple[Request, list[Request]]:
