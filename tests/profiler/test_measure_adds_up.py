@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import cache
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -38,15 +39,25 @@ def added_up(before: LayerPoint, block: LayerPoint, after: LayerPoint, tied: int
     return max(*forward, *backward)
 
 
+def made(hidden: int, vocab: int) -> tuple[GPT, torch.Tensor]:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab=vocab, layers=LAYERS, hidden=hidden, heads=4, sequence=TOKENS))
+    return model, torch.randint(0, vocab, (SAMPLES, TOKENS))
+
+
+@cache
+def profiled(hidden: int, vocab: int) -> Profile:
+    model, tokens = made(hidden, vocab)
+    with TemporaryDirectory() as folder:
+        return measure_profile(model, (tokens, tokens), folder=folder, device="cpu", rule=QUICK, brief=True)
+
+
 @pytest.mark.parametrize(
     ("hidden", "vocab", "recompute"), [(32, 64, Recompute.NONE), (32, 64, Recompute.FULL), (16, 512, Recompute.NONE)]
 )
-def test_peak_of_a_step(tmp_path: Path, hidden: int, vocab: int, recompute: Recompute) -> None:
+def test_peak_of_a_step(hidden: int, vocab: int, recompute: Recompute) -> None:
     """A small vocabulary: the peak lies in the blocks. A large one: in the head."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab=vocab, layers=LAYERS, hidden=hidden, heads=4, sequence=TOKENS))
-    tokens = torch.randint(0, vocab, (SAMPLES, TOKENS))
-    profile = measure_profile(model, (tokens, tokens), folder=tmp_path, device="cpu", rule=QUICK)
+    profile, (model, tokens) = profiled(hidden, vocab), made(hidden, vocab)
     for block in model.blocks:
         apply_recompute(block, recompute)
     give_gradients(model)
