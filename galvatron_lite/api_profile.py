@@ -247,7 +247,7 @@ def profile(
         raise InputError("--trainable" if trainable else "--freeze", trainable or ", ".join(freeze), _AS_IT_TRAINS)
     from galvatron_lite.model.example import example_batch
     from galvatron_lite.profiler.measure import measure_profile
-    from galvatron_lite.runtime.branches.measure import branch_seconds
+    from galvatron_lite.runtime.branches.engine import branch_seconds
 
     return measure_profile(
         model, batch if batch is not None else example_batch(model), loss_fn=loss_fn, blocks=blocks,

@@ -19,7 +19,7 @@ from galvatron_lite.errors import LOG, InputError, TraceError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
-from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.discover import Watched, discover_layers, watch_model
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import ModelGraph, dead_note
 from galvatron_lite.model.trace_meta import check_model, precision_of
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
     from galvatron_lite.runtime.loss.weights import LossWeight
     from galvatron_lite.runtime.monitor.schema import Adapt
-    from galvatron_lite.runtime.parameters.copies import InferenceModel
+    from galvatron_lite.runtime.parameters.use import InferenceModel
     from galvatron_lite.verify.launched import Verifier
     from galvatron_lite.verify.trial.check import Findings
 
@@ -176,8 +176,10 @@ def auto_parallelize(
     if local_batch and batch is not None:
         example = GlobalBatches(place, local=True)(batch)
     uncaptured: TraceError | None = None
+    watched: Watched | None = None
     try:
-        layers = discover_layers(model, example, blocks)
+        watched = watch_model(model, example, blocks)
+        layers = watched.layers
     except ValuesReadError as error:
         layers, uncaptured = discover_layers(model, None, blocks), error
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
@@ -201,7 +203,9 @@ def auto_parallelize(
         raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
     profiled = None
     if uncaptured is None and (chosen is None or settings is not None):
-        profiled = _profile(profile, model, example, _goal(loss_fn, trains, model, example), blocks, precision, folder)
+        goal = _goal(loss_fn, trains, model, example)
+        profiled = _profile(profile, model, example, goal, blocks, precision, folder, watched)
+    watched = None  # its copy of the model is not needed any more
     if chosen is None:
         pins = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
         samples = global_batch or batch_size(example)
@@ -317,6 +321,7 @@ def _profile(
     blocks: Any,
     precision: str | None,
     folder: Path,
+    watched: Watched | None,
 ) -> Profile:
     from galvatron_lite.capture.trace import trace
     from galvatron_lite.profiler.kept_profiles import check_trainable, kept_profile, other_hardware, profile_name
@@ -324,14 +329,14 @@ def _profile(
     from galvatron_lite.profiler.measure_tasks import agree, notices
     from galvatron_lite.profiler.schema import Profile
     from galvatron_lite.profiler.store import read_profile
-    from galvatron_lite.runtime.branches.measure import branch_seconds
+    from galvatron_lite.runtime.branches.engine import branch_seconds
 
     if profile is not None:
         known = profile if isinstance(profile, Profile) else read_profile(Path(profile))
         check_trainable(model, known)
         _warn(other_hardware(known))
         return known
-    graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
+    graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, watched=watched)
     cached: Profile | None = agree(kept_profile(model, graph, folder) if dist.get_rank() == 0 else None)
     if cached is not None:
         return cached
@@ -487,7 +492,7 @@ def _kind_of(plan: Plan) -> type[ParallelModel] | type[CyclicModel] | type[DeepS
 
 def _for_inference(model: ParallelModel | CyclicModel | DeepSpeedModel) -> InferenceModel:
     from galvatron_lite.runtime.engine import ParallelModel
-    from galvatron_lite.runtime.parameters.copies import InferenceModel
+    from galvatron_lite.runtime.parameters.use import InferenceModel
 
     if not isinstance(model, ParallelModel):
         what = "of cyclic data parallelism" if model.plan.cyclic else f"for {model.plan.backend.value}"

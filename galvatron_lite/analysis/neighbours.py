@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import partial
 from itertools import groupby
 from math import prod
 
@@ -19,7 +20,7 @@ from galvatron_lite.analysis.explanation import Neighbour, RunChoice, RunnerUp
 from galvatron_lite.analysis.step_time import PricedStages
 from galvatron_lite.analysis.what_ifs import OutOfTimeError, TimeLimit, peak_of, seconds_of
 from galvatron_lite.cost.layout import layout
-from galvatron_lite.cost.sharing import tied_groups
+from galvatron_lite.cost.stage import tied_groups
 from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Role
@@ -29,11 +30,10 @@ from galvatron_lite.parallelism.registry import choosing, parts_of
 from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy, degree_names
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.search.alternatives import UNBOUNDED
-from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.best_first import ANY_TIME, QUICK, finished, search
 from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.result import runs_of, summary
-from galvatron_lite.search.session import Session
-from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.shapes import Request, Session
 from galvatron_lite.search.space import UNPINNED, Fixed, Space, microbatch_counts
 from galvatron_lite.search.tables import glue_of
 
@@ -309,8 +309,9 @@ def _runner_rank(other: RunnerUp) -> tuple[bool, float]:
 def _best(session: Session, request: Request, plan: Plan, pin: Pinned) -> RunnerUp | None:
     name, chosen, instead, fixed = pin
     try:
-        fitting = search(replace(request, fixed=fixed), session.pricer, exact=False)
-        other = fitting or search(replace(request, fixed=fixed, budget=UNBOUNDED), session.pricer, exact=False)
+        soon = partial(search, pricer=session.pricer, effort=QUICK, below=ANY_TIME)
+        fitting = soon(replace(request, fixed=fixed))
+        other = fitting or soon(replace(request, fixed=fixed, budget=UNBOUNDED))
     except InputError:
         return None
     if other is None:

@@ -41,7 +41,8 @@ class StackConstants(Strict):
     # of networks of pictures, how many times faster 3 x 3 convolutions of stride 1 run in fp32 where cuDNN has the
     # workspace for Winograd's algorithm (Lavin and Gray 2015, arXiv:1509.09308: up to 2.25)
     winograd: float = 1.0
-    volumes: float = 1.0  # share of the rate of pictures' convolutions that those of volumes reach
+    # share of the rate of pictures' convolutions that those of volumes reach in 32 bits
+    volumes: float = 1.0
     # of networks of pictures, relative growth of the step time with each doubling of the devices of a node, whose
     # host reads and decodes the pictures of all
     sharing: float = 0.0

@@ -277,4 +277,6 @@ def _print_calibration(made: CalibrationResult, folder: Path) -> None:
         console.print(f"On these runs themselves the error falls from {made.before:.1%} to {made.after:.1%}.")
     else:
         console.print(_UNCHANGED)
+    if made.constants and len(made.models) == 1:
+        console.print("All runs are of one model: for plans of others, keep the constants as they were.")
     console.print(f"Written to {folder}.")

@@ -84,7 +84,7 @@ def _print_messages(console: Console, role: RoleRun) -> None:
         if message.phase is not During.SETUP:
             key = message.kind.value, message.purpose, len(message.ranks)
             count, size = sums.get(key, (0, 0))
-            sums[key] = count + 1, size + _bytes_of(message)
+            sums[key] = count + message.times, size + _bytes_of(message) * message.times
     if not sums:
         console.print("\nIt sends nothing in a step.")
         return

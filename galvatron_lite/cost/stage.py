@@ -11,9 +11,8 @@ from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.forward_only import passes_with_moves
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.memory import group_memory
-from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, Recompute, Sharding, Tie
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import (
     NAME,
@@ -243,3 +242,48 @@ def transfer_seconds(pricer: LayerPricer, size: int, sender: Strategy, shape: Sh
     )  # fmt: skip
     part = transfer(-(-size // sender.tensor), shape.stage_devices, stride)
     return times * (links.seconds(part) + right.links.seconds(gathered))
+
+
+def sharing_of(graph: ModelGraph, inside: Container[int]) -> dict[int, ParameterSharing]:
+    """What sharing means for the layers of one stage; layers that share nothing are absent.
+
+    Args:
+        graph: the model.
+        inside: places of the stage's layers; with virtual stages, of all layers of its devices.
+    """
+    if not graph.ties:
+        return {}
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    result: dict[int, ParameterSharing] = {}
+    for tie in graph.ties:
+        for index in (place[tie.first], place[tie.second]):
+            if index in inside:
+                result[index] = _joined(result.get(index, ParameterSharing()), tie, place, index, inside)
+    return result
+
+
+def _joined(
+    sharing: ParameterSharing, tie: Tie, place: dict[str, int], index: int, inside: Container[int]
+) -> ParameterSharing:
+    first, second = place[tie.first], place[tie.second]
+    if first in inside and second in inside:
+        owns = index == first and tie.parameters > 0
+        return replace(sharing, grouped=sharing.grouped or owns)
+    copies = index == second
+    return replace(
+        sharing,
+        copied=sharing.copied + tie.parameters * copies,
+        frozen=sharing.frozen + tie.frozen * copies,
+        exchanged=sharing.exchanged + tie.parameters - tie.frozen,
+    )
+
+
+def tied_groups(graph: ModelGraph) -> tuple[tuple[int, ...], ...]:
+    """Places of layers that share parameters, directly or through others: each group has one strategy."""
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    groups: list[set[int]] = []
+    for tie in graph.ties:
+        joined = {place[tie.first], place[tie.second]}
+        apart = [group for group in groups if not group & joined]
+        groups = [*apart, joined.union(*(group for group in groups if group & joined))]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))

@@ -14,11 +14,10 @@ from math import ceil
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster
-from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.stage import Shape, StageCost
-from galvatron_lite.cost.step import straggling
+from galvatron_lite.cost.step import busy_seconds, groups_of, price_stages, straggling
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorClass
 from galvatron_lite.oracle.rows import (
@@ -207,7 +206,7 @@ def row_of(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
     ends = busy_seconds(profile, shape, costs)
     alone = max(end + sum(cost.step for cost in group) for end, group in zip(ends, groups, strict=True))
     slower = straggling(profile, question.devices)
-    seconds = (alone + profile.overhead.step) * slower
+    seconds = max((alone + profile.overhead.step) * slower, reading_seconds(profile, question))
     works = [sum(_work(layer) for cost in group for layer in cost.layers) * shape.microbatches for group in groups]
     slowest = groups[works.index(max(works))]
     update = sum(layer.update for cost in slowest for layer in cost.layers)
@@ -235,6 +234,12 @@ def row_of(machine: ClusterCosts, question: RowQuestion) -> ForecastRow:
         twice=layout.alike,
         shared=1 if len(costs) > 1 else question.width,
     )
+
+
+def reading_seconds(profile: Profile, question: RowQuestion) -> float:
+    """Seconds in which the first process of a group reads a step's samples for all of it, beside the step before."""
+    rate = profile.pictures.read_rate
+    return question.batch / rate if rate and question.width > 1 else 0.0
 
 
 def _empty_row(question: RowQuestion, iterations: int = 1, problem: str = "") -> ForecastRow:

@@ -24,7 +24,7 @@ from galvatron_lite.oracle.layers import Fabric, Network, network_of, wires_of, 
 from galvatron_lite.oracle.pricing import allows, machine_of, row_of
 from galvatron_lite.oracle.rows import Forecast, Method
 from galvatron_lite.oracle.strategies import RowQuestion, check_text
-from galvatron_lite.plans.spelled import parse_strategy
+from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.units import activation_bytes
 
 SIDE, CLASSES = 224, 1000  # pixels of a picture's side and classes of networks known by name only

@@ -17,8 +17,7 @@ from galvatron_lite.arrays import Flag, IntArray, Real, Whole, never
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import LayerKind, Recompute
-from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Strategies, Strategy
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
@@ -108,6 +107,8 @@ class PictureSplit:
     own_statistics: bool = False  # batch normalisation takes the statistics of each device's own pixels
     # of a group that shares channels each device sums gradients of, and updates, whole weights
     whole_weights: bool = False
+    # samples a second that a process reads where the first of a group reads for all of it; 0: reading is not counted
+    read_rate: float = 0.0
 
 
 SPARING = PictureSplit()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 Ranks = tuple[int, ...]
 
@@ -59,3 +62,35 @@ class ProcessGroups:
             if key not in kept._made and rank in key[1]:
                 dist.destroy_process_group(group)
         self._made = {}
+
+
+# Groups of processes, and collectives of equal parts by the names that the installed torch prefers.
+#
+# 2.13 renames those of 2.11.
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Processes of ``torch.distributed``."""
+
+    process_group: dist.ProcessGroup | None = None  # the group; None for all processes
+
+    # looked up once: torch takes microseconds for each, which count in every call on shards
+    size: int = field(init=False)  # processes in the group
+    rank: int = field(init=False)  # index of this process in the group
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", dist.get_world_size(self.process_group))
+        object.__setattr__(self, "rank", dist.get_rank(self.process_group))
+
+
+def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
+    """Gather equal parts into one tensor, one after the other along its first dim; the work where in the background."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, part, group=group, async_op=async_op)
+
+
+def reduce_scatter(part: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
+    """Sum over the group, and scatter equal parts along the first dim; the work where in the background."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(part, tensor, group=group, async_op=async_op)

@@ -29,8 +29,7 @@ from galvatron_lite.arrays import Real, Whole, largest, least, never, opposite, 
 from galvatron_lite.cluster.cluster import DistinctGroups, RankGroup
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.base import LayerWork
-from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import ADDED, Strategy
+from galvatron_lite.parallelism.strategy import ADDED, Strategies, Strategy
 
 Either = Strategy | Strategies
 T = TypeVar("T")

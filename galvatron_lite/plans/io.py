@@ -13,7 +13,6 @@ from galvatron_lite.parallelism.cyclic.rules import device_count
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
 from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Stage
-from galvatron_lite.plans.spelled import spelled_out
 from galvatron_lite.units import ITEM_BYTES
 
 
@@ -29,6 +28,8 @@ def read_plan(path: Path | str) -> Plan:
 
 def plan_in(data: Any, path: Path) -> Plan:
     """A plan from what its file holds, checked; see ``read_plan``."""
+    from galvatron_lite.plans.written import spelled_out
+
     refuse_phases(data, path)
     version = data.get("version") if isinstance(data, dict) else None
     if version != PLAN_VERSION:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph
 from galvatron_lite.parallelism.branch.find import Branch, find_regions, trunk_of
-from galvatron_lite.parallelism.cyclic.cuts import unevenness
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule
+from galvatron_lite.parallelism.cyclic.simulation import unevenness
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_count, format_seconds

@@ -182,10 +182,16 @@ def optimizer_cost(
     traffic, stack = OPTIMIZERS[name], stack or StackConstants()
     moved = traffic.moved + handling_bytes(states or StateLayout())
     seconds = stack.optimizer * max(moved / machine.bandwidth for machine in machines)
-    share = 1.0 if traffic.working else 0.0
     # Where parameters are narrow the stack says what is held beside them, masters among it.
     held = states.optimizer_bytes if states and ITEM_BYTES[states.parameters] < _FP32 else traffic.state
-    return OptimizerCost(name, held, seconds, traffic.launches * stack.kernel_host, float(traffic.working), share)
+    working = float(traffic.working + (_FP32 if states and _casts_gradients(states) else 0))
+    return OptimizerCost(name, held, seconds, traffic.launches * stack.kernel_host, working, 1.0 if working else 0.0)
+
+
+def _casts_gradients(states: StateLayout) -> bool:
+    """Whether an update makes fp32 gradients of masters from narrower ones (Megatron-LM, ``optimizer/optimizer.py``:
+    ``_copy_model_grads_to_main_grads``; InternEvo, ``solver/optimizer/fsdp_optimizer.py``)."""
+    return states.optimizer_bytes > 2 * _FP32 and ITEM_BYTES[states.gradients] < _FP32
 
 
 def handling_bytes(states: StateLayout) -> int:
@@ -200,7 +206,7 @@ def handling_bytes(states: StateLayout) -> int:
     main = states.optimizer_bytes > 2 * _FP32
     held = _FP32 if main else gradient
     moved = 3 * held
-    moved += gradient + _FP32 if main and gradient < _FP32 else 0
+    moved += gradient + _FP32 if _casts_gradients(states) else 0
     moved += _FP32 + parameter if main and parameter < _FP32 else 0
     return moved + (gradient if states.buffered_gradients else 0)
 

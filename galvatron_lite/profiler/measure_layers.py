@@ -28,6 +28,7 @@ from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import from_local, image_specs, to_local
 from galvatron_lite.parallelism.shares import share
+from galvatron_lite.parallelism.spatial.apply import bind_modules
 from galvatron_lite.parallelism.spatial.grids import Grid, laid_on, sensible_grids, splits_pixels
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.tensor.apply import shard_layer
@@ -69,6 +70,7 @@ def cut_pictures(value: Any, kind: LayerKind, grid: Grid) -> Any:
 def on_share(block: nn.Module, call: SegmentCall, kind: LayerKind, grid: Grid) -> nn.Module:
     """The block, changed to work on the first device's pixels as training does, without the other devices."""
     groups = tuple(ShapeOnlyAxisGroup(degree) if degree > 1 else None for degree in grid)
+    bind_modules(block)
     plain, sides = block.forward, _sides(kind)
     wholes = [tensor.shape for tensor in tensors_of((call.args, call.kwargs))]
 

@@ -25,7 +25,7 @@ from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.batch import batch_size, move_batch, slice_batch
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
-from galvatron_lite.parallelism.pipeline.transfer import Receiver, Sender
+from galvatron_lite.parallelism.pipeline.runner import Receiver, Sender
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup, TensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan

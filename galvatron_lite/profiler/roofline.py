@@ -214,7 +214,7 @@ def convolution(machine: Machine, operator: Operator, samples: float, shared: in
     unit = 2 * pixels / rate * _waves(machine, pixels, columns)
     if machine.precision == "fp32" and _is_winograd(operator):
         unit /= machine.stack.winograd
-    if len(sides_of(operator)) == 3:
+    if len(sides_of(operator)) == 3 and machine.item_bytes == 4:  # tensor cores' 16-bit kernels lose nothing
         unit /= machine.stack.volumes
     return _sums(operator, layout, (forward * unit, to_input * unit, to_weight * unit), seconds)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import ITEMS, batch_size, map_places, places
-from galvatron_lite.parallelism.collectives import all_gather
+from galvatron_lite.parallelism.process_groups import all_gather
+from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.world import messages_carry_data
 
 COMPARED = 3
@@ -54,12 +55,7 @@ class GlobalBatches:
         return (every[0] if len(every) == 1 else _concatenated(every)), len(every)
 
     def __call__(self, batch: Any, group: dist.ProcessGroup | None = None) -> Any:
-        """The global batch of one that is the same on every rank, or this rank's share.
-
-        Raises:
-            InputError: ranks give batches of unlike shapes, or of unlike contents where they are to give the same; on
-                every rank.
-        """
+        """The global batch of one that is the same on every rank, or this rank's share."""
         if dist.get_world_size() == 1 or not messages_carry_data():
             return batch
         self._compare(batch, group)
@@ -82,8 +78,7 @@ class GlobalBatches:
         usual = Counter(signs).most_common(1)[0][0]
         like = signs.index(usual)
         ranks = [rank for rank, sign in enumerate(signs) if sign != usual]
-        held: list[Any] = [None] * len(signs)
-        dist.all_gather_object(held, [*shapes], group=group)
+        held = everyone([*shapes], group)
         what = _difference(held[ranks[0]], held[like])
         named = f"of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         raise InputError("batch", named, f"{what} rank {like}'s. {_LOCAL if self._local else _REMEDY}")

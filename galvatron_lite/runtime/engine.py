@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -32,23 +33,33 @@ from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.observer import Observable, observed
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.optimizer import OptimizerSteps, fused_on_host, split_groups
-from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime, parallelize
-from galvatron_lite.runtime.parameters.copies import ParameterCopies
+from galvatron_lite.runtime.parallelize import parallelize
 from galvatron_lite.runtime.parameters.full_state import full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.parameters.managed import multiply_gradients
 from galvatron_lite.runtime.parameters.pieces import entries_of
-from galvatron_lite.runtime.parameters.use import ParameterUse, check_hooks, is_alone, refuse_direct_calls
+from galvatron_lite.runtime.parameters.use import (
+    ParameterCopies,
+    ParameterUse,
+    check_hooks,
+    is_alone,
+    refuse_direct_calls,
+)
 from galvatron_lite.runtime.phases import Steering
-from galvatron_lite.runtime.pipelined import output_count, pipelined_loss, pipelined_outputs, pipelined_step
+from galvatron_lite.runtime.preparation import Examined
 from galvatron_lite.runtime.reshard.original import original_of
 from galvatron_lite.runtime.reshard.reshard import Resharding
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.stage_calls import Calls, SyncedBuffers, draws_of
+from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
 from galvatron_lite.runtime.step_end import (
     GradientsAside,
     check_gradients,
     clip_factor,
     finish_step,
+    output_count,
+    pipelined_loss,
+    pipelined_outputs,
+    pipelined_step,
     reduced,
     stepped_loss,
 )
@@ -77,6 +88,7 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         precision: ``fp32``, ``bf16`` or ``fp16`` compute; the plan's if not given.
         max_grad_norm: clip the gradient to this norm in ``train_step``; None: do not clip.
         tensor_plans: how layers are split by tensor parallelism, by name; inferred if not given.
+        examined: what ``parallelize.examine`` finds of the model under this plan; examined here if not given.
 
     All other arguments are those of ``auto_parallelize``.
 
@@ -112,6 +124,7 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         precision: str | None = None,
         max_grad_norm: float | None = None,
         tensor_plans: Mapping[str, TensorPlan] | None = None,
+        examined: Examined | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
         seed: int = 0,
         expert_capacity: float | None = None,
@@ -130,7 +143,9 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         self._compute = compute_dtype(precision or plan.precision)
         self.scaler = LossScaler(self._norm, self._multiply) if self._compute is torch.float16 else None
         self.entries = entries_of(model, layers)
-        options = SetupOptions(self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity)
+        options = SetupOptions(
+            self.device, self._compute, tensor_plans, init_fn, seed, loss_fn, expert_capacity, examined=examined
+        )
         draws = draws_of(randomness, model, plan, layers, batch, seed, compiles=bool(compile))
         groups = ProcessGroups(timeout=timeout)
         options = replace(options, compile=check_compile(compile, plan), draws=draws, groups=groups)
@@ -145,7 +160,8 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         self.origin.settle()
         buffers = SyncedBuffers(synced_buffers or {})
         self._calls = Calls(self._compute, self.device, loss_fn, draws, loss_weight, loss_reduction, buffers=buffers)
-        self._rows, self._pending = 0, False
+        self._rows = 0
+        self._aside: weakref.ref[GradientsAside] | None = None
         self._optimizers, self._turns = OptimizerSteps(self), 1
         self._batches = GlobalBatches(self.device, batch, local_batch, timeout)
 
@@ -351,12 +367,13 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         return self.scaler is None and several
 
     def _stepped(self, batch: Any) -> Tensor:
-        aside = GradientsAside(self.runtimes, self._pending)
-        self._turns, self._pending = 1, True
+        aside = GradientsAside(self.runtimes, None if self._aside is None else self._aside())
+        self._turns, self._aside = 1, weakref.ref(aside)
         value = reduced(self, [self.backward_step(batch)], with_norm=False)[0]
+        aside.swap()
 
         def settle(factor: Tensor) -> None:
-            self._pending = False
+            aside.swap()
             check_gradients(self._has_gradients() or not any(runtime.owned for runtime in self.runtimes))
             self._multiply(factor)
             aside.add()

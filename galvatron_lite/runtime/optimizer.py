@@ -9,7 +9,6 @@ from types import FunctionType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -17,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from galvatron_lite.errors import InputError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.parameters.managed import ManagedParameter, guard_gradients
+from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.world import messages_carry_data
 
 if TYPE_CHECKING:
@@ -110,10 +110,8 @@ class OptimizerSteps:
             devices = runtime.meshes.stage_devices
             whole = everywhere and all(one.copies == devices for one in runtime.owned)
             refused = refused or check_optimizer(optimizer, runtime.owned, devices, whole, build)
-        if together and dist.get_world_size() > 1:
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, refused)
-            refused = next((one for one in every if one is not None), None)
+        if together:
+            refused = next((one for one in everyone(refused) if one is not None), None)
         if refused is not None:
             raise refused
         self._checked[optimizer] = parallel.plan

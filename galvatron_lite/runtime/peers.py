@@ -18,6 +18,14 @@ from galvatron_lite.plans.schema import Plan
 Made = TypeVar("Made")
 
 
+def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks of a group (of the world), by rank; all of them call it."""
+    values: list[Any] = [value] * dist.get_world_size(group)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
 class Peers:
     """The ranks of the default process group. Every rank makes one at the same time."""
 
@@ -41,16 +49,14 @@ class Peers:
         """
         if self.group is None:
             return [value]
-        shown: list[Any] = [None] * dist.get_world_size()
         try:
-            dist.all_gather_object(shown, value, group=self.group)
+            return everyone(value, self.group)
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(". ")[0]
             raise LaunchError(
                 f"Checkpoint: rank {self.rank} did not hear of all other ranks; one is gone or was silent for too long "
                 f"({reason}). {RESUME}"
             ) from error
-        return shown
 
 
 @dataclass(frozen=True, slots=True)

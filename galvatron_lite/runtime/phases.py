@@ -48,11 +48,7 @@ class Phases:
         return self.plan.at(self.step)
 
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> Tensor:
-        """One step, under the plan of its phase; all ranks call it together.
-
-        Raises:
-            InputError: the batch has not the samples of the phase.
-        """
+        """One step, under the plan of its phase; all ranks call it together."""
         phase = self.phase
         if batch_size(batch) != phase.plan.global_batch:
             remedy = f"Step {self.step} is of phase {phase.name}: give {phase.plan.global_batch} (parallel.phase)."
@@ -67,13 +63,6 @@ def go_over(
     parallel: ParallelModel, optimizer: torch.optim.Optimizer, plan: Plan, scheduler: Any = None, batch: Any = None
 ) -> float:
     """Split a model for another plan, where it is split otherwise; all ranks call it together.
-
-    Args:
-        parallel: the model.
-        optimizer: of its parameters.
-        plan: to go on with.
-        scheduler: of the optimizer's learning rate.
-        batch: an example of the plan's, where its shapes are others than those of the first one.
 
     Returns:
         Seconds of the switch; 0 where only micro-batches change.

@@ -14,8 +14,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.parts import ChannelPlan
-from galvatron_lite.parallelism.expert.apply import spread_experts, work_on_shares
-from galvatron_lite.parallelism.expert.dispatch import ProcessExchange
+from galvatron_lite.parallelism.expert.apply import ProcessExchange, spread_experts, work_on_shares
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
@@ -32,8 +31,9 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
 from galvatron_lite.runtime.activations.layout import Layout
 from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of, rules_under
-from galvatron_lite.runtime.assignment import LayerAssignment, LayerPlans, glue_layout
+from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
+from galvatron_lite.runtime.preparation import LayerPlans
 
 
 @dataclass(slots=True)

@@ -32,8 +32,8 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.layout import WHOLE, AxisSplit
 from galvatron_lite.runtime.assignment import glue_of
 from galvatron_lite.runtime.loss.weights import LossWeight, ShareScale, share_scales, weighted
-from galvatron_lite.runtime.parallelize import StageRuntime
 from galvatron_lite.runtime.sharding import lot_of
+from galvatron_lite.runtime.stages import StageRuntime
 
 OWN, SAME = "own", "same"
 
@@ -41,11 +41,7 @@ OWN, SAME = "own", "same"
 def draws_of(
     randomness: str, model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, seed: int, *, compiles: bool
 ) -> Draws | None:
-    """The random numbers of a model that is not split yet; None where each rank draws for itself.
-
-    Raises:
-        InputError: an unknown word, or the model cannot draw what one process does.
-    """
+    """The random numbers of a model that is not split yet; None where each rank draws for itself."""
     if randomness not in (OWN, SAME):
         raise InputError("randomness", randomness, f"Give '{OWN}' or '{SAME}'.")
     if randomness == OWN:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
+from galvatron_lite.model.batch import map_tensors, tensors_of
+from galvatron_lite.parallelism.pipeline.runner import PipelineRunner
+from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
+from galvatron_lite.parallelism.zero.apply import set_all_reduce
+from galvatron_lite.plans.execution import pipeline_of
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.monitor.notes import StepPhase
-from galvatron_lite.runtime.parallelize import StageRuntime
+from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameters.managed import guard_gradients, local_tensor, squared_norm_share
+from galvatron_lite.runtime.peers import everyone
+from galvatron_lite.runtime.stage_calls import Calls
+from galvatron_lite.runtime.stages import StageRuntime
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
@@ -71,10 +82,7 @@ def _refuse(parallel: ParallelModel, local_loss: Tensor, loss: Tensor) -> None:
     made = any(one.is_final and not one.is_zero for one in bad)
     made = made or not all(runtime.reducer.gave_finite for runtime in parallel.runtimes)
     here = _NotFinite(not _is_finite(local_loss), made, tuple(one.names[0] for one in bad))
-    every: list[Any] = [here]
-    if parallel.runtime.meshes.world > 1:
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, here, group=parallel.watch.group)
+    every: list[_NotFinite] = everyone(here, parallel.watch.group)
     what, ranks = _report(every, float(loss))
     raise NonFiniteLossError(
         f"{what} The step was not taken, parameters are unchanged, and training can go on. Look at "
@@ -107,31 +115,56 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 class GradientsAside:
-    """Gradients of earlier batches, kept apart until those of the next batch are summed over ranks.
+    """Keeps the gradients of earlier batches apart while the model makes those of the next one.
+
+    The model makes gradients when it is called, but the loop sees them only after ``loss.backward()``: until then they
+    are kept here, so that the loop may zero gradients between the two, as it may in one process.
+
+    Args:
+        runtimes: the stages of this rank.
+        last: of the batch before, where ``backward`` of its loss may still come.
 
     Raises:
-        InputError: there are gradients whose loss is pending, or in host memory.
+        InputError: there are gradients in host memory.
     """
 
-    def __init__(self, runtimes: Sequence[StageRuntime], pending: bool) -> None:
-        held = [one for runtime in runtimes for one in runtime.owned if one.gradient is not None]
-        if held and (pending or any(one.host is not None for one in held)):
+    def __init__(self, runtimes: Sequence[StageRuntime], last: GradientsAside | None) -> None:
+        if last is not None:
+            last._copy()
+        self._runtimes = runtimes
+        owned = [one for runtime in runtimes for one in runtime.owned]
+        held = [one for one in owned if one.gradient is not None]
+        if any(one.host is not None for one in held):
             remedy = (
                 "Those of the last batch are still there. Under this plan the model works a batch through in "
-                "micro-batches by itself: call loss.backward() before the next batch, or optimizer.zero_grad(); with "
-                "offload plan a larger --batch to accumulate more."
+                "micro-batches by itself: call optimizer.zero_grad() before the next batch; with offload plan a larger "
+                "--batch to accumulate more."
             )
             raise InputError("gradients", "of two batches", remedy)
         guard_gradients(held, guarded=False)
-        self._held = [(one, one.reduced.grad.clone()) for one in held if one.reduced.grad is not None]
-        for one, _ in self._held:
-            one.reduced.grad = None
+        self._aside: dict[nn.Parameter, Tensor | None] = {one.reduced: None for one in owned if one.host is None}
+        self.swap()
+        self._copy()
+
+    def swap(self) -> None:
+        """Exchange the gradients that are kept apart and those that the loop sees."""
+        for parameter, gradient in self._aside.items():
+            self._aside[parameter], parameter.grad = parameter.grad, gradient
 
     def add(self) -> None:
-        """Add them to the new ones."""
-        for one, gradient in self._held:
-            new = one.reduced.grad
-            one.reduced.grad = gradient if new is None else new.add_(gradient)
+        """Add those that are kept apart to those that the loop sees, and let go of them."""
+        for parameter, gradient in self._aside.items():
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._aside.clear()
+        for runtime in self._runtimes:
+            if runtime.updates.guarded:
+                guard_gradients(runtime.owned)
+
+    def _copy(self) -> None:
+        """Gradients are views of buffers that the next backward pass fills again."""
+        for parameter, gradient in self._aside.items():
+            self._aside[parameter] = None if gradient is None else gradient.clone()
 
 
 def stepped_loss(loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:
@@ -151,9 +184,9 @@ def stepped_loss(loss: Tensor, multiply: Callable[[Tensor], None]) -> Tensor:
 
 
 def check_gradients(present: bool) -> None:
-    """Raise InputError for a backward pass whose gradients were thrown away."""
+    """Raise InputError for a backward pass whose gradients were zeroed: those in host memory are not kept apart."""
     if not present:
-        remedy = "Under this plan they are made when the model is called: call optimizer.zero_grad() before that."
+        remedy = "With offload they are made when the model is called: call optimizer.zero_grad() before that."
         raise InputError("gradients", "none", remedy)
 
 
@@ -170,3 +203,133 @@ class _Stepped(torch.autograd.Function):
         ctx.is_done = True
         ctx.multiply(gradient)
         return torch.zeros_like(gradient), None, None
+
+
+_PLAIN = (bool, int, float, str, NoneType)
+
+
+def pipelined_step(
+    runtimes: Sequence[StageRuntime],
+    calls: Calls,
+    parts: Sequence[Sequence[Any]],
+    rows: int,
+    lifted: float,
+    watch: Watch,
+) -> Tensor:
+    """All passes of a step.
+
+    Returns:
+        This rank's part of the lifted loss: the sum over the ranks of the world is the batch's mean loss.
+    """
+    runner, traffic = _runner_of(runtimes), runtimes[-1].traffic
+    scale = lifted / (traffic.glue.batch * len(parts[0]))
+
+    def call(chunk: int, part: Any) -> Tensor:
+        loss = calls.loss(runtimes[chunk], part, rows)
+        return (loss.float() if loss.dtype is torch.float16 else loss) * scale
+
+    weights = iter(range(len(parts) * len(parts[0])))
+
+    def before(action: Action, last: bool) -> None:
+        watch.at(StepPhase(action.what.value), action.microbatch)
+        if action.what is not Pass.WEIGHT:
+            watch.waits()
+        if action.what is Pass.BACKWARD:
+            runtime = runtimes[action.chunk]
+            set_all_reduce(runtime.sharded.replicated, last)
+            _begin([runtime], synchronise=last and not runner.pipeline.splits_backward)
+        elif action.what is Pass.WEIGHT:
+            # stages of a rank may share parameters, and their gradients of weights come in any order
+            _begin(runtimes, synchronise=next(weights) == len(parts) * len(parts[0]) - 1)
+
+    # a gradient of a parameter that stages share may come from another stage than the one whose reducer has it
+    _begin(runtimes, synchronise=False)
+    total = runner.step(parts, call, before, watch.goes_on)
+    return total / (runtimes[-1].meshes.stage_devices // traffic.glue.batch)
+
+
+def _begin(runtimes: Sequence[StageRuntime], *, synchronise: bool) -> None:
+    for runtime in runtimes:
+        runtime.reducer.synchronise = synchronise
+        runtime.reducer.begin()
+
+
+def pipelined_loss(runtimes: Sequence[StageRuntime], calls: Calls, parts: Sequence[Sequence[Any]], rows: int) -> Tensor:
+    """This rank's part of the loss of a batch, forward passes alone; arguments and result as of ``pipelined_step``."""
+    traffic = runtimes[-1].traffic
+    ranks = runtimes[-1].meshes.stage_devices // traffic.glue.batch  # that have the same samples
+    losses = _runner_of(runtimes).outputs(parts, lambda chunk, part: calls.loss(runtimes[chunk], part, rows))
+    total = torch.zeros((), device=calls.device) if not losses else torch.stack([loss.float() for loss in losses]).sum()
+    return total / (traffic.glue.batch * len(parts[0]) * ranks)
+
+
+def pipelined_outputs(
+    runtimes: Sequence[StageRuntime], calls: Calls, parts: Sequence[Sequence[Any]], rows: int, plan: Plan
+) -> Any:
+    """The model's outputs for a batch, whole on every rank; arguments as for ``pipelined_step``.
+
+    What is neither a tensor in a nest of mappings, tuples and lists nor a plain value (a cache) is None.
+    """
+    sampled: list[tuple[bool, ...]] = []
+
+    def call(chunk: int, part: Any) -> Any:
+        found, told = calls.outputs(runtimes[chunk], part, rows)
+        sampled.append(told)
+        return found
+
+    made = _runner_of(runtimes).outputs(parts, call)
+    value = _joined(made, sampled[-1]) if made else None
+    meshes, pipeline = runtimes[0].meshes, pipeline_of(plan)
+    source = pipeline.group_of(len(plan.stages) - 1)
+    assert meshes.pipeline is not None
+    return _broadcast(value, dist.get_global_rank(meshes.pipeline, source), meshes.pipeline, calls.device)
+
+
+def output_count(samples: int, plan: Plan) -> int:
+    """Micro-batches in which the outputs for so many samples are made."""
+    unit = plan.microbatches * math.lcm(*(run.strategy.batch_degree for stage in plan.stages for run in stage.runs))
+    return 1 if samples % unit else plan.microbatches
+
+
+def _runner_of(runtimes: Sequence[StageRuntime]) -> PipelineRunner:
+    runner = runtimes[0].pipeline
+    assert runner is not None
+    return runner
+
+
+def _joined(outputs: Sequence[Any], sampled: Sequence[bool]) -> Any:
+    """The outputs of micro-batches as that of one batch: samples behind one another, means of all else."""
+    rest = [tensors_of(value) for value in outputs[1:]]
+    flags = iter(sampled)
+
+    def join(first: Tensor) -> Tensor:
+        every, holds = [first, *(next(own) for own in rest)], next(flags)
+        if holds:
+            return torch.cat(every)
+        return torch.stack(every).mean(0) if first.is_floating_point() else first
+
+    return map_tensors(outputs[0], join)
+
+
+def _broadcast(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    box = [map_tensors(_plain(value), lambda tensor: torch.empty_like(tensor, device="meta"))]
+    dist.broadcast_object_list(box, src=source, group=group, device=device)
+    own = tensors_of(value)
+
+    def receive(like: Tensor) -> Tensor:
+        mine = dist.get_rank() == source
+        tensor = next(own).detach().contiguous() if mine else torch.empty_like(like, device=device)
+        dist.broadcast(tensor, src=source, group=group)
+        return tensor
+
+    return map_tensors(box[0], receive)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        items = {key: _plain(item) for key, item in value.items()}
+        return type(value)(**items) if hasattr(type(value), "__dataclass_fields__") else items
+    if isinstance(value, (tuple, list)):
+        kept = [_plain(item) for item in value]
+        return type(value)(*kept) if hasattr(value, "_fields") else type(value)(kept)
+    return value if isinstance(value, (Tensor, *_PLAIN)) else None

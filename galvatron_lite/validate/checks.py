@@ -90,7 +90,7 @@ def cluster_of(run: PublishedRun, calibration: Calibration) -> Cluster | Skipped
 _PRECISION = re.compile(r"(?<![a-z0-9])(?:bf16|fp16|fp32|tf32|fp8|mxfp8|fp4|nvfp4|mxfp4)(?![0-9])")
 _RECOMPUTE = re.compile(r"none|selective|full|unknown|.*every [1-9]\d*(?:st|nd|rd|th)? layer")
 _SCHEDULE = re.compile(r"1f1b|gpipe|interleaved|zb-?v|zb-[12]p|zb-h[12]")
-_OPTIMIZER = re.compile(r"adam|sgd|momentum|lamb")
+_OPTIMIZER = re.compile(r"adam|sgd|momentum|rmsprop|lamb")
 _MEMORY_SLACK = 0.2
 """Share by which stated and real memory may differ: GB for GiB (7 %), and what firmware and ECC keep."""
 

@@ -22,7 +22,7 @@ from galvatron_lite.verify.dry.roles import named_for, run_roles
 from galvatron_lite.verify.dry.step import Subject, subject_of
 from galvatron_lite.verify.match.meeting import match
 from galvatron_lite.verify.numbers.check import check_numbers
-from galvatron_lite.verify.numbers.train import TrainingFork
+from galvatron_lite.verify.numbers.train import training_fork
 from galvatron_lite.verify.schema import Check, Checks, RoleRun, Verdict, Verification
 from galvatron_lite.verify.source import ModelSource, example_of
 
@@ -129,7 +129,7 @@ def run_checks(
     roles: list[RoleRun] = []
     with ExitStack() as stack:
         # before anything else: later this process may not be fit to fork any more
-        training = stack.enter_context(TrainingFork(source)) if Checks.NUMBERS in checks else None
+        training = stack.enter_context(training_fork(source)) if Checks.NUMBERS in checks else None
         if Checks.DRY in checks:
             found, roles = check_dry(source, plan, progress, profile)
         if training is not None:

@@ -68,6 +68,7 @@ class Message:
     # was none
     used: int = NOBODY
     operator: str = ""  # of a sum: ``sum``, ``max``, ...; empty elsewhere
+    times: int = 1  # in a step: more than one where it stands for those of micro-batches that were not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class RoleRun:
     stage: int  # the group of devices that it belongs to; its stage, where each has one
     role: str  # what is particular about it, in words
     ranks: tuple[int, ...]  # all that play this role
-    messages: tuple[Message, ...]  # of setting up and of one step, in order
+    messages: tuple[Message, ...]  # of setting up and of one step, in order; see ``Message.times``
     samples: tuple[Sample, ...]  # memory over the step, in order; not all moments, but every layer's end and the peak
     peak: MemoryBreakdown  # memory at the step's worst moment. ``context`` is the prediction's, where one was given
     # bytes kept behind a layer's forward until its backward, of one micro-batch, by layer

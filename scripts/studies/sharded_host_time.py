@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import ShardSpec, from_local
+from galvatron_lite.parallelism.spatial.apply import bind_modules
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 
 ROUNDS, CALLS = 15, 200
@@ -50,9 +52,17 @@ def main() -> None:
         "relu": functional.relu,
         "add": lambda x: x + x,
     }
-    for name, function in functions.items():
-        plain, added = (seconds_a_call(lambda f=function, x=x: f(x)) for x in (local, sharded))  # type: ignore[misc]
-        print(f"{name}: {1e6 * plain:.0f} us plain, {1e6 * (added - plain):+.0f} us on shards")
+    modules = {
+        "module with borders": nn.Conv2d(CHANNELS, CHANNELS, 3, 1, 1, bias=False),
+        "batch norm module": nn.BatchNorm2d(CHANNELS),
+    }
+    # first without what split_pixels binds
+    plain = {name: seconds_a_call(partial(run, local)) for name, run in (functions | modules).items()}
+    for module in modules.values():
+        bind_modules(module)
+    for name, run in (functions | modules).items():
+        added = seconds_a_call(partial(run, sharded)) - plain[name]
+        print(f"{name}: {1e6 * plain[name]:.0f} us plain, {1e6 * added:+.0f} us on shards")
 
 
 if __name__ == "__main__":

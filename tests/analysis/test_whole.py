@@ -17,7 +17,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.files import from_data, to_data
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.plans.schema import LayerRun, Plan
-from galvatron_lite.plans.spelled import parse_strategy
+from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.profiler.schema import Profile
 from tests.factories import random_profile
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .pages import PAGES, ROOT, anchors, code, links, named
+from .pages import PAGES, ROOT, anchors, blocks, code, links, named, text_of
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -46,3 +46,12 @@ def test_every_folder_is_in_the_design() -> None:
     found = [path.parent for at in ("*", "runtime/*", "parallelism/*") for path in package.glob(f"{at}/__init__.py")]
     assert len(found) > 40
     assert [path.name for path in found if not re.search(rf"(?<![\w/]){path.name}/", listed)] == []
+
+
+def test_diffs_of_the_guide_are_in_the_code() -> None:
+    diffs = "".join(blocks(text_of("CONTRIBUTING.md"), "diff"))
+    assert len(re.findall(r"^\+\+\+ ", diffs, re.MULTILINE)) > 5
+    for part in diffs.split("+++ ")[1:]:
+        name, *lines = part.splitlines()
+        written = set(text_of(name).splitlines())
+        assert [line for line in lines if line[1:] not in written] == [], name

@@ -109,7 +109,7 @@ def test_settings_of_other_trainers_are_as_shown(tmp_path: Path, command: str, m
     assert settings == ([] if written == "accelerate.yaml" else [(tmp_path / written).read_text().rstrip() + "\n"])
 
 
-@pytest.mark.parametrize("name", ["with_accelerate", "fabric"])
+@pytest.mark.parametrize("name", ["with_accelerate", "lightning"])
 def test_the_lines_that_change_are_those_of_the_examples(name: str) -> None:
     one, many = ((EXAMPLES / way / f"{name}.py").read_text(encoding="utf-8") for way in ("one", "many"))
     (edit,) = blocks(USERS, f"diff scripts/examples/{name}.py")

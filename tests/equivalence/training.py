@@ -21,16 +21,17 @@ from galvatron_lite.parallelism.pipeline.tied import find_shared
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.parallelism.tensor.shards import gather_full
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime import assignment, parallelize
-from galvatron_lite.runtime.assignment import LayerAssignment, tensor_plans
+from galvatron_lite.runtime import preparation
+from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict
 from galvatron_lite.runtime.parameters.managed import ManagedParameter
+from galvatron_lite.runtime.preparation import tensor_plans
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
 from tests.equivalence.families import PICTURES, build_family, build_model, make_batches
 from tests.equivalence.plans import describe
+from tests.parallelism.running import gather_full
 
 SAMPLES = 16
 STEPS = 2
@@ -85,7 +86,7 @@ def make_case(family: str) -> Case:
     model, batch, layers = build_family(family, SAMPLES)
     plans = tensor_plans(model, [LayerAssignment(layer, Strategy(tensor=2)) for layer in layers], batch)
     first_names = {name: shared.names[0] for shared in find_shared(model, layers) for name in shared.names}
-    flow = parallelize.known_flow(model, layers, batch, None)
+    flow = preparation.known_flow(model, layers, batch, None)
     blocks = [layer.name for layer in layers if layer.role is Role.BLOCK]
     return Case(family, layers, plans, first_names, flow, sample_arguments(model, blocks, batch))
 
@@ -145,7 +146,7 @@ def _examined_once(case: Case) -> Iterator[None]:
     def arguments(_model: nn.Module, names: Sequence[str], _batch: Any) -> dict[str, dict[str, int]]:
         return {name: case.sampled[name] for name in names if name in case.sampled}
 
-    with patch.object(parallelize, "known_flow", flow), patch.object(assignment, "sample_arguments", arguments):
+    with patch.object(preparation, "known_flow", flow), patch.object(preparation, "sample_arguments", arguments):
         yield
 
 

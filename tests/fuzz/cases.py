@@ -26,8 +26,14 @@ from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import PHASES_VERSION, read_phased_plan, read_phases
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import read_profile
-from galvatron_lite.runtime.checkpoint.manifest import FORMAT, Manifest, Piece, TensorRecord, read_manifest
-from galvatron_lite.runtime.checkpoint.sealed import write_sealed
+from galvatron_lite.runtime.checkpoint.manifest import (
+    FORMAT,
+    Manifest,
+    Piece,
+    TensorRecord,
+    read_manifest,
+    write_sealed,
+)
 from tests.fuzz.damage import VALUES, damaged, hostile, nonsense, scrambled
 from tests.runs.lines import a_header, a_rank_header, text_of
 

@@ -25,7 +25,8 @@ from galvatron_lite.oracle.strategies import (
 )
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
-from galvatron_lite.plans.spelled import parse_strategy
+from galvatron_lite.plans.written import parse_strategy
+from galvatron_lite.stacks.catalog import match_stack
 
 SAMPLES, BATCH = 12_800, 16
 
@@ -194,3 +195,12 @@ def test_what_layers_allow(machine: ClusterCosts) -> None:
 def test_unknown_models() -> None:
     with pytest.raises(InputError, match=r"model: 'resnet51000'.*resnet50"):
         graph_named("resnet51000", "fp32")
+
+
+def test_the_first_process_of_a_group_reads_for_all_of_it() -> None:
+    stack = match_stack("Chainer/ChainerMN")
+    abci = machine_of(graph_named("resnet50", "fp32"), "abci", 8, "fp32", 256, stack)
+    row = row_of(abci, RowQuestion(Method.DATA_SPATIAL, 8, 256, 256 * 20))
+    assert row.iteration == pytest.approx(256 / 335)
+    alone = row_of(abci, RowQuestion(Method.DATA, 8, 64, 64 * 80))
+    assert alone.iteration > 64 / 335

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from galvatron_lite.parallelism.expert.dispatch import ExpertSpread, mixed
+from galvatron_lite.parallelism.expert.apply import ExpertSpread, mixed
 from tests.parallelism.thread_group import ThreadGroup, grid_groups, run_threads
 
 EXPERTS, HIDDEN, INNER, TOKENS, CHOICES = 4, 6, 8, 10, 2

@@ -18,16 +18,15 @@ from galvatron_lite.model.batch import call_model, loss_of, slice_batch
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.pipeline.deferral import Deferral, defer_weights
 from galvatron_lite.parallelism.pipeline.flow import flow_of
-from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner
+from galvatron_lite.parallelism.pipeline.runner import Chunk, PipelineRunner, pipeline_groups
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, schedule_named
 from galvatron_lite.parallelism.pipeline.stage import StageModel
 from galvatron_lite.parallelism.pipeline.table import Pipeline
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, find_shared
-from galvatron_lite.parallelism.pipeline.transfer import pipeline_groups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors
-from tests.equivalence.families import FAMILIES, build_family
+from tests.equivalence.families import build_family
 from tests.pool import WorkerPool
 from tests.schedules import SIMPLE
 
@@ -153,7 +152,7 @@ def test_1f1b_bounds_the_micro_batches_in_flight(shape: tuple[Schedule, int, int
         assert most == (microbatches if schedule is Schedule.GPIPE else min(microbatches, stages - stage))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["zoo-gpt", "bert", "mixtral"])
 def test_stages_hold_every_parameter_once(family: str) -> None:
     whole, _, layers = build_family(family, 2)
     expected = {name for name, _ in whole.named_parameters(remove_duplicate=False)}

@@ -10,10 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from galvatron_lite.parallelism.spatial.windows import (
+from galvatron_lite.parallelism.spatial.grids import (
     Loan,
     SideWindow,
-    borrowed,
+    borrowed_by,
     borrows,
     crop,
     interior,
@@ -21,9 +21,9 @@ from galvatron_lite.parallelism.spatial.windows import (
     needed,
     output_extent,
     output_range,
-    refusal,
     shard_range,
     stays,
+    window_refusal,
 )
 
 EXTENTS = st.integers(1, 24)
@@ -104,7 +104,7 @@ def test_ranks_borrow_just_what_their_outputs_depend_on(window: SideWindow, exte
             assert (start, stop - 1) == (min(reads(window, outputs[0])), max(reads(window, outputs[-1])))
         found = places(borrows(window, extent, degree, rank))
         assert found == {peer: span & own for peer, own in enumerate(shares) if peer != rank and span & own}
-        assert borrowed(window, extent, degree, rank) == (
+        assert borrowed_by(window, extent, degree, rank) == (
             sum(len(found.get(peer, ())) for peer in range(rank)),
             sum(len(found.get(peer, ())) for peer in range(rank + 1, degree)),
         )
@@ -125,7 +125,7 @@ def test_refused_where_a_rank_has_nothing_or_needs_more_than_the_next_ones(
 ) -> None:
     outputs = output_extent(window, extent)
     if min(extent, outputs) < degree:
-        assert "without a share" in refusal(window, extent, degree)
+        assert "without a share" in window_refusal(window, extent, degree)
         return
     far = nothing = False
     for rank in range(degree):
@@ -138,9 +138,9 @@ def test_refused_where_a_rank_has_nothing_or_needs_more_than_the_next_ones(
         }
         wanted = {place for place in range(start, stop) if 0 <= place < extent}
         far, nothing = far or not wanted <= near, nothing or not wanted
-    assert bool(refusal(window, extent, degree)) == (far or nothing)
-    assert far or "beside it" not in refusal(window, extent, degree)
-    assert nothing or "outside the picture" not in refusal(window, extent, degree)
+    assert bool(window_refusal(window, extent, degree)) == (far or nothing)
+    assert far or "beside it" not in window_refusal(window, extent, degree)
+    assert nothing or "outside the picture" not in window_refusal(window, extent, degree)
 
 
 @given(windows(), EXTENTS, DEGREES)
@@ -197,4 +197,4 @@ def test_a_transposed_window_on_the_part_is_the_part_of_the_whole(window: SideWi
     ],
 )
 def test_borders_of_well_known_layers(window: SideWindow, counts: list[tuple[int, int]]) -> None:
-    assert [borrowed(window, 32, 4, rank) for rank in range(4)] == counts
+    assert [borrowed_by(window, 32, 4, rank) for rank in range(4)] == counts

@@ -15,8 +15,7 @@ from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.ranks import context_group, expert_spread_of, spread_of, tensor_group
 from galvatron_lite.parallelism.registry import dimensions
-from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Strategies, Strategy
 from tests.factories import make_kind
 
 ITEMS = 1200

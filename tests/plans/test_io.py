@@ -169,12 +169,6 @@ def test_a_misspelt_key_is_told_what_it_may_be(tmp_path: Path) -> None:
         read_plan(_edited(tmp_path, "data: 4", "dta: 4"))
 
 
-def test_an_unknown_key_is_named_beside_what_should_be_a_list(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(dump({**to_data(PLAN), "stages": "all", "microbatchs": 2}))
-    with pytest.raises(FileFormatError, match=r"microbatchs: .* Nor can stages: 'all' be used: a list is needed"):
-        read_plan(tmp_path / "a.yaml")
-
-
 def test_strategies_may_be_in_short_form_and_unknown_words_are_named(tmp_path: Path) -> None:
     long = "strategy:\n      data: 4\n"
     assert read_plan(_edited(tmp_path, long, "strategy: data4\n")) == PLAN

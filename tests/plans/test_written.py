@@ -13,8 +13,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.notes import placed_branches
 from galvatron_lite.plans.schema import BranchPlacement
-from galvatron_lite.plans.spelled import parse_strategy
-from galvatron_lite.plans.written import plan_from
+from galvatron_lite.plans.written import parse_strategy, plan_from
 from tests.factories import make_graph, make_kind
 
 KINDS = [make_kind(name, 100) for name in ("before", "block", "after")]

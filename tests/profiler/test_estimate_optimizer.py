@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from galvatron_lite.calibration.schema import StackConstants
@@ -39,6 +41,13 @@ def test_masters_are_held_beside_moments() -> None:
     assert optimizer_cost([A100], "adamw", StateLayout(parameters="bf16", optimizer_bytes=12)).state_bytes == 12
     assert optimizer_cost([A100], "adamw").state_bytes == 8
     assert optimizer_cost([A100], "sgd").state_bytes == 4
+
+
+def test_an_update_makes_the_masters_gradients_from_narrow_ones() -> None:
+    narrow = StateLayout(parameters="bf16", gradients="bf16", optimizer_bytes=12)
+    assert optimizer_cost([A100], "adam-fused", narrow).working_bytes == 4
+    assert optimizer_cost([A100], "adamw", narrow).working_bytes == 8
+    assert optimizer_cost([A100], "adam-fused", replace(narrow, gradients="fp32")).working_bytes == 0
 
 
 def test_the_slowest_device_and_the_stack_count() -> None:

@@ -85,6 +85,15 @@ def test_winograd_serves_three_by_three_in_fp32(precision: str, kernel: int, fas
     assert times[0] / times[1] == pytest.approx(faster, rel=1e-6)
 
 
+@pytest.mark.parametrize(("precision", "slower"), [("fp32", 2.0), ("bf16", 1.0)])
+def test_volumes_are_slower_in_32_bits(precision: str, slower: float) -> None:
+    volume = replace(convolution(64, 64, 32, 3), shape=(64, 64, 1, 32, 32, 32, 3, 3, 3, 1, 1, 1))
+    volume = replace(volume, flops=2 * 64 * 64 * 27 * 32**3)
+    plain, half = (machine_of(DEVICE, precision, REACHED, StackConstants(volumes=share)) for share in (1.0, 0.5))
+    times = [operator_seconds(machine, volume, 8).forward for machine in (half, plain)]
+    assert times[0] / times[1] == pytest.approx(slower, rel=1e-6)
+
+
 def test_the_first_layer_has_no_input_gradient() -> None:
     whole, first = convolution(64, 64, 56, 3), convolution(64, 64, 56, 3, first=True)
     assert 1.8 < operator_seconds(A100, whole, 64).backward / operator_seconds(A100, first, 64).backward < 2.5

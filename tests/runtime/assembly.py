@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.parameters.pieces import LocalShard, part_of
+from galvatron_lite.runtime.activations.layout import cut_box
+from galvatron_lite.runtime.parameters.pieces import LocalShard
 
 ShownShard = tuple[str, tuple[int, ...], list[tuple[tuple[tuple[int, int], ...], Tensor]]]
 """A name, a whole shape, and pieces: where in the whole tensor, and their values."""
@@ -18,7 +19,7 @@ ShownShard = tuple[str, tuple[int, ...], list[tuple[tuple[tuple[int, int], ...],
 def show(held: Sequence[LocalShard]) -> list[list[ShownShard]]:
     """What every rank holds, by rank; all ranks call it."""
     mine: list[ShownShard] = [
-        (one.name, one.shape, [(c.whole.ranges, part_of(one.tensor, c.local).clone()) for c in one.chunks])
+        (one.name, one.shape, [(c.whole.ranges, cut_box(one.tensor, c.local).clone()) for c in one.chunks])
         for one in held
     ]
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -2,46 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from galvatron_lite import auto
+from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.runtime import assignment, parallelize
+from galvatron_lite.runtime import preparation
 from galvatron_lite.runtime.assignment import LayerAssignment
+
+
+class Examined:
+    """What is found out of models that are alike, however they are split."""
+
+    def __init__(self) -> None:
+        self._flows: list[Any] = []
+        self._sampled: dict[str, dict[str, int]] = {}
+        self._split: dict[frozenset[str], dict[str, TensorPlan]] = {}
+        self._shared: dict[object, dict[str, ChannelPlan]] = {}
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """All models that are split meanwhile are alike."""
+        sample_arguments, known_flow = preparation.sample_arguments, preparation.known_flow
+        tensor_plans, channel_plans = preparation.tensor_plans, preparation.channel_plans
+
+        def arguments(model: Any, names: Sequence[str], batch: Any) -> dict[str, dict[str, int]]:
+            unknown = [name for name in names if name not in self._sampled]
+            self._sampled.update(sample_arguments(model, unknown, batch) if unknown else {})
+            return {name: self._sampled[name] for name in names if name in self._sampled}
+
+        def flow(*known: Any) -> Any:
+            self._flows.extend([] if self._flows else [known_flow(*known)])
+            return self._flows[0]
+
+        def plans(model: Any, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:
+            several = list(placed)
+            key = frozenset(one.layer.name for one in several if one.strategy.tensor > 1)
+            if key not in self._split:
+                self._split[key] = tensor_plans(model, several, batch)
+            return self._split[key]
+
+        def channels(model: Any, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, ChannelPlan]:
+            several = list(placed)
+            key = tuple((one.layer.name, one.strategy) for one in several if one.strategy.slices > 1)
+            if key not in self._shared:
+                self._shared[key] = channel_plans(model, several, batch)
+            return self._shared[key]
+
+        finders = {
+            "sample_arguments": arguments, "known_flow": flow, "tensor_plans": plans, "channel_plans": channels,
+        }  # fmt: skip
+        with patch.multiple(preparation, **finders):
+            yield
 
 
 @contextmanager
 def examined_once() -> Iterator[None]:
-    """All models that are split meanwhile are alike, however they are split."""
-    sample_arguments, known_flow, tensor_plans = (
-        assignment.sample_arguments,
-        parallelize.known_flow,
-        parallelize.tensor_plans,
-    )
-    flows: list[Any] = []
-    sampled: dict[str, dict[str, int]] = {}
-    split: dict[frozenset[str], dict[str, TensorPlan]] = {}
+    """All models that a job splits are alike."""
+    with Examined().taken():
+        yield
 
-    def arguments(model: Any, names: Sequence[str], batch: Any) -> dict[str, dict[str, int]]:
-        unknown = [name for name in names if name not in sampled]
-        sampled.update(sample_arguments(model, unknown, batch) if unknown else {})
-        return {name: sampled[name] for name in names if name in sampled}
 
-    def flow(*known: Any) -> Any:
-        flows.extend([] if flows else [known_flow(*known)])
-        return flows[0]
+@contextmanager
+def tried_once() -> Iterator[None]:
+    """All models that ``auto_parallelize`` is given meanwhile are alike: one is discovered, and its loss tried out."""
 
-    def plans(model: Any, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:
-        several = list(placed)
-        key = frozenset(one.layer.name for one in several if one.strategy.tensor > 1)
-        if key not in split:
-            split[key] = tensor_plans(model, several, batch)
-        return split[key]
+    def first_of(call: Callable[..., Any]) -> Callable[..., Any]:
+        found: list[Any] = []
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(assignment, "sample_arguments", arguments))
-        stack.enter_context(patch.object(parallelize, "known_flow", flow))
-        stack.enter_context(patch.object(parallelize, "tensor_plans", plans))
+        def answered(*args: Any) -> Any:
+            found.extend([] if found else [call(*args)])
+            return found[0]
+
+        return answered
+
+    discovers, tries = first_of(auto.discover_layers), first_of(auto._tried_out)
+    with patch.object(auto, "discover_layers", discovers), patch.object(auto, "_tried_out", tries):
         yield

@@ -23,7 +23,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import write_plan
 from galvatron_lite.runtime.checkpoint import checkpointer
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.monitor.blame import operation_of
+from galvatron_lite.runtime.monitor.notes import operation_of
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameters.full_state import full_state_dict
 from tests.runtime.plans import make_plan

@@ -17,6 +17,7 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
+from tests.runtime.examined import tried_once
 from tests.runtime.plans import make_plan
 
 SAMPLES, TOKENS, HIDDEN, VOCAB, STEPS = 8, 8, 16, 32, 3
@@ -174,6 +175,7 @@ def count_mask(batch: Mapping[str, Tensor]) -> Tensor:
     return batch["mask"].sum()
 
 
+@tried_once()
 def differences(kind: str, names: Sequence[str], **options: Any) -> list[str]:
     """What is not as in one process, under each of some plans, which this world runs."""
     losses, state = train_alone(kind)
@@ -193,6 +195,7 @@ def differences(kind: str, names: Sequence[str], **options: Any) -> list[str]:
     return lines
 
 
+@tried_once()
 def refusals(kind: str, names: Sequence[str], **options: Any) -> list[str]:
     """The error that each plan meets before the first step; empty: none."""
     errors = []

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.monitor.blame import message, suspects
-from galvatron_lite.runtime.monitor.notes import Note, StepPhase
+from galvatron_lite.runtime.monitor.notes import Note, StepPhase, message, suspects
 from tests.patience import patiently
 from tests.pool import WorkerPool
 from tests.runtime.cyclic.launched import launch

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_lite.runtime.activations.layout import AxisSplit, Box, Layout
-from galvatron_lite.runtime.activations.redistribute import BoxExchange
+from galvatron_lite.runtime.activations.layout import AxisSplit, Box, BoxExchange, Layout
 from tests.pool import WorkerPool
 
 TOKENS, PICTURE = (8, 12, 3), (4, 4, 5, 7)

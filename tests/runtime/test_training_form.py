@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from tests.together import Together
 
 FAMILIES = [*DECODERS, "Adapted", "T5", "Bart", "Whisper"]
 FULL, SELECTIVE = Recompute.FULL, Recompute.SELECTIVE
+FULL_DATA = Strategy(data=2, recompute=FULL)
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +123,20 @@ def test_checkpoints_of_the_model_are_left_to_the_plan(pool: WorkerPool, reentra
 
 
 def checkpointed(reentrant: bool, folder: str) -> list[str]:
+    """Measured and planned; under a plan of stages where the model's own checkpoints are reentrant."""
     batch, found = torch.randint(VOCAB, (SAMPLES, 6), generator=torch.Generator().manual_seed(1)), []
-    for fix in ("pp=2", "recompute=full") if reentrant else ("zero=3", "microbatches=2"):
+    ways: list[dict[str, Any]] = [{"fix": one, "folder": Path(folder)} for one in ("zero=3", "microbatches=2")]
+    if reentrant:
+        names = [layer.name for layer in discover_layers(Checkpointed(reentrant), batch)]
+        stages = [[Strategy(recompute=FULL)] * 3, [Strategy()] * (len(names) - 3)]
+        plans = (
+            make_plan([names[:3], names[3:]], stages, SAMPLES, 2),
+            make_plan([names], [[FULL_DATA] * len(names)], SAMPLES),
+        )
+        ways = [{"plan": plan} for plan in plans]
+    for way in ways:
         with measuring_briefly():
-            parallel = auto_parallelize(Checkpointed(reentrant), batch, fix=fix, folder=Path(folder))
+            parallel = auto_parallelize(Checkpointed(reentrant), batch, **way)
         found.append(difference(parallel, batch, trained_plainly(Checkpointed(reentrant), batch)))
     return found
 

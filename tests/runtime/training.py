@@ -18,6 +18,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict
+from tests.runtime.examined import Examined
 from tests.runtime.plans import make_plan
 
 SAMPLES, TOKENS, VOCAB, LAYERS = 8, 16, 96, 3
@@ -81,7 +82,13 @@ def plan_of(case: Case) -> Plan:
 
 def make_parallel(case: Case, **options: Any) -> ParallelModel:
     layers = layers_of(case.model)
-    return ParallelModel(make_model(case.model), plan_of(case), layers, make_batch(), device="cpu", **options)
+    with _examined(case.model).taken():
+        return ParallelModel(make_model(case.model), plan_of(case), layers, make_batch(), device="cpu", **options)
+
+
+@cache
+def _examined(_model: str) -> Examined:
+    return Examined()
 
 
 def train(case: Case, steps: int = 3) -> Trained:

@@ -15,7 +15,7 @@ from galvatron_lite.model.shapes.registry import build_graph, load_model
 from galvatron_lite.parallelism.backends import ANY, GALVATRON
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.plans.spelled import parse_strategy
+from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.planner import find_plan

@@ -12,5 +12,5 @@ def test_each_function_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(sharded_host_time, "CALLS", 1)
     sharded_host_time.main()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 8
     assert all("us plain" in line and "us on shards" in line for line in lines)

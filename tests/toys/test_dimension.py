@@ -16,7 +16,7 @@ from galvatron_lite.parallelism.registry import add, added
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import read_plan, write_plan
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.plans.spelled import parse_strategy
+from galvatron_lite.plans.written import parse_strategy
 from tests.equivalence import plans as written
 from tests.equivalence.training import SAMPLES, Case, Reference, make_case, train_alone, train_under_plans
 from tests.pool import WorkerPool

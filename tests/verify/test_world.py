@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from galvatron_lite.errors import LaunchError
-from galvatron_lite.parallelism.collectives import all_gather, reduce_scatter
+from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
 from galvatron_lite.verify.dry.world import MessageLog, UnheardError, dry_world
 from galvatron_lite.verify.schema import NOBODY, MessageType
 

@@ -21,10 +21,12 @@ from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.parallelism.channel.apply import (
     CHANNELS,
+    CHANNELS_RULES,
     ChannelSharing,
     Weighted,
     channel_dim,
     enter_layer,
+    filters_rules,
     is_shared,
     is_weighted,
     leave_layer,
@@ -33,7 +35,6 @@ from galvatron_lite.parallelism.channel.apply import (
     takes_samples,
 )
 from galvatron_lite.parallelism.channel.parts import ChannelPlan, OperatorPart
-from galvatron_lite.parallelism.channel.rules import CHANNELS_RULES, filters_rules
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import Call, ShardedTensor, global_shape, specs_of
 from galvatron_lite.parallelism.shares import share

@@ -14,13 +14,18 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from galvatron_lite.model.batch import move_batch, tensors_of
-from galvatron_lite.parallelism.cyclic.exchange import InFlight, MessageExchange, MicrobatchDesk, Returned, StageOutput
-from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
+from galvatron_lite.parallelism.cyclic.mailbox import (
+    InFlight,
+    MessageExchange,
+    MicrobatchDesk,
+    ProcessMailbox,
+    Returned,
+    StageOutput,
+)
 from galvatron_lite.parallelism.cyclic.programme import CyclicPass, CyclicProgramme, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
-from galvatron_lite.parallelism.cyclic.stages import StagePart
-from galvatron_lite.parallelism.cyclic.states import StageStates
-from galvatron_lite.parallelism.pipeline.transfer import arrived, differentiable, template_of
+from galvatron_lite.parallelism.cyclic.stages import StagePart, StageStates
+from galvatron_lite.parallelism.pipeline.runner import arrived, differentiable, template_of
 
 Call = Callable[[StagePart, Any], Any]
 """Runs a stage's model on a micro-batch; on the last stage it returns the loss, a scalar."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.zero.shares import GradientSharing, RowShare, gather_all
+from galvatron_lite.parallelism.zero.apply import GradientSharing, RowShare, gather_all
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20
 """Bytes. Larger buckets use links better (25 MB as in DDP), smaller ones start earlier."""

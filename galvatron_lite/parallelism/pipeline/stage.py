@@ -26,8 +26,15 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.parallelism.pipeline.flow import LayerFlow, units
-from galvatron_lite.parallelism.pipeline.unknown import Output, UnknownTensor, shape_of, sources_of, unknown
+from galvatron_lite.parallelism.pipeline.flow import (
+    LayerFlow,
+    Output,
+    UnknownTensor,
+    shape_of,
+    sources_of,
+    units,
+    unknown,
+)
 from galvatron_lite.parallelism.sharded.tensor import locals_only
 
 _ENTRY = "entry"

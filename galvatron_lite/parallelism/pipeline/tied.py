@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.pipeline.runner import place_groups
 from galvatron_lite.parallelism.pipeline.schedule import DEFAULT_SCHEDULE
 from galvatron_lite.parallelism.pipeline.table import Pipeline
-from galvatron_lite.parallelism.pipeline.transfer import place_groups
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
 

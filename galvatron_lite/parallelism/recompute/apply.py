@@ -3,21 +3,183 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.trace_meta import left_to_the_plan
 from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
-from galvatron_lite.parallelism.recompute.state import LayerState, as_before
 from galvatron_lite.parallelism.recompute.sums import MUTATED, KeptSums
+
+# What a layer changes besides its outputs, and how it runs again as if it had not.
+#
+# A layer may count its calls, update buffers (an average over steps) or append to a cache that it is given. Run again
+# in backward, it must see what it saw the first time and leave everything as it is.
+
+
+_STATELESS = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module, Tensor)
+_MACHINERY = ("torch", "deepspeed", "galvatron_lite")
+"""Packages whose objects count what runs, the second time too."""
+
+
+@dataclass(slots=True)
+class _Container:
+    """A container, its content before a call, and copies, with versions, of its tensors that may be overwritten."""
+
+    path: str
+    value: Any
+    names: tuple[str, ...] | None = None  # of a module's attributes that count; None: all
+    content: Any = None
+    copies: dict[Any, tuple[int, Tensor]] = field(default_factory=dict)
+
+    def read(self) -> Any:
+        if isinstance(self.value, dict):
+            names = self.value if self.names is None else [name for name in self.names if name in self.value]
+            return {name: self.value[name] for name in names}
+        return self.value.copy()
+
+    def write(self, content: Any) -> None:
+        if self.names is None:
+            self.value.clear()
+        if isinstance(self.value, (dict, set)):
+            self.value.update(content)
+        else:
+            self.value.extend(content)
+
+    def tensors(self) -> Iterator[tuple[Any, Tensor]]:
+        """Tensors of its content that are no parameters, by key."""
+        if not isinstance(self.content, set):
+            for key, value in self.content.items() if isinstance(self.content, dict) else enumerate(self.content):
+                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                    yield key, value
+
+    def write_first(self) -> None:
+        """Its content before the call, with copies in place of tensors that were overwritten since."""
+        content = self.content.copy()
+        for key, (_, copied) in self.copies.items():
+            content[key] = copied
+        self.write(content)
+
+    @property
+    def changed(self) -> bool:
+        """Whether it holds other objects than before the call, or unequal plain values."""
+        now = self.read()
+        if isinstance(now, set):
+            return bool(now != self.content)
+        if isinstance(now, dict):
+            return now.keys() != self.content.keys() or any(_differ(now[key], self.content[key]) for key in now)
+        return len(now) != len(self.content) or any(map(_differ, now, self.content))
+
+
+def _differ(first: Any, second: Any) -> bool:
+    plain = isinstance(first, (int, float, str)) and type(first) is type(second)
+    return first is not second and not (plain and first == second)
+
+
+class LayerState:
+    """What a layer can change: attributes and buffers of its modules, and objects among its arguments.
+
+    The first call finds out whether it changes any; a layer that does not is looked at no more. Attributes that it
+    gets later are not looked at.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._name = type(module).__name__
+        self._repeatable = type(module) in (nn.ReLU, nn.ReLU6)  # of its own result gives the same
+        self._changes = True
+        self._overwritten: set[tuple[str, Any]] | None = None  # None until the first call
+        self._modules = [
+            (path, one, tuple(name for name in vars(one) if not name.startswith("_") and name != "training"))
+            for path, one in module.named_modules()
+        ]
+
+    def call(self, run: Callable[[list[_Container]], Any], arguments: Any) -> Any:
+        """Run the layer, which is given its state before the call.
+
+        Raises:
+            InputError: it overwrites a tensor that it is given.
+        """
+        if not self._changes:
+            return run([])
+        before = list(self._containers(arguments))
+        for one in before:
+            one.content = one.read()
+            one.copies = {
+                key: (value._version, value.detach().clone())
+                for key, value in one.tensors()
+                if self._overwritten is None or (one.path, key) in self._overwritten
+            }
+        versions = [(tensor, tensor._version) for tensor in tensors_of(arguments)]
+        output = run(before)
+        if not self._repeatable and any(tensor._version != version for tensor, version in versions):
+            remedy = "It overwrites a tensor that it is given, and cannot run again on it: plan it without recompute."
+            raise InputError("recompute", self._name, remedy)
+        if self._overwritten is None:
+            self._learn(before)
+        return output
+
+    def _learn(self, before: list[_Container]) -> None:
+        for one in before:
+            one.copies = {key: copy for key, copy in one.copies.items() if _is_overwritten(one.content[key], *copy)}
+        self._overwritten = {(one.path, key) for one in before for key in one.copies}
+        self._changes = bool(self._overwritten) or any(one.changed for one in before)
+        if not self._changes:
+            before.clear()
+
+    def _containers(self, arguments: Any) -> Iterator[_Container]:
+        seen: set[int] = set()
+        for path, module, names in self._modules:
+            yield _Container(f"{path}.", vars(module), names)
+            yield _Container(f"{path}._buffers", module._buffers)
+            for name in names:
+                yield from _inside(f"{path}.{name}", vars(module).get(name), seen)
+        yield from _inside("arguments", arguments, seen)
+
+
+@contextmanager
+def as_before(containers: list[_Container]) -> Iterator[None]:
+    """The state of a layer before its first run, inside; afterwards as it is now."""
+    now = [(one, one.read()) for one in containers]
+    for one in containers:
+        one.write_first()
+    try:
+        yield
+    finally:
+        for one, content in now:
+            one.write(content)
+
+
+def _inside(path: str, value: Any, seen: set[int]) -> Iterator[_Container]:
+    """Containers that can change, in a nest of containers and objects."""
+    if isinstance(value, _STATELESS) or id(value) in seen:
+        return
+    seen.add(id(value))
+    held = value
+    if not isinstance(value, (tuple, dict, list, deque, set)):
+        if not hasattr(value, "__dict__") or type(value).__module__.partition(".")[0] in _MACHINERY:
+            return
+        held = vars(value)
+    if not isinstance(held, tuple):
+        yield _Container(path, held)
+    if not isinstance(held, set):
+        for key, item in list(held.items() if isinstance(held, dict) else enumerate(held)):
+            yield from _inside(f"{path}.{key}", item, seen)
+
+
+def _is_overwritten(tensor: Tensor, version: int, copied: Tensor) -> bool:
+    return tensor._version != version or not (tensor.is_meta or torch.equal(tensor, copied))
+
 
 Forward = Callable[..., Any]
 

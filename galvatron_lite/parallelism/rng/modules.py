@@ -24,15 +24,19 @@ from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_run import observe
-from galvatron_lite.parallelism.pipeline.unknown import UnknownTensor, shape_of, sources_of, unknown
-from galvatron_lite.parallelism.rng.functions import NO_RULES, RANDOM, REFUSED, NumberSource, draws_nothing
+from galvatron_lite.parallelism.pipeline.flow import UnknownTensor, shape_of, sources_of, unknown
 from galvatron_lite.parallelism.rng.numbers import (
+    NO_RULES,
+    RANDOM,
+    REFUSED,
     REMEDY,
     Drawn,
     DrawSite,
+    NumberSource,
     SampleRows,
     SampleSlice,
     Sites,
+    draws_nothing,
     normal,
     places_of,
     stream_of,

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.sharded.calls import spec_at
-from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
+from galvatron_lite.parallelism.sharded.calls import argument, arguments, spec_at
+from galvatron_lite.parallelism.sharded.collectives import full_tensor, local_part
+from galvatron_lite.parallelism.sharded.tensor import (
+    Call,
+    Rules,
+    ShardedTensor,
+    ShardSpec,
+    ShardSpecs,
+    locals_only,
+    specs_of,
+    to_local,
+    wrap_locals,
+)
 from galvatron_lite.parallelism.shares import Range, share
 
 
@@ -203,3 +214,170 @@ def _along(extent: int, length: int, spec: ShardSpec | None, slice_: SampleSlice
 
 def _ranges(pieces: Sequence[Range]) -> Tensor:
     return torch.cat([torch.arange(start, stop) for start, stop in pieces]) if pieces else torch.arange(0)
+
+
+# Random functions of torch that take their numbers, item by item, from a source.
+
+
+class NumberSource(Protocol):
+    """Numbers for a draw, of a shard's shape, on a device."""
+
+    drawn: int  # draws so far
+
+    def uniform(self, name: str, shape: torch.Size, specs: ShardSpecs, device: torch.device) -> Tensor:
+        """In [0, 1); float32."""
+        ...
+
+    def normal(self, name: str, shape: torch.Size, specs: ShardSpecs, device: torch.device) -> Tensor:
+        """Of mean 0 and variance 1; float64."""
+        ...
+
+
+RandomFunction = Callable[[Call, NumberSource], Any]
+"""Does a call of a random function; NotImplemented where it draws nothing, or from a generator of the user's."""
+
+_BY_CHANNEL = 2
+"""Leading dims, by which ``dropout2d`` and its kind drop."""
+
+
+def _dropout(call: Call, source: NumberSource) -> Any:
+    """Items, or channels, are kept with a probability and scaled; the mask takes a byte an item until backward."""
+    tensor, rate = argument(call, 0, "input"), argument(call, 1, "p", 0.5)
+    by_item = call.name in ("dropout", "dropout_")
+    if not argument(call, 2, "training", True) or rate == 0:
+        return NotImplemented
+    with locals_only():
+        shape, specs = tensor.shape, specs_of(tensor)
+        if not by_item:
+            shape = torch.Size([*shape[:_BY_CHANNEL], *[1] * (tensor.dim() - _BY_CHANNEL)])
+            specs = tuple(spec for spec in specs if spec.dim < _BY_CHANNEL)
+        kept = source.uniform(call.name, shape, specs, tensor.device) >= rate
+        scale = 1 / (1 - rate) if rate < 1 else 0.0
+        return (
+            tensor.mul_(kept).mul_(scale) if call.name == "dropout_" else _like(tensor, to_local(tensor) * kept * scale)
+        )
+
+
+def _like(tensor: Tensor, result: Tensor) -> Tensor:
+    if not isinstance(tensor, ShardedTensor):
+        return result
+    sharded: Tensor = wrap_locals(result, tensor.specs, tensor.rules)
+    return sharded
+
+
+_ATTENTION = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+
+
+def _attention(call: Call, source: NumberSource) -> Any:
+    """Attention in which weights are dropped, by its definition: fused kernels draw numbers of their own.
+
+    Where the tokens of queries are sharded, each rank works on its own with all keys and values.
+    """
+    names = ("query", "key", "value", *_ATTENTION)
+    options = {**_ATTENTION, **dict(zip(names, call.args, strict=False)), **call.kwargs}
+    if not options["dropout_p"]:
+        return NotImplemented
+    key, value = full_tensor(options["key"]), full_tensor(options["value"])
+    mask = None if options["attn_mask"] is None else full_tensor(options["attn_mask"])
+    with locals_only():
+        query = to_local(options["query"])
+        specs = specs_of(options["query"])
+        rows = spec_at(specs, query.dim() - 2)
+        if any(spec is not rows for spec in specs):
+            raise InputError("randomness", "same", "Attention drops weights of shared heads. Take randomness='own'.")
+        if options["enable_gqa"]:
+            key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+        scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
+        scores = (query * scale) @ key.transpose(-2, -1)
+        if options["is_causal"]:
+            places = _row_places(rows, query)
+            scores = scores.masked_fill(places[:, None] < torch.arange(key.shape[-2], device=query.device), -torch.inf)
+        if mask is not None:
+            mask = local_part(mask, rows, mask.dim() - 2) if rows is not None and mask.shape[-2] > 1 else mask
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        rate, weights = options["dropout_p"], scores.softmax(-1)
+        kept = source.uniform("scaled_dot_product_attention", weights.shape, specs, weights.device) >= rate
+        result: Tensor = (weights * kept * (1 / (1 - rate) if rate < 1 else 0.0)).to(value.dtype) @ value
+        return _like(options["query"], result)
+
+
+def _row_places(rows: ShardSpec | None, query: Tensor) -> Tensor:
+    pieces = ((0, query.shape[-2]),) if rows is None else rows.pieces
+    return torch.cat([torch.arange(start, stop, device=query.device) for start, stop in pieces])
+
+
+def _filled(kind: str, names: tuple[str, str], first: float, second: float) -> RandomFunction:
+    """``uniform_(from, to)`` and ``normal_(mean, std)``."""
+
+    def fill(call: Call, source: NumberSource) -> Any:
+        if call.kwargs.get("generator") is not None:
+            return NotImplemented
+        tensor, low, high = call.args[0], argument(call, 1, names[0], first), argument(call, 2, names[1], second)
+        with locals_only(), torch.no_grad():
+            numbers = getattr(source, kind)(call.name, tensor.shape, specs_of(tensor), tensor.device)
+            return tensor.copy_(numbers * (high - low) + low if kind == "uniform" else numbers * high + low)
+
+    return fill
+
+
+def _bernoulli(call: Call, source: NumberSource) -> Any:
+    """``bernoulli(probabilities)``, and ``x.bernoulli_(p)``."""
+    if call.kwargs.get("generator") is not None:
+        return NotImplemented
+    tensor = argument(call, 0, "input")
+    rate = argument(call, 1, "p", 0.5) if call.name == "bernoulli_" else tensor
+    with locals_only(), torch.no_grad():
+        kept = source.uniform(call.name, tensor.shape, specs_of(tensor), tensor.device) < to_local(rate)
+        return tensor.copy_(kept) if call.name == "bernoulli_" else _like(tensor, kept.to(tensor.dtype))
+
+
+def _new(kind: str) -> RandomFunction:
+    """``rand`` and ``randn`` of sizes, ``rand_like`` and ``randn_like``."""
+
+    def draw(call: Call, source: NumberSource) -> Any:
+        if call.kwargs.get("generator") is not None:
+            return NotImplemented
+        with locals_only():
+            if call.name.endswith("_like"):
+                tensor = argument(call, 0, "input")
+                options = {name: one for name, one in call.kwargs.items() if name != "input"}
+                empty = torch.empty_like(tensor, **options)
+                numbers = getattr(source, kind)(call.name, empty.shape, specs_of(tensor), empty.device)
+                return _like(tensor, numbers.to(empty.dtype))
+            like = torch.empty(*call.args, **call.kwargs)
+            return like.copy_(getattr(source, kind)(call.name, like.shape, (), like.device))
+
+    return draw
+
+
+RANDOM: Mapping[str, RandomFunction] = {
+    **dict.fromkeys(["dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"], _dropout),
+    "scaled_dot_product_attention": _attention,
+    "uniform_": _filled("uniform", ("from", "to"), 0.0, 1.0),
+    "normal_": _filled("normal", ("mean", "std"), 0.0, 1.0),
+    **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
+    **dict.fromkeys(("rand", "rand_like"), _new("uniform")),
+    **dict.fromkeys(("randn", "randn_like"), _new("normal")),
+}
+_REFUSED = """
+randint randint_like randperm multinomial poisson exponential_ cauchy_ geometric_ log_normal_ random_ normal
+alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_ gumbel_softmax rrelu rrelu_
+fractional_max_pool2d fractional_max_pool3d multi_head_attention_forward
+"""
+REFUSED = frozenset(_REFUSED.split())
+"""Functions that draw numbers, too, but not by items of what they are given."""
+
+
+def draws_nothing(call: Call) -> bool:
+    """Whether a call of one of ``REFUSED`` draws nothing, or from a generator of the user's."""
+    if call.kwargs.get("generator") is not None:
+        return True
+    if call.name == "multi_head_attention_forward":
+        options = arguments(call, torch.nn.functional.multi_head_attention_forward)
+        return not options["training"] or not options["dropout_p"]
+    training = {"rrelu": 4, "rrelu_": 4, "alpha_dropout": 2, "alpha_dropout_": 2}.get(call.name)
+    return training is not None and not argument(call, training, "training", False)
+
+
+NO_RULES = Rules({}, lambda call: call.function(*call.args, **call.kwargs))
+"""Of calls that need not be of sharded tensors."""

@@ -1,27 +1,35 @@
 """Functions along some dims that leave the others alone: softmax, sort, split, flip and their kind; reductions.
 
-Sums, means, variances and norms over sharded dims are those of the shards, added over the ranks. Everything else is
+Sums, means and norms over sharded dims are those of the shards, added over the ranks. Everything else is
 gathered along the sharded dims that it works along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from string import ascii_letters
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from galvatron_lite.parallelism.sharded.calls import (
+    align,
+    align_all,
     argument,
+    broadcast,
+    common_specs,
+    first_specs,
     handled_by,
     input_first,
     on_full,
     refuse_write,
+    spec_at,
     tensors_among,
     warn_gathered,
     without_dims,
+    wrap_like,
 )
 from galvatron_lite.parallelism.sharded.collectives import gather_dims, sum_over
 from galvatron_lite.parallelism.sharded.groups import AxisGroup
@@ -34,6 +42,8 @@ from galvatron_lite.parallelism.sharded.tensor import (
     ShardSpecs,
     global_shape,
     locals_only,
+    specs_of,
+    to_local,
     wrap_locals,
 )
 
@@ -133,33 +143,6 @@ def _sum_or_mean(call: Call) -> Any:
         return wrap_locals(total if dtype is None else total.to(dtype), how.specs, call.rules)
 
 
-_SPREAD = along(1, drops=True, keepdim=3)
-
-
-def _variance(call: Call) -> Any:
-    """``var`` and ``std``, with or without the mean: (x, unbiased), or (x, dim, unbiased, keepdim)."""
-    call = input_first(call)
-    tensor, rest = call.args[0], call.args[1:]
-    names = ["unbiased"] if rest and isinstance(rest[0], bool) else ["dim", "unbiased", "keepdim"]
-    options = {**dict(zip(names, rest, strict=False)), **call.kwargs}
-    keepdim = bool(options.get("keepdim", False))
-    how = _reduction(tensor, options.get("dim"), keepdim) if isinstance(tensor, ShardedTensor) else None
-    if how is None or not how.groups:
-        return _SPREAD(call)
-    correction = options.get("correction", int(options.get("unbiased", True)))
-    with locals_only():
-        wide = tensor.float() if tensor.dtype in HALF else tensor
-        mean = sum_over(wide.sum(how.dims, True), how.groups) / how.items
-        squares = sum_over((wide - mean).square().sum(how.dims, True), how.groups)
-        spread = squares / max(how.items - (1 if correction is None else correction), 0)
-        if call.name.startswith("std"):
-            # torch's gradient of a deviation of zero is zero
-            positive = spread > 0
-            spread = torch.where(positive, torch.where(positive, spread, 1).sqrt(), spread.detach())
-        results = [one.squeeze(() if keepdim else how.dims).to(tensor.dtype) for one in (spread, mean)]
-    return wrap_locals(tuple(results) if call.name.endswith("_mean") else results[0], how.specs, call.rules)
-
-
 _NORMED = along(2, drops=True, keepdim=3)
 
 
@@ -186,12 +169,11 @@ def _norm(call: Call) -> Any:
 HANDLERS: Mapping[str, Handler] = {
     **handled_by(_sum_or_mean, "sum mean"),
     **handled_by(_max_or_min, "max min"),
-    **handled_by(_REDUCED, "amax amin argmax argmin any all count_nonzero prod nansum nanmean median nanmedian"),
-    **handled_by(_variance, "var std var_mean std_mean"),
+    **handled_by(_REDUCED, "amax amin argmax argmin any all count_nonzero prod median"),
+    **handled_by(along(1, drops=True, keepdim=3), "var std var_mean std_mean"),
     **handled_by(_norm, "norm linalg_vector_norm linalg_norm"),
-    **handled_by(along(1, -1, drops=True, keepdim=2), "mode logsumexp"),
-    **handled_by(along(2, -1, drops=True, keepdim=3), "kthvalue"),
-    **handled_by(along(1), "softmax log_softmax softmin logcumsumexp cumsum cumprod cummax cummin cumsum_"),
+    **handled_by(along(1, -1, drops=True, keepdim=2), "logsumexp"),
+    **handled_by(along(1), "softmax log_softmax softmin cumsum"),
     **handled_by(along(1, -1), "sort argsort glu"),
     **handled_by(along(2, -1), "topk"),
     **handled_by(along(2, 0), "split chunk tensor_split split_with_sizes unsafe_chunk unsafe_split"),
@@ -199,8 +181,210 @@ HANDLERS: Mapping[str, Handler] = {
     **handled_by(along(2), "repeat_interleave"),
     **handled_by(along(2, name="dims"), "roll"),
     **handled_by(along(2, 1), "normalize"),
-    **handled_by(along(2, -1), "renorm"),
     **handled_by(along(2, 1), "channel_shuffle native_channel_shuffle"),
     "unbind": along(1, 0, drops=True),
     "flip": _flip,
+}
+
+
+# Products that sum over dims: ``linear``, ``matmul``, ``einsum``, and attention.
+#
+# Dims are named as in Einstein's convention. A dim that is sharded in one operand is sharded alike in all that have it.
+# Over a sharded dim that is summed every rank has a part of the sum, and the group adds them.
+
+
+def _contract(
+    call: Call, function: Callable[..., Any], operands: Sequence[Tensor], labels: Sequence[str], result: str
+) -> Any:
+    """A product on shards, of operands whose dims bear these letters; ``result``: the letters of what it returns."""
+    letters = sorted(set("".join(labels)))
+    pairs = list(zip(operands, labels, strict=True))
+    specs = {
+        letters[spec.dim]: spec
+        for spec in first_specs(
+            [spec.at_dim(letters.index(named[spec.dim])) for spec in specs_of(one)] for one, named in pairs
+        )
+    }
+    if any(
+        global_shape(one)[named.index(letter)] != spec.extent
+        for letter, spec in specs.items()
+        for one, named in pairs
+        if letter in named
+    ):
+        return on_full(call)
+    with locals_only():
+        local = function(*(align(one, _specs_of_letters(named, specs), len(named)) for one, named in pairs))
+        total = sum_over(local, [spec.group for letter, spec in specs.items() if letter not in result])
+    return wrap_locals(total, _specs_of_letters(result, specs), call.rules)
+
+
+def _specs_of_letters(letters: str, specs: Mapping[str, ShardSpec]) -> ShardSpecs:
+    return tuple(specs[letter].at_dim(dim) for dim, letter in enumerate(letters) if letter in specs)
+
+
+def _matmul(call: Call) -> Any:
+    call = input_first(call)
+    left, right = call.args[0], argument(call, 1, "other", argument(call, 1, "mat2"))
+    if call.name == "__rmatmul__":
+        left, right = right, left
+    dims = len(global_shape(left)), len(global_shape(right))
+    batch = ascii_letters[: max(*dims, 2) - 2]
+    rows, columns = "Y" * (dims[0] > 1), "Z" * (dims[1] > 1)
+    labels = (
+        batch[len(batch) - max(dims[0] - 2, 0) :] + rows + "X",
+        batch[len(batch) - max(dims[1] - 2, 0) :] + "X" + columns,
+    )
+    return _contract(call, lambda a, b: a @ b, [left, right], labels, batch + rows + columns)
+
+
+def _linear(call: Call) -> Any:
+    """``linear``: the bias joins where the outputs are complete sums."""
+    call = input_first(call)
+    tensor, weight, bias = call.args[0], argument(call, 1, "weight"), argument(call, 2, "bias")
+    inner = ascii_letters[: len(global_shape(tensor)) - 1]
+    if len(global_shape(weight)) != 2:
+        return on_full(call)
+    plain = not specs_of(weight) and (bias is None or not specs_of(bias))
+    if plain and isinstance(tensor, ShardedTensor) and spec_at(tensor.specs, len(inner)) is None:
+        return wrap_like(call, call.function(to_local(tensor), weight, bias), tensor)
+    product = _contract(call, call.function, [tensor, weight], [f"{inner}Y", "ZY"], f"{inner}Z")
+    return product if bias is None else product + bias
+
+
+def _einsum(call: Call) -> Any:
+    """``einsum`` with letters for all dims."""
+    equation, operands = call.args[0], call.args[1:]
+    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    if not isinstance(equation, str) or "." in equation:
+        return on_full(call)
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    labels = left.split(",")
+    if not arrow:
+        letters = left.replace(",", "")
+        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    if any(len(set(one)) < len(one) for one in labels):
+        return on_full(call)
+    return _contract(call, lambda *shards: call.function(f"{left}->{result}", *shards), operands, labels, result)
+
+
+def _attention(call: Call) -> Any:
+    """``scaled_dot_product_attention``: every rank its queries, with the keys and values of all."""
+    call = input_first(call)
+    query, key, value = (argument(call, number, name) for number, name in enumerate(_OPERANDS))
+    options = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), call.args[3:], strict=False)), **call.kwargs}
+    dims, mask = len(global_shape(query)), options.get("attn_mask")
+    specs = tuple(spec for spec in specs_of(query) if spec.dim < dims - 1)
+    # where the pattern depends on the query's place, or on chance
+    if not specs or options.get("is_causal") or options.get("dropout_p") or options.get("enable_gqa"):
+        return on_full(call)
+    samples = tuple(spec for spec in specs if spec.dim < dims - 2)
+    with locals_only():
+        shards = [align(query, specs, dims), align(key, samples, dims), align(value, samples, dims)]
+        if mask is not None:
+            options["attn_mask"] = align(mask, specs, dims)
+        result = call.function(*shards, **{name: one for name, one in options.items() if name not in _OPERANDS})
+    return wrap_locals(result, specs, call.rules)
+
+
+_OPERANDS = ("query", "key", "value")
+
+PRODUCTS: Mapping[str, Handler] = {
+    **handled_by(_matmul, "matmul __matmul__ __rmatmul__ bmm mm mv"),
+    "linear": _linear,
+    "scaled_dot_product_attention": _attention,
+    "einsum": _einsum,
+}
+
+
+# Losses of sharded predictions: sums over the shards, added over the ranks; every rank has the reduced loss.
+
+
+CLASSES = 1
+"""Dim of the classes in logits (samples, classes, ...)."""
+IGNORED = -100
+"""Class of targets that do not count, by torch's default."""
+
+_NAMES = {
+    "cross_entropy": "input target weight size_average ignore_index reduce reduction label_smoothing",
+    "nll_loss": "input target weight size_average ignore_index reduce reduction",
+    "mse_loss": "input target size_average reduce reduction weight",
+    "l1_loss": "input target size_average reduce reduction weight",
+    "smooth_l1_loss": "input target size_average reduce reduction beta",
+    "huber_loss": "input target reduction delta weight",
+    "binary_cross_entropy": "input target weight size_average reduce reduction",
+    "binary_cross_entropy_with_logits": "input target weight size_average reduce reduction pos_weight",
+    "kl_div": "input target size_average reduce reduction log_target",
+    "soft_margin_loss": "input target size_average reduce reduction",
+    "poisson_nll_loss": "input target log_input full size_average eps reduce reduction",
+}
+
+
+def _parsed(call: Call) -> tuple[Call, str]:
+    """The call with everything behind prediction and target by name, without its reduction; and the reduction."""
+    call = input_first(call)
+    names = _NAMES[call.name].split()[2 : len(call.args)]
+    options = {**dict(zip(names, call.args[2:], strict=False)), **call.kwargs}
+    operands = [*call.args[:2], *(options.pop(name) for name in ("input", "target") if name in options)]
+    average, reduce = options.pop("size_average", None), options.pop("reduce", None)
+    reduction = str(options.pop("reduction", "mean"))
+    if average is not None or reduce is not None:
+        reduction = "none" if reduce is False else "sum" if average is False else "mean"
+    return call._replace(args=tuple(operands), kwargs=options), reduction
+
+
+def _itemwise(call: Call) -> Any:
+    """Losses of each item by itself, which are then averaged or summed over all."""
+    call, reduction = _parsed(call)
+    if reduction == "none":
+        return pointwise(call._replace(kwargs={**call.kwargs, "reduction": "none"}))
+    tensors = tensors_among(call)
+    with locals_only():
+        shape = broadcast(*map(global_shape, tensors))
+        specs = common_specs(tensors)
+        local = align_all(call, specs, len(shape))
+        held = prod(broadcast(*(one.shape for one in local.args)))
+        # the mean of a shard, weighed by its items: sums of half precision might overflow
+        average = reduction != "sum" and held > 0
+        part = call.function(*local.args, **local.kwargs, reduction="mean" if average else "sum")
+        count = {"sum": 1, "batchmean": shape[0] if shape else 1}.get(reduction, prod(shape))
+        return sum_over(part * (held / count) if average else part / count, [spec.group for spec in specs])
+
+
+def _classified(call: Call) -> Any:
+    """``cross_entropy`` and ``nll_loss`` of logits (samples, classes, ...) not sharded along the classes."""
+    call, reduction = _parsed(call)
+    logits, target = call.args
+    shape, likely = global_shape(logits), global_shape(logits) == global_shape(target)
+    of_target = specs_of(target)
+    if not likely:  # classes (samples, ...)
+        of_target = tuple(spec.at_dim(spec.dim + (spec.dim >= CLASSES)) for spec in of_target)
+    specs = first_specs([specs_of(logits), of_target])
+    if len(shape) < 2 or spec_at(specs, CLASSES) is not None or isinstance(call.kwargs.get("weight"), ShardedTensor):
+        return on_full(call._replace(kwargs={**call.kwargs, "reduction": reduction}))
+    fewer, groups = without_dims(specs, [CLASSES]), [spec.group for spec in specs]
+    with locals_only():
+        local = align(logits, specs, len(shape))
+        classes = align(target, specs, len(shape)) if likely else align(target, fewer, len(shape) - 1)
+        each: Tensor = call.function(local, classes, **call.kwargs, reduction="none")
+        if reduction == "none":
+            return wrap_locals(each, fewer, call.rules)
+        # sums of half precision might overflow
+        total = sum_over(each.sum(dtype=torch.promote_types(each.dtype, torch.float32)), groups)
+        if reduction == "mean":
+            count = prod(shape) // shape[CLASSES] if likely else _weight(call, classes).to(total.dtype)
+            total = total / (sum_over(count, groups) if isinstance(count, Tensor) else count)
+        return total.to(each.dtype)
+
+
+def _weight(call: Call, target: Tensor) -> Tensor:
+    """What the classes of the targets that count weigh together."""
+    weight, counted = call.kwargs.get("weight"), target != call.kwargs.get("ignore_index", IGNORED)
+    if weight is None:
+        return torch.sum(counted)
+    weighed: Tensor = weight.detach()[target.clamp(0, len(weight) - 1)] * counted
+    return torch.sum(weighed)
+
+
+LOSSES: Mapping[str, Handler] = {
+    name: _classified if name in ("cross_entropy", "nll_loss") else _itemwise for name in _NAMES
 }

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from galvatron_lite.parallelism.sharded import (
-    contractions,
-    indexing,
-    losses,
-    metadata,
-    pointwise,
-    randomness,
-    reductions,
-    shapes,
-)
+from galvatron_lite.parallelism.sharded import metadata, pointwise, reductions, shapes
 from galvatron_lite.parallelism.sharded.tensor import Handler
 
 COMMON: Mapping[str, Handler] = {
     **metadata.METADATA,
     **metadata.GRADIENTS,
     **pointwise.HANDLERS,
-    **randomness.HANDLERS,
+    **pointwise.DROPOUT,
     **shapes.HANDLERS,
+    **shapes.INDEXING,
     **reductions.HANDLERS,
-    **indexing.HANDLERS,
-    **contractions.HANDLERS,
-    **losses.HANDLERS,
+    **reductions.PRODUCTS,
+    **reductions.LOSSES,
 }
 """By the function's name; every way to shard adds its own."""

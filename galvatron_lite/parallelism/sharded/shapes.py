@@ -8,9 +8,11 @@ In the last two the ranges may not be those of ``shares.share``; then a few item
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +20,26 @@ from torch import Tensor
 
 from galvatron_lite.parallelism.sharded.calls import (
     align,
+    argument,
     first_specs,
     handled_by,
     input_first,
     on_full,
+    refuse_write,
     same_group,
     spec_at,
     warn_gathered,
 )
-from galvatron_lite.parallelism.sharded.collectives import gather_dims, redistribute
-from galvatron_lite.parallelism.sharded.groups import OrderedGroup, Pieces, length_of, ordered_dim_after, shards_of
+from galvatron_lite.parallelism.sharded.collectives import gather_dims, redistribute, sum_over
+from galvatron_lite.parallelism.sharded.groups import (
+    OrderedGroup,
+    Pieces,
+    RangeGroup,
+    length_of,
+    ordered_dim_after,
+    shards_of,
+    take_pieces,
+)
 from galvatron_lite.parallelism.sharded.tensor import (
     Call,
     Handler,
@@ -39,6 +51,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     specs_of,
     wrap_locals,
 )
+from galvatron_lite.parallelism.shares import Range
 
 Shape = tuple[int, ...]
 
@@ -264,3 +277,180 @@ HANDLERS: Mapping[str, Handler] = {
     "view_as": _as_other("view"),
     "reshape_as": _as_other("reshape"),
 }
+
+
+# Parts of a sharded tensor: ``x[...]``, ``narrow`` and ``select``.
+#
+# Other dims are indexed on the shards. A slice of a sharded dim stays sharded: each rank takes what it holds of it, and
+# rows then move between ranks until they lie as ``shares.share`` says. A crop by a few pixels moves a few rows, where
+# gathering would move all. One row, or what an index made of tensors picks, every rank holds in full.
+
+
+@dataclass(frozen=True, slots=True)
+class _ParsedIndex:
+    """What an index means for a shard."""
+
+    local: tuple[Any, ...]  # index of the shard, in which sharded dims are taken in full; or of the one row left
+    sliced: dict[int, slice]  # slices of sharded dims, by dims of the tensor
+    chosen: dict[int, int]  # rows of sharded dims, by dims of the tensor
+    dims_after: dict[int, int]  # the dim of the result that each sharded dim becomes
+
+    def slices(self, specs: ShardSpecs) -> list[tuple[slice, ShardSpec]]:
+        """Slices of sharded dims, with their specs."""
+        return [(self.sliced[spec.dim], spec) for spec in specs if spec.dim in self.sliced]
+
+
+def _parsed(index: Any, specs: ShardSpecs, dims: int) -> _ParsedIndex | None:
+    """The meaning of an index of a tensor with ``dims`` dims; None where it must see the full tensor."""
+    entries = _expanded(index, dims)
+    lists = sum(map(_is_list, entries))
+    if lists > 1 or not all(one is None or type(one) in (int, slice) or _is_list(one) for one in entries):
+        return None
+    sharded, local = {spec.dim for spec in specs}, list[Any]()
+    sliced, chosen, dims_after = dict[int, slice](), dict[int, int](), dict[int, int]()
+    dim = after = 0
+    for entry in entries:
+        if entry is not None and dim in sharded:
+            if _is_list(entry):
+                return None
+            (chosen if isinstance(entry, int) else sliced)[dim] = entry
+            dims_after[dim] = after
+            local.append(0 if isinstance(entry, int) else slice(None))
+        else:
+            local.append(entry)
+        dim += entry is not None
+        after += entry.dim() if isinstance(entry, Tensor) else not isinstance(entry, int)
+    # torch moves the dim of a list to the front where a number stands apart from it
+    if lists and any(type(entry) is int for entry in local):
+        return None
+    return _ParsedIndex(tuple(local), sliced, chosen, dims_after)
+
+
+def _expanded(index: Any, dims: int) -> tuple[Any, ...]:
+    """An index with an entry for every dim, and numbers of other libraries as Python's."""
+    entries = [
+        int(one) if isinstance(one, Integral) and not isinstance(one, bool) else one
+        for one in (index if isinstance(index, tuple) else (index,))
+    ]
+    missing = [slice(None)] * (dims - sum(one is not None and one is not Ellipsis for one in entries))
+    place = next((number for number, one in enumerate(entries) if one is Ellipsis), None)
+    return (*entries, *missing) if place is None else (*entries[:place], *missing, *entries[place + 1 :])
+
+
+def _is_list(entry: Any) -> bool:
+    """An index of many rows: a list of numbers, or a plain tensor of them."""
+    if isinstance(entry, Tensor):
+        return not (isinstance(entry, ShardedTensor) or entry.dtype.is_floating_point or entry.dtype == torch.bool)
+    return isinstance(entry, list) and all(type(item) is int for item in entry)
+
+
+def _get(call: Call) -> Any:
+    tensor, entries = call.args
+    if not isinstance(tensor, ShardedTensor):
+        return on_full(call)
+    with locals_only():
+        index = _parsed(entries, tensor.specs, tensor.dim())
+    if index is None or any(
+        isinstance(spec.group, OrderedGroup) and part.step not in (None, 1) for part, spec in index.slices(tensor.specs)
+    ):
+        return on_full(call)
+    result: Tensor = tensor
+    specs = list[ShardSpec]()
+    with locals_only():
+        for spec in tensor.specs:
+            if spec.dim in index.chosen:
+                result = _row(result, spec, index.chosen[spec.dim])
+            else:
+                result, after = _slice(result, spec, index.sliced[spec.dim])
+                specs.append(after.at_dim(index.dims_after[spec.dim]))
+        everything = all(isinstance(one, slice) and one == slice(None) for one in index.local)
+        result = result.view_as(result) if everything and result is tensor else result[index.local]
+    return wrap_locals(result, tuple(specs), call.rules)
+
+
+def _slice(local: Tensor, spec: ShardSpec, part: slice) -> tuple[Tensor, ShardSpec]:
+    """A shard of the rows of a slice, and how these are sharded."""
+    start, stop, step = part.indices(spec.extent)
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    extent, group = len(range(start, stop, step)), spec.group
+    if extent == spec.extent:
+        return local, spec
+    if isinstance(group, OrderedGroup):
+        return _range(local, spec, start, extent), ShardSpec(spec.dim, extent, RangeGroup(group, spec.extent, start))
+    shards = shards_of(spec.extent, group)
+    held = [_numbers(rows, start, step, extent) for (rows,) in shards]
+    first, last = held[group.rank]
+    offset = start + first * step - spec.start if first < last else 0
+    index = [slice(None)] * spec.dim + [slice(offset, offset + max((last - first - 1) * step + 1, 0), step)]
+    rows = redistribute(local[tuple(index)], spec.dim, tuple((one,) for one in held), shards_of(extent, group), group)
+    return rows, ShardSpec(spec.dim, extent, group)
+
+
+def _range(local: Tensor, spec: ShardSpec, start: int, extent: int) -> Tensor:
+    """Neighbouring rows, which stay where they are."""
+    kept, before = list[Range](), 0
+    for low, high in spec.pieces:
+        first, last = max(low, start), min(high, start + extent)
+        kept += [(before + first - low, before + last - low)] if first < last else []
+        before += high - low
+    return take_pieces(local, spec.dim, tuple(kept))
+
+
+def _numbers(rows: Range, start: int, step: int, extent: int) -> Range:
+    """Which items of a slice lie in a range of rows."""
+    first, last = (min(max(-(-(row - start) // step), 0), extent) for row in rows)
+    return first, last
+
+
+def _row(local: Tensor, spec: ShardSpec, number: int) -> Tensor:
+    """One row of a sharded dim on every rank, as a dim of 1: the other ranks add nothing."""
+    if not -spec.extent <= number < spec.extent:
+        raise IndexError(f"index {number} is out of bounds for dimension {spec.dim} with size {spec.extent}")
+    row = _range(local, spec, number % spec.extent, 1)
+    return sum_over(row.sum(spec.dim, keepdim=True, dtype=local.dtype), [spec.group])
+
+
+def _narrow(call: Call) -> Any:
+    """``narrow(x, dim, start, length)``: a slice."""
+    names = enumerate(("", "dim", "start", "length"))
+    tensor, dim, start, length = (argument(input_first(call), number, name) for number, name in names)
+    if not isinstance(tensor, ShardedTensor):
+        return on_full(call)
+    shape = global_shape(tensor)
+    dim, begin = dim % len(shape), start + shape[dim] if start < 0 else start
+    if not 0 <= begin <= begin + length <= shape[dim]:
+        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({shape[dim]}).")
+    return tensor[(*[slice(None)] * dim, slice(begin, begin + length))]
+
+
+def _select(call: Call) -> Any:
+    """``select(x, dim, index)``: one row."""
+    tensor, dim, index = (argument(input_first(call), n, name) for n, name in enumerate(("", "dim", "index")))
+    if not isinstance(tensor, ShardedTensor):
+        return on_full(call)
+    return tensor[(*[slice(None)] * (dim % len(global_shape(tensor))), index)]
+
+
+def _set(call: Call) -> Any:
+    """``x[index] = value`` where the index takes all of the sharded dims."""
+    tensor, entries, value = call.args
+    if not isinstance(tensor, ShardedTensor):
+        return on_full(call)
+    with locals_only():
+        index = _parsed(entries, tensor.specs, tensor.dim())
+    everything = index is not None and not index.chosen
+    if (
+        index is None
+        or not everything
+        or any(part.indices(spec.extent) != (0, spec.extent, 1) for part, spec in index.slices(tensor.specs))
+    ):
+        return refuse_write(call)
+    with locals_only():
+        specs = tuple(spec.at_dim(index.dims_after[spec.dim]) for spec in tensor.specs)
+        dims = tensor[index.local].dim()
+        tensor[index.local] = align(value, specs, dims) if isinstance(value, Tensor) else value
+    return None
+
+
+INDEXING: Mapping[str, Handler] = {"__getitem__": _get, "__setitem__": _set, "narrow": _narrow, "select": _select}

@@ -21,6 +21,8 @@ from galvatron_lite.parallelism.sharded.tensor import (
     unwrap,
     wrap_locals,
 )
+from galvatron_lite.parallelism.spatial.convolution import ShardedConv1d, ShardedConv2d, ShardedConv3d
+from galvatron_lite.parallelism.spatial.norms import ShardedBatchNorm1d, ShardedBatchNorm2d, ShardedBatchNorm3d
 
 SPECS = "galvatron_specs"
 """Name of the argument that tells a split module how its other arguments are sharded."""
@@ -51,7 +53,26 @@ def split_pixels(module: nn.Module, groups: Sequence[AxisGroup], rules: Rules) -
         groups: ranks that share images in it.
         rules: what functions do inside.
     """
+    bind_modules(module)
     module.forward = _on_shards(module.forward, tuple(groups), rules)
+
+
+def bind_modules(module: nn.Module) -> None:
+    """Make torch's convolutions and batch norms within a module ones that know sharded tensors, in place."""
+    for one in module.modules():
+        kind = _KNOWING.get(type(one))
+        if kind is not None and "forward" not in vars(one):
+            one.__class__ = kind
+
+
+_KNOWING: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: ShardedConv1d,
+    nn.Conv2d: ShardedConv2d,
+    nn.Conv3d: ShardedConv3d,
+    nn.BatchNorm1d: ShardedBatchNorm1d,
+    nn.BatchNorm2d: ShardedBatchNorm2d,
+    nn.BatchNorm3d: ShardedBatchNorm3d,
+}
 
 
 def _on_shards(forward: Callable[..., Any], groups: Sequence[AxisGroup], rules: Rules) -> Callable[..., Any]:

@@ -7,51 +7,47 @@ gradient travel. Gradients of weights and biases are this rank's parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional, grad
 
-from galvatron_lite.parallelism.sharded.calls import named_arguments
+from galvatron_lite.parallelism.sharded.calls import apply_internal, named_arguments
 from galvatron_lite.parallelism.sharded.tensor import (
     PIXELS,
     Call,
     Handler,
+    Rules,
     ShardedTensor,
-    from_local,
-    global_shape,
+    ShardSpec,
+    ShardSpecs,
     locals_only,
     specs_of,
     to_local,
+    wrap_locals,
 )
+from galvatron_lite.parallelism.shares import Range
+from galvatron_lite.parallelism.spatial.grids import SideWindow, crop, needed, output_extent, stays
 from galvatron_lite.parallelism.spatial.halo import (
     Borrowing,
-    Box,
     Halo,
-    HaloPlaces,
+    HaloSide,
     Shard,
-    borrow,
-    box_shape,
     check_batched,
     give_back,
-    halo_places,
-    layout_of,
+    halo_of,
+    halo_sides,
     padded,
     per_side,
-    region,
-    shard_of,
-    specs_after,
-    with_borders,
-    with_groups,
+    shards_in,
 )
-from galvatron_lite.parallelism.spatial.windows import SideWindow, crop, needed, stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +57,10 @@ class ConvolutionPlan:
     windows: tuple[SideWindow, ...]  # one a side of the image
     function: Callable[..., Tensor]  # torch's
     name: str  # of it
-    places: HaloPlaces | None  # sides that are shared, or padded unevenly; None where each rank's shard is enough
+    # sides that are shared, or padded unevenly; None where each rank's shard is enough
+    sides: tuple[HaloSide, ...] | None
     steps: Mapping[str, Any]  # arguments of torch's functions; sides of the halo are padded already
+    outputs: tuple[int, ...]  # extents of what the convolution makes, of sharded dims
 
     @property
     def transposed(self) -> bool:
@@ -70,18 +68,12 @@ class ConvolutionPlan:
         return self.windows[0].transposed
 
 
-_ARGUMENTS = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1,
-              "output_padding": 0}  # fmt: skip
-_TRANSPOSED = {
-    "input": None,
-    "weight": None,
-    "bias": None,
-    "stride": 1,
-    "padding": 0,
-    "output_padding": 0,
-    "groups": 1,
-    "dilation": 1,
-}
+_NAMES = "input weight bias stride padding dilation groups output_padding"
+_NAMES_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
+_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0, "bias": None}
+_ARGUMENTS, _TRANSPOSED = (
+    {name: _DEFAULTS.get(name) for name in names.split()} for names in (_NAMES, _NAMES_TRANSPOSED)
+)
 
 
 def convolve(call: Call) -> Any:
@@ -90,24 +82,70 @@ def convolve(call: Call) -> Any:
     Raises:
         InputError: the image has no dim of samples, or its ranks need more than the ranks beside them hold.
     """
-    transposed, sides = "transpose" in call.name, int(call.name[-2])
-    options = named_arguments(call, _TRANSPOSED if transposed else _ARGUMENTS)
+    options = named_arguments(call, _TRANSPOSED if "transpose" in call.name else _ARGUMENTS)
     image, weight, bias = options["input"], options["weight"], options["bias"]
-    check_batched(image, sides, call.name)
-    specs = specs_of(image)
+    shard, specs = to_local(image), specs_of(image)
+    check_batched(shard, int(call.name[-2]), call.name)
     if not specs or specs[0].dim < PIXELS or isinstance(weight, ShardedTensor) or isinstance(bias, ShardedTensor):
         return call.rules.otherwise(call)
-    values = (options.get(name, 0) for name in _AMOUNTS)
-    amounts = tuple([one if isinstance(one, (int, str)) else tuple(one) for one in values])
-    shards = tuple(map(shard_of, specs))
-    plan = _planned(call.name, global_shape(image)[PIXELS:], tuple(weight.shape[PIXELS:]), amounts, shards)
-    if plan.places is None:
-        with locals_only():
-            result: Tensor = call.function(*call.args, **call.kwargs)
-    else:
-        shard, weight, bias = _as_autocast(to_local(image), weight, bias)
-        result = _Convolve.apply(shard, weight, bias, plan, with_groups(plan.places, specs))  # type: ignore[no-untyped-call]
-    return from_local(result, specs_after(specs, plan.windows), call.rules)
+    values = [options.get(name, 0) for name in _AMOUNTS]
+    amounts = tuple([tuple(one) if isinstance(one, list) else one for one in values])
+    extents = tuple([spec.extent for spec in specs])
+    plan = _planned(call.name, shard.shape, extents, weight.shape, amounts, shards_in(specs))
+    if plan.sides is not None:
+        return _with_halo(plan, plan.sides, shard, weight, bias, specs, call.rules)
+    with locals_only():
+        result: Tensor = call.function(*call.args, **call.kwargs)
+    return wrap_locals(result, _specs_after(plan, specs), call.rules)
+
+
+def _with_halo(
+    plan: ConvolutionPlan,
+    sides: tuple[HaloSide, ...],
+    shard: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    specs: ShardSpecs,
+    rules: Rules,
+) -> Any:
+    shard, weight, bias = _as_autocast(shard, weight, bias)
+    result = apply_internal(_Convolve, shard, weight, bias, plan, halo_of(sides, specs))
+    return wrap_locals(result, _specs_after(plan, specs), rules)
+
+
+def _specs_after(plan: ConvolutionPlan, specs: ShardSpecs) -> ShardSpecs:
+    return tuple([ShardSpec(one.dim, extent, one.group) for one, extent in zip(specs, plan.outputs, strict=True)])
+
+
+class _KnowsShards(nn.modules.conv._ConvNd):
+    """A convolution that looks at sharded tensors itself, not through ``__torch_function__``: it saves host time in
+    every call."""
+
+    def forward(self, image: Tensor) -> Any:
+        """As the convolution does."""
+        specs = specs_of(image)
+        if not isinstance(image, ShardedTensor) or specs[0].dim < PIXELS or self.padding_mode != "zeros":
+            return super().forward(image)
+        shard, name = to_local(image), f"conv{len(self.kernel_size)}d"
+        check_batched(shard, len(self.kernel_size), name)
+        amounts = (self.stride, self.padding, self.dilation, self.groups, 0)
+        extents = tuple([spec.extent for spec in specs])
+        plan = _planned(name, shard.shape, extents, self.weight.shape, amounts, shards_in(specs))
+        if plan.sides is not None:
+            return _with_halo(plan, plan.sides, shard, self.weight, self.bias, specs, image.rules)
+        return wrap_locals(super().forward(shard), _specs_after(plan, specs), image.rules)
+
+
+class ShardedConv1d(_KnowsShards, nn.Conv1d):
+    """``nn.Conv1d``."""
+
+
+class ShardedConv2d(_KnowsShards, nn.Conv2d):
+    """``nn.Conv2d``."""
+
+
+class ShardedConv3d(_KnowsShards, nn.Conv3d):
+    """``nn.Conv3d``."""
 
 
 _AMOUNTS = ("stride", "padding", "dilation", "groups", "output_padding")
@@ -116,21 +154,29 @@ _Amounts = tuple[int | str | tuple[int, ...], ...]
 
 @lru_cache(maxsize=1024)
 def _planned(
-    name: str, extents: tuple[int, ...], kernel: tuple[int, ...], amounts: _Amounts, shards: tuple[Shard, ...]
+    name: str,
+    shape: tuple[int, ...],
+    sharded: tuple[int, ...],
+    weight: tuple[int, ...],
+    amounts: _Amounts,
+    shards: tuple[Shard, ...],
 ) -> ConvolutionPlan:
     options = dict(zip(_AMOUNTS, amounts, strict=True))
-    windows = _windows(kernel, options, "transpose" in name)
-    degrees = {dim: degree for dim, degree, _ in shards}
-    alone = all(stays(windows[dim - PIXELS], extents[dim - PIXELS], degree) for dim, degree in degrees.items())
-    places = None if alone else halo_places(extents, windows, shards, name)
-    outside = () if places is None else places.dims
+    windows = _windows(weight[PIXELS:], options, "transpose" in name)
+    extents = list(shape[PIXELS:])
+    for (dim, *_), extent in zip(shards, sharded, strict=True):
+        extents[dim - PIXELS] = extent
+    alone = all(stays(windows[dim - PIXELS], extents[dim - PIXELS], degree) for dim, degree, _ in shards)
+    sides = None if alone else halo_sides(tuple(extents), windows, shards, name)
+    outside = [side.dim for side in sides or ()]
     steps = {
         "stride": tuple(one.stride for one in windows),
         "padding": tuple(0 if dim in outside else one.before for dim, one in enumerate(windows, PIXELS)),
         "dilation": tuple(one.dilation for one in windows),
         "groups": options["groups"],
     }
-    return ConvolutionPlan(windows, getattr(functional, name), name, places, steps)
+    outputs = tuple(output_extent(windows[dim - PIXELS], extents[dim - PIXELS]) for dim, *_ in shards)
+    return ConvolutionPlan(windows, getattr(functional, name), name, sides, steps, outputs)
 
 
 def _windows(kernel: Sequence[int], options: Mapping[str, Any], transposed: bool) -> tuple[SideWindow, ...]:
@@ -167,19 +213,19 @@ OVERLAP_EDGE = 4
 """Outputs for one at the border, from which on few of them are done as thin strips, which fill an accelerator badly."""
 
 
-def overlaps(places: HaloPlaces, shard: Tensor, weight: Tensor) -> bool:
-    """Whether outputs that need no borders are computed on their own while the borders travel.
+def overlaps(sides: Sequence[HaloSide], shard: Tensor, weight: Tensor) -> bool:
+    """Whether outputs that need no borders of the last side are computed on their own while these travel.
 
     That hides the messages, but costs a copy of the outputs and a kernel for each strip at the border. So it is done
     where something travels, outputs at the border are few, one output takes more work than its copy, and the work lasts
     as long as a message. A rule of sizes only: no clock, so runs repeat.
     """
-    if not places.travelling or weight.numel() < OVERLAP_DEPTH * weight.shape[0]:
+    if weight.numel() < OVERLAP_DEPTH * weight.shape[0] or not sides[-1].travels:
         return False
-    inner = prod(stop - start for start, stop in places.interior)
-    every = prod(stop - start for start, stop in places.outputs)
-    sides = {side.dim for side in places.sides}
-    rest = prod(extent for dim, extent in enumerate(shard.shape) if dim != 1 and dim not in sides)
+    every = prod(side.outputs[1] - side.outputs[0] for side in sides)
+    inner = prod(side.interior[1] - side.interior[0] for side in sides)
+    dims = {side.dim for side in sides}
+    rest = prod(extent for dim, extent in enumerate(shard.shape) if dim != 1 and dim not in dims)
     return inner * OVERLAP_EDGE >= every * (OVERLAP_EDGE - 1) and inner * rest * weight.numel() >= OVERLAP_WORK
 
 
@@ -188,9 +234,14 @@ class _Convolve(Function):
     def forward(
         ctx: Any, shard: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan, halo: Halo
     ) -> Tensor:
-        borrowing = borrow(shard, halo)
-        run = _run_transposed if plan.transposed else _run_overlapped if overlaps(halo.places, shard, weight) else _run
-        result = run(plan, borrowing, weight, bias)
+        # views of what takes a gradient cost twice as much
+        borrowing = Borrowing(shard.detach(), halo)
+        if plan.transposed:
+            result = _run_transposed(plan, borrowing.arrive(), weight, bias, halo)
+        elif overlaps(halo.sides, shard, weight):
+            result = _run_overlapped(plan, borrowing, weight, bias, halo.sides[-1])
+        else:
+            result = plan.function(borrowing.arrive(), weight, bias, **plan.steps)
         ctx.plan, ctx.halo, ctx.shape = plan, halo, shard.shape
         kept = (shard, *borrowing.borders) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(weight, *kept)
@@ -206,64 +257,50 @@ class _Convolve(Function):
         arriving = gradient
         if plan.transposed:
             # of what the transposed convolution made before it was cropped
-            arriving = padded(gradient, halo.places.sides, _crops(halo))
+            arriving = padded(gradient, halo.sides, _crops(halo))
         returning = weights = None
         if for_shard:
-            size = box_shape(ctx.shape, halo.places.dims, halo.places.needed)
+            size = list(ctx.shape)
+            for side in halo.sides:
+                size[side.dim] = side.needed[1] - side.needed[0]
             returning = give_back(_input_gradient(plan, size, weight, arriving), halo)
         if for_weight:
-            image = with_borders(kept[0], halo, kept[1:])
+            image = Borrowing(kept[0], halo, kept=kept[1:]).arrive()
             weights = _weight_gradient(plan, image, weight.shape, arriving)
         biases = gradient.sum((0, *range(PIXELS, gradient.dim()))) if for_bias else None
         return returning() if returning is not None else None, weights, biases, None, None
 
 
-def _run(plan: ConvolutionPlan, borrowing: Borrowing, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return plan.function(borrowing.arrive(), weight, bias, **plan.steps)
+def _run_overlapped(
+    plan: ConvolutionPlan, borrowing: Borrowing, weight: Tensor, bias: Tensor | None, side: HaloSide
+) -> Tensor:
+    """The outputs that need no borders of a side while these travel, and then the others."""
+
+    def outputs(image: Tensor, first: int, places: Range) -> Tensor:
+        """Those of a range, of an image that begins at place ``first``."""
+        start, stop = needed(side.window, 0, places)
+        return plan.function(image.narrow(side.dim, start - first, stop - start), weight, bias, **plan.steps)
+
+    (start, stop), (low, high) = side.outputs, side.interior
+    middle = outputs(borrowing.image, side.start, (low, high))
+    image = borrowing.arrive()
+    ends = [outputs(image, side.needed[0], one) if one[0] < one[1] else None for one in ((start, low), (high, stop))]
+    return torch.cat([one for one in (ends[0], middle, ends[1]) if one is not None], side.dim)
 
 
-def _run_overlapped(plan: ConvolutionPlan, borrowing: Borrowing, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The outputs that need no borders while these travel, and then the others."""
-    halo = borrowing.halo
-    sides, dims, every = halo.places.sides, halo.places.dims, halo.places.outputs
-
-    def outputs(box: Box) -> Tensor:
-        places = tuple(needed(side.window, side.extent, one) for side, one in zip(sides, box, strict=True))
-        return plan.function(borrowing.region(places), weight, bias, **plan.steps)
-
-    inner = outputs(halo.places.interior)
-    borrowing.arrive()
-    shape = box_shape(inner.shape, dims, every)
-    result = torch.empty(shape, dtype=inner.dtype, device=inner.device, memory_format=layout_of(inner))
-    region(result, dims, every, halo.places.interior).copy_(inner)
-    for box in _frame(every, halo.places.interior):
-        region(result, dims, every, box).copy_(outputs(box))
-    return result
-
-
-def _frame(outer: Box, inner: Box) -> Iterator[Box]:
-    """Boxes that cover ``outer`` without ``inner``, each place once."""
-    for index, ((start, stop), (low, high)) in enumerate(zip(outer, inner, strict=True)):
-        for places in ((start, low), (high, stop)):
-            if places[0] < places[1]:
-                yield (*inner[:index], places, *outer[index + 1 :])
-
-
-def _run_transposed(plan: ConvolutionPlan, borrowing: Borrowing, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run_transposed(plan: ConvolutionPlan, image: Tensor, weight: Tensor, bias: Tensor | None, halo: Halo) -> Tensor:
     """The transposed convolution of what the outputs depend on, cropped to them."""
-    halo = borrowing.halo
     crops = _crops(halo)
     gaps = any(min(one) < 0 for one in crops)
-    result = plan.function(borrowing.arrive(), weight, None if gaps else bias, output_padding=0, **plan.steps)
-    result = padded(result, halo.places.sides, [(-before, -after) for before, after in crops])
+    result = plan.function(image, weight, None if gaps else bias, output_padding=0, **plan.steps)
+    result = padded(result, halo.sides, [(-before, -after) for before, after in crops])
     if gaps and bias is not None:
         result += bias.view(-1, *[1] * len(plan.windows))
     return result
 
 
 def _crops(halo: Halo) -> list[tuple[int, int]]:
-    every = zip(halo.places.sides, halo.places.outputs, halo.places.needed, strict=True)
-    return [crop(side.window, outputs, inputs) for side, outputs, inputs in every]
+    return [crop(side.window, side.outputs, side.needed) for side in halo.sides]
 
 
 def _input_gradient(plan: ConvolutionPlan, size: Sequence[int], weight: Tensor, gradient: Tensor) -> Tensor:

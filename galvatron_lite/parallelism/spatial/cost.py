@@ -54,8 +54,7 @@ from galvatron_lite.parallelism.spatial.grids import (
     sensible_grids,
     splits_pixels,
 )
-from galvatron_lite.parallelism.strategies import Strategies
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Strategies, Strategy
 
 _BORDER = attrgetter(*(item.name for item in fields(SideTraffic)))
 
@@ -72,7 +71,6 @@ class SpatialDimension(Dimension):
         StrategyField("height", "height", (), "devices that share the rows of a picture", splits=True),
         StrategyField("width", "width", (), "devices that share the columns of a picture", splits=True),
     )
-    forbids = MappingProxyType({"spatial": ("spatial",)})
     parts = MappingProxyType({"spatial": ("depth", "height", "width")})
     examples = "spatial2x4 (rows x columns; spatial2x2x4: planes x rows x columns)"
 

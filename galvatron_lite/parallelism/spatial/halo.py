@@ -3,6 +3,8 @@
 Sides are taken in turn, outermost first, and what is sent along one holds what arrived along those before it, so
 corners need no messages of their own. Gradients go back in the opposite order and are added where the border came
 from, which is the exact adjoint. No autograd here.
+
+All places are worked out once for each layer and image (``halo_sides``): host time counts in every call.
 """
 
 from __future__ import annotations
@@ -17,18 +19,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.sharded.collectives import resized
 from galvatron_lite.parallelism.sharded.groups import Arrival, AxisGroup, ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import (
     PIXELS,
     Call,
     ShardSpec,
     ShardSpecs,
-    from_local,
     global_shape,
     locals_only,
+    wrap_locals,
 )
 from galvatron_lite.parallelism.shares import Range
-from galvatron_lite.parallelism.spatial.windows import (
+from galvatron_lite.parallelism.spatial.grids import (
     SideWindow,
     borrows,
     interior,
@@ -36,165 +39,132 @@ from galvatron_lite.parallelism.spatial.windows import (
     needed,
     output_extent,
     output_range,
-    refusal,
     shard_range,
     stays,
     travels,
+    window_refusal,
 )
 
 Amount = int | Sequence[int]
 """One number for all sides, or one a side, as torch takes them."""
 
-Box = tuple[Range, ...]
-"""Places along sides of an image, in their order."""
 
-Cut = tuple[tuple[int, int, int], ...]
-"""Dims of a tensor, with the start and the length to which each is narrowed."""
-
-Extents = tuple[tuple[int, int], ...]
-"""Dims of a tensor, and how far it extends along each."""
-
-
-class Loan(NamedTuple):
-    """A box of an image that a rank lends to another, or borrows."""
+class Strip(NamedTuple):
+    """Rows (planes, columns) of a side that a rank lends to another, or borrows."""
 
     peer: int
-    cut: Cut  # where it is in what the rank holds and needs
-    extents: Extents
+    start: int  # of what it lends: in its shard; of what it borrows: in what its outputs need
+    length: int
 
 
-Loans = tuple[Loan, ...]
-
-
-class HaloSide(NamedTuple):
-    """A side of an image, the window that slides along it, and the ranks that share it."""
+@dataclass(frozen=True, slots=True)
+class HaloSide:
+    """A side of an image that is shared or padded unevenly, and what a rank's outputs need along it."""
 
     dim: int  # of the image
-    extent: int  # of the global image
     window: SideWindow
-    degree: int
-    rank: int  # this one
+    travels: bool  # whether any rank borrows: then all take part
+    lent: tuple[Strip, ...]
+    borrowed: tuple[Strip, ...]  # in order of places
+    below: int  # how many of them lie before the shard
+    outside: tuple[int, int]  # places that outputs need before and behind the image
+    used: tuple[int, int] | None  # start and length of what outputs need of the shard; None: all of it
+    start: int  # first place of the shard
+    held: int  # places of it
+    needed: Range  # places that outputs depend on, those outside included
+    outputs: Range
+    interior: Range  # outputs that need the shard alone
+    # sides before this one whose places outside the image are not sent: dim, places before and behind, places between
+    framed: tuple[tuple[int, int, int, int], ...]
 
 
-Sides = tuple[HaloSide, ...]
-"""Outermost first."""
-
-
-@dataclass(frozen=True, slots=True)
-class HaloPlaces:
-    """What a rank holds, needs and makes along sides of an image, worked out once: its time counts in every call."""
-
-    sides: Sides
-    dims: tuple[int, ...]  # of the image, that the sides are
-    held: Box  # its shard
-    needed: Box  # what its outputs need, with places outside the image
-    extended: Box  # the smallest box with what it holds and what it needs
-    outputs: Box
-    interior: Box  # outputs that need its own shard only
-    travelling: tuple[int, ...]  # sides along which something is sent, by number; the same on every rank
-    # by side, what it lends to whom: of sides before, what outputs need (it has arrived); of later ones, its shard
-    lent: tuple[Loans, ...]
-    borrowed: tuple[Loans, ...]  # what it borrows, likewise
-    # of ``extended``, in which ``held``, ``needed`` and what lies outside the image are cut out
-    extents: Extents
-    held_cut: Cut
-    needed_cut: Cut
-    outside: tuple[Cut, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Halo:
+class Halo(NamedTuple):
     """What a layer's windows need along the sides of an image that are shared, or padded unevenly."""
 
-    places: HaloPlaces
+    sides: tuple[HaloSide, ...]  # outermost first
     groups: tuple[AxisGroup, ...]  # that share each side
 
 
 _ALONE = ShapeOnlyAxisGroup(1, 0)
 """The group of a side that is not shared."""
 
+Shard = tuple[int, int, int]
+"""A dim that is shared, by how many ranks, and which of them this one is: a spec without its group, which no cache may
+keep alive."""
 
-def halo_of(extents: Sequence[int], windows: Sequence[SideWindow], specs: Sequence[ShardSpec], layer: str) -> Halo:
-    """The halo of windows that slide along the sides of an image.
+
+def shards_in(specs: ShardSpecs) -> tuple[Shard, ...]:
+    """The key of sharded dims in caches."""
+    return tuple([(spec.dim, spec.group.size, spec.group.rank) for spec in specs])
+
+
+def halo_of(sides: tuple[HaloSide, ...], specs: ShardSpecs) -> Halo:
+    """The halo of a sharded image from its sides."""
+    if len(sides) == len(specs):
+        return Halo(sides, tuple([spec.group for spec in specs]))
+    groups = {spec.dim: spec.group for spec in specs}
+    return Halo(sides, tuple([groups.get(side.dim, _ALONE) for side in sides]))
+
+
+@lru_cache(maxsize=1024)
+def halo_sides(
+    extents: tuple[int, ...], windows: tuple[SideWindow, ...], shards: tuple[Shard, ...], layer: str
+) -> tuple[HaloSide, ...]:
+    """The sides along which windows need more than a rank's shard, or other pads than torch offers.
+
+    Args:
+        extents: of the global image.
+        windows: that slide along its sides.
+        shards: of its dims.
+        layer: for messages.
 
     Raises:
         InputError: ranks cannot share the image under these windows; says why.
     """
-    places = halo_places(tuple(extents), tuple(windows), tuple(map(shard_of, specs)), layer)
-    return with_groups(places, specs)
-
-
-Shard = tuple[int, int, int]
-"""A dim that is shared, by how many ranks, and which of them this one is."""
-
-
-def shard_of(spec: ShardSpec) -> Shard:
-    """A spec without its group, which no cache may keep alive."""
-    return spec.dim, spec.group.size, spec.group.rank
-
-
-def with_groups(places: HaloPlaces, specs: Sequence[ShardSpec]) -> Halo:
-    """The halo of a sharded image, from its places."""
-    groups = {spec.dim: spec.group for spec in specs}
-    return Halo(places, tuple([groups.get(dim, _ALONE) for dim in places.dims]))
-
-
-@lru_cache(maxsize=1024)
-def halo_places(
-    extents: tuple[int, ...], windows: tuple[SideWindow, ...], shards: tuple[Shard, ...], layer: str
-) -> HaloPlaces:
-    """Places of ``halo_of``, which says what is raised."""
-    ranks = {dim: (degree, rank) for dim, degree, rank in shards}
     uneven = {dim: (1, 0) for dim, one in enumerate(windows, PIXELS) if one.before != one.after}
-    sides = tuple(
-        HaloSide(dim, extents[dim - PIXELS], windows[dim - PIXELS], *place)
-        for dim, place in sorted((uneven | ranks).items())
-    )
-    for side in sides:
-        reason = refusal(side.window, side.extent, side.degree)
+    places = uneven | {dim: (degree, rank) for dim, degree, rank in shards}
+    for dim, (degree, _) in sorted(places.items()):
+        reason = window_refusal(windows[dim - PIXELS], extents[dim - PIXELS], degree)
         if reason:
             remedy = f"Share it over fewer ranks, or make the picture larger: {reason}."
-            raise InputError(f"{layer}: extent of dim {side.dim} shared by {side.degree}", side.extent, remedy)
-    shares = [(one.window, one.extent, one.degree, one.rank) for one in sides]
-    outputs = tuple(output_range(*share) for share in shares)
-    every = tuple(needed(one.window, one.extent, made) for one, made in zip(sides, outputs, strict=True))
-    held = tuple(shard_range(one.extent, one.degree, one.rank) for one in sides)
-    inside = tuple((max(start, 0), min(stop, one.extent)) for one, (start, stop) in zip(sides, every, strict=True))
-
-    dims = tuple(side.dim for side in sides)
-    extended = tuple((min(low, start), max(high, stop)) for (low, high), (start, stop) in zip(held, every, strict=True))
-
-    def loans(index: int, lists: Sequence[tuple[int, Range]]) -> Loans:
-        boxes = [(peer, (*inside[:index], places, *held[index + 1 :])) for peer, places in lists]
-        return tuple(Loan(peer, _cut(dims, extended, box), _extents(dims, box)) for peer, box in boxes)
-
-    return HaloPlaces(
-        sides, dims, held, every, extended, outputs,
-        interior=tuple(interior(*share) for share in shares),
-        travelling=tuple(index for index, one in enumerate(sides) if travels(one.window, one.extent, one.degree)),
-        lent=tuple(loans(index, lends(*share)) for index, share in enumerate(shares)),
-        borrowed=tuple(loans(index, borrows(*share)) for index, share in enumerate(shares)),
-        extents=_extents(dims, extended),
-        held_cut=_cut(dims, extended, held),
-        needed_cut=_cut(dims, extended, every),
-        outside=tuple(_cut(dims, extended, box) for box in _outside(sides, extended)),
-    )  # fmt: skip
+            raise InputError(f"{layer}: extent of dim {dim} shared by {degree}", extents[dim - PIXELS], remedy)
+    sides: list[HaloSide] = []
+    for dim, place in sorted(places.items()):
+        sides.append(_side(dim, windows[dim - PIXELS], extents[dim - PIXELS], *place, sides))
+    return tuple(sides)
 
 
-def _extents(dims: Sequence[int], box: Box) -> Extents:
-    return tuple((dim, stop - start) for dim, (start, stop) in zip(dims, box, strict=True))
+def _side(dim: int, window: SideWindow, extent: int, degree: int, rank: int, before: Sequence[HaloSide]) -> HaloSide:
+    low, high = shard_range(extent, degree, rank)
+    outputs = output_range(window, extent, degree, rank)
+    start, stop = needed(window, extent, outputs)
+    used = min(max(start - low, 0), high - low), max(min(stop, high), low) - low
+    loans = borrows(window, extent, degree, rank)
+    return HaloSide(
+        dim,
+        window,
+        travels(window, extent, degree),
+        tuple(Strip(peer, first - low, last - first) for peer, (first, last) in lends(window, extent, degree, rank)),
+        tuple(Strip(peer, first - start, last - first) for peer, (first, last) in loans),
+        sum(peer < rank for peer, _ in loans),
+        (max(min(stop, 0) - start, 0), max(stop - max(start, extent), 0)),
+        None if used == (0, high - low) else (used[0], max(used[1] - used[0], 0)),
+        low,
+        high - low,
+        (start, stop),
+        outputs,
+        interior(window, extent, degree, rank),
+        tuple(
+            (one.dim, *one.outside, one.needed[1] - one.needed[0] - sum(one.outside))
+            for one in before
+            if any(one.outside)
+        ),
+    )
 
 
-def _cut(dims: Sequence[int], places: Box, box: Box) -> Cut:
-    """Where a box is in a tensor that holds ``places`` along dims."""
-    every = zip(dims, places, box, strict=True)
-    return tuple((dim, want[0] - have[0], want[1] - want[0]) for dim, have, want in every if have != want)
-
-
-def specs_after(specs: Sequence[ShardSpec], windows: Sequence[SideWindow]) -> ShardSpecs:
+def specs_after(specs: ShardSpecs, windows: Sequence[SideWindow]) -> ShardSpecs:
     """How what windows make of an image is sharded."""
-    extents = (output_extent(windows[spec.dim - PIXELS], spec.extent) for spec in specs)
-    return tuple(ShardSpec(spec.dim, extent, spec.group) for spec, extent in zip(specs, extents, strict=True))
+    return tuple([ShardSpec(one.dim, output_extent(windows[one.dim - PIXELS], one.extent), one.group) for one in specs])
 
 
 def per_side(amount: Amount, sides: int) -> tuple[int, ...]:
@@ -219,7 +189,8 @@ def on_shards(call: Call, specs: ShardSpecs, windows: Sequence[SideWindow]) -> T
         return None
     with locals_only():
         result: Tensor = call.function(*call.args, **call.kwargs)
-    return from_local(result, specs_after(specs, windows), call.rules)
+    wrapped: Tensor = wrap_locals(result, specs_after(specs, windows), call.rules)
+    return wrapped
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -227,13 +198,13 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def layout_of(tensor: Tensor) -> torch.memory_format:
     """Whether the channels of an image lie innermost (``channels_last``)."""
-    last = _CHANNELS_LAST.get(tensor.dim())
-    if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
+    if tensor.is_contiguous():
         return torch.contiguous_format
-    return last
+    last = _CHANNELS_LAST.get(tensor.dim())
+    return last if last is not None and tensor.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
-def padded(tensor: Tensor, sides: Sides, pads: Sequence[tuple[int, int]]) -> Tensor:
+def padded(tensor: Tensor, sides: Sequence[HaloSide], pads: Sequence[tuple[int, int]]) -> Tensor:
     """Zeros before and after the places of a tensor along each side; places left out where less than zero."""
     if not any(before or after for before, after in pads):
         return tensor
@@ -244,142 +215,130 @@ def padded(tensor: Tensor, sides: Sides, pads: Sequence[tuple[int, int]]) -> Ten
     return functional.pad(tensor, amounts).contiguous(memory_format=layout_of(tensor))
 
 
-def region(tensor: Tensor, dims: Sequence[int], places: Box, box: Box) -> Tensor:
-    """The places of a box in a tensor that holds ``places`` along dims; a view."""
-    return _narrowed(tensor, _cut(dims, places, box))
-
-
-def _narrowed(tensor: Tensor, cut: Cut) -> Tensor:
-    for dim, start, length in cut:
-        tensor = tensor.narrow(dim, start, length)
+def _unframed(tensor: Tensor, side: HaloSide) -> Tensor:
+    for dim, before, _, length in side.framed:
+        tensor = tensor.narrow(dim, before, length)
     return tensor
 
 
-def box_shape(shape: Sequence[int], dims: Sequence[int], box: Box) -> list[int]:
-    """The shape of the places of a box."""
-    return _with_extents(shape, _extents(dims, box))
+def _framed(border: Tensor, side: HaloSide, fill: float) -> Tensor:
+    for dim, before, after, _ in side.framed:
+        amounts = [0, 0] * (border.dim() - 1 - dim) + [before, after]
+        border = functional.pad(border, amounts, value=fill)
+    return border
 
 
-def _with_extents(shape: Sequence[int], extents: Extents) -> list[int]:
-    result = list(shape)
-    for dim, extent in extents:
-        result[dim] = extent
-    return result
-
-
-@dataclass(slots=True)
 class Borrowing:
-    """An image whose borders are under way."""
-
-    image: Tensor  # of ``places.extended``
-    halo: Halo
-    borders: list[Tensor]  # that have arrived or will, in order
-    arrival: Arrival | None = None
-    coming: Sequence[tuple[Cut, Tensor]] = ()
-
-    def region(self, box: Box) -> Tensor:
-        """The places of a box that are here."""
-        return region(self.image, self.halo.places.dims, self.halo.places.extended, box)
-
-    def arrive(self) -> Tensor:
-        """What the rank's outputs need, once it is here."""
-        if self.arrival is not None:
-            self.arrival.wait()
-        for cut, border in self.coming:
-            _narrowed(self.image, cut).copy_(border)
-        self.arrival, self.coming = None, ()
-        return _narrowed(self.image, self.halo.places.needed_cut)
-
-
-def borrow(shard: Tensor, halo: Halo, fill: float = 0.0) -> Borrowing:
-    """Start borrowing what a rank's outputs need; all sides but the last have arrived on return.
+    """An image that gets the borders which a rank's outputs need, side by side.
 
     Args:
         shard: of the image.
         halo: of the layer.
         fill: of places outside the image.
+        kept: borders that have arrived before; None: they are borrowed. All but those of the last side are then in
+            ``image``, and the last ones under way.
     """
-    places = halo.places
-    borrowing = Borrowing(_extended(shard, places, fill), halo, [])
-    for index in places.travelling:
-        borrowing.arrive()
-        lent, borrowed = places.lent[index], places.borrowed[index]
-        borrowing.arrival, borrowing.coming = _exchange(borrowing.image, halo.groups[index], lent, borrowed)
-        borrowing.borders += [border for _, border in borrowing.coming]
-    return borrowing
 
+    __slots__ = ("_arrival", "_coming", "_kept", "_last", "borders", "fill", "image")
 
-def _exchange(
-    tensor: Tensor, group: AxisGroup, sent: Loans, received: Loans
-) -> tuple[Arrival, list[tuple[Cut, Tensor]]]:
-    """Start sending boxes of a tensor along a side, and receiving others."""
-    shape = tensor.shape
-    parcels = [(loan.peer, _narrowed(tensor, loan.cut).contiguous()) for loan in sent]
-    buffers = [(loan.peer, tensor.new_empty(_with_extents(shape, loan.extents))) for loan in received]
-    arrival = group.exchange(parcels, buffers)
-    return arrival, [(loan.cut, buffer) for loan, (_, buffer) in zip(received, buffers, strict=True)]
+    def __init__(self, shard: Tensor, halo: Halo, fill: float = 0.0, kept: Sequence[Tensor] | None = None) -> None:
+        self.image, self.fill = shard, fill
+        self.borders: list[Tensor] = []
+        self._kept = kept
+        self._arrival: Arrival | None = None
+        self._last = halo.sides[-1]
+        for side, group in zip(halo.sides, halo.groups, strict=True):
+            self._start(side, group)
+            if side is not self._last:
+                self._extend(side)
 
+    def _start(self, side: HaloSide, group: AxisGroup) -> None:
+        self._coming: Sequence[Tensor] = ()
+        if not side.travels:
+            return
+        if self._kept is not None:
+            count = len(side.borrowed)
+            self._coming, self._kept = self._kept[:count], self._kept[count:]
+            return
+        image, dim = _unframed(self.image, side) if side.framed else self.image, side.dim
+        shape = list(image.shape)
+        sent, wanted = [], []
+        for one in side.lent:
+            sent.append((one.peer, image.narrow(dim, one.start, one.length).contiguous()))
+        for one in side.borrowed:
+            shape[dim] = one.length
+            border = image.new_empty(shape)
+            self.borders.append(border)
+            wanted.append((one.peer, border))
+        self._coming = self.borders[len(self.borders) - len(wanted) :]
+        self._arrival = group.exchange(sent, wanted)
 
-def _extended(shard: Tensor, places: HaloPlaces, fill: float) -> Tensor:
-    """An image of all that a rank holds or needs, with room for borders; the shard itself where that is all."""
-    if not places.held_cut:
-        return shard
-    shape = _with_extents(shard.shape, places.extents)
-    image = torch.empty(shape, dtype=shard.dtype, device=shard.device, memory_format=layout_of(shard))
-    _narrowed(image, places.held_cut).copy_(shard)
-    for cut in places.outside:
-        _narrowed(image, cut).fill_(fill)
-    return image
+    def _extend(self, side: HaloSide) -> None:
+        image, dim, borders = self.image, side.dim, self._coming
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
+        if side.framed:
+            borders = [_framed(one, side, self.fill) for one in borders]
+        part = image if side.used is None else image.narrow(dim, *side.used)
+        parts = [*borders[: side.below], part, *borders[side.below :]]
+        before, after = side.outside
+        if before:
+            parts.insert(0, image.new_full(resized(image, dim, before), self.fill))
+        if after:
+            parts.append(image.new_full(resized(image, dim, after), self.fill))
+        if len(parts) == 1:
+            self.image = part
+        elif (layout := layout_of(image)) is torch.contiguous_format:
+            self.image = torch.cat(parts, dim)
+        else:
+            shape = resized(image, dim, side.needed[1] - side.needed[0])
+            room = torch.empty(shape, dtype=image.dtype, device=image.device, memory_format=layout)
+            self.image = torch.cat(parts, dim, out=room)
 
-
-def with_borders(shard: Tensor, halo: Halo, borders: Sequence[Tensor]) -> Tensor:
-    """What a rank's outputs need, from its shard and the borders that it borrowed."""
-    places = halo.places
-    cuts = [loan.cut for index in places.travelling for loan in places.borrowed[index]]
-    image = Borrowing(_extended(shard, places, 0.0), halo, [], coming=list(zip(cuts, borders, strict=True)))
-    return image.arrive()
-
-
-def _outside(sides: Sides, box: Box) -> Iterator[Box]:
-    """What of a box lies outside the image."""
-    for index, (side, (start, stop)) in enumerate(zip(sides, box, strict=True)):
-        for places in ((start, min(stop, 0)), (max(start, side.extent), stop)):
-            if places[0] < places[1]:
-                yield (*box[:index], places, *box[index + 1 :])
+    def arrive(self) -> Tensor:
+        """What the rank's outputs need, once it is here."""
+        self._extend(self._last)
+        return self.image
 
 
 def give_back(gradient: Tensor, halo: Halo) -> Callable[[], Tensor]:
     """Start returning the gradients of borders to where the borders came from.
 
     Args:
-        gradient: of what this rank's outputs need (``halo.places.needed``); is written to.
+        gradient: of what this rank's outputs need; is written to.
         halo: as it was borrowed.
 
     Returns:
         What waits for them, and returns the gradient of this rank's shard.
     """
-    places, left = halo.places, list(halo.places.travelling)
-    both = zip(places.extended, places.needed, strict=True)
-    pads = [(start - low, high - stop) for (low, high), (start, stop) in both]
-    total = padded(gradient, places.sides, pads)
-
-    def start() -> tuple[Arrival, list[tuple[Cut, Tensor]]] | None:
-        if not left:
-            return None
-        index = left.pop()
-        return _exchange(total, halo.groups[index], places.borrowed[index], places.lent[index])
-
-    first = start()
+    layout, steps = layout_of(gradient), _returning(gradient, halo)
+    next(steps)
 
     def finish() -> Tensor:
-        under_way = first
-        while under_way is not None:
-            arrival, lent = under_way
-            arrival.wait()
-            for cut, part in lent:
-                _narrowed(total, cut).add_(part)
-            under_way = start()
-        held = _narrowed(total, places.held_cut)
-        return held.contiguous(memory_format=layout_of(total))
+        *_, shard = steps
+        return shard.contiguous(memory_format=layout)
 
     return finish
+
+
+def _returning(gradient: Tensor, halo: Halo) -> Iterator[Tensor]:
+    """The gradient of the shard at last; before, what is left of it whenever borders of a side are under way."""
+    for side, group in zip(reversed(halo.sides), reversed(halo.groups), strict=True):
+        dim = side.dim
+        first = side.outside[0] + sum(one.length for one in side.borrowed[: side.below])
+        start, length = side.used or (0, side.held)
+        own = gradient.narrow(dim, first, length)
+        arrival, wanted = None, list[tuple[int, Tensor]]()
+        if side.travels:
+            inside, mine = _unframed(gradient, side), _unframed(own, side)
+            sent = [(one.peer, inside.narrow(dim, one.start, one.length).contiguous()) for one in side.borrowed]
+            wanted = [(one.peer, mine.new_empty(resized(mine, dim, one.length))) for one in side.lent]
+            arrival = group.exchange(sent, wanted)
+        yield gradient
+        gradient = own if side.used is None else padded(own, (side,), [(start, side.held - start - length)])
+        if arrival is not None:
+            arrival.wait()
+        for one, (_, part) in zip(side.lent, wanted, strict=True):
+            _unframed(gradient, side).narrow(dim, one.start, one.length).add_(part)
+    yield gradient

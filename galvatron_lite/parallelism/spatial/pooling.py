@@ -3,9 +3,8 @@
 As convolutions do, they borrow borders and return their gradients. A max pool keeps which place of each window was the
 largest, and neither the shard nor the borders; a mean keeps nothing.
 
-Along a sharded side a pool to an output size is one of three things. To 1: every rank pools its shard, and the results
-are summed, or gathered and pooled again; every rank has them. To an extent that divides the image's: a pool of equal
-windows. Where windows differ, or there are fewer of them than ranks, the image is gathered.
+Along a sharded side a pool to an output size comes to 1 (every rank pools its shard, and the results are summed, or
+gathered and pooled again; every rank has them) or leaves the side as it is; to other sizes the image is gathered.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from galvatron_lite.parallelism.sharded.calls import named_arguments, on_locals, wrap_like
+from galvatron_lite.parallelism.sharded.calls import apply_internal, named_arguments, on_locals, wrap_like
 from galvatron_lite.parallelism.sharded.collectives import gather_dims, sum_over
 from galvatron_lite.parallelism.sharded.tensor import (
     PIXELS,
     Call,
     Handler,
     ShardSpec,
-    ShardSpecs,
     from_local,
     global_shape,
     specs_of,
     to_local,
 )
+from galvatron_lite.parallelism.spatial.grids import SideWindow, needed, output_extent
 from galvatron_lite.parallelism.spatial.halo import (
+    Borrowing,
     Halo,
-    borrow,
-    box_shape,
     check_batched,
     give_back,
     halo_of,
+    halo_sides,
     layout_of,
     on_shards,
     per_side,
+    shards_in,
     specs_after,
 )
-from galvatron_lite.parallelism.spatial.windows import SideWindow, needed, output_extent, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Pool:
     @property
     def steps(self) -> dict[str, Any]:
         """Arguments of torch's function; the sides of the halo are padded already."""
-        padded = {side.dim for side in self.halo.places.sides}
+        padded = {side.dim for side in self.halo.sides}
         return {
             "kernel_size": tuple(one.kernel for one in self.windows),
             "stride": tuple(one.stride for one in self.windows),
@@ -73,7 +72,9 @@ class Pool:
 def _pool_of(image: Tensor, name: str, windows: Sequence[SideWindow]) -> Pool:
     """Raises InputError where ranks cannot share the image under these windows."""
     extents = global_shape(image)[PIXELS:]
-    return Pool(name, tuple(windows), halo_of(extents, windows, specs_of(image), name), extents)
+    specs = specs_of(image)
+    sides = halo_sides(extents, tuple(windows), shards_in(specs), name)
+    return Pool(name, tuple(windows), halo_of(sides, specs), extents)
 
 
 def _sides(call: Call) -> int:
@@ -142,7 +143,7 @@ def avg_pool(call: Call) -> Any:
 
 
 def _apply(function: type[Function], image: Tensor, *args: Any) -> Tensor:
-    result: Tensor = function.apply(to_local(image), *args)  # type: ignore[no-untyped-call]
+    result: Tensor = apply_internal(function, to_local(image), *args)
     return result
 
 
@@ -173,7 +174,7 @@ def _with_places(call: Call) -> Any:
     return wrap_like(call, on_locals(call), image) if _has_full_pixels(image, call) else call.rules.otherwise(call)
 
 
-UNEQUAL = "gathers pictures of this size by design, as its windows are unlike or fewer than ranks"
+UNEQUAL = "gathers pictures of this size by design"
 
 
 def adaptive_pool(call: Call) -> Any:
@@ -200,18 +201,12 @@ def adaptive_pool(call: Call) -> Any:
     specs = specs_of(image)
     reduced = tuple(spec for spec in specs if targets[spec.dim - PIXELS] == 1)
     left = tuple(spec for spec in specs if spec not in reduced)
-    windows = _equal_windows(left, targets)
-    if windows is None:
+    if any(targets[spec.dim - PIXELS] != spec.extent for spec in left):
         return call.rules.otherwise(call._replace(because=UNEQUAL))
-    local = to_local(image)
-    if any(window.kernel > 1 for window in windows):
-        pool = _pool_of(image, call.name.removeprefix("adaptive_"), windows)
-        local = _apply(_MaxPool, image, pool) if largest else _apply(_MeanPool, image, pool, True, None)
-    left = specs_after(left, windows)
     lengths = {spec.dim: spec.length for spec in left}
     local_sizes = tuple(lengths.get(dim, target) for dim, target in enumerate(targets, PIXELS))
     function: Callable[..., Tensor] = getattr(functional, call.name)
-    local = function(local, local_sizes)
+    local = function(to_local(image), local_sizes)
     if largest:
         for spec in reduced:
             local = function(gather_dims(local, [ShardSpec(spec.dim, spec.group.size, spec.group)]), local_sizes)
@@ -221,22 +216,10 @@ def adaptive_pool(call: Call) -> Any:
     return from_local(local, left, call.rules)
 
 
-def _equal_windows(specs: ShardSpecs, targets: Sequence[int]) -> tuple[SideWindow, ...] | None:
-    """Equal windows along the sharded sides, one a side of the image; None where there are none."""
-    windows = [SideWindow()] * len(targets)
-    for spec in specs:
-        target = targets[spec.dim - PIXELS]
-        size = spec.extent // max(target, 1)
-        windows[spec.dim - PIXELS] = SideWindow(size, max(size, 1))
-        if size * target != spec.extent or refusal(windows[spec.dim - PIXELS], spec.extent, spec.group.size):
-            return None
-    return tuple(windows)
-
-
 class _MaxPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool) -> Tensor:
-        image = borrow(shard, pool.halo, fill=-torch.inf).arrive()
+        image = Borrowing(shard.detach(), pool.halo, fill=-torch.inf).arrive()
         dilation = tuple(one.dilation for one in pool.windows)
         function = getattr(functional, pool.name)
         made, places = function(image, **pool.steps, dilation=dilation, return_indices=True)
@@ -261,7 +244,7 @@ class _MeanPool(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, pool: Pool, counted: bool, divisor: int | None) -> Tensor:
         ctx.pool, ctx.shape, ctx.counted, ctx.divisor = pool, shard.shape, counted, divisor
-        made = _means(borrow(shard, pool.halo).arrive(), pool, divisor)
+        made = _means(Borrowing(shard.detach(), pool.halo).arrive(), pool, divisor)
         for factor in _factors(made, pool, counted, divisor):
             made *= factor
         return _no_view(made)
@@ -273,7 +256,9 @@ class _MeanPool(Function):
         for factor in _factors(gradient, ctx.pool, ctx.counted, ctx.divisor):
             gradient = gradient * factor
         with torch.enable_grad():  # means are linear: their gradient is the same for every image
-            shape = box_shape(ctx.shape, halo.places.dims, halo.places.needed)
+            shape = list(ctx.shape)
+            for side in halo.sides:
+                shape[side.dim] = side.needed[1] - side.needed[0]
             image = gradient.new_zeros(()).expand(shape).requires_grad_()
             made = _means(image, ctx.pool, ctx.divisor)
         (back,) = torch.autograd.grad(made, image, gradient)
@@ -291,7 +276,7 @@ def _factors(output: Tensor, pool: Pool, counted: bool, divisor: int | None) -> 
 
 def _places(pool: Pool, dim: int, window: SideWindow, counted: bool, device: torch.device) -> Tensor | None:
     """The places of each window along a side that count, for this rank's outputs; None where they are the kernel."""
-    made = {side.dim: outputs for side, outputs in zip(pool.halo.places.sides, pool.halo.places.outputs, strict=True)}
+    made = {side.dim: side.outputs for side in pool.halo.sides}
     extent = pool.extents[dim - PIXELS]
     first, last = made.get(dim) or (0, output_extent(window, extent))
     low, high = (-window.before, extent + window.after) if counted else (0, extent)

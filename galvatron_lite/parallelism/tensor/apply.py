@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.expert.slices import sum_slices
+from galvatron_lite.parallelism.expert.apply import sum_slices
 from galvatron_lite.parallelism.precision import autocast_dtype
 from galvatron_lite.parallelism.recompute.sums import row_product
 from galvatron_lite.parallelism.shares import share
@@ -35,8 +35,7 @@ from galvatron_lite.parallelism.tensor.regions import (
     weight_of,
 )
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
-from galvatron_lite.parallelism.vocabulary.logits import whole_logits
-from galvatron_lite.parallelism.vocabulary.losses import shared_logits
+from galvatron_lite.parallelism.vocabulary.logits import shared_logits, whole_logits
 
 Shards = dict[int, ParameterShard]
 """Shards by the identity of the parameter."""

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.collectives import Processes, all_gather, reduce_scatter
+from galvatron_lite.parallelism.process_groups import Processes, all_gather, reduce_scatter
 
 
 class TensorGroup(Protocol):
@@ -65,7 +65,7 @@ class ProcessTensorGroup(Processes):
             return gathered
         result = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         all_gather(result, tensor.contiguous(), self.process_group)
-        return result.view(self.size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1)
+        return result.view(self.size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1) if dim else result
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This process's share along ``dim`` of the sum over the group."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from galvatron_lite.parallelism.expert.slices import find_slices
+from galvatron_lite.parallelism.expert.apply import find_slices
 from galvatron_lite.parallelism.tensor.infer_probe import (
     Probe,
     ProbeError,

@@ -11,15 +11,39 @@ of its own columns from it alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, locals_only, to_local
+from galvatron_lite.model.batch import map_tensors
+from galvatron_lite.parallelism.sharded import metadata, pointwise
+from galvatron_lite.parallelism.sharded.calls import (
+    argument,
+    arguments,
+    handled_by,
+    in_place,
+    input_first,
+    refuse_write,
+)
+from galvatron_lite.parallelism.sharded.groups import AxisGroup
+from galvatron_lite.parallelism.sharded.tensor import (
+    Call,
+    Rules,
+    ShardedTensor,
+    ShardSpec,
+    from_local,
+    global_shape,
+    locals_only,
+    to_local,
+    wrap_locals,
+)
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import copy_to_group, gather_last, reduce_from_group
 from galvatron_lite.parallelism.tensor.group import TensorGroup
@@ -202,3 +226,271 @@ class _LogTotal(Function):
         logits, total = ctx.saved_tensors
         likely = (_wide(logits) - total.unsqueeze(-1)).exp_()
         return likely.mul_(gradient.unsqueeze(-1)).to(logits.dtype), None
+
+
+# What functions do with logits that are shares of the vocabulary; all that is not named here is given whole ones.
+#
+# Only Python tells where dims go: capture writes down every tensor that is made.
+
+
+CLASSES = 1
+"""Dim of the classes in logits (samples, classes, ...); 0 in those of one sample, (classes)."""
+
+
+def _on_whole_logits(call: Call) -> Any:
+    """On whole logits.
+
+    Raises:
+        InputError: the function would write to them: a gathered copy is not what it means.
+    """
+    refuse_write(call)
+    return call.function(*map_tensors(call.args, whole_logits), **map_tensors(call.kwargs, whole_logits))
+
+
+def _with_columns_at(output: Tensor, logits: ShardedTensor, dim: int) -> Any:
+    """What a function made of the share, with the columns at a dim."""
+    with locals_only():
+        alias = output.as_subclass(Tensor) if output is logits else output
+    return wrap_locals(alias, (replace(logits.specs[0], dim=dim),), logits.rules)
+
+
+def _itemwise(call: Call) -> Any:
+    """A function of each logit by itself, and of numbers or other tensors that are broadcast to the logits."""
+    call = input_first(call)
+    operands = [one for one in (*call.args, *call.kwargs.values()) if isinstance(one, Tensor)]
+    logits = next(one for one in operands if isinstance(one, ShardedTensor))
+    if (in_place(call) and logits is not operands[0]) or not all(_fits(one, logits) for one in operands):
+        return _on_whole_logits(call)
+    with locals_only():
+        args = tuple(_beside(one, logits) for one in call.args)
+        given = {name: _beside(one, logits) for name, one in call.kwargs.items()}
+        return wrap_locals(call.function(*args, **given), logits.specs, call.rules)
+
+
+def _fits(other: Tensor, logits: ShardedTensor) -> bool:
+    """Whether a tensor is of the same shares, or is broadcast to the whole logits without making them larger."""
+    shape, own = global_shape(logits), global_shape(other)
+    if isinstance(other, ShardedTensor):
+        return own == shape and other.specs == logits.specs
+    pairs = zip(own[::-1], shape[::-1], strict=False)
+    return len(own) <= len(shape) and all(extent in (1, whole) for extent, whole in pairs)
+
+
+def _beside(other: Any, logits: ShardedTensor) -> Any:
+    """The part of an operand that meets the share; of its gradient each rank has a part, too."""
+    if not isinstance(other, Tensor) or isinstance(other, ShardedTensor):
+        return other
+    if other.requires_grad:
+        other = copy_to_group(other, columns_of(logits).group)
+    (cut,) = logits.specs
+    dim = cut.dim - (logits.dim() - other.dim())
+    return other.narrow(dim, cut.start, cut.length) if dim >= 0 and other.shape[dim] == cut.extent > 1 else other
+
+
+def _reshaped(call: Call) -> Any:
+    """``view`` and ``reshape``, where the vocabulary is the last dim and stays it."""
+    call = input_first(call)
+    logits = call.args[0]
+    after = _sizes(call) if isinstance(logits, ShardedTensor) and not call.kwargs else None
+    if after is None:
+        return _on_whole_logits(call)
+    return _as_shape(call, logits, after)
+
+
+def _as_shape(call: Call, logits: ShardedTensor, after: list[int]) -> Any:
+    (cut,), before = logits.specs, global_shape(logits)
+    if cut.dim != len(before) - 1 or not after or after[-1] != cut.extent or prod(after) != prod(before):
+        return _on_whole_logits(call)
+    local = [*after[:-1], cut.length]
+    with locals_only():
+        made = logits.view(local) if call.name == "view" else logits.reshape(local)
+    return _with_columns_at(made, logits, len(after) - 1)
+
+
+def _sizes(call: Call) -> list[int] | None:
+    """The shape that is asked for; None where that is not told in numbers."""
+    given = call.args[1:]
+    sizes = list(given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given)
+    if not all(isinstance(one, int) for one in sizes):
+        return None
+    rest = prod(one for one in sizes if one >= 0)
+    return [prod(global_shape(call.args[0])) // max(rest, 1) if one < 0 else one for one in sizes]
+
+
+def _flattened(call: Call) -> Any:
+    """``flatten`` of dims in front of the vocabulary."""
+    call = input_first(call)
+    shape = global_shape(call.args[0])
+    first, last = (argument(call, *one) % len(shape) for one in ((1, "start_dim", 0), (2, "end_dim", -1)))
+    merged = [*shape[:first], prod(shape[first : last + 1]), *shape[last + 1 :]]
+    return _as_shape(call, call.args[0], merged)
+
+
+def _permuted(call: Call) -> Any:
+    """``permute(dims)`` or ``permute(*dims)``, ``transpose`` and ``mT``."""
+    call = input_first(call)
+    logits = call.args[0]
+    with locals_only():
+        output = call.function(*call.args, **call.kwargs)
+    order = list(range(output.dim()))
+    if call.name == "permute":
+        dims = call.args[1:] or (call.kwargs["dims"],)
+        order = [one % output.dim() for one in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
+    else:
+        pair = (argument(call, 1, "dim0"), argument(call, 2, "dim1")) if call.name == "transpose" else (-2, -1)
+        first, second = pair
+        order[first], order[second] = order[second], order[first]
+    return _with_columns_at(output, logits, order.index(logits.specs[0].dim))
+
+
+def _indexed(call: Call) -> Any:
+    """``logits[...]`` of some tokens and all columns, which are the last dim."""
+    logits, index = call.args
+    parts = index if isinstance(index, tuple) else (index,)
+    if not isinstance(logits, ShardedTensor) or not _keeps_last(parts, logits.specs[0].dim, len(global_shape(logits))):
+        return _on_whole_logits(call)
+    with locals_only():
+        made = logits[index]
+    return _with_columns_at(made, logits, made.dim() - 1)
+
+
+def _keeps_last(parts: tuple[Any, ...], columns: int, dims: int) -> bool:
+    """Whether an index takes columns, which must be the last dim, as a whole and leaves them last."""
+    if columns != dims - 1 or any(isinstance(one, (ShardedTensor, list, bool)) for one in parts):
+        return False
+    place = next((number for number, one in enumerate(parts) if one is Ellipsis), None)
+    behind = parts if place is None else parts[place + 1 :]
+    if place is None and sum(map(_dims_of, parts)) < dims:
+        return True
+    return not behind or (isinstance(behind[-1], slice) and behind[-1] == slice(None))
+
+
+def _dims_of(one: Any) -> int:
+    """Dims of a tensor that a part of an index is about."""
+    if one is None:
+        return 0
+    return one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
+
+
+def _cross_entropy(call: Call) -> Any:
+    """Of classes by their number; other targets (likelihoods) and weights of classes are for whole logits."""
+    given = arguments(call, functional.cross_entropy)
+    if not _is_plain(given):
+        return _on_whole_logits(call)
+    logits, targets = given["input"], given["target"]
+    with locals_only():
+        own, ignored = columns_last(logits), given["ignore_index"]
+        losses = token_losses(own, targets, columns_of(logits), ignored, given["label_smoothing"])
+        return _narrow(_reduced(losses, targets, ignored, given["reduction"]), own)
+
+
+def _nll_loss(call: Call) -> Any:
+    """Of logarithms of likelihoods."""
+    given = arguments(call, functional.nll_loss)
+    if not _is_plain(given):
+        return _on_whole_logits(call)
+    likely, targets, ignored = given["input"], given["target"], given["ignore_index"]
+    with locals_only():
+        counted = targets.masked_fill(targets == ignored, 0).unsqueeze(-1)
+        losses = -picked(columns_last(likely), counted, columns_of(likely)).squeeze(-1)
+        return _reduced(losses.masked_fill(targets == ignored, 0), targets, ignored, given["reduction"])
+
+
+def _is_plain(arguments: Mapping[str, Any]) -> bool:
+    """Whether classes are numbers, all weigh the same, and the logits' columns are the classes."""
+    logits, targets = arguments["input"], arguments["target"]
+    if not isinstance(logits, ShardedTensor) or isinstance(targets, ShardedTensor) or targets.is_floating_point():
+        return False
+    with locals_only():
+        classes = CLASSES if logits.dim() > 1 else 0
+    old = arguments["weight"] is not None or arguments["size_average"] is not None or arguments["reduce"] is not None
+    return not old and logits.specs[0].dim == classes
+
+
+def _reduced(losses: Tensor, targets: Tensor, ignored: int, reduction: str) -> Tensor:
+    """The losses of tokens, their sum, or their mean over those that count."""
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (targets != ignored).sum()
+
+
+def _narrow(result: Tensor, logits: Tensor) -> Tensor:
+    """In the precision that torch gives: that of the logits, but fp32 under autocast."""
+    device = logits.device.type
+    widened = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return result if widened else result.to(logits.dtype)
+
+
+def _softmax(call: Call) -> Any:
+    """``softmax`` and ``log_softmax`` over the vocabulary."""
+    call = input_first(call)
+    logits, dim, dtype = call.args[0], argument(call, 1, "dim"), call.kwargs.get("dtype")
+    if not _is_over_columns(logits, dim):
+        return _on_whole_logits(call)
+    with locals_only():
+        own = columns_last(logits) if dtype is None else columns_last(logits).to(dtype)
+        made = _narrow(log_shares(own, columns_of(logits)), own)
+        made = (made if call.name == "log_softmax" else made.exp()).movedim(-1, logits.specs[0].dim)
+        return wrap_locals(made, logits.specs, call.rules)
+
+
+def _is_over_columns(logits: Any, dim: Any) -> bool:
+    """Whether a function of a dim is one of the columns."""
+    if not isinstance(logits, ShardedTensor):
+        return False
+    only = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    with locals_only():
+        return isinstance(only, int) and only % logits.dim() == logits.specs[0].dim
+
+
+def _logsumexp(call: Call) -> Any:
+    """Over the vocabulary."""
+    call = input_first(call)
+    logits, dim = call.args[0], argument(call, 1, "dim")
+    if not _is_over_columns(logits, dim):
+        return _on_whole_logits(call)
+    with locals_only():
+        own = columns_last(logits)
+        total = _narrow(log_total(own, columns_of(logits)), own)
+        return total.unsqueeze(logits.specs[0].dim) if argument(call, 2, "keepdim", False) else total
+
+
+def _gather(call: Call) -> Any:
+    """Values of classes by their number, as many tokens as there are."""
+    call = input_first(call)
+    values, dim, index = call.args[0], argument(call, 1, "dim"), argument(call, 2, "index")
+    if not _is_over_columns(values, dim) or isinstance(index, ShardedTensor):
+        return _on_whole_logits(call)
+    place = values.specs[0].dim
+    with locals_only():
+        found = picked(columns_last(values), index.movedim(place, -1), columns_of(values))
+        return found.movedim(-1, place)
+
+
+LOGITS = Rules(
+    {
+        **metadata.METADATA,
+        **metadata.GRADIENTS,
+        **{name: one for name, one in pointwise.HANDLERS.items() if one is pointwise.cast},
+        **dict.fromkeys([name for name, one in pointwise.HANDLERS.items() if one is pointwise.pointwise], _itemwise),
+        **handled_by(_reshaped, "view reshape"),
+        **handled_by(_permuted, "transpose mT permute"),
+        "flatten": _flattened,
+        "__getitem__": _indexed,
+        **handled_by(_softmax, "softmax log_softmax"),
+        "cross_entropy": _cross_entropy,
+        "nll_loss": _nll_loss,
+        "logsumexp": _logsumexp,
+        "gather": _gather,
+    },
+    _on_whole_logits,
+    pins=("tensor",),
+    what=WHAT,
+)
+"""What functions do with a head's logits."""
+
+
+def shared_logits(local: Tensor, group: TensorGroup, extent: int) -> Tensor:
+    """A head's own columns (..., columns), which nobody else holds, as logits (..., extent) of the whole vocabulary."""
+    # of a line of ranks only their number, the own place and all-gathers are asked for
+    return from_local(local, (ShardSpec(local.dim() - 1, extent, cast("AxisGroup", group)),), LOGITS)

@@ -7,13 +7,13 @@ neighbouring ranks, all else from the bus bandwidth.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from galvatron_lite.cluster.cluster import Cluster, Collective, Device, DeviceGroup, Level
 from galvatron_lite.errors import InputError
+from galvatron_lite.files import read_data
 from galvatron_lite.model.graph import Role
 from galvatron_lite.peers.hetu.files import LAYER_TIME, Sizes, read_hardware, read_model
 from galvatron_lite.peers.hetu.model import (
@@ -191,8 +191,6 @@ WHERE = (
     "They are in the model's configuration, for each part in turn (encoder, decoder; stages of pictures): "
     "num_layers or depths, and hidden_size or d_model (doubled in every next stage of a Swin)."
 )
-SEARCHES = "searches.jsonl"
-"""Recorded searches, a line of JSON each, beside the folders of profiles, where there are any."""
 
 
 def sizes_for(folder: Path, layers: str = "", hidden: str = "", sequence: str = "") -> list[Sizes]:
@@ -230,38 +228,22 @@ def _layer_types(folder: Path) -> list[tuple[int, int]]:
     """(layers, hidden) of each layer type of the model of ours that is called like the profile."""
     from galvatron_lite.model.shapes import load_model
 
-    name = _model_name(folder)
+    name = _times(folder).stem.removeprefix("computation_profiling_").split("_", 1)[-1].removesuffix("_all")
     try:
         graph = load_model(name.lower())
     except InputError:
-        raise InputError("model", name, f"It is none of the shipped ones. {_ask(folder, name)}") from None
+        raise InputError("model", name, f"It is none of the shipped ones. {ASK} {WHERE}") from None
     blocks = [layer.kind for layer in graph.layers if layer.role is Role.BLOCK]
     found = [(len(list(same)), graph.kinds[kind].dims.hidden) for kind, same in groupby(blocks)]
-    if len(found) != _profiled_types(folder):
-        unlike = f"The profile has {_profiled_types(folder)} layer types, ours {len(found)}."
-        raise InputError("model", name, f"{unlike} {_ask(folder, name)}")
+    hits = (LAYER_TIME.match(key) for key in read_data(_times(folder)))
+    profiled = len({hit[1] for hit in hits if hit})
+    if len(found) != profiled:
+        raise InputError("model", name, f"The profile has {profiled} layer types, ours {len(found)}. {ASK} {WHERE}")
     return found
 
 
-def _ask(folder: Path, name: str) -> str:
-    """What to give: the numbers of a search recorded beside the profile, or where people find them."""
-    path = folder.parent / SEARCHES
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
-    layers = next((search["layers"] for search in map(json.loads, lines) if search["model"] == name), None)
-    if layers is None:
-        return f"{ASK} {WHERE}"
-    counts, widths = (",".join(str(one[place]) for one in layers) for place in (0, 1))
-    return f"Give --layers {counts} --hidden {widths}: those of the searches in {path}."
-
-
-def _model_name(folder: Path) -> str:
+def _times(folder: Path) -> Path:
     paths = sorted(folder.glob("computation_profiling_*.json"))
     if not paths:
         raise InputError(str(folder), "computation_profiling_*.json", "There is no such file; give the model's folder.")
-    return paths[0].stem.removeprefix("computation_profiling_").split("_", 1)[-1].removesuffix("_all")
-
-
-def _profiled_types(folder: Path) -> int:
-    path = sorted(folder.glob("computation_profiling_*.json"))[0]
-    found = (LAYER_TIME.match(key) for key in json.loads(path.read_text(encoding="utf-8")))
-    return len({hit[1] for hit in found if hit})
+    return paths[0]

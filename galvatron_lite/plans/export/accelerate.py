@@ -13,9 +13,8 @@ from typing import Any
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.parallelism.strategy import Offload
-from galvatron_lite.plans.export.deepspeed import zero_stage
-from galvatron_lite.plans.export.fields import Field, Tool, dump_yaml, parse_yaml, same
+from galvatron_lite.plans.export.deepspeed import host_device, read_host_device, zero_stage
+from galvatron_lite.plans.export.fields import Field, Tool, dump_yaml, fixed, parse_yaml, same
 from galvatron_lite.plans.export.settings import Settings, World, filled
 
 _SCRIPT = "in the script: "
@@ -80,12 +79,6 @@ def _sharding(value: Any) -> dict[str, Any]:
     return {"zero_stage": _FSDP1[str(value)]}
 
 
-def _moved(value: Any) -> dict[str, Any]:
-    if value not in ("cpu", "none", None):
-        raise ValueError("Give cpu or none: NVMe is not priced.")
-    return {"offload": Offload.STATES if value == "cpu" else Offload.NONE}
-
-
 def _script(settings: Settings) -> Iterator[str]:
     """What is left to the training script, as it says it."""
     yield f"batch_size={settings.samples} (DataLoader)"
@@ -120,17 +113,17 @@ def _parse(text: str, file: str) -> dict[str, Any]:
 
 
 FIELDS = (
-    Field("compute_environment", lambda _: "LOCAL_MACHINE", lambda _: {}),
-    Field("debug", lambda _: False, lambda _: {}),
+    fixed("compute_environment", "LOCAL_MACHINE"),
+    fixed("debug", False),
     Field("distributed_type", _kind, _kind_of),
-    Field("machine_rank", lambda _: 0, lambda _: {}),
-    Field("main_training_function", lambda _: "main", lambda _: {}),
+    fixed("machine_rank", 0),
+    fixed("main_training_function", "main"),
     same("mixed_precision", "precision", {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}),
-    Field("num_machines", lambda _: 1, lambda _: {}),
+    fixed("num_machines", 1),
     same("num_processes", "devices"),
-    Field("use_cpu", lambda _: False, lambda _: {}),
+    fixed("use_cpu", False),
     _engine("gradient_accumulation_steps", lambda chosen: chosen.microbatches, same("", "microbatches").read),
-    _engine("offload_optimizer_device", lambda chosen: "cpu" if chosen.strategy.offloads_states else "none", _moved),
+    _engine("offload_optimizer_device", lambda chosen: host_device(chosen) or "none", read_host_device),
     _engine("offload_param_device", "none"),
     _engine("zero3_init_flag", lambda chosen: zero_stage(chosen.strategy) == 3),
     _engine("zero_stage", lambda chosen: zero_stage(chosen.strategy), same("", "zero_stage").read),

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON configuration, as typed values: its parser takes a misspelt key at the top level in silence.
+"""For DeepSpeed: its JSON configuration, for its own scripts and for the engine of ``backend="deepspeed"``.
 
 Names and meanings are those of https://www.deepspeed.ai/docs/config-json/; what is not named keeps DeepSpeed's default.
 """
@@ -6,63 +6,15 @@ Names and meanings are those of https://www.deepspeed.ai/docs/config-json/; what
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.plans.export.fields import Field, Tool, dump_json, parse_yaml, same
-from galvatron_lite.plans.export.settings import Settings, World, filled
+from galvatron_lite.plans.export.fields import Field, Tool, dump_json, fixed, parse_yaml, same, write
+from galvatron_lite.plans.export.settings import Settings, World, filled, settings_of
 from galvatron_lite.plans.schema import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadTarget:
-    """Where states are kept."""
-
-    device: str = ""  # ``cpu``: host memory
-    pin_memory: bool = False  # whether host memory is locked, for quicker copies; of no use without a GPU
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroOptimization:
-    """ZeRO."""
-
-    stage: int  # 0 (plain data parallelism) to 3
-    offload_optimizer: OffloadTarget | None = None  # where optimizer states are kept and updated; None: on the device
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """bf16 or fp16 (with dynamic loss scaling)."""
-
-    enabled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TensorParallel:
-    """AutoTP: how many devices share the matmuls."""
-
-    autotp_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeepSpeedConfig:
-    """The whole file. Fields without a default are always written: where DeepSpeed has one, it is not always the plain
-    choice (it clips gradients to norm 1 where nothing is said).
-    """
-
-    train_batch_size: int  # samples a step
-    train_micro_batch_size_per_gpu: int  # of one micro-batch on one device
-    gradient_accumulation_steps: int  # micro-batches
-    zero_optimization: ZeroOptimization
-    bf16: Precision  # compute in bf16, float32 master weights
-    fp16: Precision  # compute in fp16, dynamic loss scaling
-    gradient_clipping: float  # largest norm of the gradient; 0: not clipped
-    tensor_parallel: TensorParallel | None = None  # AutoTP
-    zero_allow_untested_optimizer: bool | None = None  # any torch optimizer is taken
-    zero_force_ds_cpu_optimizer: bool | None = None  # whether states in host memory need DeepSpeed's own Adam
 
 
 def config_of(
@@ -72,23 +24,28 @@ def config_of(
     precision: str | None = None,
     max_grad_norm: float | None = None,
     pinned: bool = True,
-) -> DeepSpeedConfig:
-    """The configuration that does to all layers what a strategy says."""
+) -> dict[str, Any]:
+    """The configuration that does to all layers what a strategy says, by dotted keys; the model recomputes by itself.
+
+    Args:
+        plan: its batch, micro-batches and precision.
+        strategy: of all layers.
+        precision: in place of the plan's.
+        max_grad_norm: of clipping; DeepSpeed clips to norm 1 where nothing is said.
+        pinned: whether host memory is locked, for faster copies; of no use without a GPU.
+    """
     compute = plan.precision if precision is None else precision
     if compute not in ("fp32", "bf16", "fp16"):
         raise InputError("precision", compute, "DeepSpeed trains in fp32, bf16 or fp16.")
-    return DeepSpeedConfig(
-        plan.global_batch,
-        plan.microbatch // strategy.batch_degree,
-        plan.microbatches,
-        _zero(strategy, pinned),
-        Precision(compute == "bf16"),
-        Precision(compute == "fp16"),
-        max_grad_norm or 0.0,
-        TensorParallel(strategy.tensor) if strategy.tensor > 1 else None,
-        zero_allow_untested_optimizer=True,
-        zero_force_ds_cpu_optimizer=False if strategy.offloads_states else None,
+    samples = plan.microbatch // strategy.batch_degree
+    once = replace(strategy, recompute=Recompute.NONE)
+    values = write(
+        DEEPSPEED, replace(settings_of(plan), precision=compute, samples=samples, strategy=once), priced=False
     )
+    values["gradient_clipping"] = max_grad_norm or 0.0
+    if strategy.offloads_states:
+        values["zero_optimization.offload_optimizer.pin_memory"] = pinned
+    return values
 
 
 def zero_stage(strategy: Strategy) -> int:
@@ -98,18 +55,14 @@ def zero_stage(strategy: Strategy) -> int:
     return max(stage, 1) if strategy.offloads_states else stage
 
 
-def _zero(strategy: Strategy, pinned: bool) -> ZeroOptimization:
-    stage = zero_stage(strategy)
-    target = OffloadTarget("cpu", pinned) if strategy.offloads_states else None
-    return ZeroOptimization(stage, target)
+def host_device(settings: Settings) -> str | None:
+    """Where optimizer states are kept, if not on the device."""
+    return "cpu" if settings.strategy.offloads_states else None
 
 
-def _zero_of(settings: Settings) -> int:
-    return zero_stage(settings.strategy)
-
-
-def _moved(value: Any) -> dict[str, Any]:
-    if value not in ("cpu", "none"):
+def read_host_device(value: Any) -> dict[str, Any]:
+    """The opposite of ``host_device``."""
+    if value not in ("cpu", "none", None):
         raise ValueError("Give cpu or none: NVMe is not priced.")
     return {"offload": Offload.STATES if value == "cpu" else Offload.NONE}
 
@@ -146,29 +99,17 @@ DEEPSPEED = Tool(
         same("train_batch_size", "batch"),
         same("train_micro_batch_size_per_gpu", "samples"),
         same("gradient_accumulation_steps", "microbatches"),
-        Field("zero_optimization.stage", _zero_of, same("", "zero_stage").read),
-        Field(
-            "zero_optimization.offload_optimizer.device",
-            lambda chosen: "cpu" if chosen.strategy.offloads_states else None,
-            _moved,
-        ),
-        Field(
-            "zero_optimization.offload_optimizer.pin_memory",
-            lambda chosen: chosen.strategy.offloads_states or None,
-            lambda _: {},
-        ),
+        Field("zero_optimization.stage", lambda chosen: zero_stage(chosen.strategy), same("", "zero_stage").read),
+        Field("zero_optimization.offload_optimizer.device", host_device, read_host_device),
+        fixed("zero_optimization.offload_optimizer.pin_memory", lambda chosen: chosen.strategy.offloads_states or None),
         _enabled("bf16"),
         _enabled("fp16"),
-        Field("gradient_clipping", lambda _: 0.0, lambda _: {}),
+        fixed("gradient_clipping", 0.0),
         same("tensor_parallel.autotp_size", "tensor", plain=1),
         # The file's one word on recomputation: how many checkpoints the model makes.
         Field("activation_checkpointing.number_checkpoints", _again, lambda value: {"again": int(value or 0)}),
-        Field("zero_allow_untested_optimizer", lambda _: True, lambda _: {}),
-        Field(
-            "zero_force_ds_cpu_optimizer",
-            lambda chosen: False if chosen.strategy.offloads_states else None,
-            lambda _: {},
-        ),
+        fixed("zero_allow_untested_optimizer", True),
+        fixed("zero_force_ds_cpu_optimizer", lambda chosen: False if chosen.strategy.offloads_states else None),
     ),
     parse=parse_yaml,
     dump=dump_json,

@@ -87,6 +87,11 @@ def same(key: str, name: str, words: Mapping[Any, Any] | None = None, *, plain: 
     return Field(key, write, read)
 
 
+def fixed(key: str, value: Any) -> Field:
+    """A field that says nothing of a plan; ``value``: of the settings, or the same for all."""
+    return Field(key, value if callable(value) else lambda _: value, lambda _: {})
+
+
 def _number(value: Any) -> int:
     if isinstance(value, bool) or not re.fullmatch(r"-?\d+", str(value)):
         auto = "is settled when training starts: give the number it becomes." if value == "auto" else ""

@@ -15,7 +15,17 @@ from typing import Any
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Offload
-from galvatron_lite.plans.export.fields import ONCE, Field, Tool, Values, dump_yaml, parse_flags, parse_yaml, same
+from galvatron_lite.plans.export.fields import (
+    ONCE,
+    Field,
+    Tool,
+    Values,
+    dump_yaml,
+    fixed,
+    parse_flags,
+    parse_yaml,
+    same,
+)
 from galvatron_lite.plans.export.settings import Settings, StageCut, World, filled
 
 _SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
@@ -113,11 +123,7 @@ _CORE = (
         lambda chosen: chosen.strategy.offloads_states or None,
         _switch("offload", Offload.STATES),
     ),
-    Field(
-        "optimizer.optimizer_offload_fraction",
-        lambda chosen: 1.0 if chosen.strategy.offloads_states else None,
-        lambda _: {},
-    ),
+    fixed("optimizer.optimizer_offload_fraction", lambda chosen: 1.0 if chosen.strategy.offloads_states else None),
 )
 _REFUSED = {
     "model.fp8": "plan in bf16.", "model.fp8_format": "plan in bf16.", "model.fp4_format": "plan in bf16.",
@@ -173,7 +179,7 @@ MEGATRON = Tool(
     software="Megatron-LM (megatron-core 0.16)",
     fields=(
         *(replace(one, key=_bare(one.key)) for one in _CORE),
-        Field("use_precision_aware_optimizer", lambda chosen: chosen.strategy.offloads_states or None, lambda _: {}),
+        fixed("use_precision_aware_optimizer", lambda chosen: chosen.strategy.offloads_states or None),
         _precision("bf16"),
         _precision("fp16"),
     ),
@@ -198,7 +204,7 @@ NEMO = Tool(
     software="NeMo (Megatron-Bridge 0.3)",
     fields=(
         *_CORE,
-        Field("optimizer.use_distributed_optimizer", lambda chosen: _sharding(chosen) > 0 or None, lambda _: {}),
+        fixed("optimizer.use_distributed_optimizer", lambda chosen: _sharding(chosen) > 0 or None),
         same("mixed_precision", "precision", {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}),
     ),
     parse=_parse_nemo,

@@ -10,7 +10,7 @@ from typing import Any
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.pipeline.schedule import Schedule
-from galvatron_lite.plans.export.fields import Field, Tool, Values, parse_flags, parse_toml, same
+from galvatron_lite.plans.export.fields import Field, Tool, Values, fixed, parse_flags, parse_toml, same
 from galvatron_lite.plans.export.settings import Settings, World, even_stages, filled
 
 _SCHEDULES = {
@@ -90,7 +90,7 @@ FIELDS = (
         f"{_PARALLEL}.enable_sequence_parallel", _sequence_parallel, lambda value: {"sequence_parallel": value is True}
     ),
     # torchtitan refuses its default, CUDA graphs, together with a pipeline.
-    Field("training.disable_cuda_graphs", lambda chosen: chosen.pipeline > 1 or None, lambda _: {}),
+    fixed("training.disable_cuda_graphs", lambda chosen: chosen.pipeline > 1 or None),
     Field(f"{_PIPE}_schedule", _piped("schedule", _SCHEDULES), same("", "schedule", _SCHEDULES).read),
     Field(f"{_PIPE}_microbatch_size", _piped("samples"), lambda value: {"samples": int(value)}),
     Field(

@@ -7,11 +7,16 @@ scores computed from it lie unlike in one layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.shares import Range, mirrored, part_of, share
@@ -84,6 +89,18 @@ Boxes = tuple[Box, ...]
 """What a rank holds of a tensor: one box, or several behind one another along a dim."""
 
 
+def all_of(shape: Sequence[int]) -> Box:
+    """The box of a full tensor."""
+    return Box(tuple((0, extent) for extent in shape))
+
+
+def cut_box(tensor: Tensor, box: Box) -> Tensor:
+    """A view of the items of a box."""
+    for dim, (start, stop) in enumerate(box.ranges):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
+
+
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
     """How one tensor is shared by the ranks of a stage; ranks that differ in no axis hold the same."""
@@ -92,11 +109,7 @@ class AxisSplit:
     axes: tuple[Axis, ...]  # one a dim
 
     def box(self, place: int, shape: Sequence[int]) -> Box:
-        """What the rank at ``place`` of the stage holds of a whole tensor of that shape, by ``shares.share``.
-
-        Raises:
-            InputError: it holds more than one box.
-        """
+        """What the rank at ``place`` of the stage holds of a whole tensor of that shape, by ``shares.share``."""
         boxes = self.boxes(place, shape)
         if len(boxes) != 1:
             remedy = "Here each rank must hold one box: plan the layers that share tokens with context=1."
@@ -171,11 +184,7 @@ class Layout:
         return planes, rows, columns
 
     def samples(self, shape: Sequence[int]) -> AxisSplit:
-        """How a tensor lies whose samples alone are shared.
-
-        Raises:
-            InputError: the samples cannot be shared evenly.
-        """
+        """How a tensor lies whose samples alone are shared."""
         if shape[0] % self.batch:
             raise InputError("samples", shape[0], f"A micro-batch must be divisible by {self.batch}.")
         rows = Axis(self.batch, self.replicas) if self.batch > 1 else WHOLE
@@ -186,11 +195,7 @@ class Layout:
         return AxisSplit(self.devices, (*self.samples(shape).axes[:INNER], self.token_axis))
 
     def hidden(self, shape: Sequence[int], pictures: bool = True) -> AxisSplit:
-        """How a hidden state lies: samples are shared, and tokens, channels or pixels.
-
-        Raises:
-            InputError: samples or tokens cannot be shared evenly.
-        """
+        """How a hidden state lies: samples are shared, and tokens, channels or pixels."""
         split = self.samples(shape)
         axes = list(split.axes)
         if len(axes) > INNER and self.sequence * self.channels > 1:
@@ -236,19 +241,30 @@ def route(source: AxisSplit, target: AxisSplit, shape: tuple[int, ...], place: i
 
 
 @lru_cache(maxsize=4096)
+def holders_of(everyone: tuple[Boxes, ...]) -> Mapping[Box, tuple[int, ...]]:
+    """The ranks that hold each box, in order, from what each rank holds; boxes are equal or disjoint."""
+    ranks: dict[Box, dict[int, None]] = {}
+    for rank, boxes in enumerate(everyone):
+        for box in boxes:
+            ranks.setdefault(box, {})[rank] = None
+    return {box: tuple(same) for box, same in ranks.items()}
+
+
+@lru_cache(maxsize=4096)
 def route_boxes(before: tuple[Boxes, ...], after: tuple[Boxes, ...], place: int) -> Route:
-    """The same from what each rank holds to what each is to hold; boxes without items where a rank has no part."""
-    ranks = range(len(before))
-    holders: dict[Boxes, list[int]] = {}
-    for rank, boxes in enumerate(before):
-        holders.setdefault(boxes, []).append(rank)
+    """The same from what each rank holds to what each is to hold; boxes without items where a rank has no part.
+
+    Of ranks that hold the same box the receiver itself gives, or one by turns.
+    """
+    ranks, holders = range(len(before)), holders_of(before)
 
     def sent(sender: int, receiver: int) -> Boxes:
-        """Of ranks that hold the same, the receiver itself gives, or one by turns."""
-        same = holders[before[sender]]
-        if sender != (receiver if receiver in same else same[receiver % len(same)]):
-            return ()
-        met = [held.meet(wanted) for wanted in after[receiver] for held in before[sender]]
+        given = []
+        for box in dict.fromkeys(before[sender]):
+            same = holders[box]
+            if sender == (receiver if receiver in same else same[receiver % len(same)]):
+                given.append(box)
+        met = [held.meet(wanted) for wanted in dict.fromkeys(after[receiver]) for held in given]
         return tuple(box for box in met if box.items)
 
     single = all(len(boxes) == 1 for boxes in (*before, *after))
@@ -261,3 +277,81 @@ def route_boxes(before: tuple[Boxes, ...], after: tuple[Boxes, ...], place: int)
 def nothing(dims: int) -> Box:
     """A box without items."""
     return Box(((0, 0),) * dims)
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoxExchange:
+    """Moves activations between splits on a stage."""
+
+    group: dist.ProcessGroup | None  # all ranks of the stage; None for a stage of one rank
+    place: int  # this rank's place in the stage
+
+    def __call__(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
+        """The tensor split another way.
+
+        Returns:
+            This rank's part under the target. The gradient goes the way back: the gradient of a part that several ranks
+            hold is complete on each of them.
+        """
+        if source == target or self.group is None:
+            return tensor
+        moved: Tensor = _Redistribute.apply(tensor, self, source, target, shape)  # type: ignore[no-untyped-call]
+        return moved
+
+    def move(self, tensor: Tensor, source: AxisSplit, target: AxisSplit, shape: Shape) -> Tensor:
+        """The same without autograd: an all-to-all of boxes."""
+        way, dims = route(source, target, shape, self.place), (source.pieced or 0, target.pieced or 0)
+        if way.local:
+            part = cut_box(tensor, way.wanted[0].within(way.held[0]))
+            return part.clone(memory_format=torch.contiguous_format)
+        parts = [_part(tensor, way.held, dims[0], box).flatten() for box in chain(*way.sends)]
+        sent = torch.cat(parts) if parts else tensor.new_empty(0)
+        arriving = list(chain(*way.receives))
+        extents = list(way.wanted[0].shape)
+        extents[dims[1]] = sum(box.shape[dims[1]] for box in way.wanted)
+        # one box is in order already; no view, so that code behind may change it in place
+        alone = len(arriving) <= 1 and len(way.wanted) == 1
+        received = tensor.new_empty(extents if alone else sum(box.items for box in arriving))
+        item = tensor.element_size()
+        incoming, outgoing = (
+            [item * sum(box.items for box in boxes) for boxes in every] for every in (way.receives, way.sends)
+        )
+        # as bytes: gloo does not know every dtype
+        dist.all_to_all_single(
+            received.view(-1).view(torch.uint8), sent.view(torch.uint8), incoming, outgoing, group=self.group
+        )
+        if alone:
+            return received
+        result = received.new_empty(extents)
+        for box, part in zip(arriving, torch.split(received, [box.items for box in arriving]), strict=True):
+            _part(result, way.wanted, dims[1], box).copy_(part.view(box.shape))
+        return result
+
+
+def _part(tensor: Tensor, held: Boxes, dim: int, box: Box) -> Tensor:
+    """A box of what a rank holds, as a view; the boxes that it holds lie one behind the other along a dim."""
+    before = 0
+    for one in held:
+        if one.meet(box) == box:
+            ranges = list(box.within(one).ranges)
+            ranges[dim] = (ranges[dim][0] + before, ranges[dim][1] + before)
+            return cut_box(tensor, Box(tuple(ranges)))
+        before += one.shape[dim]
+    raise AssertionError("a box that is sent is held")
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, mover: BoxExchange, source: AxisSplit, target: AxisSplit, shape: Shape
+    ) -> Tensor:
+        ctx.way = (mover, source, target, shape)
+        return mover.move(tensor, source, target, shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        mover, source, target, shape = ctx.way
+        return mover.move(gradient, target, source, shape), None, None, None, None

@@ -28,10 +28,9 @@ from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
-from galvatron_lite.runtime.activations.layout import PIXELS, WHOLE, Axis, AxisSplit, Layout
-from galvatron_lite.runtime.activations.redistribute import BoxExchange
-from galvatron_lite.runtime.assignment import LayerAssignment
-from galvatron_lite.runtime.mesh import StrategyGroups
+from galvatron_lite.runtime.activations.layout import PIXELS, WHOLE, Axis, AxisSplit, BoxExchange, Layout
+from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of
+from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 
 Arrived = tuple[Mapping[str, tuple[AxisSplit, tuple[int, ...]]], Layout]
 """Of a nest that travels between stages: split and full shape of each tensor that holds samples, by place, and the
@@ -266,6 +265,19 @@ class ActivationRedistributor:
             return from_local(there.view_as(there), cuts, self.rules)
 
         return map_tensors(part, cut)
+
+
+def redistributor_of(
+    stage: Sequence[LayerAssignment],
+    meshes: Meshes,
+    sampled: Mapping[str, Mapping[str, int]],
+    compute: torch.dtype | None,
+) -> ActivationRedistributor:
+    """The redistributor of a stage, whose glue code has the layout of its first edge, else of its first block."""
+    glue = glue_of(stage).strategy
+    border = border_of(glue_layout(stage), glue, meshes.groups(glue))
+    mover = BoxExchange(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
+    return ActivationRedistributor(mover, border, rules_under(glue), compute, sampled)
 
 
 def _sides(part: Any) -> tuple[int, ...]:

@@ -4,18 +4,121 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from galvatron_lite.cluster.cluster import Collective
+from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import places, slice_batch
-from galvatron_lite.model.graph import Layer
+from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.parallelism.pipeline.stage import drop_parameters
+from galvatron_lite.parallelism.pipeline.tied import check_shared, find_shared
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, LayerRun, Plan, Stage
+from galvatron_lite.profiler.measure_hardware import prepare
+from galvatron_lite.profiler.timing import Across, Term, TimingRule, single_part, time_difference
 from galvatron_lite.runtime.assignment import check_divisible
-from galvatron_lite.runtime.branches.parts import Stream
-from galvatron_lite.runtime.branches.session import BranchSession, Origins
-from galvatron_lite.runtime.branches.setup import set_up_branches
+from galvatron_lite.runtime.branches.parts import (
+    PlacedPart,
+    StandIn,
+    Stream,
+    entrances,
+    place_parts,
+    replace_module,
+    resolve_outside,
+    skeleton,
+)
+from galvatron_lite.runtime.branches.pending import Foreseen
+from galvatron_lite.runtime.branches.session import BranchSession, Origins, PassSetting, RankBranch
+from galvatron_lite.runtime.branches.transfer import BranchChannel
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.parallelize import SetupOptions, StageRuntime
+from galvatron_lite.runtime.mesh import build_part_meshes, join_world
+from galvatron_lite.runtime.parallelize import split_stage
+from galvatron_lite.runtime.peers import broadcast_values, of_rank_zero, share_random_state
+from galvatron_lite.runtime.preparation import layer_plans, tensor_plans
+from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
+
+
+@dataclass(slots=True)
+class Branches:
+    """A model with branches, on this rank."""
+
+    setting: PassSetting  # what its passes share
+    parts: tuple[PlacedPart, ...]  # the trunk, then all branches
+    trees: list[nn.Module]  # modules of this rank's branches, at their paths in the model
+    runtimes: list[StageRuntime]  # of the trunk, then of this rank's branches
+
+
+def set_up_branches(
+    model: nn.Module, plan: Plan, layers: Sequence[Layer], batch: Any, options: SetupOptions, timeout: float
+) -> Branches:
+    """Split the model as the plan says, in place. All ranks call it together."""
+    parts = place_parts(plan, layers)
+    join_world(plan, options.device.type)
+    _check_ties(model, parts, layers)
+    everything = [placed for part in parts for placed in part.stage]
+    tensor = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
+    splits = layer_plans(model, [part.stage for part in parts], tensor, batch)
+    paths = [(), *(entrances(model, part.roots, batch) for part in parts[1:])]
+    groups = [(part.first, part.devices, [placed.strategy for placed in part.stage]) for part in parts]
+    meshes = build_part_meshes(groups, options.device.type)
+    channel = BranchChannel(options.device, timeout)
+    broadcast_values(model, options.device)
+    seed = int(of_rank_zero(torch.randint(2**31, (1,)), options.device))
+    if parts[0].layout.replicas > 1 or parts[0].layout.devices == 1:
+        share_random_state(options.device)
+    trees = [model, *(skeleton(model, entered) for entered in paths[1:])]
+    setting: list[PassSetting] = []
+
+    def call(stand_in: StandIn, args: Any, kwargs: dict[str, Any]) -> Any:
+        return setting[0].call(stand_in, args, kwargs)
+
+    foreseen = {path: Foreseen(path, model.get_submodule(path)) for entered in paths for path in entered}
+    for tree, entered in zip(trees, paths, strict=True):
+        for path in entered:
+            module = tree.get_submodule(path)
+            replace_module(model, module, StandIn(path, module, call))
+    runtimes: list[StageRuntime | None] = []
+    for tree, part, mesh, entered in zip(trees, parts, meshes, paths, strict=True):
+        if mesh is None:  # on other ranks its modules have no parameters
+            drop_parameters(tree)
+            runtimes.append(None)
+            continue
+        roots = [tree.get_submodule(path) for path in entered] or [tree]
+        runtimes.append(split_stage(tree, part.layers, part.stage, mesh, splits, options, roots=roots))
+    branches: dict[str, RankBranch] = {}
+    for part, entered, runtime in zip(parts[1:], paths[1:], runtimes[1:], strict=True):
+        branch = RankBranch(part, foreseen, runtime, Stream(_seed(seed, part), options.device))
+        branches |= dict.fromkeys(entered, branch)
+    trunk = runtimes[0]
+    assert trunk is not None  # every rank runs the trunk
+    here = [(tree, runtime) for tree, runtime in zip(trees, runtimes, strict=True) if runtime is not None]
+    for _, runtime in here:
+        runtime.updates.guarded = True  # other branches are elsewhere
+    setting.append(PassSetting(parts[0], trunk, branches, channel))
+    resolve_outside(model, [path for layer in parts[0].layers for path in layer.modules])
+    return Branches(setting[0], parts, [tree for tree, _ in here[1:]], [runtime for _, runtime in here])
+
+
+def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[Layer]) -> None:
+    ties = find_shared(model, layers)
+    home = {layer.name: part.name for part in parts for layer in part.layers}
+    for tie in ties:
+        homes = sorted({home[layer] for layer in tie.layers})
+        if len(homes) > 1:
+            remedy = f"{' and '.join(homes)} share it: make them one branch, or leave both in the trunk."
+            raise InputError("parameter", tie.names[0], remedy)
+    check_shared(ties, {placed.layer.name: placed.strategy for part in parts for placed in part.stage})
+
+
+def _seed(seed: int, part: PlacedPart) -> int:
+    """Of a branch's random numbers: ranks that have the same samples draw the same."""
+    alike = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
+    return seed + (part.first if alike else dist.get_rank())
 
 
 class BranchedModel(ParallelModel):
@@ -90,3 +193,50 @@ def _origins(part: Any, batch: Any, rows: int) -> Origins:
     theirs = dict(places(batch))
     pairs = ((tensor, theirs[place]) for place, tensor in places(part))
     return {id(tensor): (tensor, full) for tensor, full in pairs if full.dim() and full.shape[0] == rows}
+
+
+_NAMES = ("first", "second")
+_WIDTH = 8
+_BYTES = 4
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(_WIDTH, _WIDTH) for _ in _NAMES)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """A loss."""
+        joined: Tensor = self.first(hidden) + self.second(hidden)
+        return joined.mean()
+
+
+def branch_seconds(device: torch.device, rule: TimingRule) -> float:
+    """Host seconds of a call of a branch, forward and backward, beside the branch's work and the transfers.
+
+    Two branches are on the first two ranks; every rank calls both. What they take in one process and two messages each
+    are taken off. No call is free: a figure that does not stand out of the noise of its timing is given as that noise.
+    All ranks call it together; there are two at least.
+    """
+    batch = {"hidden": torch.ones(1, _WIDTH, device=device)}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        layers = [Layer(name, "branch", Role.BLOCK, (name,)) for name in _NAMES]
+        apart = BranchedModel(_Pair(), _plan(dist.get_world_size()), layers, batch, device=device)
+        alone = _Pair().to(device)
+    size = _WIDTH * _BYTES
+    message = prepare(Collective.SEND_RECV, size, None, device)
+    terms = (
+        Term(1.0, single_part(lambda: apart.backward_step(batch)), Across.MAX),
+        Term(-1.0, single_part(lambda: alone(**batch).backward()), Across.MAX),
+        Term(-2.0 * len(_NAMES), single_part(message), Across.MAX),
+    )
+    found = time_difference(terms, device, rule)
+    return max(found.seconds, found.noise) / len(_NAMES)
+
+
+def _plan(devices: int) -> Plan:
+    placed = tuple(
+        BranchPlacement(name, (name,), number, 1, (LayerRun(name, name, 1, Strategy()),))
+        for number, name in enumerate(_NAMES)
+    )
+    return Plan(PLAN_VERSION, "pair", devices, 1, 1, DEFAULT_SCHEDULE, "fp32", (Stage(()),), branches=placed)

@@ -23,7 +23,6 @@ from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage
 from galvatron_lite.runtime.activations.layout import AxisSplit, Boxes, Layout, nothing
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.branches.pending import resolved
-from galvatron_lite.runtime.mesh import MeshPart
 
 TRUNK = "trunk"
 
@@ -48,11 +47,6 @@ class PlacedPart:
         """Its layers."""
         return tuple(placed.layer for placed in self.stage)
 
-    @property
-    def mesh(self) -> MeshPart:
-        """What process groups are made for."""
-        return MeshPart(self.first, self.devices, tuple(placed.strategy for placed in self.stage))
-
     def entering(self, shape: tuple[int, ...]) -> AxisSplit:
         """How a tensor of the samples lies that enters."""
         pixels = glue_of(self.stage).strategy.spatial > 1
@@ -66,12 +60,7 @@ class PlacedPart:
 
 
 def place_parts(plan: Plan, layers: Sequence[Layer]) -> tuple[PlacedPart, ...]:
-    """The trunk, then the branches in the plan's order.
-
-    Raises:
-        InputError: the plan does not fit the model or itself: more than one stage, a branch that the model has not, a
-            layer that lies half in a branch.
-    """
+    """The trunk, then the branches in the plan's order."""
     if len(plan.stages) != 1:
         raise InputError("plan", f"{len(plan.stages)} stages", "A plan with branches has one, of the other layers.")
     homes = {layer.name: _home(layer, plan.branches) for layer in layers}
@@ -191,11 +180,7 @@ class StandIn(nn.Module):
 
 
 def entrances(model: nn.Module, roots: Sequence[str], batch: Any) -> tuple[str, ...]:
-    """The modules of a branch that code outside it calls, and below the roots those that nobody calls.
-
-    Raises:
-        InputError: the model has no module of that path.
-    """
+    """The modules of a branch that code outside it calls, and below the roots those that nobody calls."""
     for root in roots:
         if root not in dict(model.named_modules(remove_duplicate=False)):
             raise InputError("root of a branch", root, "The model has no such module.")

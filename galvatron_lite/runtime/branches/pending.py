@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
 from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.parallelism.pipeline.unknown import shape_of, writes
+from galvatron_lite.parallelism.pipeline.flow import shape_of, writes
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, name_of
 
 Like = Callable[[Tensor, int], Tensor]
@@ -133,11 +133,7 @@ class DeferredFunction:
         self._is_computed = False
 
     def value(self) -> Any:
-        """The function's result.
-
-        Raises:
-            InputError: an argument was changed in place since the function was called.
-        """
+        """The function's result."""
         if not self._is_computed:
             needed = {id(node) for node in nodes_of((self.args, self.kwargs))}
             for one in [*(earlier for earlier in self.run.applied if id(earlier) in needed), self]:
@@ -254,11 +250,7 @@ class Foreseen:
         self._known: dict[object, Template] = {}
 
     def __call__(self, args: Any, kwargs: Mapping[str, Any], rows: int, like: Like, training: bool) -> Template:
-        """The template of a call.
-
-        Raises:
-            InputError: the module looks at values, so that its output cannot be foreseen.
-        """
+        """The template of a call."""
         inputs = self._inputs(args, kwargs, rows, like)
         key = (_signature(inputs), rows, training, torch.is_grad_enabled())
         if key not in self._known:

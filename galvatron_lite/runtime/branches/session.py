@@ -16,8 +16,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_places, map_tensors, places, tensors_of
-from galvatron_lite.runtime.activations.layout import AxisSplit
-from galvatron_lite.runtime.activations.redistribute import cut_box
+from galvatron_lite.runtime.activations.layout import AxisSplit, cut_box
 from galvatron_lite.runtime.activations.traffic import RankPiece
 from galvatron_lite.runtime.branches.parts import PlacedPart, StandIn, Stream
 from galvatron_lite.runtime.branches.pending import (
@@ -35,7 +34,7 @@ from galvatron_lite.runtime.branches.pending import (
     with_rows,
 )
 from galvatron_lite.runtime.branches.transfer import BranchChannel, BranchTransfer, TensorMove, TransferManifest
-from galvatron_lite.runtime.parallelize import StageRuntime
+from galvatron_lite.runtime.stages import StageRuntime
 
 Origins = Mapping[int, tuple[Tensor, Tensor]]
 """By identity of a tensor of this rank's share of the batch: itself, and the same of the complete micro-batch."""

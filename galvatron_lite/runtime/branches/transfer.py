@@ -21,8 +21,7 @@ from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
 from galvatron_lite.parallelism.cyclic.mailbox import pack, packed_bytes, unpack
-from galvatron_lite.runtime.activations.layout import Box, Boxes, Route, route_boxes
-from galvatron_lite.runtime.activations.redistribute import cut_box
+from galvatron_lite.runtime.activations.layout import Box, Boxes, Route, cut_box, route_boxes
 
 _TAGS = 2**30
 
@@ -56,11 +55,7 @@ class BranchChannel:
         return peer, message, dist.irecv(message, peer, group=self._groups[backward], tag=tag)
 
     def wait(self, work: dist.Work | None, what: str) -> None:
-        """Wait for a transfer.
-
-        Raises:
-            LaunchError: the other rank is gone, or silent for too long.
-        """
+        """Wait for a transfer."""
         try:
             if work is not None:
                 work.wait(self._timeout)

@@ -17,8 +17,8 @@ from torch import nn
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import read_data, write_text
 from galvatron_lite.folders import begin_folder, put_in_place, remove_folder
-from galvatron_lite.runtime.checkpoint.manifest import CONFIG, Manifest, check_files
-from galvatron_lite.runtime.checkpoint.sealed import content_errors
+from galvatron_lite.runtime.activations.layout import all_of
+from galvatron_lite.runtime.checkpoint.manifest import CONFIG, Manifest, check_files, content_errors
 from galvatron_lite.runtime.checkpoint.shards import TensorFile, write_tensors
 from galvatron_lite.runtime.checkpoint.tensors import (
     StoredTensor,
@@ -29,7 +29,7 @@ from galvatron_lite.runtime.checkpoint.tensors import (
 )
 from galvatron_lite.runtime.checkpoint.unsplit import unsplit
 from galvatron_lite.runtime.engine import ParallelModel
-from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard, all_of, held_buffers, held_parameters
+from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard, held_buffers, held_parameters
 from galvatron_lite.units import parse_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

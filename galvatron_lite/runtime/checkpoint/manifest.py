@@ -12,16 +12,121 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from galvatron_lite.errors import FileFormatError
-from galvatron_lite.files import Strict, to_data
-from galvatron_lite.folders import Content
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
+from galvatron_lite.files import Strict, read_value, to_data, write_value
+from galvatron_lite.folders import Content, check_file, remove_folder
 from galvatron_lite.limits import Devices, Size
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.runtime.checkpoint.sealed import META, TORN, check_all, read_sealed, survey
+from galvatron_lite.runtime.peers import Peers, at_first, together
+
+META = "meta.json"
+TORN = "The checkpoint is damaged: delete it and resume from the one before, which load_latest(folder) finds."
+_CHECKPOINT_FILE = re.compile(r"meta\.json|(rank|process|stage)-\d+\.(pt|safetensors)")
+"""Names of files that make a folder a checkpoint, damaged or not."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+FIELD = "checkpoint"
+Part = TypeVar("Part")
+Kind = TypeVar("Kind")
+"""A manifest: a frozen dataclass with ``format``, ``step``, ``sequence``, ``files`` and ``digest``."""
+
+
+def write_sealed(folder: Path, manifest: Any) -> None:
+    """Write a manifest, with its checksum."""
+    write_value(folder / META, replace(manifest, digest=_digest(manifest)))
+
+
+def read_sealed(kind: type[Kind], folder: Path, version: int) -> Kind:
+    """Read and check the manifest of a folder; the other files are not looked at.
+
+    Raises:
+        FileFormatError: the folder or the manifest is missing, changed, or of another kind or format.
+    """
+    if not folder.is_dir():
+        remedy = "There is no such folder. Give one that save(folder) wrote; load_latest(folder) finds the newest."
+        raise FileFormatError("checkpoint", folder, remedy)
+    if not (folder / META).is_file():
+        raise FileFormatError("checkpoint", folder, _no_manifest(folder))
+    manifest: Any = read_value(kind, folder / META)
+    if manifest.digest != _digest(manifest):
+        raise FileFormatError("file", folder / META, f"Its content has changed since it was written. {TORN}")
+    if manifest.format != version:
+        remedy = f"Format {version} can be read. Use the version of galvatron_lite that wrote it."
+        raise FileFormatError("checkpoint", folder, remedy)
+    if manifest.step < 0:
+        raise FileFormatError("file", folder / META, f"Its step is {manifest.step}. {TORN}")
+    for name in manifest.files:
+        if not _NAME.fullmatch(name) or name == META:
+            raise FileFormatError("file", folder / META, f"It names {name!r}, which is no file of this folder. {TORN}")
+    result: Kind = manifest
+    return result
+
+
+def checked(folder: Path, manifest: Any, name: str) -> Path:
+    """The path of one of the files; raises ``FileFormatError`` if its content has changed."""
+    return check_file(folder / name, manifest.files[name], TORN)
+
+
+def check_all(folder: Path, manifest: Kind) -> Kind:
+    """The manifest itself; raises ``FileFormatError`` if the content of any file has changed."""
+    files: Any = manifest
+    for name in files.files:
+        checked(folder, manifest, name)
+    return manifest
+
+
+@contextmanager
+def content_errors(folder: Path) -> Iterator[None]:
+    """Turn any error that the contents of an intact checkpoint cause into a ``FileFormatError``."""
+    try:
+        yield
+    except (GalvatronError, OSError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise FileFormatError("checkpoint", folder, f"Its contents do not fit ({reason}). Use another one.") from error
+
+
+def survey(kind: type[Kind], folder: Path, version: int) -> tuple[list[tuple[Path, Kind]], list[FileFormatError]]:
+    """The checkpoints of a folder, newest first, and the errors of those whose manifest cannot be read.
+
+    The newest is the one written last: after going back to an earlier checkpoint, the next one has fewer steps than
+    the abandoned ones. Checkpoints without a sequence come after the others, ordered by steps. An intact one that a
+    lost process left under a temporary name counts, behind its equals.
+    """
+    readable, damaged = list[tuple[Path, Any]](), list[FileFormatError]()
+    for place in sorted(folder.iterdir()) if folder.is_dir() else ():
+        try:
+            if place.is_dir() and any(_CHECKPOINT_FILE.fullmatch(file.name) for file in place.iterdir()):
+                readable.append((place, read_sealed(kind, place, version)))
+        except FileFormatError as error:
+            damaged += [] if place.name.startswith(".") else [error]
+        except OSError as error:
+            damaged.append(FileFormatError("checkpoint", place, f"It cannot be read ({error.strerror})."))
+    readable.sort(key=lambda item: (item[1].sequence, item[1].step, not item[0].name.startswith(".")), reverse=True)
+    return readable, damaged
+
+
+def _digest(manifest: Any) -> str:
+    data = to_data(replace(manifest, digest=""))
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _no_manifest(folder: Path) -> str:
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{META}"))
+    if inside:
+        newest = ", ".join(inside[-3:])
+        return f"It is a folder of checkpoints ({newest}): give one of them, or use load_latest(folder)."
+    return f"There is no {META} in it, so it is incomplete. {TORN}"
+
 
 FORMAT = 1
 TRAINING, PLAN, CONFIG = "training.pt", "plan.json", "config.json"
@@ -141,3 +246,41 @@ def layout_digest(plan: Plan) -> str:
     passes = [plan.microbatches, plan.schedule.value, plan.virtual_stages, order]
     data = [plan.devices, plan.precision, *passes, runs, branches]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def write_together(
+    peers: Peers,
+    begin: Callable[[], Path],
+    write: Callable[[Path], Part],
+    complete: Callable[[Path, list[Part]], None],
+) -> None:
+    """Write a checkpoint of all ranks: rank 0 begins its folder and completes it, every rank writes its files.
+
+    Raises:
+        InputError: a rank could not; nothing is left of the attempt.
+        LaunchError: a process is gone.
+    """
+    folder = at_first(peers, begin, FIELD)
+    try:
+        parts = together(peers, lambda: write(folder), FIELD)
+        at_first(peers, lambda: complete(folder, parts), FIELD)
+    except GalvatronError:
+        if peers.rank == 0:
+            remove_folder(folder)
+        raise
+
+
+def check_arrived(folder: Path, place: Path, files: Iterable[str]) -> None:
+    """Raise ``InputError`` where rank 0 does not see a file that another rank wrote."""
+    for name in files:
+        if not (folder / name).is_file():
+            raise InputError(FIELD, place, f"{name} is missing. Use a folder shared by all ranks.")
+
+
+def read_together(peers: Peers, folder: Path, read: Callable[[], Part]) -> Part:
+    """The manifest that all ranks read; raises ``InputError`` where a rank cannot, or ranks see different ones."""
+    manifests: list[Any] = together(peers, read, FIELD)
+    if any(other.digest != manifests[0].digest for other in manifests):
+        raise InputError(FIELD, folder, "Processes see different ones under this name. Use a shared folder.")
+    first: Part = manifests[0]
+    return first

@@ -27,11 +27,7 @@ NESTED = "_schedulers"
 
 
 def options_of(parallel: Parallel, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-    """Options of this rank's parameters, and values of their states that are no tensors.
-
-    Raises:
-        InputError: some could not be read again safely.
-    """
+    """Options of this rank's parameters, and values of their states that are no tensors."""
     state = None if scheduler is None else _numbers(scheduler.state_dict())
     groups = [
         {

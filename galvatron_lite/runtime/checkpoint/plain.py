@@ -50,11 +50,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 def state_of(value: Any, place: str) -> Any:
-    """The ``state_dict()`` of an object that has one, else the value itself, as plain data on the CPU.
-
-    Raises:
-        InputError: it could not be read again safely.
-    """
+    """The ``state_dict()`` of an object that has one, else the value itself, as plain data on the CPU."""
     state = value.state_dict() if hasattr(value, "state_dict") else value
     check_plain(state, place)
     return map_tensors(state, alone)

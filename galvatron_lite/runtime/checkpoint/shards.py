@@ -43,12 +43,7 @@ class FileRange:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """Write a new file of tensors on any device.
-
-    Raises:
-        InputError: the format does not know a dtype.
-        OSError: the disk is full, or broken.
-    """
+    """Write a new file of tensors on any device."""
     # widest items first, so that each tensor is aligned to its item size
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {_META: {"format": "pt"}}
@@ -78,9 +73,6 @@ class TensorFile:
 
     Attributes:
         places: of its tensors, by name.
-
-    Raises:
-        FileFormatError: it is no such file, or ends too early.
     """
 
     def __init__(self, path: Path) -> None:

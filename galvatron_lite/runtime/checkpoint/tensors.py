@@ -14,10 +14,10 @@ from torch import Tensor
 
 from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.folders import Content
-from galvatron_lite.runtime.activations.layout import Box
+from galvatron_lite.runtime.activations.layout import Box, all_of, cut_box
 from galvatron_lite.runtime.checkpoint.manifest import Manifest, Piece, TensorRecord, key_of
 from galvatron_lite.runtime.checkpoint.shards import CODES, TensorFile, write_tensors
-from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard, all_of, part_of
+from galvatron_lite.runtime.parameters.pieces import ItemRun, LocalShard
 from galvatron_lite.runtime.peers import Peers
 
 PieceKey = tuple[str, tuple[int, ...]]
@@ -63,24 +63,19 @@ def copied(held: LocalShard) -> LocalShard:
     if len(held.chunks) != 1:
         return replace(held, tensor=held.tensor.detach().cpu().clone())
     (chunk,) = held.chunks
-    part = part_of(held.tensor.detach(), chunk.local).cpu().clone()
+    part = cut_box(held.tensor.detach(), chunk.local).cpu().clone()
     return replace(held, tensor=part, chunks=(ItemRun(all_of(part.shape), chunk.whole),))
 
 
 def write_pieces(path: Path, held: Sequence[LocalShard]) -> tuple[Content, dict[str, TensorRecord]]:
-    """Write pieces into a new file; its content, and the records of the tensors.
-
-    Raises:
-        InputError: a dtype cannot be written.
-        OSError: the disk is full, or broken.
-    """
+    """Write pieces into a new file; its content, and the records of the tensors."""
     pieces: dict[str, Tensor] = {}
     records: dict[str, TensorRecord] = {}
     for one in held:
         dtype = str(one.tensor.dtype).removeprefix("torch.")
         described = records.setdefault(one.name, TensorRecord(dtype, one.shape, ()))
         for chunk in one.chunks:
-            pieces[key_of(one.name, _start(chunk))] = part_of(one.tensor, chunk.local)
+            pieces[key_of(one.name, _start(chunk))] = cut_box(one.tensor, chunk.local)
         more = tuple(Piece(_start(chunk), chunk.whole.shape, path.name) for chunk in one.chunks)
         records[one.name] = replace(described, pieces=(*described.pieces, *more))
     return write_tensors(path, pieces), records
@@ -158,9 +153,6 @@ def stored_files(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[st
     Args:
         files: by tensor.
         names: the model's entries, and the first name of the tensor behind each; other tensors keep their names.
-
-    Raises:
-        FileFormatError: a file is no file of tensors, or does not hold a tensor that it should.
     """
     opened = {path: TensorFile(path) for path in set(files.values())}
     stored = {}
@@ -174,12 +166,7 @@ def stored_files(files: Mapping[str, Path], names: Mapping[str, str]) -> dict[st
 
 
 def check_readable(held: Sequence[LocalShard], stored: Mapping[str, StoredTensor]) -> None:
-    """Check that everything that a rank holds can be read, before anything is changed.
-
-    Raises:
-        InputError: a tensor is missing, incomplete or of another shape.
-        FileFormatError: a file does not hold what the checkpoint describes.
-    """
+    """Check that everything that a rank holds can be read, before anything is changed."""
     files: dict[Path, TensorFile] = {}
     for one in held:
         source = stored.get(one.name)
@@ -204,10 +191,10 @@ def read_tensors(held: Sequence[LocalShard], stored: Mapping[str, StoredTensor])
     with torch.no_grad():
         for one in held:
             for chunk in one.chunks:
-                target = part_of(one.tensor.detach(), chunk.local)
+                target = cut_box(one.tensor.detach(), chunk.local)
                 for piece, met in _overlaps(stored[one.name], chunk):
-                    values = part_of(_opened(files, piece).tensor(piece.key), met.within(piece.box))
-                    part_of(target, met.within(chunk.whole)).copy_(values)
+                    values = cut_box(_opened(files, piece).tensor(piece.key), met.within(piece.box))
+                    cut_box(target, met.within(chunk.whole)).copy_(values)
 
 
 def _overlaps(source: StoredTensor, chunk: ItemRun) -> Iterator[tuple[StoredPiece, Box]]:

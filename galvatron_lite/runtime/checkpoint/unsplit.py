@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from galvatron_lite.parallelism.data.apply import GradientReducer
-from galvatron_lite.runtime.checkpoint.manifest import TRAINING, check_files, process_file
+from galvatron_lite.runtime.checkpoint.manifest import TRAINING, check_files, content_errors, process_file
 from galvatron_lite.runtime.checkpoint.optimizer import (
     blank_states,
     check_members,
@@ -21,38 +22,34 @@ from galvatron_lite.runtime.checkpoint.optimizer import (
 )
 from galvatron_lite.runtime.checkpoint.plain import put_state, read_plain
 from galvatron_lite.runtime.checkpoint.saving import Resumed
-from galvatron_lite.runtime.checkpoint.sealed import content_errors
 from galvatron_lite.runtime.checkpoint.tensors import check_readable, read_tensors, stored_tensors
 from galvatron_lite.runtime.mesh import StrategyGroups
-from galvatron_lite.runtime.parallelize import StageRuntime
 from galvatron_lite.runtime.parameters.managed import ManagedParameter, Updates
 from galvatron_lite.runtime.parameters.pieces import Entries, entries_of, held_buffers, held_parameters, held_states
+from galvatron_lite.runtime.stages import StageRuntime
 
 
-@dataclass(frozen=True, slots=True)
-class _UnsplitStage:
-    """What ``pieces`` reads of a stage."""
-
-    owned: list[ManagedParameter]
-    updates: Updates
-    stage: tuple[()] = ()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelView:
-    """What ``pieces`` reads of a split model."""
+    """What is read of a split model to save and load it; or of a plain one, seen as split over one process."""
 
     entries: Entries
     runtimes: Sequence[StageRuntime]
     structures: Sequence[nn.Module]
+    module: Any = None
+    plan: Any = None
+    step: int = 0
+    scaler: Any = None
+    steering: Any = None
+    streams: Sequence[Any] = ()
 
 
 def unsplit(model: nn.Module) -> ModelView:
     """A plain model, seen as one that is split over one process."""
     groups = cast("StrategyGroups", None)
     owned = [ManagedParameter((name,), parameter, None, groups, 1) for name, parameter in model.named_parameters()]
-    stage = _UnsplitStage(owned, Updates(owned, GradientReducer(())))
-    return ModelView(entries_of(model, ()), [cast("StageRuntime", stage)], [model])
+    stage = SimpleNamespace(owned=owned, updates=Updates(owned, GradientReducer(())), stage=())
+    return ModelView(entries_of(model, ()), [cast("StageRuntime", stage)], [model], model)
 
 
 def load_into(

@@ -21,14 +21,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
+from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import STRICT
-from galvatron_lite.folders import Content, begin_folder, put_in_place, remove_folder
+from galvatron_lite.folders import Content, begin_folder, put_in_place
 from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.parallelism.cyclic.executor import SeededDraws
 from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
-from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.parallelism.cyclic.stages import StageStates
+from galvatron_lite.runtime.checkpoint.manifest import (
+    FIELD,
+    check_all,
+    check_arrived,
+    checked,
+    read_sealed,
+    read_together,
+    survey,
+    write_sealed,
+    write_together,
+)
 from galvatron_lite.runtime.checkpoint.plain import (
     alone,
     check_plain,
@@ -37,17 +48,13 @@ from galvatron_lite.runtime.checkpoint.plain import (
     read_plain,
     write_plain,
 )
-from galvatron_lite.runtime.checkpoint.sealed import check_all, checked, read_sealed, survey, write_sealed
-from galvatron_lite.runtime.cyclic.setup import CyclicRuntime
-from galvatron_lite.runtime.cyclic.state import between, loose_buffers
-from galvatron_lite.runtime.peers import Peers, at_first, together
+from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, between, loose_buffers
+from galvatron_lite.runtime.peers import Peers, together
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
 
 FORMAT = 1
-FIELD = "checkpoint"
-"""What errors name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,31 +138,17 @@ class CyclicCheckpointer:
     peers: Peers  # all processes
 
     def write(self, place: Path, step: int) -> None:
-        """Write a checkpoint before training step ``step``; all processes call it.
-
-        Raises:
-            InputError: some process could not; what was there before is as it was, and training can go on.
-            LaunchError: a process is gone.
-        """
-        folder = at_first(self.peers, lambda: begin_folder(place), FIELD)
-        try:
-            parts = together(self.peers, lambda: self._write_files(folder, step), FIELD)
-            at_first(self.peers, lambda: self._finish(folder, place, step, parts), FIELD)
-        except GalvatronError:
-            if self.peers.rank == 0:
-                remove_folder(folder)
-            raise
+        """Write a checkpoint before training step ``step``; all processes call it."""
+        write_together(
+            self.peers,
+            lambda: begin_folder(place),
+            lambda folder: self._write_files(folder, step),
+            lambda folder, parts: self._finish(folder, place, step, parts),
+        )
 
     def read(self, folder: Path) -> int:
-        """Take a checkpoint; returns its training step. All processes call it.
-
-        Raises:
-            InputError: it is damaged, or of another model, rule or number of workers; nothing is changed.
-            LaunchError: a process is gone.
-        """
-        manifest, *others = together(self.peers, lambda: self._checked(folder), FIELD)
-        if any(other.digest != manifest.digest for other in others):
-            raise InputError(FIELD, folder, "Processes see different ones under this name. Give all the same folder.")
+        """Take a checkpoint; returns its training step. All processes call it."""
+        manifest = read_together(self.peers, folder, lambda: self._checked(folder))
         together(self.peers, lambda: self._take(folder, manifest), FIELD)
         return manifest.step
 
@@ -171,9 +164,7 @@ class CyclicCheckpointer:
 
     def _finish(self, folder: Path, place: Path, step: int, parts: list[_Written]) -> None:
         files = {name: content for part in parts for name, content in part.files.items()}
-        for name in files:
-            if not (folder / name).is_file():
-                raise InputError(FIELD, place, f"{name} is missing. Use a folder shared by all ranks.")
+        check_arrived(folder, place, files)
         stages = {stage: record for part in parts for stage, record in part.stages.items()}
         programme, draws = self.runtime.executor.programme, self.runtime.executor.draws
         sequence = 1 + max((one.sequence for _, one in survey(CyclicManifest, place.parent, FORMAT)[0]), default=0)
@@ -259,11 +250,7 @@ def _uses_older(programme: CyclicProgramme, process: int, stage: int, step: int)
 
 
 def _stage_content(states: StageStates) -> dict[str, Any]:
-    """What a checkpoint holds of a stage.
-
-    Raises:
-        InputError: the optimizer's or scheduler's state holds what cannot be read again safely.
-    """
+    """What a checkpoint holds of a stage."""
     older = states.newest - 1
     content = {
         "newest": {name: alone(one) for name, one in states.masters.items()},
@@ -317,11 +304,7 @@ def _check_stage(stage: int, written: StageRecord, record: StageRecord) -> None:
 
 
 def _put_stage(states: StageStates, content: Mapping[str, Any]) -> None:
-    """Give a stage its newest parameters, and its optimizer and scheduler their states.
-
-    Raises:
-        InputError: the optimizer has other parameter groups.
-    """
+    """Give a stage its newest parameters, and its optimizer and scheduler their states."""
     written = content["optimizer"]
     if states.optimizer is not None and written is not None:
         groups = written["param_groups"], states.optimizer.param_groups

@@ -15,15 +15,17 @@ from galvatron_lite.parallelism.cyclic.executor import Executor, SeededDraws
 from galvatron_lite.parallelism.cyclic.mailbox import ProcessMailbox
 from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
-from galvatron_lite.parallelism.cyclic.stages import StagePart, check_untied, cut_stages, stage_of
-from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.parallelism.cyclic.stages import StagePart, StageStates, check_untied, cut_stages, stage_of
 from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.assignment import LayerAssignment, place_layers
-from galvatron_lite.runtime.parallelize import known_flow
+from galvatron_lite.runtime.parameters.full_state import gather, put
 from galvatron_lite.runtime.parameters.materialize import Materializer
-from galvatron_lite.runtime.parameters.pieces import Entries, entries_of
+from galvatron_lite.runtime.parameters.pieces import Entries, ItemRun, LocalShard, entries_of
+from galvatron_lite.runtime.peers import everyone
+from galvatron_lite.runtime.preparation import known_flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,7 @@ def set_up(
     mailbox: ProcessMailbox,
     options: CyclicOptions,
 ) -> CyclicRuntime:
-    """Cut the model and make what runs its stages. No communication.
-
-    Raises:
-        InputError: the plan does not fit the model, or stages share parameters.
-    """
+    """Cut the model and make what runs its stages. No communication."""
     entries, placed = entries_of(model, layers), place_layers(plan, layers)
     names = [[one.layer.name for one in stage] for stage in placed]
     programme = programme_of(plan, options.early_release)
@@ -115,3 +113,50 @@ def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.d
             apply_recompute(module, one.strategy.recompute)
             if compute is not None:
                 module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def full_state(runtime: CyclicRuntime) -> dict[str, Tensor]:
+    """The model's ``state_dict()``, after ``flush``, on the CPU of every rank; all ranks call it."""
+    found = gather(_held(runtime))
+    return {name: found[first] for name, first in runtime.entries.names.items() if first in found}
+
+
+def load_full_state(runtime: CyclicRuntime, state: Mapping[str, Tensor]) -> None:
+    """Take this process's part of a full state."""
+    put(_held(runtime), runtime.entries, state)
+
+
+def even_out(runtime: CyclicRuntime) -> None:
+    """Give every process the mean of the running statistics; the largest of counts. All ranks call it."""
+    buffers = {name: buffer for part in runtime.parts.values() for name, buffer in part.buffers()}
+    every = everyone({name: buffer.cpu() for name, buffer in buffers.items()})
+    for name, buffer in buffers.items():
+        buffer.copy_(between([one[name] for one in every if name in one]))
+
+
+def loose_buffers(runtime: CyclicRuntime) -> dict[str, Tensor]:
+    """Buffers of the model's state that no layer has, by name."""
+    buffers = runtime.model.named_buffers()
+    return {name: one for name, one in buffers if runtime.entries.homes.get(name) == "" and not one.is_meta}
+
+
+def between(values: Sequence[Tensor]) -> Tensor:
+    """One value for all: the mean of statistics, the largest of counts; theirs where they are equal."""
+    first = values[0]
+    if all(torch.equal(first, other) for other in values[1:]):
+        return first
+    stacked = torch.stack(list(values))
+    return stacked.mean(0) if first.is_floating_point() or first.is_complex() else stacked.amax(0)
+
+
+def _held(runtime: CyclicRuntime) -> list[LocalShard]:
+    """What this process has of the state; after ``flush`` all processes of a stage have the same."""
+    tensors: dict[str, Tensor] = loose_buffers(runtime)
+    for stage, states in runtime.executor.states.items():
+        tensors |= states.masters
+        tensors |= runtime.parts[stage].buffers()
+    return [
+        LocalShard(name, tuple(tensor.shape), tensor.detach(), (ItemRun(all_of(tensor.shape), all_of(tensor.shape)),))
+        for name, tensor in tensors.items()
+        if name in runtime.entries.names
+    ]

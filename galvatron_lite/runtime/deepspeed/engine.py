@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
-from galvatron_lite.files import to_data
 from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_model, loss_of, map_tensors, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy, prepare_for_training
@@ -19,13 +18,13 @@ from galvatron_lite.parallelism.backends import DEEPSPEED
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.export.deepspeed import config_of
+from galvatron_lite.plans.export.fields import nested
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import LayerAssignment, check_samples, place_layers
 from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer
 from galvatron_lite.runtime.checkpoint.saving import Saving
 from galvatron_lite.runtime.deepspeed.library import EngineOptimizer, check_engine, load
-from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver
-from galvatron_lite.runtime.deepspeed.states import full_state_dict, load_full_state_dict
+from galvatron_lite.runtime.deepspeed.saving import DeepSpeedSaver, full_state_dict, load_full_state_dict
 from galvatron_lite.runtime.loss.weights import LossWeight, ShareScale, check_reduction, share_scales, weighted
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.monitor.notes import StepPhase
@@ -48,26 +47,13 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     ``outputs`` come after that. Checkpoints are those of all plans; see ``DeepSpeedSaver``.
 
     Args:
-        model: the user's model, changed in place. Real parameters are made equal to rank 0's; a model on the meta
-            device is given initial values, one layer at a time.
-        plan: for this model and this world, with one ZeRO stage for all layers.
-        layers: of the model, from ``discover_layers``.
-        batch: an example batch; not needed.
-        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
-        loss_weight: as for ``ParallelModel``.
-        loss_reduction: as for ``ParallelModel``.
-        device: of this rank; its GPU or the CPU if not given.
-        precision: ``fp32``, ``bf16`` or ``fp16``, of parameters and compute, beside float32 master copies; the plan's
-            if not given.
-        max_grad_norm: clip the gradient to this norm; None: do not clip.
-        init_fn: initial values of one module of a model on the meta device.
-        seed: of those values.
+        plan: with one ZeRO stage for all layers.
+        precision: of parameters and compute, beside float32 master copies.
+
+    All other arguments are those of ``ParallelModel``; no example batch is needed.
 
     Attributes:
-        module: the user's model.
-        plan: the plan.
-        config: DeepSpeed's configuration.
-        watch: reports where this rank is in its step, and why a step fails.
+        config: DeepSpeed's configuration, by dotted keys.
 
     Raises:
         LaunchError: the world's size is not the plan's, or DeepSpeed is missing.
@@ -123,10 +109,10 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
                 materializer.place(placed.layer)
             for placed, module in [(p, model.get_submodule(path)) for p in layers for path in p.layer.modules]:
                 apply_recompute(module, placed.strategy.recompute)
-                if self.config.zero_optimization.stage == 3:
+                if self.config["zero_optimization.stage"] == 3:
                     if self._compute is not None:
                         module.to(self._compute)
-                    self._library.zero.Init(module=module, config_dict_or_path=to_data(self.config))
+                    self._library.zero.Init(module=module, config_dict_or_path=nested(self.config))
 
     @property
     def engine(self) -> Any:
@@ -148,7 +134,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     ) -> EngineOptimizer:
         if self._engines:
             raise InputError("optimizer", type(inner).__name__, "The model has one already: it is made once.")
-        data = to_data(self.config)
+        data = nested(self.config)
         engine = self._library.initialize(model=self.module, optimizer=inner, config=data, dist_init_required=False)[0]
         check_engine(engine, self.config)
         self._engines.append(engine)
@@ -168,18 +154,12 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         loss = self._local_loss(part)
         if not torch.is_grad_enabled():
             return self._mean(loss)
-        scaled = engine.scale(loss) if self.config.zero_optimization.stage else loss
+        scaled = engine.scale(loss) if self.config["zero_optimization.stage"] else loss
         mean: Tensor = _MeanLoss.apply(scaled, self._mean(loss), self.plan.microbatches)  # type: ignore[no-untyped-call]
         return mean
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for a global batch, without gradients, on every rank.
-
-        Tensors without samples (a loss) are means over the ranks' shares of the samples.
-
-        Raises:
-            InputError: there is no optimizer yet, or the batch cannot be shared evenly.
-        """
+        """The model's outputs for a global batch, without gradients, on every rank; see ``ParallelModel.outputs``."""
         engine = self._ready()
         (part,) = self._parts(batch_of_call(args, kwargs), 1)
         rows = batch_size(part)
@@ -188,21 +168,12 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
 
     @observed
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
-        """One optimizer step on a global batch, in the plan's micro-batches.
+        """One optimizer step on a global batch, in the plan's micro-batches; see ``ParallelModel.train_step``.
 
         Args:
             batch: the same global batch on every rank.
             optimizer: from ``optimizer``; or one made over ``parameters()``, which the engine takes over.
             max_grad_norm: clip the gradient to this norm; that of the constructor if not given.
-
-        Returns:
-            The batch's loss, the same on every rank.
-
-        Raises:
-            InputError: the batch cannot be shared evenly, or the optimizer is another one.
-            NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; the parameters are unchanged. Under
-                fp16 a norm alone only lowers the loss scale.
-            PeerError: another rank is gone, failed or hangs.
         """
         if not self._engines:
             self._bind(optimizer)
@@ -268,11 +239,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         return full_state_dict(self.module, self.dtypes, bound=bool(self._engines))
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set this rank's shards from a full state, of any plan or of the unsplit model; every rank gives all of it.
-
-        Raises:
-            InputError: an entry is missing, or has another shape.
-        """
+        """Set this rank's shards from a full state, of any plan or of the unsplit model; every rank gives all of it."""
         load_full_state_dict(self.module, state)
 
     def _watched(self, phase: StepPhase = StepPhase.SAVING) -> AbstractContextManager[None]:

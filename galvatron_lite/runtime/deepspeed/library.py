@@ -14,17 +14,12 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import LaunchError
-from galvatron_lite.plans.export.deepspeed import DeepSpeedConfig
 
 INSTALL = "pip install 'deepspeed>=0.16'"
 
 
 def load(device: torch.device) -> ModuleType:
-    """Import ``deepspeed`` and set it up on the default process group, which must exist.
-
-    Raises:
-        LaunchError: it is not installed.
-    """
+    """Import ``deepspeed`` and set it up on the default process group, which must exist."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
         import deepspeed
@@ -47,25 +42,22 @@ def load(device: torch.device) -> ModuleType:
     return library
 
 
-def check_engine(engine: Any, config: DeepSpeedConfig) -> None:
+def check_engine(engine: Any, config: Mapping[str, Any]) -> None:
     """Raise ``LaunchError`` for a setting that the engine has understood otherwise than the configuration says."""
-    offload = config.zero_optimization.offload_optimizer
-    settings = {
-        "zero_optimization.stage": (int(engine.zero_optimization_stage()), config.zero_optimization.stage),
-        "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), config.gradient_accumulation_steps),
-        "train_micro_batch_size_per_gpu": (
-            engine.train_micro_batch_size_per_gpu(), config.train_micro_batch_size_per_gpu,
-        ),
-        "train_batch_size": (engine.train_batch_size(), config.train_batch_size),
-        "gradient_clipping": (engine.gradient_clipping(), config.gradient_clipping),
-        "bf16": (engine.bfloat16_enabled(), config.bf16.enabled),
-        "fp16": (engine.fp16_enabled(), config.fp16.enabled),
-        "offload_optimizer": (bool(engine.zero_use_cpu_optimizer()), offload is not None),
-    }  # fmt: skip
-    for name, (actual, wanted) in settings.items():
-        if actual != wanted:
+    actual = {
+        "zero_optimization.stage": int(engine.zero_optimization_stage()),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+        "train_batch_size": engine.train_batch_size(),
+        "gradient_clipping": engine.gradient_clipping(),
+        "bf16.enabled": engine.bfloat16_enabled(),
+        "fp16.enabled": engine.fp16_enabled(),
+        "zero_optimization.offload_optimizer.device": "cpu" if engine.zero_use_cpu_optimizer() else None,
+    }
+    for name, value in actual.items():
+        if value != config.get(name):
             raise LaunchError(
-                f"DeepSpeed runs with {name} = {actual}, but the plan asks for {wanted}. Use another version."
+                f"DeepSpeed runs with {name} = {value}, but the plan asks for {config.get(name)}. Use another version."
             )
 
 

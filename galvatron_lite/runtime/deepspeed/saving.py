@@ -8,56 +8,205 @@ model, and any stage and number of devices of DeepSpeed load it; and DeepSpeed l
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.runtime.checkpoint.checkpointer import Checkpointer
 from galvatron_lite.runtime.checkpoint.saving import ExtraState, Resumed
 from galvatron_lite.runtime.checkpoint.unsplit import unsplit
 from galvatron_lite.runtime.deepspeed.library import EngineOptimizer
-from galvatron_lite.runtime.deepspeed.states import full_states, put_states
 
 if TYPE_CHECKING:
-    from galvatron_lite.plans.schema import Plan
     from galvatron_lite.runtime.deepspeed.engine import DeepSpeedModel
-    from galvatron_lite.runtime.parallelize import StageRuntime
-    from galvatron_lite.runtime.parameters.pieces import Entries
-    from galvatron_lite.runtime.phases import Steering
-    from galvatron_lite.runtime.scaling import LossScaler
+
+States = dict[str, dict[str, Tensor]]
 
 
-@dataclass(slots=True)
-class Mirror:
-    """A plain model as ``Checkpointer`` sees one that is split; its parts are those of the last save or load."""
+def full_state_dict(module: nn.Module, dtypes: Mapping[str, torch.dtype], *, bound: bool) -> dict[str, Tensor]:
+    """Full parameters and buffers on the CPU of every rank; all ranks call it."""
+    gathered: dict[int, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in gathered:
+            gathered[id(parameter)] = _gathered(parameter, bound=bound).to("cpu", dtypes.get(name), copy=True)
+        parameters[name] = gathered[id(parameter)]
+    return {
+        name: parameters[name] if name in parameters else _of_first(value)
+        for name, value in module.state_dict().items()
+    }
 
-    plan: Plan
-    module: nn.Module
-    entries: Entries
-    runtimes: Sequence[StageRuntime] = ()
-    structures: Sequence[nn.Module] = ()
-    step: int = 0
-    scaler: LossScaler | None = None
-    steering: Steering | None = None
-    streams: Sequence[Any] = field(default=())
+
+def _gathered(parameter: nn.Parameter, *, bound: bool) -> Tensor:
+    """A full parameter; the master copy where there is one."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if bound and parameter.requires_grad:
+        master: Tensor | None = safe_get_full_fp32_param(parameter)
+        if master is not None:
+            return master
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach()
+    with GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def _of_first(value: Tensor) -> Tensor:
+    shared = value.detach().clone()
+    dist.broadcast(shared, src=0)
+    return shared.cpu()
+
+
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Set parameters, master copies and buffers from a full state; every rank gives all of it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            _set_parameter(parameter, _entry(state, names[id(parameter)], shape))
+        parameters = {name for group in names.values() for name in group}
+        for name, value in module.state_dict().items():
+            if name not in parameters:
+                value.copy_(_entry(state, [name], tuple(value.shape)))
+
+
+def _entry(state: Mapping[str, Tensor], names: list[str], shape: tuple[int, ...]) -> Tensor:
+    name = next((name for name in names if name in state), None)
+    if name is None:
+        raise InputError("state", names[0], "The state has no such entry. Give the state_dict of the full model.")
+    if tuple(state[name].shape) != shape:
+        remedy = f"{name} has another shape. Give the state_dict of the same model."
+        raise InputError("state", tuple(state[name].shape), remedy)
+    return state[name]
+
+
+def _set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
+    """Set this rank's part of a parameter, and its master copy."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    if not hasattr(parameter, "ds_id"):
+        parameter.copy_(value)
+        if hasattr(parameter, "_hp_mapping"):
+            safe_set_full_fp32_param(parameter, value.to(parameter.device, torch.float32))
+        return
+    with GatheredParameters([parameter], modifier_rank=0):
+        if dist.get_rank() == 0:
+            parameter.copy_(value)
+    _set_shard(parameter, value)
+
+
+def _set_shard(parameter: nn.Parameter, value: Tensor, state: str | None = None) -> None:
+    """Set this rank's shard of a ZeRO-3 parameter's master copy, or of one of its states, from the full one.
+
+    DeepSpeed's own functions for full tensors cannot set shards that are padded at the end.
+    """
+    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+    if not hasattr(parameter, "_z3_optimizer") or not parameter.requires_grad:
+        return
+    size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+    flat = value.reshape(-1)[dist.get_rank() * size : (dist.get_rank() + 1) * size]
+    shard = torch.zeros(size, dtype=torch.float32, device=parameter.device)
+    shard[: flat.numel()] = flat
+    if state is None:
+        safe_set_local_fp32_param(parameter, shard)
+    else:
+        safe_set_local_optimizer_state(parameter, shard, state)
+
+
+def full_states(engine: Any, module: nn.Module) -> States:
+    """All states of all parameters, on the CPU; none before the first step. All ranks call it.
+
+    Raises:
+        InputError: DeepSpeed does not expose them (fp16 without ZeRO).
+    """
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    inner = engine.basic_optimizer
+    if engine.optimizer is inner:
+        return {
+            name: {key: torch.as_tensor(value).cpu().clone() for key, value in inner.state[parameter].items()}
+            for name, parameter in _trained(module)
+            if parameter in inner.state
+        }
+    flats = _flats(engine.optimizer)
+    states: Mapping[str, Any] = next((inner.state[flat] for flat in flats if inner.state.get(flat)), {})
+    sharded, others = _kinds(states)
+    full: States = {}
+    for name, parameter in _trained(module) if states else ():
+        full[name] = {key: safe_get_full_optimizer_state(parameter, key).cpu().clone() for key in sharded}
+        full[name] |= {key: torch.as_tensor(value).cpu().clone() for key, value in others.items()}
+    return full
+
+
+def put_states(engine: Any, module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set this rank's shards from full states, of all parameters or of none."""
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state
+
+    inner = engine.basic_optimizer
+    if not states:
+        return
+    if engine.optimizer is inner:
+        for name, parameter in _trained(module):
+            inner.state[parameter] = {key: torch.as_tensor(value).clone() for key, value in states[name].items()}
+        return
+    flats = _flats(engine.optimizer)
+    sharded, others = _kinds(next(iter(states.values())))
+    for flat in flats:
+        blank = {key: torch.zeros_like(flat, requires_grad=False) for key in sharded}
+        inner.state[flat] = blank | {key: torch.as_tensor(value).clone() for key, value in others.items()}
+    # parameters of stages 1 and 2 learn of the states of their flat shards, as in DeepSpeed's first step
+    groups = getattr(engine.optimizer, "bit16_groups", None) or getattr(engine.optimizer, "bf16_groups", None)
+    for group, flat in zip(groups or (), flats, strict=False):
+        lazy_init_hp_params_optimizer_state(group, flat, inner.state)
+    for name, parameter in _trained(module):
+        for key in sharded:
+            if hasattr(parameter, "ds_id"):
+                _set_shard(parameter, states[name][key], key)
+            else:
+                safe_set_full_optimizer_state(parameter, states[name][key].to(parameter.device), key)
+
+
+def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def _kinds(states: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Names of the states that are shaped like parameters, and the others (counts of steps)."""
+    sharded = [key for key, value in states.items() if isinstance(value, Tensor) and value.dim() > 0]
+    return sharded, {key: value for key, value in states.items() if key not in sharded}
+
+
+def _flats(optimizer: Any) -> Sequence[Tensor]:
+    """The flat float32 shards that the optimizer updates; every stage keeps them in an attribute of another name."""
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        flats: Sequence[Tensor] | None = getattr(optimizer, name, None)
+        if flats is not None:
+            return flats
+    remedy = (
+        "DeepSpeed does not expose this optimizer state. Plan with ZeRO (--fix zero_stage=1), or save "
+        "full_state_dict() alone."
+    )
+    raise InputError("optimizer", type(optimizer).__name__, remedy)
 
 
 class DeepSpeedSaver(Checkpointer):
-    """Saves and loads a model that DeepSpeed trains; fp16's loss scale is not saved.
-
-    Args:
-        parallel: the model.
-        pristine: the user's model on the meta device.
-    """
+    """Saves and loads a model that DeepSpeed trains; fp16's loss scale is not saved."""
 
     def __init__(self, parallel: DeepSpeedModel, pristine: nn.Module) -> None:
         self._model, self._pristine = parallel, pristine
-        self._mirror = Mirror(parallel.plan, pristine, unsplit(pristine).entries)
+        self._mirror = unsplit(pristine)  # its parts are those of the last save or load
+        self._mirror.plan = parallel.plan
         super().__init__(self._mirror)
 
     def save(self, place: Path, state: ExtraState, step: int, keep: int | None, asynchronous: bool) -> None:
@@ -92,9 +241,10 @@ class DeepSpeedSaver(Checkpointer):
         for name, buffer in self._pristine.named_buffers():
             memo[id(buffer)] = values.get(name, torch.empty_like(buffer, device="cpu"))
         module = copy.deepcopy(self._pristine, memo)
-        plain = unsplit(module)
-        self._mirror.module, self._mirror.entries = module, plain.entries
-        self._mirror.runtimes, self._mirror.structures = plain.runtimes, plain.structures
+        plain, mirror = unsplit(module), self._mirror
+        mirror.module, mirror.entries, mirror.runtimes, mirror.structures = (
+            module, plain.entries, plain.runtimes, plain.structures,
+        )  # fmt: skip
         if optimizer is None:
             return None
         if not isinstance(optimizer, EngineOptimizer) or optimizer.factory is None:

@@ -59,11 +59,7 @@ class TargetCounts:
         return self.of_shares(batch, 1).sum()
 
     def of_shares(self, batch: Any, shares: int) -> Tensor:
-        """The weights of equal shares of a batch (shares,).
-
-        Raises:
-            InputError: the loss is a sum of means that weigh the shares unlike: no weight of a share serves all.
-        """
+        """The weights of equal shares of a batch (shares,)."""
         samples = [one for count in self.counts if (one := count.by_sample(batch)) is not None]
         if not samples:
             return torch.ones(shares, dtype=torch.float64)

@@ -30,7 +30,6 @@ from galvatron_lite.errors import ExhaustedError, GalvatronError
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.measure_hardware import GroupShape, make_group, prepare
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.runtime.monitor.blame import EXHAUSTED
 from galvatron_lite.runtime.monitor.clock import LayerClock
 from galvatron_lite.runtime.monitor.correct import level_groups, probe_points
 from galvatron_lite.runtime.monitor.decide import (
@@ -44,6 +43,7 @@ from galvatron_lite.runtime.monitor.decide import (
     wants_links,
 )
 from galvatron_lite.runtime.monitor.log import write_record
+from galvatron_lite.runtime.monitor.notes import EXHAUSTED
 from galvatron_lite.runtime.monitor.planning import PlanningProcess, PlanQuery, Replanned, answer, plain
 from galvatron_lite.runtime.monitor.schema import (
     LOG_VERSION,
@@ -62,7 +62,7 @@ from galvatron_lite.runtime.monitor.schema import (
     StepWindow,
     WindowRecord,
 )
-from galvatron_lite.runtime.peers import from_rank_zero
+from galvatron_lite.runtime.peers import everyone, from_rank_zero
 from galvatron_lite.runtime.phases import go_over
 
 if TYPE_CHECKING:
@@ -185,8 +185,7 @@ class Monitor:
         if device.type == "cuda":
             memory = torch.cuda.max_memory_reserved(device)
             torch.cuda.reset_peak_memory_stats(device)
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, RankMeasurement(tuple(self._seconds), self._clock.take(), memory))
+        every = everyone(RankMeasurement(tuple(self._seconds), self._clock.take(), memory))
         self._seconds.clear()
         runs = [(run.first, run.count) for stage in self._parallel.plan.stages for run in stage.runs]
         window = window_of(self.step, every, self._names, runs)
@@ -279,14 +278,7 @@ class _Decider:
 
 
 def window_of(step: int, every: Sequence[RankMeasurement], names: list[str], runs: list[tuple[str, int]]) -> StepWindow:
-    """The measurements of all ranks as a window.
-
-    Args:
-        step: steps trained.
-        every: of each rank.
-        names: of all layers of the model, in order.
-        runs: first layer and number of layers of each run of the plan.
-    """
+    """The measurements of all ranks as a window."""
     slowest = [max(seconds) for seconds in zip(*(rank.steps for rank in every), strict=True)]
     first, middle, third = quantiles(slowest, n=4) if len(slowest) > 1 else slowest * 3
     groups = []
@@ -358,14 +350,10 @@ def _ran_out_everywhere(error: BaseException, group: dist.ProcessGroup | None) -
     place = "\n".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
     if any(frame.name in ("backward", "_finish_step", "step") and "torch" in frame.filename for frame in frames):
         place = ""  # in a backward pass or an update
-    if group is None:
-        return bool(place)
-    every: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(every, place, group=group)
+        return set(everyone(place, group)) == {place} and bool(place)
     except RuntimeError:  # the others are elsewhere
         return False
-    return bool(place) and set(every) == {place}
 
 
 def exhaustion_factor(profile: Profile, plan: Plan, mem: str | int, factor: float) -> float:

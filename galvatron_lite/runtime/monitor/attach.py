@@ -24,7 +24,18 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import write_profile
 from galvatron_lite.runs.read import PROFILE
-from galvatron_lite.runs.schema import RUN_VERSION, RankRecord, Record, RunDevice, RunHeader
+from galvatron_lite.runs.schema import (
+    RUN_VERSION,
+    CollectiveRecord,
+    EndRecord,
+    PlanRecord,
+    RankHeader,
+    RankRecord,
+    Record,
+    RunDevice,
+    RunHeader,
+    StepRecord,
+)
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.adaptive import Monitor
 from galvatron_lite.runtime.monitor.clock import LayerClock, StepClock
@@ -39,10 +50,10 @@ from galvatron_lite.runtime.monitor.sinks import (
     RecordWriter,
     Scalars,
     Sink,
-    run_files,
     scalar_writer,
 )
 from galvatron_lite.runtime.monitor.traces import Tracer
+from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.phases import Phases
 
 _LISTEN = 2.0
@@ -59,11 +70,7 @@ class ObserverOptions:
 
 
 def observer_options(log: Path | str | None, live: bool, profile_steps: range | None) -> ObserverOptions | None:
-    """The options; None where nothing is observed.
-
-    Raises:
-        InputError: traces without a folder, or of steps that do not follow one another.
-    """
+    """The options; None where nothing is observed."""
     steps = range(0) if profile_steps is None else profile_steps
     if not isinstance(steps, range) or steps.step != 1 or (steps and steps.start < 0):
         raise InputError("profile_steps", str(profile_steps), "Give steps in a row, as range(10, 13).")
@@ -156,20 +163,17 @@ def _sinks(
 def _run_files(folder: Path, head: RunHeader) -> list[LineFiles]:
     """The files of this rank; an error on all ranks where any cannot make its own."""
     rank, files, reason = dist.get_rank(), list[LineFiles](), ""
+    own = RankHeader(RUN_VERSION, rank, head.digest, head.time, head.step)
     try:
-        files = run_files(folder, rank, head)
+        files.append(LineFiles(folder, f"rank-{rank:05d}", own, (RankHeader, RankRecord, CollectiveRecord)))
+        if rank == 0:
+            files.append(LineFiles(folder, "steps", head, (StepRecord, PlanRecord, EndRecord)))
     except OSError as error:
         reason = f"{error.strerror} (rank {rank})"
-    reasons = [text for text in _everyone(reason) if text]
+    reasons = [text for text in everyone(reason) if text]
     if reasons:
         raise InputError("log", str(folder), f"The folder of the run cannot be written: {reasons[0]}.")
     return files
-
-
-def _everyone(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _header(model: Any) -> RunHeader:
@@ -180,7 +184,7 @@ def _header(model: Any) -> RunHeader:
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
     own = RunDevice(dist.get_rank(), socket.gethostname(), name, stage, memory, resident_bytes())
-    devices = tuple(_everyone(own))
+    devices = tuple(everyone(own))
     versions = {"galvatron_lite": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
@@ -203,11 +207,7 @@ def _layers(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def adapt_settings(adapt: Adapt | bool, mem: str | int) -> Adapt | None:
-    """The settings of adapting, with the budget of the first plan where they have none; None: no adapting.
-
-    Raises:
-        InputError: an invalid setting.
-    """
+    """The settings of adapting, with the budget of the first plan where they have none; None: no adapting."""
     if adapt is False:
         return None
     settings = Adapt() if adapt is True else adapt
@@ -221,11 +221,7 @@ def adapt_settings(adapt: Adapt | bool, mem: str | int) -> Adapt | None:
 
 
 def split_phases(plan: Plan | PhasedPlan | str | Path | None) -> tuple[PhasedPlan | None, Plan | str | Path | None]:
-    """The plan in phases, where ``plan`` is one or its file; and the plan that training starts with.
-
-    Raises:
-        InputError: its numbers contradict one another, or galvatron cannot run one of its plans.
-    """
+    """The plan in phases, where ``plan`` is one or its file; and the plan that training starts with."""
     if isinstance(plan, PhasedPlan):
         phased = check_phased(plan)
     elif isinstance(plan, (str, Path)) and is_phased(read_data(Path(plan))):
@@ -263,12 +259,6 @@ def correct_inputs(profile: Profile, corrections: Corrections, mem: str | int) -
 
 def steer(model: object, phased: PhasedPlan | None, settings: Adapt | None, profile: Profile | None) -> None:
     """Train a model in phases, or adapt its plan; nothing to do without both.
-
-    Args:
-        model: that is trained.
-        phased: its plans.
-        settings: of adapting.
-        profile: of the model; needed for adapting.
 
     Raises:
         InputError: phases and adapting, or a model whose plan does not change.

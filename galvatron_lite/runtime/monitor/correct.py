@@ -75,12 +75,6 @@ def device_factors(
     """Factor on the compute time of each rank; empty where all are as predicted, to the threshold.
 
     Ranks that are as fast as the median rank, to the threshold, get its factor.
-
-    Args:
-        groups: measurements.
-        predicted: from ``predicted_groups``.
-        ranks: of the world.
-        threshold: relative.
     """
     ratios: list[list[float]] = [[] for _ in range(ranks)]
     for group in groups:

@@ -20,12 +20,8 @@ from galvatron_lite.files import to_data
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runs.schema import (
     RECENT,
-    RUN_VERSION,
-    CollectiveRecord,
-    EndRecord,
     PlanRecord,
     RankHeader,
-    RankRecord,
     Record,
     RunHeader,
     StepFigures,
@@ -201,15 +197,6 @@ def _line_of(record: Record) -> str:
     return json.dumps({"kind": record.kind, **data}, allow_nan=False) + "\n"
 
 
-def run_files(folder: Path, rank: int, head: RunHeader) -> list[LineFiles]:
-    """The files of a rank; raises ``OSError`` where they cannot be made."""
-    own = RankHeader(RUN_VERSION, rank, head.digest, head.time, head.step)
-    files = [LineFiles(folder, f"rank-{rank:05d}", own, (RankHeader, RankRecord, CollectiveRecord))]
-    if rank == 0:
-        files.append(LineFiles(folder, "steps", head, (StepRecord, PlanRecord, EndRecord)))
-    return files
-
-
 def scalar_writer(folder: Path) -> Any:
     """A ``SummaryWriter``; None where TensorBoard is not installed."""
     try:
@@ -220,12 +207,7 @@ def scalar_writer(folder: Path) -> Any:
 
 
 class Scalars:
-    """Writes steps as scalars, measured and predicted; a sink.
-
-    Args:
-        writer: a ``SummaryWriter``.
-        plan: under which training starts.
-    """
+    """Writes steps as scalars, measured and predicted; a sink."""
 
     def __init__(self, writer: Any, plan: Plan) -> None:
         self._writer, self._plan, self._written = writer, plan, -_SCALARS_PAUSE
@@ -254,12 +236,7 @@ class Scalars:
 
 
 class Display:
-    """Shows the present step on standard error: a table on a terminal, else plain lines; a sink.
-
-    Args:
-        plan: under which training starts.
-        console: that of standard error if not given.
-    """
+    """Shows the present step on standard error: a table on a terminal, else plain lines; a sink."""
 
     def __init__(self, plan: Plan, console: Console | None = None) -> None:
         from rich.console import Console as Terminal

@@ -24,8 +24,19 @@ import torch
 import torch.distributed as dist
 
 from galvatron_lite.errors import ExhaustedError, GalvatronError, LaunchError, PeerError
-from galvatron_lite.runtime.monitor.blame import exhausted, message, operation_of, ran_out, suspects
-from galvatron_lite.runtime.monitor.notes import HEARTBEAT, Note, NoteStore, StepPhase, line_of, publish
+from galvatron_lite.runtime.monitor.notes import (
+    HEARTBEAT,
+    Note,
+    NoteStore,
+    StepPhase,
+    exhausted,
+    line_of,
+    message,
+    operation_of,
+    publish,
+    ran_out,
+    suspects,
+)
 from galvatron_lite.runtime.peers import Peers
 from galvatron_lite.world import rank
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.activations.layout import Box
+from galvatron_lite.runtime.activations.layout import Box, cut_box
 from galvatron_lite.runtime.parameters.pieces import (
     Entries,
     LocalShard,
@@ -18,8 +18,8 @@ from galvatron_lite.runtime.parameters.pieces import (
     held_buffers,
     held_gradients,
     held_parameters,
-    part_of,
 )
+from galvatron_lite.runtime.peers import everyone
 
 
 def full_gradients(parallel: Parallel) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ def put(held: Sequence[LocalShard], entries: Entries, state: Mapping[str, Tensor
             remedy = f"{one.name} has another shape, {one.shape}. Give the state_dict of the same model."
             raise InputError("state", tuple(full.shape), remedy)
         for chunk in one.chunks:
-            part_of(one.tensor, chunk.local).copy_(part_of(full, chunk.whole))
+            cut_box(one.tensor, chunk.local).copy_(cut_box(full, chunk.whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,10 @@ def gather(held: Sequence[LocalShard]) -> dict[str, Tensor]:
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    mine = {(one.name, chunk.whole): part_of(one.tensor, chunk.local) for one in held for chunk in one.chunks}
+    mine = {(one.name, chunk.whole): cut_box(one.tensor, chunk.local) for one in held for chunk in one.chunks}
     listed = [_Piece(one.name, one.shape, one.tensor.dtype, chunk.whole, rank) for one in held for chunk in one.chunks]
-    everyone: list[list[_Piece]] = [listed]
-    if world > 1:
-        everyone = [[] for _ in range(world)]
-        dist.all_gather_object(everyone, listed)
     pieces: dict[tuple[str, Box], _Piece] = {}
-    for piece in (one for theirs in everyone for one in theirs):
+    for piece in (one for theirs in everyone(listed) for one in theirs):
         pieces.setdefault((piece.name, piece.whole), piece)
     found: dict[str, Tensor] = {}
     for place, piece in pieces.items():
@@ -100,7 +96,7 @@ def gather(held: Sequence[LocalShard]) -> dict[str, Tensor]:
         if world > 1:
             dist.broadcast(values, src=piece.rank)
         full = found.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
-        part_of(full, piece.whole).copy_(values)
+        cut_box(full, piece.whole).copy_(values)
     return found
 
 

@@ -17,11 +17,11 @@ from torch.nn.utils import get_total_norm
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
-from galvatron_lite.parallelism.offload.states import HostCopy, Lowering
+from galvatron_lite.parallelism.offload.apply import HostCopy, Lowering
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
-from galvatron_lite.parallelism.zero.shares import RowShare, share_of
+from galvatron_lite.parallelism.zero.apply import RowShare, share_of
 from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.mesh import Group, Meshes, StrategyGroups
 

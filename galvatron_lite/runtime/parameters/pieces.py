@@ -17,9 +17,9 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
-from galvatron_lite.runtime.activations.layout import Box
-from galvatron_lite.runtime.parallelize import StageRuntime
+from galvatron_lite.runtime.activations.layout import Box, all_of
 from galvatron_lite.runtime.parameters.managed import ManagedParameter
+from galvatron_lite.runtime.stages import StageRuntime
 
 RUNNING = ("running_mean", "running_var")
 """Buffers of normalisations of which a rank that shares channels keeps its own channels only."""
@@ -67,14 +67,6 @@ class Parallel(Protocol):
         """The modules of each of these parts, under the names of the full model."""
 
 
-class Stateful(Protocol):
-    """An optimizer, or what will be its states."""
-
-    @property
-    def state(self) -> Mapping[Tensor, Any]:
-        """Entries by parameter."""
-
-
 def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
     """The entries of a full model's state; call it before the model is split."""
     state: dict[str, object] = model.state_dict(keep_vars=True)
@@ -115,8 +107,8 @@ def held_gradients(parallel: Parallel) -> list[LocalShard]:
     ]
 
 
-def held_states(parallel: Parallel, optimizer: Stateful) -> list[LocalShard]:
-    """What this rank holds of the tensors of an optimizer's state, named ``PARAMETER/exp_avg``.
+def held_states(parallel: Parallel, optimizer: Any) -> list[LocalShard]:
+    """What this rank holds of the tensors of an optimizer's ``state`` (by parameter), named ``PARAMETER/exp_avg``.
 
     Entries that are neither of the parameter's shape, nor of it with some extents 1, are whole on every rank. Entries
     that are no tensors are left out.
@@ -146,18 +138,6 @@ def held_buffers(parallel: Parallel) -> list[LocalShard]:
 def parameter_name(parallel: Parallel, one: ManagedParameter) -> str:
     """The first name of a parameter in the full model's ``state_dict()``."""
     return parallel.entries.names.get(one.names[0], one.names[0])
-
-
-def part_of(tensor: Tensor, box: Box) -> Tensor:
-    """A view of the items of a box."""
-    for dim, (start, stop) in enumerate(box.ranges):
-        tensor = tensor.narrow(dim, start, stop - start)
-    return tensor
-
-
-def all_of(shape: Sequence[int]) -> Box:
-    """The box of a full tensor."""
-    return Box(tuple((0, extent) for extent in shape))
 
 
 def _held(name: str, tensor: Tensor, one: ManagedParameter) -> LocalShard:

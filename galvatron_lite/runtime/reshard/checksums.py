@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron_lite.runtime.activations.layout import Box
-from galvatron_lite.runtime.parameters.pieces import all_of, part_of
+from galvatron_lite.runtime.activations.layout import Box, all_of
 from galvatron_lite.runtime.reshard.routes import Everyone, LocalPart, LocalTensors, MovedTensor, first_only
 
 MODULUS = 2**64
@@ -33,7 +32,7 @@ def sums_before(
     firsts, copies = [], []
     for item in items:
         parts = tensors.parts.get(item.name, [])
-        sums = {part.chunk.whole: checksum([_items(part)]) for part in parts}
+        sums = {part.chunk.whole: checksum([part]) for part in parts}
         firsts.append(sum(sums[box] for box in first_only(item.before)[rank]))
         copies.append(sum(sums[part.chunk.whole] for part in parts))
     totals = _added([*firsts, *copies], device)
@@ -42,7 +41,7 @@ def sums_before(
 
 def sums_after(items: Sequence[MovedTensor], tensors: LocalTensors) -> list[int]:
     """Checksums of what this rank holds of each tensor."""
-    return [checksum(_items(part) for part in tensors.parts.get(item.name, ())) for item in items]
+    return [checksum(tensors.parts.get(item.name, ())) for item in items]
 
 
 def differing(
@@ -65,10 +64,6 @@ def _copies(everyone: Everyone, shape: tuple[int, ...]) -> int:
     return sum(box.items for boxes in everyone for box in boxes) // max(1, all_of(shape).items)
 
 
-def _items(part: LocalPart) -> tuple[Tensor, Box]:
-    return part_of(part.tensor, part.chunk.local), part.chunk.whole
-
-
 def _added(values: Sequence[int], device: torch.device) -> list[int]:
     """Sums over the ranks modulo 2^64."""
     signed = [value % MODULUS - (MODULUS if value % MODULUS >= MODULUS // 2 else 0) for value in values]
@@ -78,9 +73,9 @@ def _added(values: Sequence[int], device: torch.device) -> list[int]:
     return [int(value) % MODULUS for value in total.tolist()]
 
 
-def checksum(parts: Iterable[tuple[Tensor, Box]]) -> int:
-    """The checksum in [0, 2^64) of parts of a tensor: items, and their box in the complete tensor."""
-    return sum(_sum(part, box) for part, box in parts) % MODULUS
+def checksum(parts: Iterable[LocalPart]) -> int:
+    """The checksum in [0, 2^64) of parts of a tensor."""
+    return sum(_sum(part.items, part.chunk.whole) for part in parts) % MODULUS
 
 
 def _sum(part: Tensor, box: Box) -> int:

@@ -42,11 +42,7 @@ class OptimizerReport:
 
 
 def report_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerReport:
-    """What the others must know of this rank's optimizer; ``names`` are those of the rank's parameters.
-
-    Raises:
-        InputError: the optimizer has other parameters, or states that cannot be cut.
-    """
+    """What the others must know of this rank's optimizer; ``names`` are those of the rank's parameters."""
     report = OptimizerReport(trained={name: parameter.requires_grad for parameter, name in names.items()})
     for place, group in enumerate(optimizer.param_groups):
         number = group.get(PART_OF, place)
@@ -137,9 +133,6 @@ def regroup(
 
     Where a scheduler exists that was not given, no groups are added: unlike tensors go into one group, which torch's
     optimizers then update one by one.
-
-    Raises:
-        InputError: this rank had no group of the user's group.
     """
     fixed = scheduler is None and any("initial_lr" in options for options in report.options.values())
     numbers = [group.get(PART_OF, place) for place, group in enumerate(optimizer.param_groups)]

@@ -22,7 +22,8 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import place_layers
-from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, prepare
+from galvatron_lite.runtime.preparation import Prepared, prepare
+from galvatron_lite.runtime.stages import SetupOptions
 
 CONTAINERS = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 """Attributes of a module that hold parameters, buffers, modules and hooks. Handles and iterators refer to the
@@ -59,25 +60,23 @@ class OriginalModel:
 
     def options_of(self, plan: Plan, groups: ProcessGroups) -> SetupOptions:
         """How the model is set up under another plan."""
-        return replace(self.options, compute=compute_dtype(self.precision or plan.precision), groups=groups)
+        compute = compute_dtype(self.precision or plan.precision)
+        return replace(self.options, compute=compute, groups=groups, examined=None)
 
     def prepare(self, plan: Plan, options: SetupOptions, batch: Any, rank: int) -> Prepared:
-        """Prepare the complete model for a plan; cached for the last few splits.
-
-        Raises:
-            InputError: the plan does not fit the model.
-        """
+        """Prepare the complete model for a plan; cached for the last few splits."""
         if batch is not self.batch:
             self.prepared.clear()
         key = plan.schedule, plan.virtual_stages, tuple(stage.runs for stage in plan.stages)
         prepared = self.prepared.pop(key, None)
         if prepared is None:
-            if self.options.tensor_plans is None:
+            tensor = options.tensor_plans
+            if tensor is None:
                 placed = [layer for stage in place_layers(plan, self.layers) for layer in stage]
                 wanted = {layer.layer.name for layer in placed if layer.strategy.tensor > 1}
-                inferred = self.tensor_plans if wanted <= self.tensor_plans.keys() else None
-                options = replace(options, tensor_plans=inferred)
-            prepared = prepare(self.model, plan, self.layers, batch, rank // plan.stage_devices, options)
+                tensor = self.tensor_plans if wanted <= self.tensor_plans.keys() else None
+            group = rank // plan.stage_devices
+            prepared = prepare(self.model, plan, self.layers, batch, group, tensor, options.loss_fn)
             self.tensor_plans.update(prepared.splits.tensor)
         self.prepared[key] = prepared
         while len(self.prepared) > PREPARED:

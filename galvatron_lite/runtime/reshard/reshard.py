@@ -26,25 +26,26 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.schema import Mode, Plan
+from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.checkpoint.plain import RandomStates
 from galvatron_lite.runtime.checkpoint.unsplit import ModelView
 from galvatron_lite.runtime.compiled import check_compile
 from galvatron_lite.runtime.mesh import Meshes, build_meshes
 from galvatron_lite.runtime.monitor.notes import StepPhase
-from galvatron_lite.runtime.parallelize import Prepared, SetupOptions, StageRuntime, build, make_pipeline_groups
+from galvatron_lite.runtime.parallelize import build
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.parameters.pieces import (
     Entries,
     ItemRun,
     LocalShard,
     Parallel,
-    all_of,
     held_buffers,
     held_parameters,
     held_states,
 )
 from galvatron_lite.runtime.parameters.use import ParameterUse
-from galvatron_lite.runtime.peers import shares_samples
+from galvatron_lite.runtime.peers import everyone, shares_samples
+from galvatron_lite.runtime.preparation import Prepared, make_pipeline_groups
 from galvatron_lite.runtime.reshard.optimizer import (
     OptimizerReport,
     Regrouping,
@@ -62,12 +63,12 @@ from galvatron_lite.runtime.reshard.transfer import (
     TensorTransfer,
     allocate,
     available_bytes,
-    everyone,
     release,
     together,
 )
 from galvatron_lite.runtime.scaling import LossScaler
 from galvatron_lite.runtime.stage_calls import Calls
+from galvatron_lite.runtime.stages import SetupOptions, StageRuntime
 
 if TYPE_CHECKING:
     from galvatron_lite.runtime.engine import ParallelModel
@@ -321,12 +322,7 @@ class _Change:
 
 
 def check_plan(plan: Plan, parallel: ParallelModel) -> None:
-    """Refuse plans that a model in training cannot change to.
-
-    Raises:
-        LaunchError: the plan is for another number of processes.
-        InputError: one of the two plans is for inference, delays gradients or has branches.
-    """
+    """Refuse plans that a model in training cannot change to."""
     world = dist.get_world_size()
     if plan.devices != world:
         raise LaunchError(

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.errors import InputError, SwitchError
+from galvatron_lite.runtime.peers import everyone
 from galvatron_lite.runtime.reshard.checksums import copies_agree, differing, sums_after, sums_before
 from galvatron_lite.runtime.reshard.routes import (
     MESSAGE_BYTES,
@@ -59,14 +59,6 @@ def together(phase: str, work: Callable[[], Result]) -> Result:
     raise SwitchError(phase, rank, failures[rank]) from error
 
 
-def everyone(value: Any) -> list[Any]:
-    """The values of all ranks, by rank."""
-    values: list[Any] = [value] * dist.get_world_size()
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
 @dataclass(slots=True)
 class TensorTransfer:
     """Tensors that are cut anew."""
@@ -88,10 +80,6 @@ class TensorTransfer:
 
         Args:
             free: bytes that this rank may still take; None: any.
-
-        Raises:
-            InputError: not enough memory, even by turns.
-            SwitchError: a rank failed, or a checksum differs.
         """
         for item in self.items:
             if not covers(item.before, item.shape):

@@ -151,9 +151,8 @@ def _summed_items(run: RoleRun) -> dict[tuple[Ranks, bool], int]:
     for one in run.messages:
         reduces = one.kind in (MessageType.ALL_REDUCE, MessageType.REDUCE_SCATTER)
         if reduces and one.phase in _AFTER and one.purpose in ("gradients", "states"):
-            found[tuple(sorted(one.ranks)), one.kind is MessageType.REDUCE_SCATTER] += one.bytes // _SIZES.get(
-                one.dtype, 4
-            )
+            items = one.bytes // _SIZES.get(one.dtype, 4) * one.times
+            found[tuple(sorted(one.ranks)), one.kind is MessageType.REDUCE_SCATTER] += items
     return found
 
 

@@ -40,11 +40,11 @@ class DryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     without data is answered as if it held each as often as the others: routers send every expert as many tokens.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, operations: OpCache | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known = OpCache(self._fake)
+        self._known = operations or OpCache()
+        self._fake = self._known.fake
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -239,8 +239,8 @@ class OpCache:
     sparse tensors and devices of all kinds). What is not plain here is left to it.
     """
 
-    def __init__(self, fake: FakeTensorMode) -> None:
-        self._fake = fake
+    def __init__(self) -> None:
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._answers: dict[Any, CachedOutputs | None] = {}
         self._dresses: dict[torch.device | None, dict[str, Any]] = {}
 
@@ -280,7 +280,7 @@ class OpCache:
         """What ``FakeTensor(mode, bare, device)`` gives, which checks and sets for longer than an operation takes."""
         known = self._dresses.get(device)
         if known is None:
-            known = self._dresses[device] = vars(FakeTensor(self._fake, _empty(torch.float32), device)).copy()
+            known = self._dresses[device] = vars(FakeTensor(self.fake, _empty(torch.float32), device)).copy()
         made = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device)
         vars(made).update(known)
         return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
@@ -30,14 +30,15 @@ from galvatron_lite.model.trace_run import shapes_only
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
 from galvatron_lite.runtime.activations.traffic import LayoutTensor
-from galvatron_lite.runtime.assignment import place_layers, tensor_plans
+from galvatron_lite.runtime.assignment import place_layers
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.notes import StepPhase
 from galvatron_lite.runtime.monitor.watch import Watch
 from galvatron_lite.runtime.parameters.managed import local_tensor
+from galvatron_lite.runtime.preparation import Examined, examine
 from galvatron_lite.verify.dry.kernels import accelerated
 from galvatron_lite.verify.dry.ledger import Ledger, Use, breakdown
-from galvatron_lite.verify.dry.mode import DryMode, DryRunError
+from galvatron_lite.verify.dry.mode import DryMode, DryRunError, OpCache
 from galvatron_lite.verify.dry.repeat import lengthened, shortened
 from galvatron_lite.verify.dry.world import Announced, Hear, MessageLog, RankPlace, dry_world
 from galvatron_lite.verify.schema import During, LayerSplit, ParameterSplit, RoleRun
@@ -61,12 +62,13 @@ class Subject:
     model: nn.Module  # without values, or with: it is not changed
     layers: tuple[Layer, ...]  # of it
     batch: Any  # a global batch of the plan's size; only shapes count
+    examined: Examined  # what the plan needs to know of it
     loss_fn: LossFn | None = None  # as ``auto_parallelize`` is given it
-    known: Any = None  # how layers are split by tensor parallelism, by name
     # makes one of parameter groups: ``torch.optim.AdamW``
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     precision: str | None = None  # of compute; the plan's if None
     unreached: frozenset[str] = frozenset()  # parameters that get no gradient, whatever the plan
+    operations: OpCache = field(default_factory=OpCache)  # what ranks before were seen to do
 
 
 def subject_of(
@@ -81,11 +83,10 @@ def subject_of(
 ) -> Subject:
     """What a plan trains, examined once."""
     layers = discover_layers(model, batch, blocks)
-    everything = [placed for stage in place_layers(plan, layers) for placed in stage]
-    whole = resize_batch(map_tensors(batch, lambda one: one.to("meta")), plan.global_batch)
-    known = tensor_plans(model, everything, batch)
-    unreached = _unreached(model, map_tensors(batch, lambda one: one.to("meta")), loss_fn)
-    return Subject(model, layers, whole, loss_fn, known, optimizer, precision, unreached)
+    stages, bare = place_layers(plan, layers), map_tensors(batch, lambda one: one.to("meta"))
+    whole = resize_batch(bare, plan.global_batch)
+    examined = examine(model, layers, stages, range(len(stages)), batch, loss_fn)
+    return Subject(model, layers, whole, examined, loss_fn, optimizer, precision, _unreached(model, bare, loss_fn))
 
 
 def _unreached(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> frozenset[str]:
@@ -133,7 +134,7 @@ def dry_run(
     """
     begun, place = process_time(), RankPlace()
     log, ledger = MessageLog(place, said={} if announced is None else announced, hear=hear), Ledger(place)
-    mode = DryMode(ledger)
+    mode = DryMode(ledger, subject.operations)
     with dry_world(rank, plan.devices, log), ledger.watching_sizes(), _explain_refusals(place), mode, accelerated():
         run = shortened(plan, rank // plan.stage_devices) if brief else plan
         made = _Run(subject, run, place, log, ledger)
@@ -273,7 +274,7 @@ class _Run:
             resize_batch(subject.batch, plan.global_batch),
             loss_fn=subject.loss_fn,
             device=DEVICE,
-            tensor_plans=subject.known,
+            examined=subject.examined,
             precision=subject.precision,
         )
         self.watch = self.parallel.watch = DryWatch(place, log, ledger, splits_backward=plan.schedule.splits_backward)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from galvatron_lite.parallelism.cyclic.holdings import Holding, beside, holdings
 from galvatron_lite.parallelism.cyclic.programme import MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, backward_time, forward_time
+from galvatron_lite.parallelism.cyclic.simulation import Holding, beside, holdings
 
 BOTH = pytest.mark.parametrize("rule", CyclicRule)
 COUNTS = pytest.mark.parametrize("count", [1, 2, 3, 6])

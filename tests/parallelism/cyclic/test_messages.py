@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from galvatron_lite.errors import LaunchError
-from galvatron_lite.parallelism.cyclic.exchange import due, reach
-from galvatron_lite.parallelism.cyclic.mailbox import Lane, ProcessMailbox, lane_of
+from galvatron_lite.parallelism.cyclic.mailbox import Lane, ProcessMailbox, due, lane_of, reach
 from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicProgramme, MessageContent
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from tests.pool import WorkerPool

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
-from galvatron_lite.parallelism.cyclic.cuts import equal_cuts, unevenness
 from galvatron_lite.parallelism.cyclic.executor import SeededDraws
 from galvatron_lite.parallelism.cyclic.mailbox import ALIGNMENT, pack, packed_bytes, unpack
-from galvatron_lite.parallelism.cyclic.stages import cut_stages, stage_of, structure_of
-from galvatron_lite.parallelism.cyclic.states import StageStates
+from galvatron_lite.parallelism.cyclic.simulation import equal_cuts, unevenness
+from galvatron_lite.parallelism.cyclic.stages import StageStates, cut_stages, stage_of, structure_of
 from galvatron_lite.parallelism.pipeline.flow import flow_of
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, set_up
 from tests.parallelism.cyclic.fleet import CPU, SGD, MemoryMailbox, Post, result_of

@@ -7,7 +7,7 @@ import torch
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.profiler.timing import TimingRule
-from galvatron_lite.runtime.branches.measure import branch_seconds
+from galvatron_lite.runtime.branches.engine import branch_seconds
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.ways import seconds_of
 from tests.branchy import plain_profile

@@ -18,8 +18,7 @@ from galvatron_lite.files import from_data, to_data, write_data
 from galvatron_lite.folders import content_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors
-from galvatron_lite.runtime.checkpoint.manifest import Manifest
-from galvatron_lite.runtime.checkpoint.sealed import META, write_sealed
+from galvatron_lite.runtime.checkpoint.manifest import META, Manifest, write_sealed
 from galvatron_lite.runtime.checkpoint.unsplit import load_into
 from tests.pool import WorkerPool
 from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, make_net, make_run, moments, save

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.runtime.activations.layout import Box
+from galvatron_lite.runtime.activations.layout import Box, all_of, route_boxes
+from galvatron_lite.runtime.parameters.pieces import ItemRun
 from galvatron_lite.runtime.reshard.checksums import checksum
 from galvatron_lite.runtime.reshard.original import Structure
-from galvatron_lite.runtime.reshard.routes import Everyone, covers, first_only, receives, sends
+from galvatron_lite.runtime.reshard.routes import Everyone, LocalPart, covers, first_only
 from galvatron_lite.runtime.reshard.transfer import allocate, check_fits, nbytes, release
 
 RANKS, ROWS, COLUMNS = 4, 7, 5
@@ -49,14 +50,11 @@ def test_every_wanted_item_arrives_once(before: Everyone, after: Everyone, copie
     assert covers(before, (ROWS, COLUMNS))
     counts = [torch.zeros(ROWS, COLUMNS) for _ in range(RANKS)]
     for rank in range(RANKS):
-        for leg in receives(before, after, rank):
-            counts[rank][_slices(leg.box)] += 1
-            assert leg.box.meet(after[rank][leg.place]) == leg.box
-        for peer in range(RANKS):
-            given_here = [leg.box for leg in sends(before, after, peer) if leg.peer == rank]
-            assert given_here == [leg.box for leg in receives(before, after, rank) if leg.peer == peer]
-            mine = [leg for leg in sends(before, after, peer) if leg.peer == rank]
-            assert all(leg.box.meet(before[peer][leg.place]) == leg.box for leg in mine)
+        for peer, boxes in enumerate(route_boxes(before, after, rank).receives):
+            assert boxes == route_boxes(before, after, peer).sends[rank]
+            for box in boxes:
+                counts[rank][_slices(box)] += 1
+                assert any(box.meet(one) == box for one in before[peer])
     for rank, boxes in enumerate(after):
         expected = torch.zeros(ROWS, COLUMNS)
         for box in boxes:
@@ -70,6 +68,10 @@ def _doubled(everyone: Everyone) -> Everyone:
     return (everyone[0], everyone[1] + extra, *everyone[2:])
 
 
+def _sum(*parts: tuple[Tensor, Box]) -> int:
+    return checksum([LocalPart(tensor, ItemRun(all_of(tensor.shape), box)) for tensor, box in parts])
+
+
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*pair) for pair in box.ranges)
 
@@ -78,9 +80,11 @@ def test_what_stays_is_not_sent_and_copies_take_turns() -> None:
     left, right = Box(((0, 2),)), Box(((2, 4),))
     whole = Box(((0, 4),))
     everywhere, halves = ((whole,),) * 4, ((left,), (right,), (left,), (right,))
-    assert all(leg.peer == rank for rank in range(4) for leg in sends(everywhere, halves, rank))
-    assert [leg.peer for leg in receives(halves, everywhere, 2)] == [2, 1]
-    assert [leg.peer for leg in receives(halves, everywhere, 3)] == [2, 3]
+    for rank in range(4):
+        ways = route_boxes(everywhere, halves, rank).sends
+        assert [peer for peer, boxes in enumerate(ways) if boxes] == [rank]
+    assert route_boxes(halves, everywhere, 2).receives == ((), (right,), (left,), ())
+    assert route_boxes(halves, everywhere, 3).receives == ((), (), (left,), (right,))
     assert first_only(halves) == ((left,), (right,), (), ())
     assert first_only(((left, left), (left, right))) == ((left,), (right,))  # parts of a rank that share a tensor
 
@@ -91,21 +95,21 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_checksums_do_not_depend_on_the_cut(dtype: torch.dtype) -> None:
     tensor = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
-    whole = checksum([(tensor, Box(((0, 6), (0, 5), (0, 4))))])
+    whole = _sum((tensor, Box(((0, 6), (0, 5), (0, 4)))))
     parts = [Box(((0, 3), (0, 5), (0, 4))), Box(((3, 6), (0, 2), (0, 4))), Box(((3, 6), (2, 5), (0, 4)))]
-    assert checksum([(tensor[_slices(box)], box) for box in reversed(parts)]) == whole
+    assert _sum(*((tensor[_slices(box)], box) for box in reversed(parts))) == whole
 
 
 def test_checksums_see_bits_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, box = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)), Box(((0, 40), (0, 30)))
-    whole = checksum([(tensor, box)])
+    whole = _sum((tensor, box))
     seen = {whole}
     for change in (_flipped, _swapped_rows, _swapped_columns, lambda one: one.flip(0), torch.zeros_like):
-        seen.add(checksum([(change(tensor.clone()), box)]))
+        seen.add(_sum((change(tensor.clone()), box)))
     assert len(seen) == 6
-    assert checksum([(torch.tensor(-0.0), Box(()))]) != checksum([(torch.tensor(0.0), Box(()))])
+    assert _sum((torch.tensor(-0.0), Box(()))) != _sum((torch.tensor(0.0), Box(())))
     monkeypatch.setattr("galvatron_lite.runtime.reshard.checksums.ITEMS", 7 * 30)
-    assert checksum([(tensor, box)]) == whole
+    assert _sum((tensor, box)) == whole
 
 
 def _flipped(tensor: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ LLAMA = [
 ]
 TIGHT = [None, 60_000, 160_000]
 """Bytes that may be taken, too few for all at once."""
+FAULTY = [Case([PAIR, ZERO, HALF, ZERO, PAIR]), Case([ONE] * 5, cuts=[2], microbatches=2)]
+"""Of two ranks; a switch from one to the other fails."""
 FAULTS = ["validate", "prepare", "groups", "build", "carry", "carry: allocate", "carry: verify", "commit"]
 
 ROWS, FILTERS, CHANNELS = Strategy(height=2), Strategy(filters=2), Strategy(channels=2)
@@ -137,7 +139,7 @@ def faulty_run() -> tuple[list[tuple[str, str, str]], list[float], list[float]]:
     """The errors of switches that fail, and losses after each; losses of a run without."""
     batch, told, losses = make_batch(), [], []
     untouched = _untouched(len(FAULTS) + 3)
-    parallel = make_parallel(CHAIN[1])
+    parallel = make_parallel(FAULTY[0])
     optimizer = parallel.optimizer(ADAM)
     losses.append(float(parallel.train_step(batch, optimizer)))
     tries = [(phase, 1, None) for phase in FAULTS] + [("carry: allocate", 3, 150_000), ("carry: verify", 3, 150_000)]
@@ -145,7 +147,7 @@ def faulty_run() -> tuple[list[tuple[str, str, str]], list[float], list[float]]:
         before = training_state(parallel, optimizer)
         groups = parallel.origin.options.groups.count
         try:
-            parallel.switch(plan_of(CHAIN[2]), optimizer, memory=memory, observe=_failing(phase, times))
+            parallel.switch(plan_of(FAULTY[1]), optimizer, memory=memory, observe=_failing(phase, times))
         except Exception as error:
             told.append((phase, type(error).__name__, str(error)))
         assert parallel.origin.options.groups.count == groups
@@ -155,7 +157,7 @@ def faulty_run() -> tuple[list[tuple[str, str, str]], list[float], list[float]]:
 
 
 def _untouched(steps: int) -> list[float]:
-    parallel = make_parallel(CHAIN[1])
+    parallel = make_parallel(FAULTY[0])
     optimizer = parallel.optimizer(ADAM)
     return [float(parallel.train_step(make_batch(), optimizer)) for _ in range(steps)]
 

@@ -1,10 +1,9 @@
 """Image networks that no shape describes: NFNet, CSPNet and Darknet, DenseNet, RepVGG, XCiT, ConvMixer; by name.
 
-Sources: Brock et al. 2021 (arXiv:2101.08692; arXiv:2102.06171, table 1): networks without normalisation, whose weights
-are standardised, which costs passes over weights, not pictures; Redmon and Farhadi 2018 (arXiv:1804.02767: Darknet);
-Wang et al. 2019 (arXiv:1911.11929: cross stages); Huang et al. 2017 (arXiv:1608.06993, table 1: DenseNet); Ding et al.
-2021 (arXiv:2101.03697, tables 2 and 3: RepVGG); El-Nouby et al. 2021 (arXiv:2106.09681, table 1: XCiT); Trockman and
-Kolter 2022 (arXiv:2201.09792: ConvMixer).
+Networks without normalisation standardise their weights, which costs passes over weights, not pictures; they and
+Darknets are data (``configs/networks/families.yaml``). Sources of the others: Huang et al. 2017 (arXiv:1608.06993,
+table 1: DenseNet); Ding et al. 2021 (arXiv:2101.03697, tables 2 and 3: RepVGG); El-Nouby et al. 2021
+(arXiv:2106.09681, table 1: XCiT); Trockman and Kolter 2022 (arXiv:2201.09792: ConvMixer).
 """
 
 from __future__ import annotations
@@ -12,13 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
+from galvatron_lite.files import read_data
+from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER
 from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify
-from galvatron_lite.model.shapes.ops import FP32
+from galvatron_lite.model.shapes.records import FP32
 
 End = Callable[[ImageFlow], object]
 """What comes before the classifier in the last layer."""
@@ -28,14 +30,30 @@ Family = Callable[..., End | None]
 
 def family_of(name: str) -> Callable[[int, int, str, int], ModelGraph] | None:
     """Makes the graph from side, classes, precision and bytes of an item; None: none of these families."""
+    if spec := _listed().get(name.removeprefix("dm_")):
+        return partial(_graph, name, _normfree if isinstance(spec, NormFree) else _cross_stages, (spec,))
     for pattern, add in _NAMES:
         if found := re.fullmatch(pattern, name):
             return partial(_graph, name, add, found.groups(default=""))
     return None
 
 
+@cache
+def _listed() -> dict[str, NormFree | CrossStage]:
+    data = read_data(config_folder("networks") / "families.yaml")
+    normfree = {name: NormFree(**_hashable(fields)) for name, fields in data["normfree"].items()}
+    return normfree | {name: CrossStage(**_hashable(fields)) for name, fields in data["cross"].items()}
+
+
+def _hashable(value: Any) -> Any:
+    """With tuples for lists, nested ones too, so that equal layers are known as equal."""
+    if isinstance(value, dict):
+        return {name: _hashable(field) for name, field in value.items()}
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
 def _graph(
-    name: str, add: Family, parts: tuple[str, ...], side: int, classes: int, precision: str, item_bytes: int
+    name: str, add: Family, parts: tuple[Any, ...], side: int, classes: int, precision: str, item_bytes: int
 ) -> ModelGraph:
     net = NetworkBuilder(name, item_bytes, 3, (side, side))
     end = add(net, *parts)
@@ -63,34 +81,6 @@ class NormFree:
     head: int = 3072  # channels of the last convolution; 0: none
     squeeze: float = 0.5  # hidden channels / channels; 0: none; negative: ECA
     function: Activation = "gelu"
-
-
-def _nfnet(net: NetworkBuilder, attention: str, kind: str, size: str) -> End:
-    times = int(size) + 1
-    spec = NormFree(depths=(times, 2 * times, 6 * times, 3 * times))
-    if kind == "l":
-        spec = replace(
-            spec, group=64, bottleneck=0.25, function="silu", head=3072 if times > 1 else 2304,
-            squeeze=-1.0 if attention else 0.25,
-        )  # fmt: skip
-    return _normfree(net, spec)
-
-
-def _normfree_resnet(net: NetworkBuilder, attention: str, depth: str) -> End:
-    spec = NormFree(
-        depths={"26": (2, 2, 2, 2), "50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}[depth],
-        widths=(256, 512, 1024, 2048), stem=((64, 2),), pool=True, group=0, convolutions=1, bottleneck=0.25, head=0,
-        function="relu", squeeze={"se": 1 / 16, "eca": -1.0}.get(attention, 0.0),
-    )  # fmt: skip
-    return _normfree(net, spec)
-
-
-def _normfree_regnet(net: NetworkBuilder) -> End:
-    spec = NormFree(
-        depths=(1, 3, 6, 6), widths=(40, 80, 160, 328), stem=((40, 2),), group=8, bottleneck=2.25, regular=True,
-        convolutions=1, head=960, function="relu",
-    )  # fmt: skip
-    return _normfree(net, spec)
 
 
 def _normfree(net: NetworkBuilder, spec: NormFree) -> End:
@@ -162,31 +152,6 @@ class CrossStage:
     cross: bool = True  # the stage splits its channels; else mean pooling halves the picture
     squeeze: float = 0.0  # hidden channels of squeeze-and-excitation / channels; 0: none
     function: Activation = "silu"
-
-
-_CROSS_SCALES = {"s": (0.5, 0.5), "m": (0.75, 0.67), "l": (1.0, 1.0), "x": (1.25, 1.33)}
-"""Factors on widths and depths by letter (YOLOv5's model files)."""
-
-
-def _cross(net: NetworkBuilder, squeezed: str, kind: str, focus: str, letter: str) -> None:
-    (width, depth), edge = _CROSS_SCALES[letter], kind == "edge"
-    quarter = edge or letter == "l"
-    spec = CrossStage(
-        depths=tuple(int(count * depth) for count in (3, 6, 9, 3)),
-        widths=tuple(rounded(channels * width) for channels in (128, 256, 512, 1024)),
-        stem=(rounded(64 * width),) if focus else (rounded(32 * width), rounded(64 * width)),
-        stem_kernel=6 if focus else 3, inner=1.5 if edge else 1.0, edge=edge,
-        squeeze=(0.25 if quarter else 1 / 16) if squeezed else 0.0,
-    )  # fmt: skip
-    _cross_stages(net, spec)
-
-
-def _darknet(net: NetworkBuilder, squeezed: str) -> None:
-    spec = CrossStage(
-        depths=(1, 2, 8, 8, 4), widths=(64, 128, 256, 512, 1024), stem=(32,), stem_stride=1, inner=0.5, cross=False,
-        squeeze=1 / 16 if squeezed else 0.0, function="relu",
-    )  # fmt: skip
-    _cross_stages(net, spec)
 
 
 def _cross_stages(net: NetworkBuilder, spec: CrossStage) -> None:
@@ -353,11 +318,6 @@ def _class_layer(flow: ImageFlow) -> None:
 
 
 _NAMES: tuple[tuple[str, Family], ...] = (
-    (r"(?:dm_)?(eca_)?nfnet_([fl])(\d)", _nfnet),
-    (r"nf_(se|eca)?resnet(26|50|101)", _normfree_resnet),
-    (r"nf_regnet_b0", _normfree_regnet),
-    (r"cs3(se_?)?(dark|edge)net_(focus_)?([smlx])", _cross),
-    (r"(se)?darknetaa53", _darknet),
     (r"(?:tv_)?densenet(121|161|169|201|264)", _dense),
     (r"repvgg_(a[012]|b[0123])", _branched),
     (r"convmixer_(\d+)_(\d+)(?:_ks(\d+)_p(\d+))?", _conv_mixer),

@@ -1,18 +1,18 @@
 """Networks of inverted bottlenecks: MobileNet V2 and V3, MNASNet, EfficientNet and its kin, MixNet.
 
-Sources: Sandler et al. 2018 (arXiv:1801.04381, table 2), Howard et al. 2019 (arXiv:1905.02244, tables 1 and 2), Tan et
-al. 2018 (arXiv:1807.11626, figure 7), Tan and Le 2019 and 2021 (arXiv:1905.11946, table 1; arXiv:2104.00298, table 4),
-Tan and Le 2019 (MixNet: arXiv:1907.09595, figure 5), Wu et al. 2019 (FBNet), Stamoulis et al. 2019 (Single-Path NAS),
-Han et al. 2020 (TinyNet).
+Their tables and names are data, with the sources (``configs/networks/mobile.yaml``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from math import ceil
+from typing import Any
 
+from galvatron_lite.files import read_data
+from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify
@@ -129,183 +129,19 @@ def _rows(text: str) -> tuple[BlockSpec, ...]:
     return tuple(rows)
 
 
-_MOBILENET_V2 = _rows(
-    "ds_r1_k3_s1_e1_c16_fixed ir_r2_k3_s2_e6_c24 ir_r3_k3_s2_e6_c32 ir_r4_k3_s2_e6_c64 ir_r3_k3_s1_e6_c96 "
-    "ir_r3_k3_s2_e6_c160 ir_r1_k3_s1_e6_c320_fixed"
-)
-_V3_LARGE = _rows(
-    "ds_r1_k3_s1_e1_c16 ir_r1_k3_s2_e4_c24 ir_r1_k3_s1_e3_c24 ir_r3_k5_s2_e3_c40_se0.25 ir_r1_k3_s2_e6_c80 "
-    "ir_r1_k3_s1_e2.5_c80 ir_r2_k3_s1_e2.3_c80 ir_r2_k3_s1_e6_c112_se0.25 ir_r3_k5_s2_e6_c160_se0.25 "
-    "cn_r1_k1_s1_e1_c960"
-)
-_V3_SMALL = _rows(
-    "ds_r1_k3_s2_e1_c16_se0.25 ir_r1_k3_s2_e4.5_c24 ir_r1_k3_s1_e3.67_c24 ir_r1_k5_s2_e4_c40_se0.25 "
-    "ir_r2_k5_s1_e6_c40_se0.25 ir_r2_k5_s1_e3_c48_se0.25 ir_r3_k5_s2_e6_c96_se0.25 cn_r1_k1_s1_e1_c576"
-)
-_MNASNET_A1 = _rows(
-    "ds_r1_k3_s1_e1_c16 ir_r2_k3_s2_e6_c24 ir_r3_k5_s2_e3_c40_se0.25 ir_r4_k3_s2_e6_c80 ir_r2_k3_s1_e6_c112_se0.25 "
-    "ir_r3_k5_s2_e6_c160_se0.25 ir_r1_k3_s1_e6_c320"
-)
-_MNASNET_B1 = _rows(
-    "ds_r1_k3_s1_e1_c16 ir_r3_k3_s2_e3_c24 ir_r3_k5_s2_e3_c40 ir_r3_k5_s2_e6_c80 ir_r2_k3_s1_e6_c96 "
-    "ir_r4_k5_s2_e6_c192 ir_r1_k3_s1_e6_c320"
-)
-_MNASNET_SMALL = _rows(
-    "ds_r1_k3_s1_e1_c8 ir_r1_k3_s2_e3_c16 ir_r2_k3_s2_e6_c16 ir_r4_k5_s2_e6_c32_se0.25 ir_r3_k3_s1_e6_c32_se0.25 "
-    "ir_r3_k5_s2_e6_c88_se0.25 ir_r1_k3_s1_e6_c144"
-)
-_FBNET_C = _rows(
-    "ir_r1_k3_s1_e1_c16 ir_r1_k3_s2_e6_c24 ir_r2_k3_s1_e1_c24 ir_r1_k5_s2_e6_c32 ir_r1_k5_s1_e3_c32 "
-    "ir_r1_k5_s1_e6_c32 ir_r1_k3_s1_e6_c32 ir_r1_k5_s2_e6_c64 ir_r1_k5_s1_e3_c64 ir_r2_k5_s1_e6_c64 "
-    "ir_r3_k5_s1_e6_c112 ir_r1_k5_s1_e3_c112 ir_r4_k5_s2_e6_c184 ir_r1_k3_s1_e6_c352"
-)
-_SINGLE_PATH = _rows(
-    "ds_r1_k3_s1_e1_c16 ir_r3_k3_s2_e3_c24 ir_r1_k5_s2_e6_c40 ir_r3_k3_s1_e3_c40 ir_r1_k5_s2_e6_c80 "
-    "ir_r3_k3_s1_e3_c80 ir_r1_k5_s1_e6_c96 ir_r3_k5_s1_e3_c96 ir_r4_k5_s2_e6_c192 ir_r1_k3_s1_e6_c320"
-)
-_MIX_SMALL = _rows(
-    "ds_r1_k3_s1_e1_c16 ir_r1_k3_s2_e6_c24_g2.2 ir_r1_k3_s1_e3_c24_g2.2 ir_r1_k3.5.7_s2_e6_c40_se0.5_silu "
-    "ir_r3_k3.5_s1_e6_c40_se0.5_g2.2_silu ir_r1_k3.5.7_s2_e6_c80_se0.25_g1.2_silu "
-    "ir_r2_k3.5_s1_e6_c80_se0.25_g1.2_silu ir_r1_k3.5.7_s1_e6_c120_se0.5_g2.2_silu "
-    "ir_r2_k3.5.7.9_s1_e3_c120_se0.5_g2.2_silu ir_r1_k3.5.7.9.11_s2_e6_c200_se0.5_silu "
-    "ir_r2_k3.5.7.9_s1_e6_c200_se0.5_g1.2_silu"
-)
-_MIX_MIDDLE = _rows(
-    "ds_r1_k3_s1_e1_c24_fixed ir_r1_k3.5.7_s2_e6_c32_g2.2_fixed ir_r1_k3_s1_e3_c32_g2.2 "
-    "ir_r1_k3.5.7.9_s2_e6_c40_se0.5_silu_fixed ir_r3_k3.5_s1_e6_c40_se0.5_g2.2_silu "
-    "ir_r1_k3.5.7_s2_e6_c80_se0.25_silu_fixed ir_r3_k3.5.7.9_s1_e6_c80_se0.25_g2.2_silu "
-    "ir_r1_k3_s1_e6_c120_se0.5_silu_fixed ir_r3_k3.5.7.9_s1_e3_c120_se0.5_g2.2_silu "
-    "ir_r1_k3.5.7.9_s2_e6_c200_se0.5_silu_fixed ir_r3_k3.5.7.9_s1_e6_c200_se0.5_g1.2_silu"
-)
-_MIX_SCALES = {"s": (1.0, 1.0), "m": (1.0, 1.0), "l": (1.3, 1.0), "xl": (1.6, 1.2), "xxl": (2.4, 1.3)}
-_TINY = {"a": (1.0, 1.2), "b": (0.75, 1.1), "c": (0.54, 0.85), "d": (0.54, 0.695), "e": (0.51, 0.6)}
-_EFFICIENTNET = _rows(
-    "ds_r1_k3_s1_e1_c16_se0.25 ir_r2_k3_s2_e6_c24_se0.25 ir_r2_k5_s2_e6_c40_se0.25 ir_r3_k3_s2_e6_c80_se0.25 "
-    "ir_r3_k5_s1_e6_c112_se0.25 ir_r4_k5_s2_e6_c192_se0.25 ir_r1_k3_s1_e6_c320_se0.25"
-)
-_EDGE = _rows(
-    "er_r1_k3_s1_e4_c24_out er_r2_k3_s2_e8_c32 er_r4_k3_s2_e8_c48 ir_r5_k5_s2_e8_c96 ir_r4_k5_s1_e8_c144 "
-    "ir_r2_k5_s2_e8_c192"
-)
-_V2_BASE = _rows(
-    "cn_r1_k3_s1_e1_c16 er_r2_k3_s2_e4_c32 er_r2_k3_s2_e4_c48 ir_r3_k3_s2_e4_c96_se0.25 ir_r5_k3_s1_e6_c112_se0.25 "
-    "ir_r8_k3_s2_e6_c192_se0.25"
-)
-_V2_SIZES = {
-    "s": "2_24 4_48 4_64 6_128 9_160 15_256",
-    "m": "3_24 5_48 5_80 7_160 14_176 18_304 5_512",
-    "l": "4_32 7_64 7_96 10_192 19_224 25_384 7_640",
-    "xl": "4_32 8_64 8_96 16_192 24_256 32_512 8_640",
-}
-"""Repeats and channels of each stage of the larger EfficientNetV2."""
-_V2_STAGES = ("cn k3_s1_e1", "er k3_s2_e4", "er k3_s2_e4", "ir k3_s2_e4", "ir k3_s1_e6", "ir k3_s2_e6", "ir k3_s1_e6")
-_SCALES = {
-    "b0": (1.0, 1.0), "b1": (1.0, 1.1), "b2": (1.1, 1.2), "b3": (1.2, 1.4), "b4": (1.4, 1.8), "b5": (1.6, 2.2),
-    "b6": (1.8, 2.6), "b7": (2.0, 3.1), "b8": (2.2, 3.6), "l2": (4.3, 5.3),
-}  # fmt: skip
-"""Width and depth of EfficientNet by its letter (the authors' ``efficientnet_builder``)."""
 _TRAINING = r"(?:_(?:ap|ns|in1k|in21k|in21ft1k|in22k|in22ft1k|miil|475|ra|jft)(?:_\w+)?)*"
+_NAME = re.compile(rf"(?:tf_|gc_)?(\w+?){_TRAINING}")
+
+
+@cache
+def _networks() -> dict[str, Mobile]:
+    data = read_data(config_folder("networks") / "mobile.yaml")
+    tables = {name: _rows(text) for name, text in data["tables"].items()}
+    networks: dict[str, dict[str, Any]] = data["networks"]
+    return {name: Mobile(rows=tables[fields.pop("table")], **fields) for name, fields in networks.items()}
 
 
 def mobile_of(name: str) -> Mobile | None:
     """The network of a name, suffixes of how it was trained apart; None: none of these families."""
-    for pattern, make in _NAMES:
-        if found := re.fullmatch(f"(?:tf_)?{pattern}{_TRAINING}", name):
-            return make(*found.groups())
-    return None
-
-
-def _mobilenet_v2(width: str, deep: str | None) -> Mobile:
-    factor, depth = int(width) / 100, {"110": 1.2, "120": 1.4}.get(width, 1.0) if deep else 1.0
-    return Mobile(
-        rows=_MOBILENET_V2, width=factor, depth=depth, fixed_stem=bool(deep), fixed_head=factor < 1 or bool(deep),
-        function="relu6",
-    )  # fmt: skip
-
-
-def _mobilenet_v3(size: str, plain: str | None, width: str) -> Mobile:
-    large, factor = size == "large", int(width) / 100
-    rows = _V3_LARGE if large else _V3_SMALL
-    if plain:
-        rows = tuple(replace(row, squeeze=0.0, kernels=(min(3, row.kernels[0]),)) for row in rows)
-    return Mobile(
-        rows=rows, width=factor, stem=16, head=1280 if large else 1024, fixed_stem=factor < 0.75, fixed_head=True,
-        late_head=True, function="relu" if plain else "silu", squeeze_of_inner=True,
-    )  # fmt: skip
-
-
-def _mnasnet(squeezed: str | None, kind: str) -> Mobile:
-    if kind == "small":
-        return Mobile(rows=_MNASNET_SMALL, stem=8, fixed_head=True)
-    rows = _MNASNET_A1 if squeezed or kind == "a1" else _MNASNET_B1
-    return Mobile(rows=rows, width=int(kind) / 100 if kind.isdigit() else 1.0, fixed_head=True)
-
-
-def _efficientnet(wide: str | None, scale: str) -> Mobile:
-    """``wide``: squeeze-and-excitation sized by the expanded channels (NVIDIA DeepLearningExamples)."""
-    width, depth = _SCALES[scale]
-    return Mobile(rows=_EFFICIENTNET, width=width, depth=depth, function="silu", squeeze_of_inner=bool(wide))
-
-
-def _lite(size: str) -> Mobile:
-    width, depth = _SCALES[f"b{size}"]
-    last = len(_EFFICIENTNET) - 1
-    rows = tuple(replace(row, squeeze=0.0, fixed=index in (0, last)) for index, row in enumerate(_EFFICIENTNET))
-    return Mobile(rows=rows, width=width, depth=depth, fixed_stem=True, fixed_head=True, function="relu6")
-
-
-def _edge(size: str) -> Mobile:
-    width, depth = {"es": (1.0, 1.0), "em": (1.0, 1.1), "el": (1.2, 1.4)}[size]
-    return Mobile(rows=_EDGE, width=width, depth=depth)
-
-
-def _v2_base(scale: str) -> Mobile:
-    width, depth = _SCALES[scale]
-    return Mobile(rows=_V2_BASE, width=width, depth=depth, function="silu", limit=0.0)
-
-
-def _v2(size: str) -> Mobile:
-    words = []
-    for stage, pair in zip(_V2_STAGES, _V2_SIZES[size].split(), strict=False):
-        (kind, settings), (repeats, channels) = stage.split(), pair.split("_")
-        words.append(f"{kind}_r{repeats}_{settings}_c{channels}" + "_se0.25" * (kind == "ir"))
-    return Mobile(rows=_rows(" ".join(words)), stem=32 if "l" in size else 24, function="silu")
-
-
-def _v2_variant(size: str) -> Mobile:
-    """The small one at 0.8 of the width and 0.9 of the depth (t), or with a fused first row and a wider end (s)."""
-    network = _v2("s")
-    if size == "t":
-        return replace(network, width=0.8, depth=0.9)
-    rows = network.rows
-    first, last = replace(rows[0], kind="fused"), replace(rows[-1], channels=272)
-    return replace(network, rows=(first, *rows[1:-1], last), head=1792)
-
-
-def _tiny(size: str) -> Mobile:
-    return replace(_efficientnet(None, "b0"), width=_TINY[size][0], depth=_TINY[size][1], fixed_stem=True,
-                   fixed_head=True, nearest=True)  # fmt: skip
-
-
-def _mixnet(size: str) -> Mobile:
-    """The authors round a stage's two rows together: up for the largest, to the nearest for the others."""
-    width, depth = _MIX_SCALES[size]
-    rows, stem = (_MIX_SMALL, 16) if size == "s" else (_MIX_MIDDLE, 24)
-    return Mobile(rows=rows, width=width, depth=depth, stem=stem, head=1536, fixed_head=True, nearest=size != "xxl")
-
-
-_NAMES: tuple[tuple[str, Callable[..., Mobile]], ...] = (
-    (r"mobilenetv2_(\d{3})(d)?", _mobilenet_v2),
-    (r"mobilenetv3_(large|small)(_minimal)?_(\d{3})", _mobilenet_v3),
-    (r"(se)?mnasnet_(\d{3}|a1|b1|small)", _mnasnet),
-    (r"efficientnet_(widese_)?(b\d|l2)a?", _efficientnet),
-    (r"efficientnet_lite([0-4])", _lite),
-    (r"efficientnet_(es|em|el)", _edge),
-    (r"efficientnetv2_(b\d)", _v2_base),
-    (r"efficientnetv2_(s|m|l|xl)", _v2),
-    (r"(?:gc_)?efficientnetv2_rw_(t|s)", _v2_variant),
-    (r"tinynet_([a-e])", _tiny),
-    (r"mixnet_(s|m|l|xl|xxl)", _mixnet),
-    (r"fbnetc_100", lambda: Mobile(rows=_FBNET_C, stem=16, head=1984, fixed_head=True)),
-    (r"spnasnet_100", lambda: Mobile(rows=_SINGLE_PATH, fixed_head=True)),
-)
+    found = _NAME.fullmatch(name)
+    return _networks().get(found[1]) if found else None

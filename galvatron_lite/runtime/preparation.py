@@ -1,0 +1,242 @@
+"""What is found out about the full model before it is split: how layers are split inside, and which layers read what.
+
+Layers run on the example batch, without storages; the model is not changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from galvatron_lite.errors import InputError, TraceError
+from galvatron_lite.model.batch import LossFn
+from galvatron_lite.model.graph import Layer, Role
+from galvatron_lite.model.trace_run import BlockCall, block_calls, check_folded, sample_arguments
+from galvatron_lite.parallelism.channel.infer import infer_channels
+from galvatron_lite.parallelism.channel.parts import ChannelPlan
+from galvatron_lite.parallelism.pipeline.flow import LayerFlow, flow_of
+from galvatron_lite.parallelism.pipeline.runner import pipeline_groups, place_groups
+from galvatron_lite.parallelism.pipeline.stage import check_stages
+from galvatron_lite.parallelism.pipeline.tied import (
+    COPIES,
+    SharedParameter,
+    check_shared,
+    find_shared,
+    holding_groups,
+    holding_stages,
+)
+from galvatron_lite.parallelism.process_groups import ProcessGroups
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
+from galvatron_lite.parallelism.tensor.regions import TensorPlan
+from galvatron_lite.plans.execution import pipeline_of
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.assignment import LayerAssignment, Stages, glue_layout, place_layers
+from galvatron_lite.runtime.loss.routers import check_router_losses
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlans:
+    """How the layers of a rank's stages are split inside."""
+
+    tensor: Mapping[str, TensorPlan] = field(default_factory=dict)  # by layer name, where a strategy splits matmuls
+    channel: Mapping[str, ChannelPlan] = field(default_factory=dict)  # by module path, where it shares channels
+    # how arguments of layers hold the samples; see ``ActivationRedistributor``
+    sampled: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What a plan needs to know of the full model, found by running it on an example."""
+
+    splits: LayerPlans  # how the layers of some stages are split inside
+    flow: LayerFlow | None  # which layers read what, where there are several stages
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan for a model, and all that must be found of the full model before it is split."""
+
+    plan: Plan
+    layers: Sequence[Layer]  # of the model
+    stages: Stages  # the layers of each stage, with their strategies
+    ties: tuple[SharedParameter, ...]  # parameters that layers share
+    splits: LayerPlans  # how the layers of this rank's stages are split inside
+    flow: LayerFlow | None  # which layers read what, where there are several stages
+
+    @property
+    def names(self) -> list[list[str]]:
+        """Names of the layers of each stage."""
+        return [[placed.layer.name for placed in stage] for stage in self.stages]
+
+
+def prepare(
+    model: nn.Module,
+    plan: Plan,
+    layers: Sequence[Layer],
+    batch: Any,
+    group: int,
+    tensor: Mapping[str, TensorPlan] | None = None,
+    loss_fn: LossFn | None = None,
+    examined: Examined | None = None,
+) -> Prepared:
+    """Assign layers to stages, check the plan, and examine the full model, which is not changed; no communication.
+
+    ``group`` is the number of this rank's group of devices: its stage, where each group has one. ``examined`` is what
+    ``examine`` returned for this plan; examined here if not given.
+    """
+    stages = place_layers(plan, layers)
+    everything = [placed for stage in stages for placed in stage]
+    ties = find_shared(model, layers)
+    check_shared(ties, {placed.layer.name: placed.strategy for placed in everything})
+    check_router_losses(model, batch, plan)
+    if examined is None:
+        numbers = pipeline_of(plan).stages_of(group)
+        examined = examine(model, layers, stages, numbers, batch, loss_fn, tensor)
+    prepared = Prepared(plan, layers, stages, ties, examined.splits, examined.flow)
+    check_stages(layers, prepared.names, examined.flow)
+    return prepared
+
+
+def examine(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    stages: Stages,
+    numbers: Iterable[int],
+    batch: Any,
+    loss_fn: LossFn | None,
+    tensor: Mapping[str, TensorPlan] | None = None,
+) -> Examined:
+    """Run the full model on an example to see how layers of the numbered stages can be split, and which read what.
+
+    Raises:
+        InputError: a layer that cannot be split as its strategy says.
+    """
+    if tensor is None:
+        tensor = tensor_plans(model, [placed for stage in stages for placed in stage], batch)
+    splits = layer_plans(model, [stages[number] for number in numbers], tensor, batch)
+    return Examined(splits, known_flow(model, layers, batch, loss_fn) if len(stages) > 1 else None)
+
+
+def known_flow(model: nn.Module, layers: Sequence[Layer], batch: Any, loss_fn: LossFn | None) -> LayerFlow | None:
+    """Which layers read what; None where no example says so, and each must read the layer before it alone."""
+    if batch is None:
+        return None
+    try:
+        return flow_of(model, layers, batch, loss_fn)
+    except TraceError as unseen:
+        remedy = "Each layer is taken to read the output of the layer before it alone; one that reads more is refused."
+        warnings.warn(f"{unseen} {remedy}", stacklevel=2)
+        return None
+
+
+def make_pipeline_groups(prepared: Prepared, groups: ProcessGroups) -> None:
+    """Make the process groups between stages beforehand; every rank of the world calls it."""
+    if len(prepared.stages) == 1:
+        return
+    pipeline = pipeline_of(prepared.plan)
+    for shared in prepared.ties:
+        if len(places := holding_groups(holding_stages(shared, prepared.names), pipeline)) > 1:
+            groups.create(place_groups(places, pipeline.groups), COPIES)
+    pipeline_groups(pipeline.groups, groups, turns=pipeline.virtual > 1)
+
+
+def layer_plans(
+    model: nn.Module, stages: Iterable[Sequence[LayerAssignment]], tensor: Mapping[str, TensorPlan], batch: Any
+) -> LayerPlans:
+    """How the layers of some stages are split inside.
+
+    Raises:
+        InputError: a layer that cannot be split as its strategy says.
+        TraceError: the model does not run on the batch.
+    """
+    parts = list(stages)
+    channel = channel_plans(model, [placed for stage in parts for placed in stage], batch)
+    unlike = {name: samples for stage in parts for name, samples in _unlike_code_between(stage).items()}
+    if not unlike or batch is None:
+        return LayerPlans(tensor, channel)
+    sampled = sample_arguments(model, list(unlike), batch)
+    check_folded({name: arguments for name, arguments in sampled.items() if unlike[name]})
+    return LayerPlans(tensor, channel, sampled)
+
+
+def tensor_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, TensorPlan]:
+    """Tensor plans by layer name, of the layers whose strategy splits them; equal blocks are examined once.
+
+    Arguments and errors as of ``layer_plans``; there must be a batch.
+    """
+    split = [one for one in placed if one.strategy.tensor > 1]
+    blocks = {one.layer.kind: one.layer.name for one in reversed(split) if one.layer.role is Role.BLOCK}
+    calls: Mapping[str, BlockCall] = {}
+    if blocks:
+        if batch is None:
+            remedy = "The plan splits blocks by tensor parallelism; give an example batch, so they can be examined."
+            raise InputError("batch", None, remedy)
+        calls = block_calls(model, list(blocks.values()), batch)
+    by_kind = {}
+    for kind, name in blocks.items():
+        if name not in calls:
+            raise InputError("layer", name, "It does not run on the example batch, so it cannot be split.")
+        by_kind[kind] = infer_block(model.get_submodule(name), calls[name].args, calls[name].kwargs)
+    plans = dict[str, TensorPlan]()
+    for layer in (one.layer for one in split):
+        modules = {path: model.get_submodule(path) for path in layer.modules}
+        plans[layer.name] = by_kind[layer.kind] if layer.role is Role.BLOCK else infer_edge(modules, model)
+    return plans
+
+
+def channel_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, ChannelPlan]:
+    """Channel plans by module path, of the layers whose strategy shares channels; equal blocks are examined once.
+
+    Of the layers before and after the blocks, each module is examined by itself; those that have nothing to be split
+    are left out, and stay whole. Arguments and errors as of ``layer_plans``.
+    """
+    split = [one for one in placed if one.strategy.slices > 1]
+    if split and batch is None:
+        raise InputError("batch", None, "The plan shares channels of layers; give an example batch to examine them on.")
+    calls = block_calls(model, {path for one in split for path in one.layer.modules}, batch) if split else {}
+    examined: dict[object, ChannelPlan] = {}
+    plans: dict[str, ChannelPlan] = {}
+    for one in split:
+        layer = {}
+        for path in one.layer.modules:
+            call = calls.get(path)
+            if call is None or next(model.get_submodule(path).parameters(), None) is None:
+                continue
+            shapes = tuple(tuple(tensor.shape) for tensor in call.inputs)
+            key = (one.layer.kind if one.layer.role is Role.BLOCK else path, _shared_by(one.strategy), shapes)
+            if key not in examined:
+                examined[key] = _examined(model, one, call)
+            layer[path] = examined[key]
+        if not any(plan.parts for plan in layer.values()):
+            raise InputError(f"strategy of {one.layer.name}", str(one.strategy), "Nothing in it has channels to share.")
+        plans |= layer
+    return plans
+
+
+def _shared_by(strategy: Strategy) -> tuple[str, int]:
+    if strategy.filters > 1 and strategy.channels > 1:
+        raise InputError("filters", strategy.filters, "Share the filters of a layer or its channels, not both.")
+    return ("filters", strategy.filters) if strategy.filters > 1 else ("channels", strategy.channels)
+
+
+def _examined(model: nn.Module, one: LayerAssignment, call: BlockCall) -> ChannelPlan:
+    by, degree = _shared_by(one.strategy)
+    try:
+        return infer_channels(model.get_submodule(call.path), call.args, call.kwargs, by, degree)
+    except InputError as error:
+        raise InputError(f"{by} of layer {one.layer.name}", degree, f"{error.field}: {error.remedy}") from error
+
+
+def _unlike_code_between(stage: Sequence[LayerAssignment]) -> dict[str, bool]:
+    """Blocks whose layout is another than that of the code between layers; and whether it shares samples otherwise."""
+    glue = glue_layout(stage)
+    return {
+        placed.layer.name: placed.layout.batch != glue.batch
+        for placed in stage
+        if placed.layer.role is Role.BLOCK and replace(placed.layout, sequence=1) != replace(glue, sequence=1)
+    }
