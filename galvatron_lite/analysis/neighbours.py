@@ -100,7 +100,7 @@ def _axes() -> Iterator[_Axis]:
     for one in every:
         own = [field for field in one.fields if field.field in _NAMES]
         follow = beside | {field.field for field in own if field.field not in DEGREES}
-        for name, part in (one.parts or {one.name: (one.degree,)}).items():
+        for name, part in (one.parts or {one.name: (one.degree or one.name,)}).items():
             if part != _BATCH[:1]:
                 more = [field for field in own if field.field in beside]
                 listed = [known.get(field, StrategyField(field, field)) for field in part]
