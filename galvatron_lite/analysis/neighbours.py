@@ -26,7 +26,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import StrategyField
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.registry import parts_of, pinned
+from galvatron_lite.parallelism.registry import choosing, parts_of
 from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy, degree_names
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.search.alternatives import UNBOUNDED
@@ -93,13 +93,14 @@ class _Axis:
 
 def _axes() -> Iterator[_Axis]:
     """Every part of a dimension but plain data parallelism, which has the devices that no other takes."""
-    known = {field.field: field for one in pinned() for field in one.fields if field.field in _NAMES}
+    every = {one.name: one for one in choosing()}.values()
+    known = {field.field: field for one in every for field in one.fields if field.field in _NAMES}
     named = {name for part in parts_of().values() for name in part}
     beside = frozenset(known) - named  # fields of no part of their own
-    for one in pinned():
+    for one in every:
         own = [field for field in one.fields if field.field in _NAMES]
         follow = beside | {field.field for field in own if field.field not in DEGREES}
-        for name, part in (one.parts or {one.name: (one.degree,)}).items():
+        for name, part in (one.parts or {one.name: (one.degree or one.name,)}).items():
             if part != _BATCH[:1]:
                 more = [field for field in own if field.field in beside]
                 listed = [known.get(field, StrategyField(field, field)) for field in part]

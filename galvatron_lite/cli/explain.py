@@ -73,8 +73,9 @@ def _print_explanation(explanation: Explanation) -> None:
     section("Price of memory", [] if explanation.price is None else list(price_lines(explanation.price)))
     for table in tables(explanation, _SHOWN_RUNS):
         console.print(table.title, style="bold")
-        print_table(console, table)
-        if table.title.startswith("What each") and len(explanation.runs) > _SHOWN_RUNS:
+        choices = table.title.startswith("What each")
+        print_table(console, table, "" if choices else "  ")
+        if choices and len(explanation.runs) > _SHOWN_RUNS:
             console.print(f"… {len(explanation.runs) - _SHOWN_RUNS} more runs of layers in --json")
         console.print()
     section("Prediction accuracy", list(trust_lines(explanation.trust)))

@@ -50,11 +50,11 @@ def plain_table(*columns: str) -> Table:
     return Table(*columns, box=None, pad_edge=False, header_style="bold", show_header=any(columns) or not columns)
 
 
-def print_table(console: Console, table: TableText) -> None:
+def print_table(console: Console, table: TableText, indent: str = "") -> None:
     """Print the heads and rows of a table."""
     shown = plain_table(*table.heads)
-    for row in table.rows:
-        shown.add_row(*row)
+    for first, *cells in table.rows:
+        shown.add_row(indent + first, *cells)
     console.print(shown)
 
 

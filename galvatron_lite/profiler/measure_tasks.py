@@ -133,7 +133,7 @@ EVERY = 15.0  # seconds between lines
 
 
 def notices(title: str) -> Progress:
-    """A function (done, total, label) that says a line at the start, and every so often (``saying.say``).
+    """A function (done, total, label) that says a line at the start, and every so often to the log.
 
     Training scripts have no place of their own for it, and minutes of silence look like a hang.
     """

@@ -57,7 +57,7 @@ def test_commands_of_the_page_run(place: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_the_profile_of_the_plan_is_found_and_prices_are_shown(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked(place, monkeypatch, "report plan.yaml -o why.html --search 3")
     html = (place / "why.html").read_text(encoding="utf-8")
-    for words in ("A step, pass by pass", "Why this plan", "What keeps it from being faster", "What each choice buys"):
+    for words in ("A step, pass by pass", "Why this plan", "What keeps it from being faster", "What each choice gains"):
         assert words in html
 
 
