@@ -19,7 +19,7 @@ from galvatron_lite.peers.plan_files import priced, priced_settings
 from galvatron_lite.plans.phases import Phase, PhasedPlan, read_phases
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.request import PlanArguments, PlanRequest, ProfileSource, integer, number, seconds, share, size
-from galvatron_lite.search import phases as phase_search
+from galvatron_lite.search import planner
 
 if TYPE_CHECKING:
     from galvatron_lite.profiler.schema import Profile
@@ -220,7 +220,7 @@ def plan_phases(
     profile: ProfileSource | PlanRequest = None,
     **setup: Unpack[PlanArguments],
 ) -> PhasedPlan:
-    """The plan of every phase of a run, the cost of switching counted; see ``search.phases``.
+    """The plan of every phase of a run, the cost of switching counted; see ``search.planner``.
 
     Args:
         phases: or the file that holds them (``plans.phases``).
@@ -242,7 +242,7 @@ def plan_phases(
     if not listed:
         raise InputError("phases", "none", "Give at least one phase.")
     request = replace(request, forbid=(*request.forbid, "branches"))
-    return phase_search.plan_phases([_phase_case(phase, request) for phase in listed])
+    return planner.plan_phases([_phase_case(phase, request) for phase in listed])
 
 
 def _phase_profile(phase: Phase, request: PlanRequest) -> Profile:
@@ -263,11 +263,11 @@ def _phase_profile(phase: Phase, request: PlanRequest) -> Profile:
     return known
 
 
-def _phase_case(phase: Phase, request: PlanRequest) -> phase_search.PhaseCase:
+def _phase_case(phase: Phase, request: PlanRequest) -> planner.PhaseCase:
     known = _phase_profile(phase, request)
     setting, devices = request.on(known).setting, known.cluster.devices
     best = ask(setting, devices, phase.batch, progress=request.progress)
-    return phase_search.PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
+    return planner.PhaseCase(phase, setting.session(devices), setting.budget_at(devices), best)
 
 
 def evaluate(

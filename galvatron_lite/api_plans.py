@@ -144,7 +144,7 @@ def _question_of(
     plan: PlanSource, profile: Profile | str | Path | None, setup: PlanArguments
 ) -> tuple[PlanSetting, Plan, Progress | None]:
     """What a plan is the answer to, the plan with its prediction, and who is told of progress; see ``explain``."""
-    from galvatron_lite.search.ways import Delay
+    from galvatron_lite.search.space import Delay
 
     request = PlanRequest.parse(profile, setup, ("what_if", "seconds"))
     found, known = read_with_profile(plan, request)

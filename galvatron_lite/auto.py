@@ -19,7 +19,7 @@ from galvatron_lite.errors import LOG, InputError, TraceError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
 from galvatron_lite.model.batch import batch_size
-from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.discover import Watched, discover_layers, watch_model
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import ModelGraph, dead_note
 from galvatron_lite.model.trace_meta import check_model, precision_of
@@ -176,8 +176,10 @@ def auto_parallelize(
     if local_batch and batch is not None:
         example = GlobalBatches(place, local=True)(batch)
     uncaptured: TraceError | None = None
+    watched: Watched | None = None
     try:
-        layers = discover_layers(model, example, blocks)
+        watched = watch_model(model, example, blocks)
+        layers = watched.layers
     except ValuesReadError as error:
         layers, uncaptured = discover_layers(model, None, blocks), error
     plan = os.environ.get(PLAN_VARIABLE) if plan is None else plan
@@ -201,7 +203,9 @@ def auto_parallelize(
         raise findings.without_plan(world_size(), uncaptured=f"{uncaptured.field} ({uncaptured.value})")
     profiled = None
     if uncaptured is None and (chosen is None or settings is not None):
-        profiled = _profile(profile, model, example, _goal(loss_fn, trains, model, example), blocks, precision, folder)
+        goal = _goal(loss_fn, trains, model, example)
+        profiled = _profile(profile, model, example, goal, blocks, precision, folder, watched)
+    watched = None  # its copy of the model is not needed any more
     if chosen is None:
         pins = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}
         samples = global_batch or batch_size(example)
@@ -317,6 +321,7 @@ def _profile(
     blocks: Any,
     precision: str | None,
     folder: Path,
+    watched: Watched | None,
 ) -> Profile:
     from galvatron_lite.capture.trace import trace
     from galvatron_lite.profiler.kept_profiles import check_trainable, kept_profile, other_hardware, profile_name
@@ -331,7 +336,7 @@ def _profile(
         check_trainable(model, known)
         _warn(other_hardware(known))
         return known
-    graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision)
+    graph = trace(model, batch, loss_fn=loss_fn, blocks=blocks, precision=precision, watched=watched)
     cached: Profile | None = agree(kept_profile(model, graph, folder) if dist.get_rank() == 0 else None)
     if cached is not None:
         return cached

@@ -28,7 +28,7 @@ from galvatron_lite.profiler.estimate import SAMPLES, estimate_profile
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.planner import find_plan
 from galvatron_lite.search.result import summary
-from galvatron_lite.search.session import Session
+from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.validate.checks import not_understood
 from galvatron_lite.validate.predict import InterpretedRun, Predictor, wanted_points

@@ -30,9 +30,9 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.problem import cuts_of
 from galvatron_lite.search.result import plan_of, summary
-from galvatron_lite.search.session import Session
-from galvatron_lite.search.uniform import cuts_of
+from galvatron_lite.search.shapes import Session
 from galvatron_lite.stacks.catalog import STACKS
 from galvatron_lite.stacks.schema import Stack
 from galvatron_lite.units import format_bytes

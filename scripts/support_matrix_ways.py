@@ -14,7 +14,7 @@ from galvatron_lite.parallelism.spatial.grids import splits_pixels
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.plans.written import parse_strategy
-from galvatron_lite.search.strategies import strategies_for
+from galvatron_lite.search.space import strategies_for
 
 RANKS, SAMPLES = 2, 8
 ALIKE = Strategy(data=RANKS)  # what a layer does that cannot do what is tried

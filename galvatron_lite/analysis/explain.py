@@ -278,7 +278,7 @@ def explain_plan(
         if in_parts:
             fixed = setting.pins.at(plan.devices, plan.global_batch)
             request = request_of(session, plan.devices, plan.global_batch, budget, fixed, setting.schedules, backend)
-            others, reason = runners_up(session, request, clock, plan)
+            others, reason = runners_up(session, request, clock, plan, backend.reserved)
         skipped += [reason] * bool(reason)
     else:
         skipped.append(_NOT_WANTED)

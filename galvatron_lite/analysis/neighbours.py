@@ -9,28 +9,31 @@ one choice pinned, so they are not proven; those in a plan's file come from such
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import Enum
+from functools import partial
 from itertools import groupby
-from operator import attrgetter
+from math import prod
 
 from galvatron_lite.analysis.explanation import Neighbour, RunChoice, RunnerUp
 from galvatron_lite.analysis.step_time import PricedStages
 from galvatron_lite.analysis.what_ifs import OutOfTimeError, TimeLimit, peak_of, seconds_of
 from galvatron_lite.cost.layout import layout
-from galvatron_lite.cost.sharing import tied_groups
+from galvatron_lite.cost.stage import tied_groups
 from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import ModelGraph, Recompute, Role
+from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.base import StrategyField
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy
+from galvatron_lite.parallelism.registry import parts_of, pinned
+from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy, degree_names
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.search.alternatives import UNBOUNDED
-from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.best_first import ANY_TIME, QUICK, finished, search
 from galvatron_lite.search.problem import is_glued
 from galvatron_lite.search.result import runs_of, summary
-from galvatron_lite.search.session import Session
-from galvatron_lite.search.shapes import Request
+from galvatron_lite.search.shapes import Request, Session
 from galvatron_lite.search.space import UNPINNED, Fixed, Space, microbatch_counts
 from galvatron_lite.search.tables import glue_of
 
@@ -44,51 +47,68 @@ def _keeps_rules(graph: ModelGraph, stages: Sequence[range], strategies: Sequenc
     return not is_glued(graph) or len({glue_of(layout(one)) for one in edges}) <= 1
 
 
-_BATCH = ("data", "zero", "zero_stage")
+_BATCH = ("data", "zero")
+"""The degrees of ``Strategy`` that split samples, besides those of added dimensions."""
 _NAMES = tuple(item.name for item in fields(Strategy) if item.name != "more")
+_PLAIN = Strategy()
 
 
 @dataclass(frozen=True, slots=True)
-class PlanDimension:
-    """A dimension as a reader knows it."""
+class _Axis:
+    name: str  # of a part of a dimension, as ``--forbid`` takes it
+    part: tuple[StrategyField, ...]  # what it sets
+    between: frozenset[str]  # fields that may follow: what makes no sense without it
 
-    name: str  # of it
-    own: tuple[str, ...]  # fields of ``Strategy`` that it sets
-    degree: Callable[[Strategy], int] | None  # into how many parts it splits; None where it splits nothing
-    used: Callable[[Strategy], bool]  # whether a strategy uses it
-    gives: bool = False  # whether devices that it does not take work on other samples
-    between: tuple[str, ...] = ()  # fields that may follow: what makes no sense without it
-    trades: bool = False  # whether it splits samples, in place of another dimension that does
+    @property
+    def trades(self) -> bool:
+        """Whether it splits samples, in place of another dimension that does."""
+        return bool(self.split) and self.split[0] in (_BATCH[1], *ADDED)
+
+    @property
+    def gives(self) -> bool:
+        """Whether devices that it does not take work on other samples."""
+        return bool(self.split) and self.split[0] in DEGREES and not self.trades
+
+    @property
+    def own(self) -> set[str]:
+        """The fields in which neighbours differ."""
+        return {field.field for field in self.part} | (set(_BATCH) if self.name in ADDED else set())
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The fields that say into how many parts it splits."""
+        names = [field.field for field in self.part]
+        degrees = tuple(name for name in names if name in degree_names())
+        return degrees or tuple(name for name in names if type(getattr(_PLAIN, name)) is int)
+
+    def degree(self, strategy: Strategy) -> int:
+        """Into how many parts it splits; 1 where it splits nothing."""
+        return prod(getattr(strategy, name) for name in self.split)
+
+    def used(self, strategy: Strategy) -> bool:
+        """Whether a strategy uses it."""
+        plain = {field.field: getattr(_PLAIN, field.field, 1) for field in self.part}
+        return any(getattr(strategy, name) != value for name, value in plain.items())
 
 
-AXES = (
-    PlanDimension(
-        "tensor", ("tensor",), lambda s: s.tensor, lambda s: s.tensor > 1, True, ("sequence_parallel", "expert_tensor")
-    ),
-    PlanDimension("sequence", ("sequence_parallel",), None, lambda s: s.sequence_parallel),
-    PlanDimension("context", ("context",), lambda s: s.context, lambda s: s.context > 1, True, ("ulysses",)),
-    PlanDimension("ulysses", ("ulysses",), None, lambda s: s.ulysses),
-    PlanDimension("expert", ("expert", "expert_tensor"), lambda s: s.expert, lambda s: s.expert > 1),
-    PlanDimension("zero", ("zero", "zero_stage", "data"), lambda s: s.zero, lambda s: s.zero_stage > 0, trades=True),
-    PlanDimension("spatial", ("depth", "height", "width"), lambda s: s.spatial, lambda s: s.spatial > 1, True),
-    PlanDimension("filters", ("filters",), lambda s: s.filters, lambda s: s.filters > 1, True),
-    PlanDimension("channels", ("channels",), lambda s: s.channels, lambda s: s.channels > 1, True),
-    PlanDimension("recompute", ("recompute",), None, lambda s: s.recompute is not Recompute.NONE),
-    PlanDimension("offload", ("offload",), None, lambda s: s.offload is not Offload.NONE),
-)
-
-
-def _axes() -> tuple[PlanDimension, ...]:
-    def added(name: str) -> PlanDimension:
-        degree = attrgetter(name)
-        return PlanDimension(name, (name, "data", "zero"), degree, lambda s: degree(s) > 1, trades=True)
-
-    return (*AXES, *map(added, ADDED))
+def _axes() -> Iterator[_Axis]:
+    """Every part of a dimension but plain data parallelism, which has the devices that no other takes."""
+    known = {field.field: field for one in pinned() for field in one.fields if field.field in _NAMES}
+    named = {name for part in parts_of().values() for name in part}
+    beside = frozenset(known) - named  # fields of no part of their own
+    for one in pinned():
+        own = [field for field in one.fields if field.field in _NAMES]
+        follow = beside | {field.field for field in own if field.field not in DEGREES}
+        for name, part in (one.parts or {one.name: (one.degree,)}).items():
+            if part != _BATCH[:1]:
+                more = [field for field in own if field.field in beside]
+                listed = [known.get(field, StrategyField(field, field)) for field in part]
+                yield _Axis(name, (*listed, *more), follow - set(part))
 
 
 @dataclass(frozen=True, slots=True)
 class _NeighbourStep:
-    axis: PlanDimension  # in which they differ
+    axis: _Axis  # in which they differ
     strategy: Strategy  # the other
     off: bool  # whether it does without the axis, which the first one uses
 
@@ -102,34 +122,37 @@ def _steps_from(chosen: Strategy, offered: Iterable[Strategy]) -> Iterator[_Neig
     every = [one for one in offered if one != chosen]
     for axis in _axes():
         found = [one for one in every if _differs_only_in(axis, chosen, one)]
-        for one in found if axis.degree is None else _next(axis, chosen, found):
+        for one in _next(axis, chosen, found) if axis.split else found:
             yield _NeighbourStep(axis, one, axis.used(chosen) and not axis.used(one))
 
 
-def _differs_only_in(axis: PlanDimension, chosen: Strategy, other: Strategy) -> bool:
+def _differs_only_in(axis: _Axis, chosen: Strategy, other: Strategy) -> bool:
     changed = {name for name in (*_NAMES, *ADDED) if getattr(chosen, name) != getattr(other, name)}
-    if not changed & set(axis.own):
+    if not changed & axis.own:
         return False
     if axis.trades:
-        return changed <= set(axis.own) and chosen.batch_degree == other.batch_degree
-    allowed = {*axis.own, *(_BATCH if axis.gives else ())}
-    if not (axis.used(chosen) and axis.used(other)):
-        allowed |= set(axis.between)
+        return changed <= axis.own | set(_BATCH) and chosen.batch_degree == other.batch_degree
+    allowed = axis.own | ({*_BATCH, *_STATES} if axis.gives else set())
+    if axis.gives and not (axis.used(chosen) and axis.used(other)):
+        allowed |= axis.between
     return changed <= allowed and (not axis.gives or _batch_alike(chosen, other))
+
+
+_STATES = tuple(name for name in parts_of()[_BATCH[1]] if name not in _BATCH)
+"""What those that share samples do with states."""
 
 
 def _batch_alike(chosen: Strategy, other: Strategy) -> bool:
     """Whether two strategies of unlike batch degrees split the batch in the same way; any way where one does not."""
     if chosen.batch_degree == 1 or other.batch_degree == 1:
         return True
-    if chosen.zero_stage != other.zero_stage:
+    if any(getattr(chosen, name) != getattr(other, name) for name in _STATES):
         return False
     return chosen.data == other.data if chosen.zero > 1 else other.zero == 1
 
 
-def _next(axis: PlanDimension, chosen: Strategy, offered: Sequence[Strategy]) -> list[Strategy]:
+def _next(axis: _Axis, chosen: Strategy, offered: Sequence[Strategy]) -> list[Strategy]:
     """Those without the axis, those of the same degree, and those of the nearest degrees on either side."""
-    assert axis.degree is not None
     here, degrees = axis.degree(chosen), {axis.degree(one) for one in offered}
     below, above = max((d for d in degrees if d < here), default=0), min((d for d in degrees if d > here), default=0)
     return [one for one in offered if axis.degree(one) in (here, below, above) or not axis.used(one)]
@@ -209,8 +232,9 @@ def _neighbours(priced: PricedStages, alike: _Alike, offered: Sequence[Strategy]
         told: dict[object, Neighbour] = {}
         for step in steps:
             other = _neighbour(priced, alike, places, step, fits)
-            degree = None if step.axis.degree is None else step.axis.degree(step.strategy)
-            key = (degree, step.strategy.zero_stage) if step.axis.name == "zero" else degree or step.strategy
+            key: object = step.axis.degree(step.strategy) if step.axis.split else step.strategy
+            if step.axis.trades:
+                key = (key, *(getattr(step.strategy, name) for name in _STATES))
             if other is not None and (key not in told or _rank(other) < _rank(told[key])):
                 told[key] = other
         yield from sorted(told.values(), key=lambda other: (not other.off, other.added_step_seconds))
@@ -256,19 +280,24 @@ Pinned = tuple[str, str, str, Fixed]
 """Dimension, what the plan chooses, what is chosen instead, and the pins for it."""
 
 
-def runners_up(session: Session, request: Request, clock: TimeLimit, plan: Plan) -> tuple[tuple[RunnerUp, ...], str]:
-    """The quickest plan met in each dimension, and what was not looked at, for people; empty: nothing."""
+def runners_up(
+    session: Session, request: Request, clock: TimeLimit, plan: Plan, reserved: Container[str] = ()
+) -> tuple[tuple[RunnerUp, ...], str]:
+    """The quickest plan met in each dimension, and what was not looked at, for people; empty: nothing.
+
+    ``reserved``: fields of ``Strategy`` that the backend sets only where it is told to.
+    """
     found: dict[str, RunnerUp] = {}
-    pins = list(_others(request, plan))
-    for number, pinned in enumerate(pins):
+    pins = list(_others(request, plan, reserved))
+    for number, pin in enumerate(pins):
         try:
-            clock.begin(f"another {pinned[0]}")
+            clock.begin(f"another {pin[0]}")
         except OutOfTimeError as error:
             left = ", ".join(dict.fromkeys(f"{name} {instead}" for name, _, instead, _ in pins[number:]))
             return tuple(found.values()), f"runner-ups of {left}: {error}"
-        other = _best(session, request, plan, pinned)
-        if other is not None and (pinned[0] not in found or _runner_rank(other) < _runner_rank(found[pinned[0]])):
-            found[pinned[0]] = other
+        other = _best(session, request, plan, pin)
+        if other is not None and (pin[0] not in found or _runner_rank(other) < _runner_rank(found[pin[0]])):
+            found[pin[0]] = other
     return tuple(found.values()), ""
 
 
@@ -276,11 +305,12 @@ def _runner_rank(other: RunnerUp) -> tuple[bool, float]:
     return not other.fits, other.step_seconds
 
 
-def _best(session: Session, request: Request, plan: Plan, pinned: Pinned) -> RunnerUp | None:
-    name, chosen, instead, fixed = pinned
+def _best(session: Session, request: Request, plan: Plan, pin: Pinned) -> RunnerUp | None:
+    name, chosen, instead, fixed = pin
     try:
-        fitting = search(replace(request, fixed=fixed), session.pricer, exact=False)
-        other = fitting or search(replace(request, fixed=fixed, budget=UNBOUNDED), session.pricer, exact=False)
+        soon = partial(search, pricer=session.pricer, effort=QUICK, below=ANY_TIME)
+        fitting = soon(replace(request, fixed=fixed))
+        other = fitting or soon(replace(request, fixed=fixed, budget=UNBOUNDED))
     except InputError:
         return None
     if other is None:
@@ -290,7 +320,7 @@ def _best(session: Session, request: Request, plan: Plan, pinned: Pinned) -> Run
     return RunnerUp(name, chosen, instead, summary(done), seconds_of(done), added, peak_of(done), fits)
 
 
-def _others(request: Request, plan: Plan) -> Iterator[Pinned]:
+def _others(request: Request, plan: Plan, reserved: Container[str]) -> Iterator[Pinned]:
     degrees, here = request.pipelines, plan.pipeline
     for degree in _beside(degrees, here):
         yield "pipeline", str(here), str(degree), Fixed(pipeline=degree)
@@ -301,8 +331,8 @@ def _others(request: Request, plan: Plan) -> Iterator[Pinned]:
             if schedule is not plan.schedule and schedule.executable:
                 yield "schedule", plan.schedule.value, schedule.value, Fixed(pipeline=here, schedule=schedule)
     most = _most_used(plan)
-    for axis in AXES:
-        yield from _along(axis, request, plan, most)
+    for axis in _axes():
+        yield from _along(axis, request, plan, most, reserved)
 
 
 def _beside(values: tuple[int, ...], here: int) -> tuple[int, ...]:
@@ -316,39 +346,39 @@ def _most_used(plan: Plan) -> Strategy:
     return min(used, key=lambda strategy: (-used[strategy], str(strategy)))
 
 
-def _along(axis: PlanDimension, request: Request, plan: Plan, most: Strategy) -> Iterator[Pinned]:
+def _along(axis: _Axis, request: Request, plan: Plan, most: Strategy, reserved: Container[str]) -> Iterator[Pinned]:
     devices = request.devices // plan.pipeline
-    for chosen, instead, pins in _values(axis, most, plan, devices):
-        free = Fixed(pipeline=plan.pipeline if axis.degree is None else None)
+    for chosen, instead, pin in _values(axis, most, plan, devices, reserved):
+        free = Fixed(pipeline=None if axis.split else plan.pipeline)
+        pins = (pin,)
         kinds = sorted({layer.kind for layer in request.graph.layers})
         offering = [kind for kind in kinds if request.space.offers(kind, devices, replace(free, strategy=pins))]
         if len(offering) == len(kinds):
             yield axis.name, chosen, instead, replace(free, strategy=pins)
         elif offering:
-            own = tuple((layer.name, *pin) for layer in request.graph.layers if layer.kind in offering for pin in pins)
+            own = tuple((layer.name, *pin) for layer in request.graph.layers if layer.kind in offering)
             yield axis.name, chosen, instead, replace(free, layers=own)
 
 
 def _values(
-    axis: PlanDimension, most: Strategy, plan: Plan, devices: int
-) -> Iterator[tuple[str, str, tuple[tuple[str, object], ...]]]:
-    """What most layers do in a dimension, what they might do, and the fields of ``Strategy`` that say so."""
-    if axis.name == "recompute":
-        used = {run.strategy.recompute for stage in plan.stages for run in stage.runs}
-        here = "some layers" if len(used) > 1 else most.recompute.value
-        for choice in (Recompute.NONE, Recompute.FULL):
-            if used != {choice}:
-                yield here, choice.value, (("recompute", choice),)
-    elif axis.name == "zero":
-        for stage in range(4):
-            if stage != most.zero_stage:
-                yield f"stage {most.zero_stage}", f"stage {stage}", (("zero_stage", stage),)
-    elif axis.name == "offload":
-        if axis.used(most):
-            yield most.offload.value, "none", (("offload", Offload.NONE),)
-    elif axis.name in ("tensor", "context"):
-        degree = getattr(most, axis.name)
-        for other in _beside(divisors(devices), degree):
-            yield str(degree), str(other), ((axis.name, other),)
-    elif axis.used(most) and len(axis.own) == 1:
-        yield "yes", "no", ((axis.own[0], getattr(Strategy(), axis.own[0])),)
+    axis: _Axis, most: Strategy, plan: Plan, devices: int, reserved: Container[str]
+) -> Iterator[tuple[str, str, tuple[str, object]]]:
+    """What most layers do in a dimension, what they might do, and the field of ``Strategy`` and value that say so."""
+    for field in axis.part:
+        name, here, plain = field.field, getattr(most, field.field), getattr(_PLAIN, field.field, 1)
+        if isinstance(plain, Enum):
+            used = {getattr(run.strategy, name) for stage in plan.stages for run in stage.runs}
+            text = "some layers" if len(used) > 1 else here.value
+            for choice in (plain,) if name in reserved else (plain, list(type(plain))[-1]):
+                if used != {choice}:
+                    yield text, choice.value, (name, choice)
+        elif isinstance(plain, bool):
+            if here != plain:
+                yield "yes", "no", (name, plain)
+        elif axis.gives and len(axis.split) == 1:
+            for other in _beside(divisors(devices), here):
+                yield str(here), str(other), (name, other)
+        elif field.most is not None:
+            for value in range(field.least, field.most + 1):
+                if value != here:
+                    yield f"stage {here}", f"stage {value}", (name, value)

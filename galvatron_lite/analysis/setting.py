@@ -13,8 +13,8 @@ from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import MOST_WORK
 from galvatron_lite.search.pins import NOTHING, Pins
 from galvatron_lite.search.planner import find_plan
-from galvatron_lite.search.session import Session
-from galvatron_lite.search.ways import Delay
+from galvatron_lite.search.shapes import Session
+from galvatron_lite.search.space import Delay
 
 
 def device_counts(cluster: Cluster) -> tuple[int, ...]:

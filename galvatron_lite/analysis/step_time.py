@@ -1,7 +1,7 @@
 """Where the time of a step goes and when memory is fullest; the parts of the time add up to the predicted step.
 
-The account is of the busiest group of devices, as in ``cost.step.breakdown``: compute, exposed communication,
-updates, host work, and waiting for other stages or for the slowest of many devices. ``cost.overlap`` gives what all
+The account is of the busiest group of devices, as in ``cost.step.breakdown``: compute, exposed communication, updates,
+host work, and waiting for other stages or for the slowest of many devices. ``cost.communication`` gives what all
 communication of a layer adds to its compute. Here blocking communication is listed by cause, and what overlap leaves
 exposed is divided in proportion to the seconds that could have been hidden, as nothing tells which of several
 concurrent messages waited. Where layers were measured as a whole, rooflines divide their time into classes of
@@ -19,14 +19,19 @@ from itertools import accumulate
 from galvatron_lite.analysis.explanation import StageMemory, TimeAccount, TimeClass, TimePart
 from galvatron_lite.calibration.store import constants_for_device, load_calibration
 from galvatron_lite.cluster.budget import Budget
-from galvatron_lite.cost.communication import together
-from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
-from galvatron_lite.cost.groups import hidden_share as hidden_sends
+from galvatron_lite.cost.communication import GATHER, hidden_share, moment_of, together
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
-from galvatron_lite.cost.overlap import GATHER, hidden_share, moment_of
-from galvatron_lite.cost.sharing import sharing_of
-from galvatron_lite.cost.stage import Shape, StageCost
-from galvatron_lite.cost.step import price_staged, shape_of, straggling, strategies_of
+from galvatron_lite.cost.stage import Shape, StageCost, sharing_of
+from galvatron_lite.cost.step import (
+    busy_seconds,
+    groups_of,
+    price_staged,
+    price_stages,
+    shape_of,
+    straggling,
+    strategies_of,
+)
+from galvatron_lite.cost.step import hidden_share as hidden_sends
 from galvatron_lite.cost.timeline import GroupTimeline, timeline, untimed
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, OperatorClass

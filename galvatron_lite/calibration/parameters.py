@@ -7,13 +7,12 @@ wide as figures of its kind are uncertain.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import exp, log
 from typing import Any
 
 from galvatron_lite.calibration.schema import Calibration
-from galvatron_lite.errors import InputError
 
 SMALLEST = 1e-9
 """Stands for 0 on a logarithmic scale: a nanosecond, a billionth, a byte that counts for nothing."""
@@ -85,34 +84,17 @@ class Parameter:
         return SCALES[self.kind][self.field]
 
 
-def parameter_named(name: str) -> Parameter:
-    """The parameter of a name such as ``devices/A100/matmul/bf16``."""
-    kind, entry, field, *key = name.split("/")
-    if kind not in SCALES or field not in SCALES[kind]:
-        raise InputError("parameter", name, "Give KIND/ENTRY/FIELD with a field that is fitted.")
-    return Parameter(kind, entry, field, *key)
-
-
 def parameters_of(calibration: Calibration, owners: Collection[str]) -> tuple[Parameter, ...]:
     """Every fitted number of the entries named (``devices/A100``), in the order of the calibration."""
-    return tuple(
-        parameter
-        for kind in SCALES
-        for entry, constants in getattr(calibration, kind).items()
-        if f"{kind}/{entry}" in owners
-        for parameter in _numbers(kind, entry, constants)
-    )
-
-
-def _numbers(kind: str, entry: str, constants: Any) -> Iterator[Parameter]:
-    for field in fields(constants):
-        if field.name not in SCALES[kind]:
-            continue
-        value = getattr(constants, field.name)
-        if isinstance(value, dict):
-            yield from (Parameter(kind, entry, field.name, key) for key in value)
-        else:
-            yield Parameter(kind, entry, field.name)
+    found: list[Parameter] = []
+    for kind, scales in SCALES.items():
+        for entry, constants in getattr(calibration, kind).items():
+            for name in (item.name for item in fields(constants) if f"{kind}/{entry}" in owners):
+                if name in scales:
+                    value = getattr(constants, name)
+                    keys = value if isinstance(value, dict) else ("",)
+                    found += [Parameter(kind, entry, name, key) for key in keys]
+    return tuple(found)
 
 
 def value_of(calibration: Calibration, parameter: Parameter) -> float:
@@ -142,27 +124,10 @@ def places_of(calibration: Calibration, parameters: Iterable[Parameter]) -> list
 
 def with_places(calibration: Calibration, parameters: Sequence[Parameter], places: Sequence[float]) -> Calibration:
     """A calibration with numbers replaced."""
-    changed: dict[str, dict[str, dict[str, Any]]] = {}
+    changed: dict[str, dict[str, Any]] = {}
     for parameter, place in zip(parameters, places, strict=True):
-        value = from_scale(parameter, place)
-        entry = changed.setdefault(parameter.kind, {}).setdefault(parameter.entry, {})
-        if parameter.key:
-            entry.setdefault(parameter.field, {})[parameter.key] = value
-        else:
-            entry[parameter.field] = value
-    kinds: dict[str, Any] = {kind: _replaced(getattr(calibration, kind), entries) for kind, entries in changed.items()}
-    return replace(calibration, **kinds)
-
-
-def _replaced(entries: Mapping[str, Any], changed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    whole = dict(entries)
-    for name, values in changed.items():
-        old = entries[name]
-        whole[name] = replace(
-            old,
-            **{
-                field: getattr(old, field) | value if isinstance(value, dict) else value
-                for field, value in values.items()
-            },
-        )
-    return whole
+        entries = changed.setdefault(parameter.kind, dict(getattr(calibration, parameter.kind)))
+        old, value = entries[parameter.entry], from_scale(parameter, place)
+        new = getattr(old, parameter.field) | {parameter.key: value} if parameter.key else value
+        entries[parameter.entry] = replace(old, **{parameter.field: new})
+    return replace(calibration, **changed)  # type: ignore[arg-type]

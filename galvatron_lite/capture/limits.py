@@ -101,28 +101,20 @@ def _picture_dims(
     the picture.
     """
     convolutions = [operator for operator in operators if operator.kind is OperatorClass.CONVOLUTION]
-    light = not any(one.kind in _MIXING for one in operators) and _scales(modules, entering)
+    vectors = all(tuple(p.shape) == tuple(entering[:1]) for module in modules for p in module.parameters())
+    light = not any(one.kind in _MIXING for one in operators) and vectors
+    inner = [operator.shape[1] for operator in operators if operator.kind is OperatorClass.MATMUL]
+    flattens = len(entering) > 2 and inner[:1] == [prod(entering)]  # the first matmul takes all pixels as one row
     taken = [operator.shape[0] for operator in convolutions[:1]] + _pooled_channels(operators)
-    taken += entering[:1] if light or _flattens(operators, entering) else ()
+    taken += entering[:1] if light or flattens else ()
     if entering and entering[0] in taken and len(entering) - 1 in (2, 3):
-        inner, extents = entering[0], tuple(entering[1:])
+        channels, extents = entering[0], tuple(entering[1:])
     elif convolutions:
-        inner, extents = convolutions[0].shape[0], tuple(side.extent for side in sides_of(convolutions[0]))
+        channels, extents = convolutions[0].shape[0], tuple(side.extent for side in sides_of(convolutions[0]))
     else:
         return {}
     named = zip(SIDES[-len(extents) :], extents, strict=True)
-    return {"in_channels": inner, "out_channels": _leaving(operators, inner), **dict(named)}
-
-
-def _flattens(operators: Sequence[Operator], entering: Sequence[int]) -> bool:
-    """Whether the first matmul takes all pixels of a picture as one row."""
-    inner = [operator.shape[1] for operator in operators if operator.kind is OperatorClass.MATMUL]
-    return len(entering) > 2 and inner[:1] == [prod(entering)]
-
-
-def _scales(modules: Sequence[nn.Module], entering: Sequence[int]) -> bool:
-    """Whether all weights of a layer are vectors of an item for each channel (normalisation, learned scales)."""
-    return all(tuple(p.shape) == tuple(entering[:1]) for module in modules for p in module.parameters())
+    return {"in_channels": channels, "out_channels": _leaving(operators, channels), **dict(named)}
 
 
 def _pooled_channels(operators: Sequence[Operator]) -> list[int]:

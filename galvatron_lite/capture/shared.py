@@ -33,7 +33,10 @@ class Owners:
 def find_owners(model: nn.Module, layers: Sequence[Layer]) -> Owners:
     """Owners of a model's parameters; those that no layer's modules hold belong to the first layer."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    everything = {layer.name: _parameters(model, layer, names) for layer in layers}
+    everything = {
+        layer.name: {names[id(one)]: one for path in layer.modules for one in model.get_submodule(path).parameters()}
+        for layer in layers
+    }
     held = {name for parameters in everything.values() for name in parameters}
     loose = {name: parameter for name, parameter in model.named_parameters() if name not in held}
     everything[layers[0].name] = loose | everything[layers[0].name]
@@ -43,11 +46,6 @@ def find_owners(model: nn.Module, layers: Sequence[Layer]) -> Owners:
             first.setdefault(name, layer)
     owned = {layer: {n: p for n, p in held.items() if first[n] == layer} for layer, held in everything.items()}
     return Owners(owned, everything, _buffer_bytes(model, layers), _ties(everything, first))
-
-
-def _parameters(model: nn.Module, layer: Layer, names: dict[int, str]) -> dict[str, nn.Parameter]:
-    modules = [model.get_submodule(path) for path in layer.modules]
-    return {names[id(parameter)]: parameter for module in modules for parameter in module.parameters()}
 
 
 def _buffer_bytes(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:

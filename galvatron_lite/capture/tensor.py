@@ -71,10 +71,6 @@ def _fresh(tensor: Tensor) -> Tensor:
     return twin.requires_grad_(tensor.requires_grad)
 
 
-def _trained(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.requires_grad]
-
-
 @contextmanager
 def _replaced(blocks: Sequence[nn.Module], stand_in: Callable[..., Any]) -> Iterator[None]:
     for block in blocks:
@@ -116,7 +112,8 @@ def run_edges(
         recorder.claim(stand_in.entry, "")
         last = after if calls else before
         recorder.start_backward(last)
-        trained = _trained([*stand_in.exit, *tail] if calls else [*twin.parameters()])
+        ends = [*stand_in.exit, *tail] if calls else [*twin.parameters()]
+        trained = [tensor for tensor in ends if tensor.requires_grad]
         if trained and loss.requires_grad:
             torch.autograd.backward([loss], inputs=trained)
         recorder.finish(last, twin.parameters())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -43,7 +41,7 @@ from galvatron_lite.model.batch import (
     sequence_length,
     tensors_of,
 )
-from galvatron_lite.model.discover import BlockNames, arrange_layers, signature, unit_paths, watch
+from galvatron_lite.model.discover import BlockNames, Watched, arrange_layers, signature, unit_paths, watch
 from galvatron_lite.model.graph import (
     Layer,
     LayerKind,
@@ -60,24 +58,12 @@ from galvatron_lite.model.graph import (
 from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures, merge
 from galvatron_lite.model.trace_flow import Needs
 from galvatron_lite.model.trace_meta import check_model, dtype_of, meta_copy, precision_of
-from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, observe, run_block
+from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, garbage_waits, observe, run_block
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 
 
-@contextmanager
-def _garbage_waits() -> Iterator[None]:
-    """Nothing is collected while operators are recorded: finalizers (as of DeepSpeed) run some of their own."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@_garbage_waits()
+@garbage_waits()
 def trace(
     model: nn.Module,
     batch: Any,
@@ -86,6 +72,7 @@ def trace(
     blocks: BlockNames | None = None,
     precision: str | None = None,
     name: str | None = None,
+    watched: Watched | None = None,
 ) -> ModelGraph:
     """Capture a model: its layers and, for one sample, what each computes, moves and keeps.
 
@@ -103,16 +90,17 @@ def trace(
         blocks: how to find the repeated blocks (see ``discover_layers``).
         precision: trace as if the model were cast to it (``bf16``); by default as the parameters are.
         name: of the graph; by default the model's class.
+        watched: of ``watch_model``, with the same model, batch and blocks, to go on from that run; used up by it.
 
     Raises:
         TraceError: the model or a block cannot be captured; names it and the cause.
         InputError: no loss can be found in the output.
     """
     check_model(model)
-    twin = meta_copy(model, precision)
+    twin = watched.twin if watched is not None and precision is None else meta_copy(model, precision)
     batches = [_example(batch, samples, precision) for samples in SAMPLES]
     try:
-        watched = watch(twin, batches[1], blocks)
+        watched = watched if watched is not None and precision is None else watch(twin, batches[1], blocks)
         fewer = observe(twin, batches[0], unit_paths(twin, watched.blocks))
     except TraceError as error:
         if (other := _row_error(twin, batch, precision, blocks, error)) is None:
@@ -129,6 +117,7 @@ def trace(
     kinds, passed = capture.kinds(batches, loss_fn, ends, needs)
     tensors = linked(layers, passed, needs, capture.output_bytes(), watched.forked)
     dead = dead_parameters(twin, watched.flow, outputs if loss_fn is not None else watched.output)
+    goal = "what the model returns" if loss_fn is None else "the loss"
     return ModelGraph(
         name=name or type(model).__name__,
         layers=layers,
@@ -137,7 +126,7 @@ def trace(
         sequence=capture.sequence,
         precision=precision_of(twin),
         ties=capture.owners.ties + (read_elsewhere(watched.flow, twin, layers) if tensors else ()),
-        notes=dead_note(dead, sum(p.numel() for p in twin.parameters()), _goal(loss_fn)),
+        notes=dead_note(dead, sum(p.numel() for p in twin.parameters()), goal),
         whole=whole_reason(twin, layers, seen[0], ends[0], watched.flow),
         dead=dead,
         undivided=undivided_reason(model, batch),
@@ -217,10 +206,6 @@ def _ends(output: Any, batch: Any, loss_fn: LossFn | None) -> list[Tensor]:
         return list(tensors_of(output))
 
 
-def _goal(loss_fn: LossFn | None) -> str:
-    return "what the model returns" if loss_fn is None else "the loss"
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -241,8 +226,10 @@ def _edge_regions(layer: Layer, plan: TensorPlan) -> dict[str, Any]:
     return {"tensor_gathers": len(plan.heads), "tensor_scatters": len(plan.embeddings)}
 
 
-def _with_lent(kind: LayerKind, size: int) -> LayerKind:
-    return replace(kind, kept={choice: replace(own, whole=own.whole + size) for choice, own in kind.kept.items()})
+def _keeping(kind: LayerKind, size: int, choices: Iterable[Recompute]) -> LayerKind:
+    """The kind that keeps so many bytes more under some choices."""
+    more = {one: replace(kind.kept[one], whole=kind.kept[one].whole + size) for one in choices if one in kind.kept}
+    return replace(kind, kept=kind.kept | more)
 
 
 def _sample_shape(tensors: Iterable[Tensor]) -> tuple[int, ...]:
@@ -260,12 +247,6 @@ def _typical(calls: Sequence[BlockCall]) -> BlockCall:
     """Of the calls of equal blocks the first of which some input takes a gradient; the first where there is none."""
     trained = (call for call in calls if any(tensor.requires_grad for tensor in call.inputs))
     return next(trained, calls[0])
-
-
-def _with_entering(kind: LayerKind, size: int) -> LayerKind:
-    """What enters (so many bytes) kept where nothing is recomputed; else it is among what is kept."""
-    none = kind.kept[Recompute.NONE]
-    return replace(kind, kept=kind.kept | {Recompute.NONE: replace(none, whole=none.whole + size)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +301,7 @@ class _Capture:
         extra = dict.fromkeys(kinds, 0)
         for left, right in pairwise(self.layers):
             extra[right.kind] = max(extra[right.kind], wholes[left.kind].held - wholes[right.kind].handed)
-        return {name: _with_entering(kind, extra[name]) for name, kind in kinds.items()}
+        return {name: _keeping(kind, extra[name], (Recompute.NONE,)) for name, kind in kinds.items()}
 
     def _lending(
         self, blocks: dict[str, LayerKind], tensors: Sequence[Passed]
@@ -331,7 +312,9 @@ class _Capture:
         """
         alone = {layer.name: layer.kind for layer in self.layers if sum(o.kind == layer.kind for o in self.layers) == 1}
         lending = frozenset(t.producer for t in tensors if t.borrowed and alone.get(t.producer) in blocks)
-        changed = {alone[name]: _with_lent(blocks[alone[name]], lent(tensors, name)) for name in sorted(lending)}
+        changed = {
+            alone[name]: _keeping(blocks[alone[name]], lent(tensors, name), Recompute) for name in sorted(lending)
+        }
         return blocks | changed, lending
 
     def _block(self, layer: Layer) -> tuple[LayerKind, TensorFigures, tuple[int, ...]]:

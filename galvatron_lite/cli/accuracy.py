@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -43,33 +43,26 @@ _CORRELATIONS = ("spearman", "group_spearman")
 
 
 def validate_command(
-    runs: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Published runs, one JSON object a line; - reads standard input; those that ship if not given."
-        ),
-    ] = None,
-    by: Annotated[str, typer.Option("--by", help=f"Score by: {', '.join(_GROUPINGS)}.")] = "family",
-    family: Annotated[
-        list[str] | None, typer.Option("--family", help="Only runs of this family; may be given again.")
-    ] = None,
-    quality: Annotated[
-        str | None, typer.Option("--quality", help="Only these grades: A, or AB; A brings A-mem. C never counts.")
-    ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option("--calibration", help="Folder of calibrated constants in place of the shipped one.")
-    ] = None,
-    worst: Annotated[int, typer.Option("--worst", min=0, help="Show so many runs predicted worst.")] = 0,
+    runs: Path | None = typer.Argument(
+        None, help="Published runs, one JSON object a line; - reads standard input; those that ship if not given."
+    ),
+    by: str = typer.Option("family", "--by", help=f"Score by: {', '.join(_GROUPINGS)}."),
+    family: list[str] | None = typer.Option(None, "--family", help="Only runs of this family; may be given again."),
+    quality: str | None = typer.Option(
+        None, "--quality", help="Only these grades: A, or AB; A brings A-mem. C never counts."
+    ),
+    calibration: Path | None = typer.Option(
+        None, "--calibration", help="Folder of calibrated constants in place of the shipped one."
+    ),
+    worst: int = typer.Option(0, "--worst", min=0, help="Show so many runs predicted worst."),
     plot: options.Plot = None,
-    skipped: Annotated[
-        int, typer.Option("--skipped", min=0, help="Show so many rows that are not scored, and why.")
-    ] = 3,
-    transfer: Annotated[
-        bool, typer.Option("--transfer", help="Score profiles carried to another device, on pairs of runs.")
-    ] = False,
-    scale_up: Annotated[
-        bool, typer.Option("--scale-up", help="Score runs of 256 GPUs and more, predicted from those of up to 64.")
-    ] = False,
+    skipped: int = typer.Option(3, "--skipped", min=0, help="Show so many rows that are not scored, and why."),
+    transfer: bool = typer.Option(
+        False, "--transfer", help="Score profiles carried to another device, on pairs of runs."
+    ),
+    scale_up: bool = typer.Option(
+        False, "--scale-up", help="Score runs of 256 GPUs and more, predicted from those of up to 64."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Score the cost model against published training runs."""
@@ -234,10 +227,8 @@ _UNCHANGED = "Calibration does not help: runs that it did not see are predicted 
 
 
 def calibrate_command(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Files of runs, one JSON object a line, and folders that log= wrote.")
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder that the constants are written to.")],
+    runs: list[Path] = typer.Argument(..., help="Files of runs, one JSON object a line, and folders that log= wrote."),
+    output: Path = typer.Option(..., "-o", "--output", help="Folder that the constants are written to."),
     calibration: options.Calibration = None,
     as_json: options.Json = False,
 ) -> None:
@@ -286,4 +277,6 @@ def _print_calibration(made: CalibrationResult, folder: Path) -> None:
         console.print(f"On these runs themselves the error falls from {made.before:.1%} to {made.after:.1%}.")
     else:
         console.print(_UNCHANGED)
+    if made.constants and len(made.models) == 1:
+        console.print("All runs are of one model: for plans of others, keep the constants as they were.")
     console.print(f"Written to {folder}.")

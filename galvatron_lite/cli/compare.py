@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -27,15 +27,13 @@ def evaluate_command(
     precision: options.Precision = None,
     trainable: options.Trainable = None,
     freeze: options.Freeze = None,
-    mem: Annotated[
-        str | None,
-        typer.Option("--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%; 95% if not given."),
-    ] = None,
+    mem: str | None = typer.Option(
+        None, "--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%; 95% if not given."
+    ),
     calibration: options.Calibration = None,
-    target: Annotated[
-        str | None,
-        typer.Option("--for", help="PLAN holds settings of megatron, nemo, torchtitan, deepspeed or accelerate."),
-    ] = None,
+    target: str | None = typer.Option(
+        None, "--for", help="PLAN holds settings of megatron, nemo, torchtitan, deepspeed or accelerate."
+    ),
     as_json: options.Json = False,
     output: options.Output = None,
     verbose: options.Verbose = False,
@@ -74,9 +72,9 @@ def _runs(plan: Plan) -> str:
 
 
 def compare_command(
-    plans: Annotated[
-        list[Path], typer.Argument(help="Plan files, two or more: ours, by hand (docs/evaluate.md), Hetu-Galvatron's.")
-    ],
+    plans: list[Path] = typer.Argument(
+        ..., help="Plan files, two or more: ours, by hand (docs/evaluate.md), Hetu-Galvatron's."
+    ),
     profile: options.Profile = None,
     model: options.Model = None,
     cluster: options.Cluster = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -27,13 +27,12 @@ def explain_command(
     trainable: options.Trainable = None,
     freeze: options.Freeze = None,
     mem: options.Memory = None,
-    no_what_if: Annotated[
-        bool, typer.Option("--no-what-if", help="Search for nothing: no runner-ups, no what-ifs; answers at once.")
-    ] = False,
-    seconds: Annotated[
-        float,
-        typer.Option("--seconds", min=0, max=1e6, help="For these searches; what there is no time for is skipped."),
-    ] = 120.0,
+    no_what_if: bool = typer.Option(
+        False, "--no-what-if", help="Search for nothing: no runner-ups, no what-ifs; answers at once."
+    ),
+    seconds: float = typer.Option(
+        120.0, "--seconds", min=0, max=1e6, help="For these searches; what there is no time for is skipped."
+    ),
     fix: options.Fix = None,
     forbid: options.Forbid = None,
     schedules: options.Schedule = None,

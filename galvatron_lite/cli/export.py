@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 
 def export_command(
     plan: options.OurPlan,
-    tool: Annotated[
-        str, typer.Option("--for", "--to", help="For whom: deepspeed, megatron, torchtitan, accelerate or nemo.")
-    ],
+    tool: str = typer.Option(
+        ..., "--for", "--to", help="For whom: deepspeed, megatron, torchtitan, accelerate or nemo."
+    ),
     output: options.Output = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail where the tool's file cannot say all of the plan.")
-    ] = False,
+    strict: bool = typer.Option(False, "--strict", help="Fail where the tool's file cannot say all of the plan."),
     as_json: options.Json = False,
 ) -> None:
     """Write a plan as the configuration of another tool.
@@ -59,20 +57,20 @@ EngineName = Annotated[str, typer.Option("--engine", help="Whose communication c
 def profile_import_command(
     folder: Annotated[Path, typer.Argument(help="Folder with a model's computation and memory profile.")],
     peer: From,
-    hardware: Annotated[
-        Path | None, typer.Option("--hardware", help="Folder of the hardware profile; looked for nearby if not given.")
-    ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster.", min=1)] = 1,
-    gpus: Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each node.", min=1)] = 8,
-    layers: Annotated[
-        str, typer.Option("--layers", help="Layers of each layer type (24,24); not needed for a model that ships.")
-    ] = "",
-    hidden: Annotated[str, typer.Option("--hidden", help="Hidden size of each layer type.")] = "",
-    sequence: Annotated[
-        str, typer.Option("--seq", help="Tokens a sample of each layer type; the least profiled if not given.")
-    ] = "",
+    hardware: Path | None = typer.Option(
+        None, "--hardware", help="Folder of the hardware profile; looked for nearby if not given."
+    ),
+    nodes: int = typer.Option(1, "--nodes", help="Nodes of the cluster.", min=1),
+    gpus: int = typer.Option(8, "--gpus-per-node", help="GPUs of each node.", min=1),
+    layers: str = typer.Option(
+        "", "--layers", help="Layers of each layer type (24,24); not needed for a model that ships."
+    ),
+    hidden: str = typer.Option("", "--hidden", help="Hidden size of each layer type."),
+    sequence: str = typer.Option(
+        "", "--seq", help="Tokens a sample of each layer type; the least profiled if not given."
+    ),
     engine: EngineName = "main",
-    memory: Annotated[str, typer.Option("--device-memory", help="Of one GPU, which the files do not say.")] = "80GiB",
+    memory: str = typer.Option("80GiB", "--device-memory", help="Of one GPU, which the files do not say."),
     output: options.ProfileOutput = None,
     profiles: options.Folder = options.PROFILES,
     as_json: options.Json = False,
@@ -99,12 +97,12 @@ def profile_import_command(
 def plan_import_command(
     path: Annotated[Path, typer.Argument(help="The plan's JSON file (galvatron_config_*.json).")],
     peer: From,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Profile of the model, to name its layers and to price it.")
-    ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", help="GPUs, for files without world_size.")] = 0,
-    batch: Annotated[int, typer.Option("--batch", help="Samples a step, for files without global_bsz.")] = 0,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Write the plan to this file.")] = Path("plan.yaml"),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="Profile of the model, to name its layers and to price it."
+    ),
+    gpus: int = typer.Option(0, "--gpus", help="GPUs, for files without world_size."),
+    batch: int = typer.Option(0, "--batch", help="Samples a step, for files without global_bsz."),
+    output: Path = typer.Option(Path("plan.yaml"), "-o", "--output", help="Write the plan to this file."),
 ) -> None:
     """Turn another planner's plan into ours."""
     from galvatron_lite.files import read_data
@@ -132,8 +130,8 @@ def plan_import_command(
 
 def plan_export_command(
     path: options.OurPlan,
-    peer: Annotated[str, typer.Option("--to", help="For whom: hetu (Hetu-Galvatron).")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Write the JSON to this file.")],
+    peer: str = typer.Option(..., "--to", help="For whom: hetu (Hetu-Galvatron)."),
+    output: Path = typer.Option(..., "-o", "--output", help="Write the JSON to this file."),
 ) -> None:
     """Turn a plan of ours into another planner's, where its files can say it."""
     from galvatron_lite.files import write_data

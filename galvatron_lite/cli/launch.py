@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,32 +15,27 @@ SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def launch_command(
-    program: Annotated[
-        list[str],
-        typer.Argument(help="SCRIPT and its arguments; -m MODULE; or profile MODEL, to measure on this world."),
-    ],
-    plan: Annotated[
-        Path | None, typer.Option("--plan", help="Plan file; auto_parallelize finds it by itself. Or --gpus.")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Processes, for a script that plans at its start.")] = None,
-    per_node: Annotated[int | None, typer.Option("--per-node", help="Processes of a node.")] = None,
-    hostfile: Annotated[
-        Path | None, typer.Option("--hostfile", help="Lines `NAME slots=N`: the hosts, reached by ssh.")
-    ] = None,
-    through: Annotated[
-        str | None, typer.Option("--through", help="local, ssh, slurm or ray; slurm inside an allocation, else local.")
-    ] = None,
-    srun: Annotated[
-        list[str] | None, typer.Option("--srun", help="An option for srun: --srun=--partition=gpu. May be repeated.")
-    ] = None,
-    port: Annotated[int, typer.Option("--port", help="Of the first node, where processes meet.")] = 29500,
-    restarts: Annotated[
-        int, typer.Option("--max-restarts", help="How often the job starts again when a process dies.", min=0)
-    ] = 0,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Look at all nodes before the start.")] = True,
-    timeout: Annotated[float, typer.Option("--timeout", min=1, max=86400, help="Seconds a node has to answer.")] = 60.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, start nothing.")] = False,
-) -> None:  # fmt: skip
+    program: list[str] = typer.Argument(
+        ..., help="SCRIPT and its arguments; -m MODULE; or profile MODEL, to measure on this world."
+    ),
+    plan: Path | None = typer.Option(None, "--plan", help="Plan file; auto_parallelize finds it by itself. Or --gpus."),
+    gpus: int | None = typer.Option(None, "--gpus", help="Processes, for a script that plans at its start."),
+    per_node: int | None = typer.Option(None, "--per-node", help="Processes of a node."),
+    hostfile: Path | None = typer.Option(None, "--hostfile", help="Lines `NAME slots=N`: the hosts, reached by ssh."),
+    through: str | None = typer.Option(
+        None, "--through", help="local, ssh, slurm or ray; slurm inside an allocation, else local."
+    ),
+    srun: list[str] | None = typer.Option(
+        None, "--srun", help="An option for srun: --srun=--partition=gpu. May be repeated."
+    ),
+    port: int = typer.Option(29500, "--port", help="Of the first node, where processes meet."),
+    restarts: int = typer.Option(
+        0, "--max-restarts", help="How often the job starts again when a process dies.", min=0
+    ),
+    check: bool = typer.Option(True, "--check/--no-check", help="Look at all nodes before the start."),
+    timeout: float = typer.Option(60.0, "--timeout", min=1, max=86400, help="Seconds a node has to answer."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the command, start nothing."),
+) -> None:
     """Start a training script under a plan, on one or many nodes.
 
     Nodes are started here, over ssh, by Slurm or by Ray. Prints the exact command, checks that every node has the same

@@ -106,8 +106,8 @@ def arguments(options: Mapping[str, object]) -> PlanArguments:
 
 
 _pin = partial(_option, panel="Restrict the search")
-_ask = partial(_option, panel="Ask another question (one at a time)")
-_shape = partial(_option, panel="Describe the model by its shape (instead of --model)")
+ask = partial(typer.Option, rich_help_panel="Ask another question (one at a time)")
+shape = partial(typer.Option, rich_help_panel="Describe the model by its shape (instead of --model)")
 
 Fix = Annotated[list[str] | None, _pin("--fix", "Keep this: pp=4, zero=3, layers.3.recompute=full; repeatable.")]
 Forbid = Annotated[list[str] | None, _pin("--forbid", "Do without: tp, pipeline, recompute …; repeatable.")]
@@ -126,30 +126,3 @@ Mode = Annotated[str, _pin("--mode", "training, or inference: forward passes onl
 AllowDelay = Annotated[
     bool, _pin("--allow-delay", "Gradients may come a step late (cyclic data parallelism): the training rule changes.")
 ]
-
-BestBatch = Annotated[bool, _ask("--best-batch", "Which batch has the greatest throughput?")]
-MaxBatch = Annotated[int | None, _ask("--max-batch", "With --best-batch: the largest; default: 64 a device.")]
-Fewest = Annotated[bool, _ask("--fewest", "How few GPUs, up to --gpus, fit the model?")]
-Step = Annotated[str | None, _ask("--step", "How few GPUs take so long a step? 2s, 300ms.")]
-Rate = Annotated[str | None, _ask("--rate", "How few GPUs train so many samples/s? 1000, 2K.")]
-Tokens = Annotated[str | None, _ask("--tokens", "How few GPUs train so many tokens/s? 1M.")]
-Price = Annotated[float | None, _ask("--price", "How many GPUs are cheapest at so much a GPU-hour?")]
-TokensTotal = Annotated[str | None, _ask("--tokens-total", "With --price: tokens of the run; default: 1M.")]
-SamplesTotal = Annotated[str | None, _ask("--samples-total", "With --price: samples of the run.")]
-Steps = Annotated[str | None, _ask("--steps", "With --price: steps of the run, of --batch samples.")]
-Within = Annotated[str | None, _ask("--within", "With --price: the run must end in this time: 30d.")]
-Pareto = Annotated[bool, _ask("--pareto", "Which is the fastest plan for every budget below --mem?")]
-MemoryStep = Annotated[str | None, _ask("--memory-step", "With --pareto: least step of the budget; default: 1/32.")]
-Phases = Annotated[Path | None, _ask("--phases", "Plan every phase of a run (docs/adapting.md).")]
-
-Layers = Annotated[int | None, _shape("--layers", "Repeated blocks.")]
-Hidden = Annotated[int | None, _shape("--hidden", "Hidden size.")]
-Heads = Annotated[int | None, _shape("--heads", "Attention heads.")]
-KvHeads = Annotated[int | None, _shape("--kv-heads", "Key-value heads.")]
-Ffn = Annotated[int | None, _shape("--ffn", "Hidden size of the MLP.")]
-Vocab = Annotated[int | None, _shape("--vocab", "Vocabulary size.")]
-Arch = Annotated[str | None, _shape("--arch", "decoder (default), encoder, moe, vit …")]
-Experts = Annotated[int | None, _shape("--experts", "Experts, for moe.")]
-Topk = Annotated[int | None, _shape("--topk", "Experts a token takes, for moe.")]
-Tied = Annotated[bool, _shape("--tied", "Head shares the embedding.")]
-Gated = Annotated[bool, _shape("--gated", "Gated MLP, as in Llama.")]

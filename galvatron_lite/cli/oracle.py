@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -22,49 +22,39 @@ _WORDS = "serial, data, spatial, layer, pipeline, filter, channel, data+filter, 
 
 
 def oracle_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Name (resnet50, vgg16, cosmoflow-512), model file or table of layers.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Name (abci, v100) or YAML file; not with --check.")
-    ] = None,
-    gpus: Annotated[str, typer.Option("--gpus", help="64, or 4,8,12, or 1..1024 (doubling).")] = "1..1024",
-    formulas: Annotated[
-        str, typer.Option("--formulas", help="galvatron: the planner's cost model; paradl: the paper's closed forms.")
-    ] = "galvatron",
-    strategies: Annotated[str | None, typer.Option("--strategies", help=f"Some of {_WORDS}, with commas.")] = None,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option("--strategy", help="Any strategy, such as 'data8 spatial2x1'; may be given again."),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            "--batch",
-            help="Samples of a replica: a GPU (data), a group (hybrids), all GPUs (others); those of the model's table "
-            "of layers, or 32, if not given.",
-        ),
-    ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", help="Samples of an epoch.")] = None,
-    group: Annotated[int, typer.Option("--group", help="GPUs of a group of a hybrid; a node's if not given.")] = 0,
-    segments: Annotated[
-        int, typer.Option("--segments", help="Micro-batches of a pipeline; as many as stages if not given.")
-    ] = 0,
-    precision: Annotated[str | None, typer.Option("--precision", help="Of compute, of the default formulas.")] = None,
-    image: Annotated[
-        str | None, typer.Option("--image", help="Pixels of a picture, of models of the planner: 512x1024.")
-    ] = None,
-    network: Annotated[
-        str | None, typer.Option("--network", help="Setting of the links with --formulas paradl: plx-15us, plx-20us.")
-    ] = None,
-    quirk: Annotated[
-        list[str] | None,
-        typer.Option("--quirk", help="What the released oracle does otherwise, with --formulas paradl; or all."),
-    ] = None,
-    contention: Annotated[
-        bool, typer.Option("--contention/--no-contention", help="With --formulas paradl: flows share links.")
-    ] = True,
-    check: Annotated[bool, typer.Option("--check", help="Hold both formulas against measured epochs.")] = False,
+    model: str | None = typer.Argument(
+        None, help="Name (resnet50, vgg16, cosmoflow-512), model file or table of layers."
+    ),
+    cluster: str | None = typer.Option(None, "--cluster", help="Name (abci, v100) or YAML file; not with --check."),
+    gpus: str = typer.Option("1..1024", "--gpus", help="64, or 4,8,12, or 1..1024 (doubling)."),
+    formulas: str = typer.Option(
+        "galvatron", "--formulas", help="galvatron: the planner's cost model; paradl: the paper's closed forms."
+    ),
+    strategies: str | None = typer.Option(None, "--strategies", help=f"Some of {_WORDS}, with commas."),
+    strategy: list[str] | None = typer.Option(
+        None, "--strategy", help="Any strategy, such as 'data8 spatial2x1'; may be given again."
+    ),
+    batch: int | None = typer.Option(
+        None,
+        "--batch",
+        help="Samples of a replica: a GPU (data), a group (hybrids), all GPUs (others); those of the model's table "
+        "of layers, or 32, if not given.",
+    ),
+    samples: int | None = typer.Option(None, "--samples", help="Samples of an epoch."),
+    group: int = typer.Option(0, "--group", help="GPUs of a group of a hybrid; a node's if not given."),
+    segments: int = typer.Option(0, "--segments", help="Micro-batches of a pipeline; as many as stages if not given."),
+    precision: str | None = typer.Option(None, "--precision", help="Of compute, of the default formulas."),
+    image: str | None = typer.Option(None, "--image", help="Pixels of a picture, of models of the planner: 512x1024."),
+    network: str | None = typer.Option(
+        None, "--network", help="Setting of the links with --formulas paradl: plx-15us, plx-20us."
+    ),
+    quirk: list[str] | None = typer.Option(
+        None, "--quirk", help="What the released oracle does otherwise, with --formulas paradl; or all."
+    ),
+    contention: bool = typer.Option(
+        True, "--contention/--no-contention", help="With --formulas paradl: flows share links."
+    ),
+    check: bool = typer.Option(False, "--check", help="Hold both formulas against measured epochs."),
     as_json: options.Json = False,
     plot: options.Plot = None,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -36,41 +36,32 @@ plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @plan_app.callback(invoke_without_command=True)
 def plan_command(
     context: typer.Context,
-    mem: Annotated[
-        str, typer.Option("--mem", help="Memory budget a device: 40GB (decimal), 40GiB (binary) or 80%.")
-    ] = "95%",
-    batch: Annotated[
-        int | None, typer.Option("--batch", help="Samples a step over all devices; default: 8 a device (32 pictures).")
-    ] = None,
+    mem: str = typer.Option("95%", "--mem", help="Memory budget a device: 40GB (decimal), 40GiB (binary) or 80%."),
+    batch: int | None = typer.Option(
+        None, "--batch", help="Samples a step over all devices; default: 8 a device (32 pictures)."
+    ),
     gpus: opts.Gpus = None,
     cluster: opts.Cluster = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated.",
-            autocompletion=opts.complete_models,
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="Profile to plan from; default: the last one made here.")
-    ] = None,
+    model: str | None = typer.Option(
+        None,
+        "--model",
+        help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated.",
+        autocompletion=opts.complete_models,
+    ),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="Profile to plan from; default: the last one made here."
+    ),
     sequence: opts.Sequence = None,
-    image: Annotated[
-        str | None, typer.Option("--image", help="Pixels of a picture, with --model of pictures: 512x1024.")
-    ] = None,
+    image: str | None = typer.Option(None, "--image", help="Pixels of a picture, with --model of pictures: 512x1024."),
     precision: opts.Precision = None,
-    best: Annotated[int | None, typer.Option("--best", min=0, help="How many other plans to show; default: 5.")] = None,
-    certify: Annotated[
-        bool, typer.Option("--certify", help="Solve it as an integer programme too, and compare.")
-    ] = False,
-    tolerance: Annotated[
-        str,
-        typer.Option("--tolerance", help="How much slower the plan may be, to be simpler; 0: the fastest."),
-    ] = "1%",
-    margin: Annotated[
-        str | None, typer.Option("--margin", help="Share of the budget to keep free; default: the predictions' error.")
-    ] = None,
+    best: int | None = typer.Option(None, "--best", min=0, help="How many other plans to show; default: 5."),
+    certify: bool = typer.Option(False, "--certify", help="Solve it as an integer programme too, and compare."),
+    tolerance: str = typer.Option(
+        "1%", "--tolerance", help="How much slower the plan may be, to be simpler; 0: the fastest."
+    ),
+    margin: str | None = typer.Option(
+        None, "--margin", help="Share of the budget to keep free; default: the predictions' error."
+    ),
     calibration: opts.Calibration = None,
     as_json: opts.Json = False,
     output: opts.Output = None,
@@ -84,32 +75,34 @@ def plan_command(
     target: opts.For = None,
     mode: opts.Mode = "training",
     allow_delay: opts.AllowDelay = False,
-    best_batch: opts.BestBatch = False,
-    max_batch: opts.MaxBatch = None,
-    fewest: opts.Fewest = False,
-    step: opts.Step = None,
-    rate: opts.Rate = None,
-    tokens: opts.Tokens = None,
-    price: opts.Price = None,
-    tokens_total: opts.TokensTotal = None,
-    samples_total: opts.SamplesTotal = None,
-    steps: opts.Steps = None,
-    within: opts.Within = None,
-    pareto: opts.Pareto = False,
-    memory_step: opts.MemoryStep = None,
+    best_batch: bool = opts.ask(False, "--best-batch", help="Which batch has the greatest throughput?"),
+    max_batch: int | None = opts.ask(None, "--max-batch", help="With --best-batch: the largest; default: 64 a device."),
+    fewest: bool = opts.ask(False, "--fewest", help="How few GPUs, up to --gpus, fit the model?"),
+    step: str | None = opts.ask(None, "--step", help="How few GPUs take so long a step? 2s, 300ms."),
+    rate: str | None = opts.ask(None, "--rate", help="How few GPUs train so many samples/s? 1000, 2K."),
+    tokens: str | None = opts.ask(None, "--tokens", help="How few GPUs train so many tokens/s? 1M."),
+    price: float | None = opts.ask(None, "--price", help="How many GPUs are cheapest at so much a GPU-hour?"),
+    tokens_total: str | None = opts.ask(None, "--tokens-total", help="With --price: tokens of the run; default: 1M."),
+    samples_total: str | None = opts.ask(None, "--samples-total", help="With --price: samples of the run."),
+    steps: str | None = opts.ask(None, "--steps", help="With --price: steps of the run, of --batch samples."),
+    within: str | None = opts.ask(None, "--within", help="With --price: the run must end in this time: 30d."),
+    pareto: bool = opts.ask(False, "--pareto", help="Which is the fastest plan for every budget below --mem?"),
+    memory_step: str | None = opts.ask(
+        None, "--memory-step", help="With --pareto: least step of the budget; default: 1/32."
+    ),
     plot: opts.Plot = None,
-    phases: opts.Phases = None,
-    layers: opts.Layers = None,
-    hidden: opts.Hidden = None,
-    heads: opts.Heads = None,
-    kv_heads: opts.KvHeads = None,
-    ffn: opts.Ffn = None,
-    vocab: opts.Vocab = None,
-    gated: opts.Gated = False,
-    tied: opts.Tied = False,
-    arch: opts.Arch = None,
-    experts: opts.Experts = None,
-    topk: opts.Topk = None,
+    phases: Path | None = opts.ask(None, "--phases", help="Plan every phase of a run (docs/adapting.md)."),
+    layers: int | None = opts.shape(None, "--layers", help="Repeated blocks."),
+    hidden: int | None = opts.shape(None, "--hidden", help="Hidden size."),
+    heads: int | None = opts.shape(None, "--heads", help="Attention heads."),
+    kv_heads: int | None = opts.shape(None, "--kv-heads", help="Key-value heads."),
+    ffn: int | None = opts.shape(None, "--ffn", help="Hidden size of the MLP."),
+    vocab: int | None = opts.shape(None, "--vocab", help="Vocabulary size."),
+    gated: bool = opts.shape(False, "--gated", help="Gated MLP, as in Llama."),
+    tied: bool = opts.shape(False, "--tied", help="Head shares the embedding."),
+    arch: str | None = opts.shape(None, "--arch", help="decoder (default), encoder, moe, vit …"),
+    experts: int | None = opts.shape(None, "--experts", help="Experts, for moe."),
+    topk: int | None = opts.shape(None, "--topk", help="Experts a token takes, for moe."),
 ) -> None:
     """Find the fastest plan that fits the memory budget."""
     if context.invoked_subcommand is None:

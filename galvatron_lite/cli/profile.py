@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -27,30 +27,26 @@ INTERRUPTED = "interrupted; finished measurements are kept, the same command goe
 
 
 def profile_command(
-    model: Annotated[
-        str,
-        typer.Argument(help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); "
-                            "or a name (gpt-tiny, llama2-7b) or YAML file."),
-    ],
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="With --estimate: name (a100-80gb) or YAML file.")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="With --estimate: devices.")] = None,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="From data sheets, without running anything.")
-    ] = False,
+    model: str = typer.Argument(
+        ...,
+        help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); "
+        "or a name (gpt-tiny, llama2-7b) or YAML file.",
+    ),
+    cluster: str | None = typer.Option(None, "--cluster", help="With --estimate: name (a100-80gb) or YAML file."),
+    gpus: int | None = typer.Option(None, "--gpus", help="With --estimate: devices."),
+    estimate: bool = typer.Option(False, "--estimate", help="From data sheets, without running anything."),
     sequence: options.Sequence = None,
     precision: options.Precision = None,
     trainable: options.Trainable = None,
     freeze: options.Freeze = None,
-    samples: Annotated[
-        int | None, typer.Option("--max-samples", min=1, max=SAMPLES, help="Most samples on one device to measure.")
-    ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Of the profile; from the model if not given.")] = None,
+    samples: int | None = typer.Option(
+        None, "--max-samples", min=1, max=SAMPLES, help="Most samples on one device to measure."
+    ),
+    name: str | None = typer.Option(None, "--name", help="Of the profile; from the model if not given."),
     folder: options.Folder = options.PROFILES,
     calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
     as_json: options.Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Measure or estimate what each layer costs.
 
     Measures on this machine, alone or under torchrun; with --estimate costs come from data sheets.
@@ -79,12 +75,10 @@ def profile_command(
 
 
 def profile_transfer_command(
-    profile: Annotated[Path, typer.Argument(help="A measured profile (YAML or JSON).")],
-    target: Annotated[str, typer.Option("--to", help="Cluster (h100, FILE.yaml) or device (RTX-4090).")],
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices there; the profile's if not given.")] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="Of matmuls, where the profile does not say: tf32.")
-    ] = None,
+    profile: Path = typer.Argument(..., help="A measured profile (YAML or JSON)."),
+    target: str = typer.Option(..., "--to", help="Cluster (h100, FILE.yaml) or device (RTX-4090)."),
+    gpus: int | None = typer.Option(None, "--gpus", help="Devices there; the profile's if not given."),
+    precision: str | None = typer.Option(None, "--precision", help="Of matmuls, where the profile does not say: tf32."),
     output: options.ProfileOutput = None,
     folder: options.Folder = options.PROFILES,
     as_json: options.Json = False,

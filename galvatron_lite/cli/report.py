@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,17 +16,15 @@ if TYPE_CHECKING:
 
 
 def report_command(
-    plans: Annotated[list[Path], typer.Argument(help="Plan files; several are shown side by side.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="HTML file; default: report.html.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Also write the steps as Trace Event JSON, for ui.perfetto.dev.")
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Option("--run", help="Folder of a training run: measured beside predicted.")
-    ] = None,
-    search: Annotated[
-        float, typer.Option("--search", min=0, max=1e6, help="Seconds for the front and prices of each plan; 0: none.")
-    ] = 30.0,
+    plans: list[Path] = typer.Argument(..., help="Plan files; several are shown side by side."),
+    output: Path | None = typer.Option(None, "-o", "--output", help="HTML file; default: report.html."),
+    trace: Path | None = typer.Option(
+        None, "--trace", help="Also write the steps as Trace Event JSON, for ui.perfetto.dev."
+    ),
+    run: Path | None = typer.Option(None, "--run", help="Folder of a training run: measured beside predicted."),
+    search: float = typer.Option(
+        30.0, "--search", min=0, max=1e6, help="Seconds for the front and prices of each plan; 0: none."
+    ),
     profile: options.Profile = None,
     model: options.Model = None,
     cluster: options.Cluster = None,

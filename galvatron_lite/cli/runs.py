@@ -16,8 +16,7 @@ from galvatron_lite.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from galvatron_lite.diagnose.collectives import CollectiveRow
-    from galvatron_lite.diagnose.diagnosis import Diagnosis
+    from galvatron_lite.diagnose.diagnosis import CollectiveRow, Diagnosis
     from galvatron_lite.diagnose.findings import Finding
     from galvatron_lite.runtime.checkpoint.manifest import Manifest
     from galvatron_lite.runtime.monitor.log import Replayed
@@ -26,17 +25,16 @@ _Checkpoints = Annotated[Path, typer.Argument(help="Folder of a checkpoint, or o
 
 
 def diagnose_command(
-    run: Annotated[
-        Path,
-        typer.Argument(help="Folder of auto_parallelize(..., log=FOLDER); or a trace of torch.profiler, or a folder."),
-    ],
-    profile: Annotated[
-        Path | None, typer.Option("--profile", help="What the plan was made from, where it is not found by itself.")
-    ] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="The plan, with traces alone.")] = None,
-    update: Annotated[
-        Path | None, typer.Option("--update", help="Write the profile, as the run has shown it to be, to this file.")
-    ] = None,
+    run: Path = typer.Argument(
+        ..., help="Folder of auto_parallelize(..., log=FOLDER); or a trace of torch.profiler, or a folder."
+    ),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="What the plan was made from, where it is not found by itself."
+    ),
+    plan: Path | None = typer.Option(None, "--plan", help="The plan, with traces alone."),
+    update: Path | None = typer.Option(
+        None, "--update", help="Write the profile, as the run has shown it to be, to this file."
+    ),
     as_json: options.Json = False,
 ) -> None:
     """Find where a training run differs from its prediction."""
@@ -152,9 +150,9 @@ def check_command(folder: _Checkpoints) -> None:
 
 @checkpoint_app.command("export")
 def export_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
-    target: Annotated[Path, typer.Argument(help="New folder, for from_pretrained.")],
-    largest: Annotated[str, typer.Option("--largest", help="File: larger weights go into several.")] = "5GB",
+    folder: Path = typer.Argument(..., help="Folder of the checkpoint."),
+    target: Path = typer.Argument(..., help="New folder, for from_pretrained."),
+    largest: str = typer.Option("5GB", "--largest", help="File: larger weights go into several."),
 ) -> None:
     """Write the weights of a checkpoint, of any plan, as safetensors that transformers loads."""
     from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors
@@ -180,7 +178,7 @@ def adapt_command() -> None:
 
 @adapt_app.command("replay")
 def replay_command(
-    log: Annotated[Path, typer.Argument(help="Log of decisions, of auto_parallelize(..., adapt=Adapt(log=FILE)).")],
+    log: Path = typer.Argument(..., help="Log of decisions, of auto_parallelize(..., adapt=Adapt(log=FILE))."),
     as_json: options.Json = False,
 ) -> None:
     """Take all decisions of a log again, from what was measured; exit status 1 where one comes out otherwise."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -107,30 +107,27 @@ def _print_moments(console: Console, role: RoleRun) -> None:
 
 def verify_command(
     plan: options.OurPlan,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); or a name "
-            "(gpt-tiny, llama3-70b); what the plan was made from if not given.",
-        ),
-    ] = None,
+    model: str | None = typer.Option(
+        None,
+        "--model",
+        help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); or a name "
+        "(gpt-tiny, llama3-70b); what the plan was made from if not given.",
+    ),
     sequence: options.Sequence = None,
     trainable: options.Trainable = None,
     freeze: options.Freeze = None,
-    checks: Annotated[
-        str | None, typer.Option("--checks", help="Some of the checks, with commas between; all if not given.")
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option("--profile", help="Profile to price messages with; the one the plan was made from if not given."),
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option("--processes", help="The most that numbers starts; 4, or 8 where the plan needs them.")
-    ] = None,
-    moments: Annotated[
-        bool, typer.Option("--steps", help="Show memory of the fullest role step by step, layer after layer.")
-    ] = False,
+    checks: str | None = typer.Option(
+        None, "--checks", help="Some of the checks, with commas between; all if not given."
+    ),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="Profile to price messages with; the one the plan was made from if not given."
+    ),
+    processes: int | None = typer.Option(
+        None, "--processes", help="The most that numbers starts; 4, or 8 where the plan needs them."
+    ),
+    moments: bool = typer.Option(
+        False, "--steps", help="Show memory of the fullest role step by step, layer after layer."
+    ),
     calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
     as_json: options.Json = False,
 ) -> None:

@@ -70,7 +70,7 @@ def link_types() -> dict[str, LinkType]:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """The vendor's reference design around one generation of devices."""
+    """The vendor's reference design around one generation of devices, see ``configs/devices/designs.yaml``."""
 
     inside: str  # link type inside a node
     network: str  # link type between nodes
@@ -78,67 +78,18 @@ class Design:
     source: str  # address
 
 
-_DGX1 = "https://docs.nvidia.com/dgx/dgx1-user-guide/introduction-to-dgx1.html"
-_DGX2 = "https://docs.nvidia.com/dgx/dgx2-user-guide/introduction-to-dgx2.html"
-_DGX_A100 = "https://docs.nvidia.com/dgx/dgxa100-user-guide/introduction-to-dgxa100.html"
-_DGX_H100 = "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html"
-_DGX_B200 = "https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html"
-_DGX_B300 = "https://docs.nvidia.com/dgx/dgxb300-user-guide/introduction-to-dgxb300.html"
-_GB200 = "https://docs.nvidia.com/dgx/dgxgb200-user-guide/hardware.html"
-_PLAIN = "one 100 Gb/s adapter in a server of 8 devices, [Assumption]"
-
-_REFERENCES: tuple[tuple[str, Design], ...] = (
-    (r"gb300", Design("nvlink5-nvl72", "infiniband-xdr", 1.0, _GB200)),
-    (r"gb200", Design("nvlink5-nvl72", "infiniband-ndr", 1.0, _GB200)),
-    (r"b300", Design("nvlink5", "infiniband-xdr", 1.0, _DGX_B300)),
-    (r"b200|b100", Design("nvlink5", "infiniband-ndr", 1.0, _DGX_B200)),
-    (r"(h100|h200|h800).*pcie|h100 nvl", Design("pcie5", "infiniband-ndr", 0.125, _PLAIN)),
-    (r"h800", Design("nvlink4-h800", "infiniband-ndr", 1.0, _DGX_H100)),
-    (r"h100|h200|h20|gh200|hopper", Design("nvlink4", "infiniband-ndr", 1.0, _DGX_H100)),
-    (r"(a100|a800).*pcie|a10\b|a40|a30|a6000|3090|3080|ga102", Design("pcie4", "infiniband-hdr", 0.125, _PLAIN)),
-    (r"a800", Design("nvlink3-a800", "infiniband-hdr", 1.0, _DGX_A100)),
-    (r"a100|ampere", Design("nvlink3", "infiniband-hdr", 1.0, _DGX_A100)),
-    (r"ada|4090|l40|l4\b", Design("pcie4", "infiniband-hdr", 0.125, _PLAIN)),
-    (r"v100.*sxm3|dgx-2", Design("nvlink2-switch", "infiniband-edr", 0.5, _DGX2)),
-    (r"v100.*pcie", Design("pcie3", "infiniband-edr", 0.125, _PLAIN)),
-    (r"v100|volta", Design("nvlink2", "infiniband-edr", 0.5, _DGX1)),
-    (r"p100.*sxm", Design("nvlink1", "infiniband-edr", 0.5, _DGX1)),
-)
-_ELSE = Design("pcie3", "infiniband-edr", 0.125, _PLAIN)
-
-_INSIDE: tuple[tuple[str, str], ...] = (
-    (r"nvl72|nvl36", "nvlink5-nvl72"),
-    (r"dgx-2", "nvlink2-switch"),
-    (r"nvlink\s*2.*switch", "nvlink2-switch"),
-    (r"nvlink\s*2.*mesh|cube.mesh|nvlink\s*2", "nvlink2"),
-    (r"nvlink\s*5|1\.8 ?tb/s", "nvlink5"),
-    (r"nvlink\s*4|900 ?gb/s", "nvlink4"),
-    (r"nvlink\s*3|600 ?gb/s", "nvlink3"),
-    (r"400 ?gb/s", "nvlink3-a800"),
-    (r"pcie? ?(gen)? ?5", "pcie5"),
-    (r"pcie? ?(gen)? ?4", "pcie4"),
-    (r"pcie? ?(gen)? ?3", "pcie3"),
-)
-
-_BETWEEN: tuple[tuple[str, str], ...] = (
-    (r"efa|elastic fabric", "efa"),
-    (r"omni.?path|opa\b", "omni-path"),
-    (r"xdr|800 ?gb|cx-?8|connectx-?8", "infiniband-xdr"),
-    (r"roce", "roce"),
-    (r"ndr|quantum-?2", "infiniband-ndr"),
-    (r"hdr", "infiniband-hdr"),
-    (r"edr", "infiniband-edr"),
-    (r"rdma", "roce"),
-    (r"cx-?7|connectx-?7", "infiniband-ndr"),
-    (r"ethernet|tcp|gbe\b", "ethernet"),
-)
+@cache
+def _texts() -> dict[str, Any]:
+    data: dict[str, Any] = read_data(config_folder("devices") / "designs.yaml")
+    return data
 
 
 @lru_cache(maxsize=256)
 def reference_of(gpu: str) -> Design:
     """The vendor's reference design around a device, by its name; servers with PCIe cards where there is none."""
-    name = gpu.lower()
-    return next((reference for pattern, reference in _REFERENCES if re.search(pattern, name)), _ELSE)
+    data = _texts()
+    found = next(dict(design) for design in data["designs"] if re.search(design["match"], gpu.lower()))
+    return Design(found["inside"], found["network"], found["adapters"], data["sources"][found["source"]])
 
 
 @lru_cache(maxsize=1024)
@@ -154,18 +105,16 @@ def link_matching(text: str | None, gpu: str, *, between: bool = False) -> str:
     named = link_types().get(said)
     if named is not None and named.network == between:
         return said
-    table = _BETWEEN if between else _INSIDE
-    found = next((name for pattern, name in table if re.search(pattern, said)), None)
+    table = _texts()["between" if between else "inside"]
+    found: str | None = next((name for pattern, name in table if re.search(pattern, said)), None)
     if found is not None:
         return found
     if not between and "pci" in said:
-        return reference.inside if reference.inside.startswith("pcie") else _bus_of(reference.inside)
+        # the PCIe generation that goes with a generation of NVLink
+        generation = reference.inside.removeprefix("nvlink")[:1]
+        bus = {"1": "pcie3", "2": "pcie3", "3": "pcie4"}.get(generation, "pcie5")
+        return reference.inside if reference.inside.startswith("pcie") else bus
     return reference.network if between else reference.inside
-
-
-def _bus_of(inside: str) -> str:
-    """The PCIe generation that goes with a generation of NVLink."""
-    return {"1": "pcie3", "2": "pcie3", "3": "pcie4"}.get(inside.removeprefix("nvlink")[:1], "pcie5")
 
 
 def constants_of(name: str, calibration: Calibration | None) -> LinkConstants:
@@ -216,7 +165,8 @@ def cluster_from_links(
     inside = link_named(link_matching(intra, device.name))
     stated = gpus_per_node or 8
     # A group of racks takes an even share of each domain (64 of 72 where 128 are used).
-    node = _largest_divisor(n_gpus, max(inside.domain, stated))
+    limit = min(n_gpus, max(inside.domain, stated))
+    node = next(size for size in range(limit, 0, -1) if n_gpus % size == 0)
     levels = [_inside(inside, node, calibration)]
     if n_gpus > node:
         between = link_named(link_matching(inter, device.name, between=True))
@@ -257,10 +207,6 @@ def level_of_link(data: Mapping[str, Any], field: str) -> dict[str, Any]:
     if not link.network and isinstance(level.get("size"), int):
         implied["mesh"] = link.mesh_of(level["size"])
     return implied | level
-
-
-def _largest_divisor(total: int, limit: int) -> int:
-    return next(size for size in range(min(total, limit), 0, -1) if total % size == 0)
 
 
 def _inside(link: LinkType, node: int, calibration: Calibration | None) -> Level:

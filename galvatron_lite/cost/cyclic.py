@@ -4,20 +4,22 @@ The seconds of a step are those of the loop (``parallelism.cyclic.simulation``) 
 start-up takes 2(N-1) more time steps, once a run, and is not part of it. Every pass takes its layers' seconds and the
 host time of what it receives and sends; messages travel beside compute (the share of them that ``Profile.hidden`` says,
 all if it says nothing), and count where somebody waits for them. Memory is that of the worst pass of any device: what
-is there besides (``parallelism.cyclic.holdings``) and the pass's own worst moment. Figures of rest: arXiv 2403.08837.
+is there besides (``parallelism.cyclic.simulation``) and the pass's own worst moment. Figures of rest: arXiv 2403.08837.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from galvatron_lite.cluster.cluster import Collective, RankGroup
-from galvatron_lite.cost.cyclic_stages import StageFigures, stage_figures
-from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer
+from galvatron_lite.cost.memory import terms, worst_moment
+from galvatron_lite.cost.stage import sharing_of, tied_groups
 from galvatron_lite.cost.step import straggling, strategies_of
 from galvatron_lite.errors import InputError
+from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.base import Communication
 from galvatron_lite.parallelism.base import Moment as When
 from galvatron_lite.parallelism.cyclic.programme import CyclicMessage, CyclicProgramme, MessageContent
@@ -27,6 +29,7 @@ from galvatron_lite.parallelism.cyclic.simulation import (
     Holding,
     Loop,
     beside,
+    equal_cuts,
     holdings,
     loop_of,
     round_seconds,
@@ -115,7 +118,7 @@ class CyclicFigures:
         step = round_seconds(loop, passes, sends)
         alone = round_seconds(loop, passes, [0.0] * len(sends))
         own = max(self._own_work().values(), key=lambda work: work.total)
-        shown = (1.0 - self._hidden) * sum(sends) / self._sharing
+        shown = (1.0 - self._hidden) * sum(sends) / len({slot.process for slot in loop.slots})
         own = replace(own, communication=own.communication + shown)
         waiting = max(alone - own.total, 0.0)
         total = (step + fixed) * factor
@@ -129,10 +132,6 @@ class CyclicFigures:
     @property
     def _hidden(self) -> float:
         return self.pricer.profile.hidden.get(NAME, 1.0)
-
-    @property
-    def _sharing(self) -> int:
-        return len({slot.process for slot in self.loop.slots})
 
     def pass_seconds(self, slot: CyclicSlot, sends: Sequence[float]) -> float:
         """Seconds that a pass takes its process, with the host time of its messages and updates of parameters.
@@ -167,7 +166,8 @@ class CyclicFigures:
             key = slot.does.moment.stage if turns else slot.process
             known = found.get(key, TimeBreakdown())
             updates = self._updating(slot)
-            host = updates * _share(stage.update_host, stage.update)
+            both = stage.update_host + stage.update
+            host = updates * (stage.update_host / both if both else 0.0)
             found[key] = TimeBreakdown(
                 known.forward + (0.0 if backward else stage.forward / share),
                 known.backward + (stage.backward / share if backward else 0.0),
@@ -282,6 +282,121 @@ def _fullest(memories: Iterable[MemoryBreakdown]) -> MemoryBreakdown:
     return max(memories, key=lambda memory: memory.total)
 
 
-def _share(part: float, other: float) -> float:
-    """Of two figures, the first one's share of both."""
-    return part / (part + other) if part + other else 0.0
+WHOLE = Strategy()
+"""What every layer does: all of it on one device."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What one stage costs one device."""
+
+    forward: float  # forward, backward: seconds of compute of a micro-batch; backward without ``recompute``
+    backward: float
+    recompute: float  # seconds of computing again
+    host: float  # seconds of fixed host work a micro-batch, half in either pass
+    update: float  # seconds of the optimizer
+    update_host: float  # seconds of fixed host work an update
+    parameters: int  # bytes of one version, buffers included
+    gradients: int  # bytes of its gradients
+    states: int  # bytes of optimizer states
+    kept: int  # bytes from forward to backward, a micro-batch
+    ahead: int  # bytes live at the worst moment of forward, beyond parameters and what other stages keep
+    back: int  # the same of backward, its own gradients among them
+    updating: int  # temporary bytes of the optimizer
+    entering: int  # entering, leaving: bytes of the tensors that cross its two boundaries, a micro-batch
+    leaving: int
+    copied: int  # bytes of a micro-batch that it keeps of tensors made before it, where it runs on devices of its own
+
+
+def stage_figures(pricer: LayerPricer, cuts: Sequence[int], microbatch: int) -> list[StageFigures]:
+    """Figures of all stages.
+
+    Args:
+        pricer: of the profile.
+        cuts: places where stages begin, and the number of layers.
+        microbatch: samples.
+
+    Raises:
+        InputError: the profile holds no point of a whole layer, or layers of two stages share parameters.
+    """
+    graph = pricer.profile.graph
+    check_shared(graph, cuts)
+    layers = layer_costs(pricer, microbatch)
+    return [
+        _figures(graph, range(start, stop), layers[start:stop], microbatch, pricer.profile.overhead.microbatch)
+        for start, stop in pairwise(cuts)
+    ]
+
+
+def layer_costs(pricer: LayerPricer, microbatch: int) -> list[LayerCost]:
+    """Cost of every layer, whole on one device.
+
+    Raises:
+        InputError: the profile holds no point of one.
+    """
+    graph, costs = pricer.profile.graph, list[LayerCost]()
+    shared = sharing_of(graph, range(len(graph.layers)))
+    for place, layer in enumerate(graph.layers):
+        cost = pricer.price(layer.kind, WHOLE, microbatch, 1, shared.get(place, ALONE))
+        if cost is None:
+            raise InputError(f"strategy of {layer.name}", str(WHOLE), "The profile has no figures of it whole.")
+        costs.append(cost)
+    return costs
+
+
+def split(pricer: LayerPricer, stages: int, microbatch: int) -> tuple[int, ...]:
+    """Stages of equal time, forward and backward: where they begin, and the number of layers; empty where the model
+    has too few layers that can be apart.
+
+    Raises:
+        InputError: the profile holds no point of a whole layer.
+    """
+    graph = pricer.profile.graph
+    if graph.whole and stages > 1:
+        return ()
+    costs = layer_costs(pricer, microbatch)
+    return equal_cuts([cost.forward_seconds + cost.backward_seconds for cost in costs], stages, _joined(graph))
+
+
+def check_shared(graph: ModelGraph, cuts: Sequence[int]) -> None:
+    """Raise InputError where layers of two stages share parameters: versions of one would be of two times."""
+    for run in _joined(graph):
+        cut = next((cut for cut in cuts if run.start < cut < run.stop), None)
+        if cut is not None:
+            first, last = graph.layers[run.start].name, graph.layers[run.stop - 1].name
+            remedy = f"A stage may not begin at {graph.layers[cut].name}: {first} and {last} share parameters."
+            raise InputError("stages", "cyclic", remedy)
+
+
+def _joined(graph: ModelGraph) -> list[range]:
+    """Layers that share parameters, and those between them."""
+    return [range(group[0], group[-1] + 1) for group in tied_groups(graph)]
+
+
+def _figures(
+    graph: ModelGraph, inside: range, costs: Sequence[LayerCost], microbatch: int, fixed: float
+) -> StageFigures:
+    resting = sum(cost.parameters + cost.states for cost in costs)
+    backward = worst_moment([terms(cost, 1, 1) for cost in costs], optimizer=False).size - resting
+    before, ahead = 0, 0
+    for cost in costs:
+        ahead = max(ahead, before + max(cost.forward_working, cost.kept))
+        before += cost.kept
+    return StageFigures(
+        forward=sum(cost.forward + cost.forward_exposed for cost in costs),
+        backward=sum(cost.backward + cost.backward_exposed for cost in costs),
+        recompute=sum(cost.recompute for cost in costs),
+        host=sum(cost.host for cost in costs) + fixed,
+        update=sum(cost.update + cost.step_exposed for cost in costs),
+        update_host=sum(cost.step_host for cost in costs),
+        parameters=sum(cost.parameters for cost in costs),
+        gradients=sum(cost.gradients + cost.formed_gradients + cost.passing_gradients for cost in costs),
+        states=sum(cost.states for cost in costs),
+        kept=before,
+        ahead=ahead,
+        back=int(backward),
+        updating=sum(cost.updating for cost in costs),
+        entering=graph.crossing(inside.start) * microbatch if inside.start else 0,
+        leaving=graph.crossing(inside.stop) * microbatch if inside.stop < len(graph.layers) else 0,
+        copied=graph.borrowed(inside) * microbatch,
+    )

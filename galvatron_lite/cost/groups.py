@@ -145,7 +145,7 @@ def ordered_step(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> 
 def order_of(profile: Profile, costs: Sequence[StageCost]) -> PassOrder:
     """What the order of passes is made from where it depends on their seconds."""
     kept = sum(layer.kept + layer.returning for cost in costs for layer in cost.layers)
-    share = round(sum(cost.pending for cost in costs) / kept, 3) if kept else 1.0
+    share = round(sum(sum(cost.pending) for cost in costs) / kept, 3) if kept else 1.0
     return PassOrder(tuple(cost.times for cost in costs), hidden_share(profile), min(share, 1.0))
 
 

@@ -1,6 +1,7 @@
 """What one layer costs one device under one strategy: seconds a micro-batch and a step, bytes at each moment.
 
-Communication that compute may hide runs beside it, the rest before or after it; ``cost.overlap`` has the formulas.
+Communication that compute may hide runs beside it, the rest before or after it; ``cost.communication`` has the
+formulas.
 """
 
 from __future__ import annotations
@@ -15,15 +16,23 @@ import numpy as np
 
 from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
-from galvatron_lite.cost.communication import Links
-from galvatron_lite.cost.copies import copied_bytes, new_gradient_bytes
+from galvatron_lite.cost.communication import Links, exposed_by
 from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
 from galvatron_lite.cost.layout import Layout, exchanging, layout, received
-from galvatron_lite.cost.overlap import ExposedCommunication, exposed_by
-from galvatron_lite.cost.points import Curves, LayerFigures, PointKey, code_of, figures_at, index_points, points_of
+from galvatron_lite.cost.points import (
+    Curves,
+    LayerFigures,
+    PointKey,
+    code_of,
+    copied_bytes,
+    figures_at,
+    index_points,
+    new_gradient_bytes,
+    points_of,
+)
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
-from galvatron_lite.parallelism.offload.cost import HostItem, HostTraffic, host_traffic
+from galvatron_lite.parallelism.offload.cost import HostItem, host_traffic
 from galvatron_lite.parallelism.ranks import Either, rank_group
 from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.spatial.cost import samples_of, shares_pixels
@@ -50,39 +59,9 @@ ALONE = ParameterSharing()
 """A layer that shares no parameters."""
 
 
-class _Seconds:
-    """Sums of a layer's seconds."""
-
-    __slots__ = ()
-    forward: Real
-    backward: Real
-    recompute: Real
-    forward_exposed: Real
-    backward_exposed: Real
-    host: Real
-    step_exposed: Real
-    update: Real
-    step_host: Real
-
-    @property
-    def forward_seconds(self) -> Real:
-        """Seconds of one micro-batch's forward."""
-        return self.forward + self.forward_exposed + self.host / 2
-
-    @property
-    def backward_seconds(self) -> Real:
-        """Seconds of one micro-batch's backward."""
-        return self.backward + self.recompute + self.backward_exposed + self.host / 2
-
-    @property
-    def step_seconds(self) -> Real:
-        """Seconds once a step."""
-        return self.step_exposed + self.update + self.step_host
-
-
 @dataclass(frozen=True, slots=True)
-class LayerCost(_Seconds):
-    """One layer on one device."""
+class LayerCost:
+    """One layer on one device; of many strategies (``LayerPricer.price_many``) all figures are arrays (n,)."""
 
     forward: float  # forward, backward, recompute: seconds of compute a micro-batch; ``backward`` without ``recompute``
     backward: float
@@ -118,55 +97,33 @@ class LayerCost(_Seconds):
     copies: int = 0  # bytes of weights in the precision of compute, held beside the parameters in all passes of a step
     # bytes of the largest gradient of one weight: made beside the sum of earlier micro-batches, then added to it
     new_gradient: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerCosts(_Seconds):
-    """One kind of layer under each of n strategies: arrays (n,) of what ``LayerCost`` holds."""
-
     # whether the profile holds points for the strategy; the other figures mean nothing where it does not
-    valid: BoolArray
-    forward: FloatArray
-    backward: FloatArray
-    recompute: FloatArray
-    forward_exposed: FloatArray
-    backward_exposed: FloatArray
-    host: FloatArray
-    step_exposed: FloatArray
-    update: FloatArray
-    step_host: FloatArray
-    parameters: IntArray
-    gradients: IntArray
-    formed_gradients: IntArray
-    states: IntArray
-    kept: IntArray
-    gathered: IntArray
-    gather: IntArray
-    gathering: IntArray
-    whole_gradients: IntArray
-    reducing: IntArray
-    working: IntArray
-    forward_working: IntArray
-    updating: IntArray
-    passing_gradients: IntArray
-    accumulated: IntArray
-    returning: IntArray
-    copies: IntArray
-    new_gradient: IntArray
+    valid: bool | BoolArray = True
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds of one micro-batch's forward."""
+        return self.forward + self.forward_exposed + self.host / 2
+
+    @property
+    def backward_seconds(self) -> float:
+        """Seconds of one micro-batch's backward."""
+        return self.backward + self.recompute + self.backward_exposed + self.host / 2
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds once a step."""
+        return self.step_exposed + self.update + self.step_host
 
 
-_NAMES = tuple(item.name for item in fields(LayerCost))
+_NAMES = tuple(item.name for item in fields(LayerCost) if item.name != "valid")
 
 
-def _as_arrays(figures: Mapping[str, Any], valid: BoolArray) -> LayerCosts:
+def _as_arrays(figures: Mapping[str, Any], valid: BoolArray) -> LayerCost:
     """Figures of n strategies, each an array or the same for all."""
-    return LayerCosts(
-        valid,
-        **{
-            name: figure if isinstance(figure, np.ndarray) else np.full(len(valid), figure)
-            for name, figure in figures.items()
-        },
-    )
+    arrays: dict[str, Any] = {name: figure + np.zeros(len(valid), dtype=np.asarray(figure).dtype)
+                              for name, figure in figures.items()}  # fmt: skip
+    return LayerCost(**arrays, valid=valid)
 
 
 @dataclass(slots=True)
@@ -248,7 +205,7 @@ class LayerPricer:
         microbatch: int | IntArray,
         stages: int,
         sharing: ParameterSharing = ALONE,
-    ) -> LayerCosts:
+    ) -> LayerCost:
         """``price`` of n strategies at once, to the last bit, in a few microseconds each.
 
         Args:
@@ -259,7 +216,12 @@ class LayerPricer:
             sharing: with other layers.
         """
         many = strategies if isinstance(strategies, Strategies) else Strategies.of(strategies)
-        curves, shape = self._curves_of(kind), self.profile.graph.kinds[kind]
+        if kind not in self._curves:
+            if not self._by_kind:
+                for key, own in self._points.items():
+                    self._by_kind.setdefault(key[0], {})[key] = own
+            self._curves[kind] = Curves.of(kind, self._by_kind.get(kind, {}))
+        curves, shape = self._curves[kind], self.profile.graph.kinds[kind]
         samples = samples_of(shape, many, microbatch)
         if not len(curves.codes) or not len(many):
             return _as_arrays(dict.fromkeys(_NAMES, 0), np.zeros(len(many), dtype=np.bool_))
@@ -272,20 +234,14 @@ class LayerPricer:
         again = np.where(known, figures.again(plain), 0.0)
         return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
 
-    def _points_by_kind(self) -> dict[str, dict[PointKey, tuple[LayerPoint, ...]]]:
-        if not self._by_kind:
-            for key, own in self._points.items():
-                self._by_kind.setdefault(key[0], {})[key] = own
-        return self._by_kind
-
-    def _curves_of(self, kind: str) -> Curves:
-        if kind not in self._curves:
-            self._curves[kind] = Curves.of(kind, self._points_by_kind().get(kind, {}))
-        return self._curves[kind]
-
     def covers(self, kind: str, strategy: Strategy) -> bool:
         """Whether the profile holds points for what a device does under a strategy."""
         return points_of(self._points, _key_of(kind, strategy)) is not None
+
+    def worked(self, strategy: Strategy) -> Strategy:
+        """What a device does under a strategy that the profile must have figures for, as the least strategy."""
+        fields = ("tensor", "sequence_parallel", "recompute", "filters", "channels")
+        return replace(Strategy(), **{name: getattr(strategy, name) for name in fields})
 
     def _points_of(self, kind: str, strategy: Strategy) -> Sequence[LayerPoint] | None:
         if strategy.offload is not Offload.NONE and not self.profile.cluster.device.host_bandwidth:
@@ -353,10 +309,18 @@ class LayerPricer:
         work = self.work(kind, strategy, microbatch)
         figures = figures.beside(work.edge_bytes, *work.edge_working)
         figures = replace(figures, kept=0) if self.profile.forward_only else figures
-        exposed = self._exposed(figures, work)
+        profile, optimizer = self.profile, self.profile.optimizer
+        timed = zip(work.communications, self.links.timed(work.communications), strict=True)
+        exposed = exposed_by(list(timed), figures, profile.hidden, profile.overlap)
         exchange = 0.0 if self.profile.forward_only else self._exchange(sharing.exchanged, strategy, stages)
-        update = self._update_seconds(kind, work)
-        host = self._host_traffic(work, (figures.forward, figures.backward), figures.kept)
+        tensors = sum(one.count for one in kind.operators if one.weight_bytes and not one.frozen)
+        own = work.state_items - work.host_items
+        update = own * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
+        item = HostItem(
+            ITEM_BYTES[profile.reduce_precision], ITEM_BYTES[profile.parameter_precision], optimizer.state_bytes
+        )  # fmt: skip
+        seconds = (figures.forward, figures.backward)
+        host = host_traffic(profile.cluster.device, work, seconds, figures.kept, item)
         return {
             "forward": figures.forward,
             "backward": figures.backward - again,
@@ -392,11 +356,6 @@ class LayerPricer:
         work = reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), dimensions(), whole)
         return without_gradients(work) if self.profile.forward_only else work
 
-    def _exposed(self, figures: LayerFigures, work: LayerWork) -> ExposedCommunication:
-        """Communication that compute does not hide."""
-        timed = zip(work.communications, self.links.timed(work.communications), strict=True)
-        return exposed_by(list(timed), figures, self.profile.hidden, self.profile.overlap)
-
     def _exchange(self, items: int, strategy: Either, stages: int) -> Real:
         """Seconds to sum the gradients of shared parameters with the other stage's copy, shard by shard.
 
@@ -411,18 +370,6 @@ class LayerPricer:
         group = RankGroup(2, devices * (stages - 1), devices)
         links = self.common or self.links
         return links.timed([Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False)])[0]
-
-    def _update_seconds(self, kind: LayerKind, work: LayerWork) -> Real:
-        optimizer = self.profile.optimizer
-        tensors = sum(one.count for one in kind.operators if one.weight_bytes and not one.frozen)
-        own = work.state_items - work.host_items
-        return own * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
-
-    def _host_traffic(self, work: LayerWork, seconds: tuple[Real, Real], kept: Whole) -> HostTraffic:
-        profile = self.profile
-        gradient, parameter = ITEM_BYTES[profile.reduce_precision], ITEM_BYTES[profile.parameter_precision]
-        item = HostItem(gradient, parameter, profile.optimizer.state_bytes)
-        return host_traffic(profile.cluster.device, work, seconds, kept, item)
 
     def _bytes(
         self, kind: LayerKind, work: LayerWork, figures: LayerFigures, strategy: Either, grouped: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from galvatron_lite.cost.branched_plan import price_branched
+from galvatron_lite.cost.branched import price_branched
 from galvatron_lite.cost.cyclic import price_cyclic
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import LayerPricer

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 
 from galvatron_lite.arrays import Real, largest, least
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.forward_only import passes_with_moves
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.memory import group_memory
-from galvatron_lite.cost.sharing import sharing_of
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import LayerKind, Operator, OperatorClass, Recompute, Sharding
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, Recompute, Sharding, Tie
+from galvatron_lite.model.sides import sides_of
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import (
     NAME,
@@ -61,8 +62,9 @@ class StageCost:
     moving: float  # seconds of redistribution a micro-batch, both passes; part of ``times``
     memory: MemoryBreakdown  # bytes on one device: of all stages that its devices run
     buffers: int = 0  # bytes of its send and receive buffers
-    # bytes of one micro-batch between the gradient of the input and that of the weights; zero-bubble schedules only
-    pending: int = 0
+    # by layer: bytes of one micro-batch between the gradient of the input and that of the weights; zero-bubble
+    # schedules only
+    pending: tuple[int, ...] = ()
     carried: int = 0  # bytes of one micro-batch that its devices keep as copies of tensors made in earlier stages
 
 
@@ -123,7 +125,7 @@ def price_chunk(
         sum(weight_seconds(cost.forward, cost.backward) for cost in costs),
     )
     split = shape.schedule.splits_backward
-    pending = sum(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else 0
+    pending = tuple(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else ()
     step = sum(cost.step_seconds for cost in costs)
     borrowed = pricer.profile.graph.borrowed(inside)
     carried = boundary_bytes(borrowed, shape.microbatch, strategies[inside.start]) if borrowed else 0
@@ -141,7 +143,8 @@ def weight_seconds(forward: Real, backward: Real) -> Real:
 
 
 def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) -> int:
-    """Bytes that the gradients of a layer's weights are made from: inputs and output gradients of its matmuls.
+    """Bytes that the gradients of a layer's weights are made from: inputs and output gradients of its matmuls and
+    convolutions.
 
     Matmuls of equal inputs behind one another (queries, keys and values; gate and up) read one tensor. A tensor group
     shares the wider side: columns of what widens, the inner dim of what narrows again.
@@ -152,7 +155,12 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
         sides = own[0].count * inner, sum(operator.count * operator.shape[-1] for operator in own)
         split = 1 if sharding is Sharding.NONE else strategy.tensor
         items += rows * (min(sides) + max(sides) / split) if matmul else 0.0
-    shares = strategy.batch_degree * strategy.context
+    for one in graph.kind_of(graph.layers[place]).operators:
+        if one.kind is OperatorClass.CONVOLUTION and one.weight_bytes and not one.frozen:
+            windows = sides_of(one)
+            items += one.count * one.shape[0] * prod(window.extent for window in windows)
+            items += one.count * one.shape[1] * prod(window.output for window in windows)
+    shares = strategy.token_degree
     return round(items * shape.microbatch / shares * activation_bytes(graph.precision))
 
 
@@ -243,3 +251,48 @@ def transfer_seconds(pricer: LayerPricer, size: int, sender: Strategy, shape: Sh
     )  # fmt: skip
     part = transfer(-(-size // sender.tensor), shape.stage_devices, stride)
     return times * (links.seconds(part) + right.links.seconds(gathered))
+
+
+def sharing_of(graph: ModelGraph, inside: Container[int]) -> dict[int, ParameterSharing]:
+    """What sharing means for the layers of one stage; layers that share nothing are absent.
+
+    Args:
+        graph: the model.
+        inside: places of the stage's layers; with virtual stages, of all layers of its devices.
+    """
+    if not graph.ties:
+        return {}
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    result: dict[int, ParameterSharing] = {}
+    for tie in graph.ties:
+        for index in (place[tie.first], place[tie.second]):
+            if index in inside:
+                result[index] = _joined(result.get(index, ParameterSharing()), tie, place, index, inside)
+    return result
+
+
+def _joined(
+    sharing: ParameterSharing, tie: Tie, place: dict[str, int], index: int, inside: Container[int]
+) -> ParameterSharing:
+    first, second = place[tie.first], place[tie.second]
+    if first in inside and second in inside:
+        owns = index == first and tie.parameters > 0
+        return replace(sharing, grouped=sharing.grouped or owns)
+    copies = index == second
+    return replace(
+        sharing,
+        copied=sharing.copied + tie.parameters * copies,
+        frozen=sharing.frozen + tie.frozen * copies,
+        exchanged=sharing.exchanged + tie.parameters - tie.frozen,
+    )
+
+
+def tied_groups(graph: ModelGraph) -> tuple[tuple[int, ...], ...]:
+    """Places of layers that share parameters, directly or through others: each group has one strategy."""
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    groups: list[set[int]] = []
+    for tie in graph.ties:
+        joined = {place[tie.first], place[tie.second]}
+        apart = [group for group in groups if not group & joined]
+        groups = [*apart, joined.union(*(group for group in groups if group & joined))]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))

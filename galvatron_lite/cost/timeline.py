@@ -1,8 +1,8 @@
 """Every predicted pass of a step: which group of devices does what when, and what it holds meanwhile. No torch here.
 
-The seconds and the order are those that ``cost.step`` prices a plan by: the event simulation (``cost.simulation``), and
-for zero-bubble schedules the simulation that their order is made in (``parallelism.pipeline.greedy``). Memory is
-that of ``cost.memory`` with the micro-batches that are in flight at each pass (``cost.timeline_memory``). All seconds
+The seconds and the order are those that ``cost.step`` prices a plan by: the event simulation (``cost.schedule``), and
+for zero-bubble schedules the simulation that their order is made in (``parallelism.pipeline.table``). Memory is
+that of ``cost.memory`` with the micro-batches that are in flight at each pass (``cost.memory``). All seconds
 are stretched by the factor for the slowest of many devices, so that the step ends when the prediction says.
 """
 
@@ -12,12 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from galvatron_lite.cost.forward_only import for_mode
-from galvatron_lite.cost.groups import course_of, groups_of, hidden_share, order_of, price_stages
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.simulation import program_of
+from galvatron_lite.cost.memory import GroupMemory, MemoryCourse
+from galvatron_lite.cost.schedule import program_of
 from galvatron_lite.cost.stage import Shape, StageCost
-from galvatron_lite.cost.step import shape_of, straggling, strategies_of
-from galvatron_lite.cost.timeline_memory import GroupMemory, MemoryCourse
+from galvatron_lite.cost.step import (
+    course_of,
+    groups_of,
+    hidden_share,
+    order_of,
+    price_stages,
+    shape_of,
+    straggling,
+    strategies_of,
+)
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig, group_of, stage_at
 from galvatron_lite.parallelism.pipeline.table import whole_step
@@ -200,7 +208,7 @@ def _worked(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> list[
 
 
 def _simulated(stages: Sequence[StageTimes], course: ScheduleConfig, hidden: float) -> list[list[Done]]:
-    """``cost.simulation.run`` with the start of every pass."""
+    """``cost.schedule.run`` with the start of every pass."""
     program, count, shown = program_of(course), len(stages), 1.0 - hidden
     clock, ready = [0.0] * course.groups, [0.0] * program.slots
     found: list[list[Done]] = [[] for _ in range(course.groups)]

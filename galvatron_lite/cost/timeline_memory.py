@@ -109,13 +109,21 @@ class GroupMemory:
             filled=self._filled(counts.whole[chunk]),
         )  # fmt: skip
         begins = replace(memory, activations=memory.activations + self._besides(counts))
-        return max(begins, self._ending(what, chunk, counts), key=lambda one: one.total) if self._split else begins
+        return max(begins, self._within(chunk, counts), key=lambda one: one.total) if self._split else begins
 
-    def _ending(self, what: Pass, chunk: int, counts: Counts) -> MemoryBreakdown:
-        """At the end of a backward that leaves the gradients of weights: all that they wait for is there."""
-        rest, layers = self._between(_moved(counts, what, chunk, self._split)[1]), self._chunks[chunk]
-        own = (c.gathered + c.gather + max(c.working - c.kept, self._new_gradient(c)) for c in layers)
-        return replace(rest, temporary=max(own))
+    def _within(self, chunk: int, counts: Counts) -> MemoryBreakdown:
+        """At the worst layer of a backward that leaves the gradients of weights: what those of the layers behind it
+        wait for is there, and what the layers before it keep."""
+        whole, layers, own = _plus(counts.whole, chunk, -1), self._chunks[chunk], self._own[chunk]
+        rest, before, behind = self._between(replace(counts, whole=whole)), own.carried, sum(own.pending)
+        moments = []
+        for cost, pending in zip(layers, own.pending, strict=True):
+            beside = cost.gathered + cost.gather + max(cost.working - cost.kept, self._new_gradient(cost))
+            # the first moment of the layer's backward, and its last
+            moments += [(before + cost.kept + behind - pending, beside), (before + behind, beside)]
+            before, behind = before + cost.kept, behind - pending
+        held, temporary = max(moments, key=sum)
+        return replace(rest, activations=rest.activations + held, temporary=temporary)
 
     def _new_gradient(self, cost: LayerCost) -> int:
         """Bytes of a weight's gradient beside the sum of those of earlier micro-batches."""
@@ -158,7 +166,7 @@ class GroupMemory:
     def _besides(self, counts: Counts) -> int:
         """Copies of tensors made in earlier stages, and what gradients of weights wait for."""
         return sum(
-            whole * cost.carried + pending * cost.pending
+            whole * cost.carried + pending * sum(cost.pending)
             for cost, whole, pending in zip(self._own, counts.whole, counts.pending, strict=True)
         )
 

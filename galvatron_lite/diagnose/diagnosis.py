@@ -8,26 +8,77 @@ communication equals the measured one (``runtime.monitor.correct`` does both). T
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import prod, sqrt
 from pathlib import Path
 from statistics import median
 
+from galvatron_lite.analysis.step_time import explained_in_parts
+from galvatron_lite.cluster.cluster import Collective, RankGroup
+from galvatron_lite.cost.communication import Links
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.step import device_memory
-from galvatron_lite.diagnose.collectives import CollectiveRow, collective_rows
 from galvatron_lite.diagnose.events import read_trace
 from galvatron_lite.diagnose.expected import GroupExpected, RankTimes, Where, expect, times_logged
 from galvatron_lite.diagnose.findings import GLOO, NCCL, Cause, Finding, findings, runs_measured
 from galvatron_lite.diagnose.traced import times_of
 from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import LayerPoint, OptimizerCost, Origin, OriginKind, Profile
 from galvatron_lite.profiler.store import profile_hash, read_profile
 from galvatron_lite.runs.read import PROFILE, RecordedRun, is_run, read_run
+from galvatron_lite.runs.schema import CollectiveRecord
 from galvatron_lite.runtime.monitor.correct import corrected
 from galvatron_lite.runtime.monitor.schema import Corrections, LinkFactor
+
+_PASSES = {Collective.ALL_REDUCE: 2}
+"""Times that (n - 1) / n of the bytes cross a link in a ring of n ranks, as NCCL's tests count; 1 of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """Collectives of one kind on one group, in a step."""
+
+    collective: Collective
+    ranks: tuple[int, ...]
+    calls: float  # a step
+    bytes: int  # of all of them, see ``CollectiveRecord``
+    seconds: float  # of all of them on the rank that comes last, which waits for nobody
+    predicted: float  # seconds that they take alone
+    bandwidth: float  # bytes a second over each link of the ring (bus bandwidth)
+    slowest: int  # rank that comes last
+    waited: float  # seconds that the others wait for it, their mean
+
+
+def collective_rows(records: Sequence[CollectiveRecord], profile: Profile) -> tuple[CollectiveRow, ...]:
+    """Rows of the records of all ranks, those that take longest first; what waits for one rank is not transfer."""
+    rows = list[CollectiveRow]()
+    links, devices = Links(profile), profile.cluster.devices
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, list[CollectiveRecord]]] = {}
+    for record in records:
+        groups.setdefault((record.collective, record.ranks), {}).setdefault(record.rank, []).append(record)
+    for (kind, ranks), members in groups.items():
+        taken = {rank: _a_step(own, "seconds") for rank, own in members.items()}
+        last = min(taken, key=taken.__getitem__)
+        calls, size = (_a_step(members[last], name) for name in ("calls", "bytes"))
+        count, collective = len(ranks), Collective(kind)
+        others = [seconds - taken[last] for rank, seconds in taken.items() if rank != last]
+        group = RankGroup(count, ranks[1] - ranks[0], max(devices // count, 1))
+        call = Communication(collective, size / calls, group, Moment.STEP, overlaps=False)
+        moved = _PASSES.get(collective, 1) * (count - 1) / count * size
+        rows.append(CollectiveRow(
+            collective, ranks, calls, round(size), taken[last], float(links.timed([call])[0]) * calls,
+            moved / taken[last] if taken[last] else 0.0, last, sum(others) / max(len(others), 1),
+        ))  # fmt: skip
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _a_step(records: Sequence[CollectiveRecord], name: str) -> float:
+    """Mean of a figure in a step."""
+    return float(sum(getattr(one, name) for one in records) / sum(one.steps for one in records))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +174,11 @@ def find_profile(source: DiagnosisInput, folder: Path = Path("profiles")) -> Pro
     if source.run is not None and (source.run.folder / PROFILE).is_file():
         return read_profile(source.run.folder / PROFILE)
     made_from = source.plan.provenance
-    for path in sorted(folder.glob("*/*.yaml")) if made_from is not None and folder.is_dir() else ():
-        try:
+    for path in () if made_from is None else sorted(folder.glob("*/*.yaml")):
+        with suppress(FileFormatError):
             known = read_profile(path)
-        except FileFormatError:
-            continue
-        if made_from is not None and profile_hash(known) == made_from.profile_hash:
-            return known
+            if made_from is not None and profile_hash(known) == made_from.profile_hash:
+                return known
     wanted = (
         "a plan written by hand" if made_from is None else f"profile {made_from.profile} ({made_from.profile_hash})"
     )
@@ -139,7 +188,7 @@ def find_profile(source: DiagnosisInput, folder: Path = Path("profiles")) -> Pro
 def diagnose(source: DiagnosisInput, profile: Profile) -> Diagnosis:
     """Compare a run with the prediction of its plan."""
     steps = max(one.steps for one in source.times)
-    if source.plan.cyclic is not None or source.plan.branches:
+    if not explained_in_parts(source.plan):
         prediction = evaluate(profile, source.plan).prediction
         assert prediction is not None
         seconds, predicted = median(one.seconds for one in source.times), prediction.step_seconds

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import accumulate
 from statistics import median
 
+from galvatron_lite.analysis.step_time import PricedStages, explained_in_parts, taken_apart
 from galvatron_lite.cost.forward_only import for_mode
-from galvatron_lite.cost.groups import price_stages
-from galvatron_lite.cost.layer import LayerCost, LayerPricer
-from galvatron_lite.cost.plan import price_plan
-from galvatron_lite.cost.stage import Shape, StageCost
-from galvatron_lite.cost.step import shape_of, strategies_of
+from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.runs.read import RecordedRun
@@ -69,8 +64,7 @@ def times_logged(run: RecordedRun) -> list[RankTimes]:
 
     Forward passes of blocks are told apart, each of them with its communication; backward is one figure.
     """
-    passes = run.plan.microbatches
-    return [_of_rank(records, passes) for records in run.ranks if records]
+    return [_of_rank(records, run.plan.microbatches) for records in run.ranks if records]
 
 
 def _of_rank(records: Sequence[RankRecord], passes: int) -> RankTimes:
@@ -146,58 +140,40 @@ class Expected:
 
 def expect(profile: Profile, plan: Plan) -> Expected:
     """What a plan in stages is predicted to do."""
-    if plan.cyclic is not None or plan.branches:
+    if not explained_in_parts(plan):
         remedy = "What a step's time goes to is only told apart for plans in stages; look at the steps' times alone."
         raise InputError("plan", "cyclic" if plan.cyclic is not None else "branches", remedy)
-    pricer = LayerPricer(for_mode(profile, plan.mode))
-    priced = price_plan(pricer, plan)
-    assert priced.prediction is not None
-    strategies = strategies_of(plan, profile)
-    shape = shape_of(plan, strategies)
-    costs = price_stages(pricer, shape, [sum(run.count for run in stage.runs) for stage in plan.stages], strategies)
-    seconds = priced.prediction.step_seconds
-    return Expected(priced, seconds, _groups(profile, plan, shape, costs, seconds))
+    priced = taken_apart(LayerPricer(for_mode(profile, plan.mode)), plan)
+    groups = tuple(_group(priced, number) for number in range(plan.pipeline))
+    return Expected(priced.plan, priced.prediction.step_seconds, groups)
 
 
-def _groups(
-    profile: Profile, plan: Plan, shape: Shape, costs: Sequence[StageCost], seconds: float
-) -> tuple[GroupExpected, ...]:
-    owned: list[list[int]] = [[] for _ in range(plan.pipeline)]
-    for stage in range(len(plan.stages)):
-        owned[group_of(shape.schedule, shape.stages, stage)].append(stage)
-    found = []
-    for number, stages in enumerate(owned):
-        layers = tuple(one for stage in stages for one in _layers(profile, plan, stage, costs[stage]))
-        each = [cost for stage in stages for cost in costs[stage].layers]
-        moving = sum(costs[stage].moving for stage in stages) * plan.microbatches
-        gradients = sum(cost.step_exposed for cost in each)
-        optimizer = sum(cost.update for cost in each)
-        host = sum(plan.microbatches * cost.host + cost.step_host for cost in each)
-        fixed = len(stages) * plan.microbatches * profile.overhead.microbatch + profile.overhead.step
-        work = moving + gradients + optimizer + host + fixed
-        for one in layers:
-            work += one.forward + one.backward + one.forward_communication + one.backward_communication
-        ranks = range(number * plan.stage_devices, (number + 1) * plan.stage_devices)
-        waiting = max(seconds - work, 0.0) if plan.pipeline > 1 else 0.0
-        found.append(GroupExpected(ranks, layers, gradients, optimizer, host + fixed + moving, waiting))
-    return tuple(found)
+def _group(priced: PricedStages, number: int) -> GroupExpected:
+    plan, overhead, stages = priced.plan, priced.pricer.profile.overhead, priced.stages_of(number)
+    layers = tuple(one for stage in stages for one in _layers(priced, stage))
+    each = [cost for stage in stages for cost in priced.stages[stage].layers]
+    gradients, optimizer = sum(cost.step_exposed for cost in each), sum(cost.update for cost in each)
+    other = sum(priced.stages[stage].moving for stage in stages) * plan.microbatches
+    other += sum(plan.microbatches * cost.host + cost.step_host for cost in each)
+    other += len(stages) * plan.microbatches * overhead.microbatch + overhead.step
+    work = other + gradients + optimizer
+    for one in layers:
+        work += one.forward + one.backward + one.forward_communication + one.backward_communication
+    ranks = range(number * plan.stage_devices, (number + 1) * plan.stage_devices)
+    waiting = max(priced.prediction.step_seconds - work, 0.0) if plan.pipeline > 1 else 0.0
+    return GroupExpected(ranks, layers, gradients, optimizer, other, waiting)
 
 
-def _layers(profile: Profile, plan: Plan, stage: int, cost: StageCost) -> list[LayersExpected]:
+def _layers(priced: PricedStages, stage: int) -> Iterator[LayersExpected]:
     """The runs of a stage."""
-    before = sum(run.count for other in plan.stages[:stage] for run in other.runs)
-    ends = list(accumulate(run.count for run in plan.stages[stage].runs))
-    found = []
-    for run, end in zip(plan.stages[stage].runs, ends, strict=True):
-        own: Sequence[LayerCost] = cost.layers[end - run.count : end]
-        layers = profile.graph.layers[before + end - run.count : before + end]
-        found.append(
-            LayersExpected(
-                run, stage, tuple(layer.name for layer in layers), tuple(layer.kind for layer in layers),
-                plan.microbatches * sum(one.forward for one in own),
-                plan.microbatches * sum(one.backward + one.recompute for one in own),
-                plan.microbatches * sum(one.forward_exposed for one in own),
-                plan.microbatches * sum(one.backward_exposed for one in own),
-            )
+    start, begin = priced.ranges[stage].start, 0
+    for run in priced.plan.stages[stage].runs:
+        own = priced.stages[stage].layers[begin : begin + run.count]
+        layers = priced.pricer.profile.graph.layers[start + begin : start + begin + run.count]
+        begin += run.count
+        sums = (
+            sum(one.forward for one in own), sum(one.backward + one.recompute for one in own),
+            sum(one.forward_exposed for one in own), sum(one.backward_exposed for one in own),
         )  # fmt: skip
-    return found
+        names, kinds = tuple(layer.name for layer in layers), tuple(layer.kind for layer in layers)
+        yield LayersExpected(run, stage, names, kinds, *(priced.plan.microbatches * one for one in sums))

@@ -47,7 +47,8 @@ def rank_of(trace: Trace) -> int:
 
 def times_of(trace: Trace) -> RankTimes:
     """The times of the steps of a trace, on its rank."""
-    return _Reading(trace, _steps(trace)).times()
+    reading = _Reading(trace, _steps(trace))
+    return reading.on_device() if reading.kernels else reading.on_host()
 
 
 def _steps(trace: Trace) -> list[TimedEvent]:
@@ -89,24 +90,21 @@ class _Reading:
         self._trace, self._steps = trace, steps
         within = Cover((step.start, step.end) for step in steps)
         events = [one for one in trace.events if within.inside(one.start, one.end) > 0 or one.start == one.end]
-        self._kernels = [one for one in events if one.category in ("kernel", "gpu_memcpy", "gpu_memset")]
+        self.kernels = [one for one in events if one.category in ("kernel", "gpu_memcpy", "gpu_memset")]
         ranges = [one for one in events if one.category == "user_annotation"]
         self._operations = [one for one in events if one.category == "cpu_op"]
         self._parts = [one for one in ranges if one.name.startswith(PART)]
         self._layers = [one for one in ranges if one.name.startswith(LAYER)]
         messages = [one for one in (*ranges, *self._operations) if one.name.startswith(_MESSAGES) and kind_of(one.name)]
-        if self._kernels:
-            self._messages = [one for one in self._kernels if "nccl" in one.name.lower()]
+        if self.kernels:
+            self._messages = [one for one in self.kernels if "nccl" in one.name.lower()]
         else:
             # messages between stages are started beforehand, and count where they are waited for
             staged = bool(self._of(StepPart.WAITING))
             self._messages = [one for one in messages if not staged or kind_of(one.name) != "send_recv"]
         self._starts = [one.start for one in self._parts]
 
-    def times(self) -> RankTimes:
-        return self._on_device() if self._kernels else self._on_host()
-
-    def _on_host(self) -> RankTimes:
+    def on_host(self) -> RankTimes:
         messages = Cover((one.start, one.end) for one in self._messages)
         computes = Cover((one.start, one.end) for one in self._operations if one.name.startswith("aten::"))
         exposed = messages.minus(computes)
@@ -120,19 +118,18 @@ class _Reading:
         communication = self._communication(exposed)
         for part, where in ((StepPart.GRADIENTS, Where.GRADIENTS), (StepPart.CHECK, Where.CHECK)):
             self._take_all(communication, part, where, computes)
-        optimizer = sum(
-            one.end - one.start - exposed.inside(one.start, one.end) for one in self._of(StepPart.OPTIMIZER)
-        )  # fmt: skip
+        updates = self._of(StepPart.OPTIMIZER)
+        optimizer = sum(one.end - one.start - exposed.inside(one.start, one.end) for one in updates)
         waiting = sum(one.end - one.start for one in self._of(StepPart.WAITING))
         return self._record(forward, backward, communication, optimizer, waiting)
 
-    def _on_device(self) -> RankTimes:
-        quiet = Cover((one.start, one.end) for one in self._kernels if "nccl" not in one.name.lower())
+    def on_device(self) -> RankTimes:
+        quiet = Cover((one.start, one.end) for one in self.kernels if "nccl" not in one.name.lower())
         exposed = Cover((one.start, one.end) for one in self._messages).minus(quiet)
         launched = {one.external: one for one in self._operations if one.external >= 0}
         layers, nodes, layer_of = _Ranges(self._layers), _Ranges(self._nodes()), self._layer_of_nodes()
         forward, backward, optimizer = dict[str, float](), dict[str, float](), 0.0
-        for kernel in self._kernels:
+        for kernel in self.kernels:
             if "nccl" in kernel.name.lower():
                 continue
             operation = launched.get(kernel.external)
@@ -162,9 +159,10 @@ class _Reading:
         """Of a mean step; what is left is other."""
         count = len(self._steps)
         total = sum(step.end - step.start for step in self._steps)
+        means = [{name: seconds / count for name, seconds in one.items()} for one in (forward, backward)]
         known = sum(sum(one.values()) for one in (forward, backward, communication)) + optimizer + waiting
         return RankTimes(
-            rank_of(self._trace), total / count, count, _per(forward, count), _per(backward, count),
+            rank_of(self._trace), total / count, count, means[0], means[1],
             {key: seconds / count for key, seconds in communication.items()}, optimizer / count, waiting / count,
             max(total - known, 0.0) / count, traced=True,
             groups={kind_of(one.name): one.group for one in self._messages if one.group}, layered=bool(self._layers),
@@ -265,7 +263,3 @@ def _part(event: TimedEvent) -> StepPart:
 
 def _add(to: dict[str, float], name: str, seconds: float) -> None:
     to[name] = to.get(name, 0.0) + max(seconds, 0.0)
-
-
-def _per(mapping: Mapping[str, float], count: int) -> dict[str, float]:
-    return {name: seconds / count for name, seconds in mapping.items()}

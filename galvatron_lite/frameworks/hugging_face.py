@@ -37,7 +37,10 @@ class SplitModel(nn.Module):
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()
         self.parallel, self.config = parallel, getattr(parallel.module, "config", None)
-        self.accepts_loss_kwargs = _takes_count(parallel.module)
+        # as the Trainer finds it out of a model of its own: what the model says, else whether its forward takes any
+        taken = inspect.signature(type(parallel.module).forward).parameters.values()
+        takes = any(one.kind is one.VAR_KEYWORD for one in taken)
+        self.accepts_loss_kwargs = bool(getattr(parallel.module, "accepts_loss_kwargs", takes))
         self.loss_type = getattr(parallel.module, "loss_type", None)
         self.loss_alone = False
 
@@ -77,8 +80,10 @@ class Trainer(transformers.Trainer):
         if self.accelerator.num_processes > 1:
             raise InputError("processes", self.accelerator.num_processes, _ALONE)
         if dist.get_rank():
-            for one in filter(_shows, list(self.callback_handler.callbacks)):
-                self.remove_callback(one)
+            for one in list(self.callback_handler.callbacks):
+                shown = type(one).__module__.startswith("transformers.integrations")
+                if shown or isinstance(one, (PrinterCallback, ProgressCallback)):
+                    self.remove_callback(one)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **more: Any
@@ -103,29 +108,14 @@ class Trainer(transformers.Trainer):
             first = self.parallel.entries.names  # tied weights are there once, as from_pretrained expects them
             own = {name: tensor.contiguous() for name, tensor in state.items() if first.get(name, name) == name}
             super()._save(output_dir, own)
-            _save_configuration(self.parallel.module, output_dir or str(self.args.output_dir))
+            model, folder = self.parallel.module, output_dir or str(self.args.output_dir)
+            if isinstance(model, transformers.PreTrainedModel):  # what ``from_pretrained`` reads beside the weights
+                config = copy.deepcopy(model.config)
+                config.architectures = [type(model).__name__]
+                config.save_pretrained(folder)
+                if model.can_generate():
+                    model.generation_config.save_pretrained(folder)
         dist.barrier()
-
-
-def _shows(callback: transformers.TrainerCallback) -> bool:
-    printers = (PrinterCallback, ProgressCallback)
-    return isinstance(callback, printers) or type(callback).__module__.startswith("transformers.integrations")
-
-
-def _save_configuration(model: nn.Module, folder: str) -> None:
-    """What ``from_pretrained`` reads beside the weights, of a model of transformers; nothing of others."""
-    if isinstance(model, transformers.PreTrainedModel):
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-
-
-def _takes_count(model: nn.Module) -> bool:
-    """As the Trainer finds it out of a model of its own: what the model says, else whether its forward takes any."""
-    taken = inspect.signature(type(model).forward).parameters.values()
-    return bool(getattr(model, "accepts_loss_kwargs", any(one.kind is one.VAR_KEYWORD for one in taken)))
 
 
 def _check(model: object, args: transformers.TrainingArguments) -> None:

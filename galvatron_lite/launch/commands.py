@@ -30,11 +30,14 @@ class Host:
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """The hosts of a file with a line ``NAME slots=N`` each, as DeepSpeed and MPI read it; else one slot."""
     lines = read_text(path, FILE_BYTES).splitlines()
-    hosts = [
-        _host(text, f"--hostfile {path}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if (text := line.split("#")[0].strip())
-    ]
+    hosts = list[Host]()
+    for number, line in enumerate(lines, start=1):
+        if text := line.split("#")[0].strip():
+            field, words = f"--hostfile {path}, line {number}", _LINE.fullmatch(text)
+            if words is None:
+                raise InputError(field, text, "Write `NAME slots=N`.")
+            slots = check_range(f"{field}, slots", int(words["slots"] or 1), DEVICES, "Write `NAME slots=N`.")
+            hosts.append(Host(words["name"], slots))
     names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -42,14 +45,6 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     if not hosts:
         raise InputError("--hostfile", str(path), "It names no host: write a line `NAME slots=N` for each.")
     return tuple(hosts)
-
-
-def _host(text: str, field: str) -> Host:
-    found = _LINE.fullmatch(text)
-    slots = 0 if found is None else int(found["slots"] or 1)
-    if found is None:
-        raise InputError(field, text, "Write `NAME slots=N`.")
-    return Host(found["name"], check_range(f"{field}, slots", slots, DEVICES, "Write `NAME slots=N`."))
 
 
 def chosen(hosts: tuple[Host, ...], devices: int) -> tuple[Host, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -17,25 +16,18 @@ from galvatron_lite.files import write_text
 FOLDER_VARIABLE = "GALVATRON_TOLD"
 """Environment variable with the launcher's folder for them; only processes that see the folder write there."""
 
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
-
-
-class _Keeping:
-    """What Python calls for an error that nothing catches: keeps its words and goes on as before."""
-
-    def __init__(self, before: Hook) -> None:
-        self.before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, GalvatronError):
-            keep(error)
-        self.before(kind, error, trace)
-
 
 def listen() -> None:
     """From now on an error of ours that ends this process is kept, where a launcher wants it."""
-    if FOLDER_VARIABLE in os.environ and not isinstance(sys.excepthook, _Keeping):
-        sys.excepthook = _Keeping(sys.excepthook)
+    before = sys.excepthook
+    if FOLDER_VARIABLE in os.environ and getattr(before, "__name__", "") != "keeping":
+
+        def keeping(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if isinstance(error, GalvatronError):
+                keep(error)
+            before(kind, error, trace)
+
+        sys.excepthook = keeping
 
 
 def keep(error: GalvatronError) -> None:

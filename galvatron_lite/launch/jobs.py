@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib import metadata
@@ -26,7 +26,6 @@ from galvatron_lite.launch.error_reports import FOLDER_VARIABLE, last_words
 from galvatron_lite.limits import DEVICES, Name, Size, check_range
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.phases import is_phased, read_phased_plan
-from galvatron_lite.plans.schema import Plan
 from galvatron_lite.units import format_bytes
 
 _LOOK = 0.2
@@ -123,32 +122,24 @@ class NodeReport:
 
 def report(plan: Path | None) -> NodeReport:
     """What this node has."""
-    devices, memory = _gpus()
-    return NodeReport(socket.gethostname(), plan_digest(plan), _versions(), devices, memory, _free_memory())
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(count)]
+    return NodeReport(
+        socket.gethostname(), plan_digest(plan), versions, count, min(sizes, default=0), _free_memory()
+    )  # fmt: skip
 
 
 def plan_digest(plan: Path | None) -> str:
     """SHA-256 of a plan file; empty where there is no such file."""
     return hashlib.sha256(plan.read_bytes()).hexdigest() if plan is not None and plan.is_file() else ""
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
-
-
-def _gpus() -> tuple[int, int]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0, 0
-    sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-    return len(sizes), min(sizes)
 
 
 def _free_memory() -> int:
@@ -183,27 +174,21 @@ def check_nodes(reports: Sequence[NodeReport], nodes: int, each: int, plan_hash:
         raise LaunchError("The nodes are not ready:\n  " + "\n  ".join(wrong))
 
 
-def _problems(one: NodeReport, first: NodeReport, each: int, plan_hash: str, needed: int) -> list[str]:
-    found = []
+def _problems(one: NodeReport, first: NodeReport, each: int, plan_hash: str, needed: int) -> Iterator[str]:
     if one.plan != plan_hash:
         what = "does not have the plan file" if not one.plan else "has another plan file"
-        found.append(f"{what}: copy it to the same path on every node, or use a shared file system.")
+        yield f"{what}: copy it to the same path on every node, or use a shared file system."
     for name, version in first.versions.items():
         own = one.versions.get(name, "missing")
         if own != version:
-            found.append(f"has {name} {own}, {first.host} has {version}: install the same everywhere.")
+            yield f"has {name} {own}, {first.host} has {version}: install the same everywhere."
     if one.devices and one.devices < each:
-        found.append(f"has {one.devices} GPUs for {each} processes: launch {one.devices} a node.")
-    return [*found, *_memory(one, each, needed)]
-
-
-def _memory(one: NodeReport, each: int, needed: int) -> list[str]:
+        yield f"has {one.devices} GPUs for {each} processes: launch {one.devices} a node."
     if one.devices and needed > one.device_memory:
-        return [f"a GPU has {format_bytes(one.device_memory)}, the plan takes {format_bytes(needed)}: plan with --mem."]
+        yield f"a GPU has {format_bytes(one.device_memory)}, the plan takes {format_bytes(needed)}: plan with --mem."
     if not one.devices and one.host_memory and needed * each > one.host_memory:
         free, wanted = format_bytes(one.host_memory), format_bytes(needed * each)
-        return [f"{free} of memory are free, {each} processes of the plan take {wanted}: plan with a smaller --mem."]
-    return []
+        yield f"{free} of memory are free, {each} processes of the plan take {wanted}: plan with a smaller --mem."
 
 
 if __name__ == "__main__":
@@ -287,27 +272,26 @@ def launch_of(request: LaunchRequest) -> Launch:
     """What to start for a request."""
     devices, needed = _size(request)
     check_range("--port", request.port, 2**16 - 1)
-    through = _through(request)
-    hosts = chosen(_hosts(request), devices) if through is Through.SSH else ()
-    nodes = len(hosts) if hosts else _nodes(request, through, devices)
+    through, hosts = _through(request), tuple[Host, ...]()
+    if request.hostfile is not None:
+        hosts = read_hostfile(request.hostfile)
+        if request.per_node is not None:
+            slots = check_range("--per-node", request.per_node, DEVICES)
+            hosts = tuple(replace(host, slots=slots) for host in hosts)
+        hosts = chosen(hosts, devices)
     plan = None if request.plan is None else request.plan.resolve()
     # one thread a process where nothing is said: torchrun's own choice, which it warns of
-    threads = {commands.THREADS: os.environ.get(commands.THREADS, "1")}
-    environment = threads | ({} if plan is None else {PLAN_VARIABLE: str(plan)})
-    if request.restarts:
-        environment |= commands.NEW_STORE
-    job = Job(_program(request), devices, nodes, environment, request.port, request.restarts)
+    environment = {commands.THREADS: os.environ.get(commands.THREADS, "1")}
+    environment |= {} if plan is None else {PLAN_VARIABLE: str(plan)}
+    environment |= commands.NEW_STORE if request.restarts else {}
+    program = request.program
+    if program[0] == "profile" and not Path("profile").exists():
+        program = ("-m", "galvatron_lite", *program)
+    elif program[0] != "-m" and not Path(program[0]).is_file():
+        raise InputError("script", program[0], "There is no such file. Give a script, -m MODULE, or profile MODEL.")
+    nodes = len(hosts) if hosts else _nodes(request, through, devices)
+    job = Job(program, devices, nodes, environment, request.port, request.restarts)
     return Launch(job, through, hosts, request.options, plan, needed)
-
-
-def _program(request: LaunchRequest) -> tuple[str, ...]:
-    """The program; ``profile MODEL`` is this package's own command."""
-    if request.program[0] == "profile" and not Path("profile").exists():
-        return ("-m", "galvatron_lite", *request.program)
-    script = request.program[0]
-    if script != "-m" and not Path(script).is_file():
-        raise InputError("script", script, "There is no such file. Give a script, -m MODULE, or profile MODEL.")
-    return request.program
 
 
 def _size(request: LaunchRequest) -> tuple[int, int]:
@@ -315,18 +299,13 @@ def _size(request: LaunchRequest) -> tuple[int, int]:
         if request.gpus is None:
             raise InputError("--plan", None, "Give --plan FILE, or --gpus N for a script that plans at its start.")
         return check_range("--gpus", request.gpus, DEVICES), 0
-    plans = _plans(request.plan)
+    phased = is_phased(read_data(request.plan))
+    phases = read_phased_plan(request.plan).phases if phased else ()
+    plans = [phase.plan for phase in phases] or [read_plan(request.plan)]
     devices = plans[0].devices
     if request.gpus not in (None, devices):
         raise InputError("--gpus", request.gpus, f"The plan is for {devices}: leave it out, or make another plan.")
-    known = [plan.prediction.peak_memory for plan in plans if plan.prediction is not None]
-    return devices, max(known, default=0)
-
-
-def _plans(path: Path) -> list[Plan]:
-    if is_phased(read_data(path)):
-        return [phase.plan for phase in read_phased_plan(path).phases]
-    return [read_plan(path)]
+    return devices, max((plan.prediction.peak_memory for plan in plans if plan.prediction is not None), default=0)
 
 
 def _through(request: LaunchRequest) -> Through:
@@ -337,14 +316,6 @@ def _through(request: LaunchRequest) -> Through:
     if request.through is Through.SSH:
         raise InputError("--hostfile", None, "It says which hosts ssh goes to: a line `NAME slots=N` for each.")
     return request.through or (Through.SLURM if "SLURM_JOB_ID" in os.environ else Through.LOCAL)
-
-
-def _hosts(request: LaunchRequest) -> tuple[Host, ...]:
-    hosts = read_hostfile(request.hostfile) if request.hostfile is not None else ()
-    if request.per_node is None:
-        return hosts
-    check_range("--per-node", request.per_node, DEVICES)
-    return tuple(replace(host, slots=request.per_node) for host in hosts)
 
 
 def _nodes(request: LaunchRequest, through: Through, devices: int) -> int:

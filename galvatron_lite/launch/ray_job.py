@@ -24,12 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--each", type=int, required=True, help="workers of a node")
     parser.add_argument("program", nargs="+")
     asked = parser.parse_args(arguments)
-    trainer, scaling = _ray()
-    gpus = _has_gpus()
+    try:
+        train, torch = import_module("ray.train"), import_module("ray.train.torch")
+    except ImportError as error:
+        raise LaunchError("Ray Train is not installed. pip install 'ray[train]', or launch another way.") from error
+    ray: Any = import_module("ray")
+    if not ray.is_initialized():
+        ray.init()
+    gpus = bool(ray.cluster_resources().get("GPU", 0))
     carried = {name: os.environ[name] for name in (PLAN_VARIABLE, THREADS) if name in os.environ}
     settings = {"program": asked.program, "environment": carried, "folder": os.getcwd()}
-    shape = scaling(num_workers=asked.workers, use_gpu=gpus, placement_strategy="PACK")
-    trainer(run_program, train_loop_config=settings, scaling_config=shape).fit()
+    shape = train.ScalingConfig(num_workers=asked.workers, use_gpu=gpus, placement_strategy="PACK")
+    torch.TorchTrainer(run_program, train_loop_config=settings, scaling_config=shape).fit()
 
 
 def run_program(settings: dict[str, Any]) -> None:
@@ -44,21 +50,6 @@ def run_program(settings: dict[str, Any]) -> None:
     sys.argv = list(program)
     sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
     runpy.run_path(program[0], run_name="__main__")
-
-
-def _ray() -> tuple[Any, Any]:
-    try:
-        train, torch = import_module("ray.train"), import_module("ray.train.torch")
-    except ImportError as error:
-        raise LaunchError("Ray Train is not installed. pip install 'ray[train]', or launch another way.") from error
-    return torch.TorchTrainer, train.ScalingConfig
-
-
-def _has_gpus() -> bool:
-    ray: Any = import_module("ray")
-    if not ray.is_initialized():
-        ray.init()
-    return bool(ray.cluster_resources().get("GPU", 0))
 
 
 if __name__ == "__main__":

@@ -130,12 +130,11 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     samples = batch_size(batch)
     if not 0 <= start <= stop <= samples:
         raise InputError("samples", (start, stop), f"The batch has {samples} samples; take a range inside it.")
-    return map_tensors(batch, lambda tensor: _rows(tensor, start, stop, samples))
 
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor[start:stop] if tensor.dim() and tensor.shape[0] == samples else tensor
 
-def _rows(tensor: Tensor, start: int, stop: int, samples: int) -> Tensor:
-    whole = tensor.dim() == 0 or tensor.shape[0] != samples
-    return tensor if whole else tensor[start:stop]
+    return map_tensors(batch, rows)
 
 
 def with_share_of_items(batch: Any, share: float) -> Any:

@@ -20,7 +20,7 @@ from galvatron_lite.model.order import bits, order_of
 from galvatron_lite.model.trace_figures import SAMPLES
 from galvatron_lite.model.trace_flow import DataFlow, Needs, at, holders_of, inside, needs_of
 from galvatron_lite.model.trace_meta import meta_copy
-from galvatron_lite.model.trace_run import Observation, observe
+from galvatron_lite.model.trace_run import Observation, garbage_waits, observe
 
 BlockNames = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 """How a user names blocks: the path of a container or module, a module class, or a list of these."""
@@ -136,7 +136,10 @@ def _parts(model: nn.Module, path: str = "") -> list[str]:
     """Children that are made of several modules, of the model or of what nearly all of it lies in; [] if too few."""
     if isinstance(model, nn.Sequential):
         return []
-    weights = {name: _leaves(child) for name, child in model.named_children()}
+    weights = {  # modules inside that have parameters of their own
+        name: sum(any(True for _ in part.parameters(recurse=False)) for part in child.modules())
+        for name, child in model.named_children()
+    }
     for name, leaves in weights.items():
         if leaves > _MOST * sum(weights.values()):
             return _parts(model.get_submodule(name), _join(path, name))
@@ -146,11 +149,6 @@ def _parts(model: nn.Module, path: str = "") -> list[str]:
         if not isinstance(child, NEVER_RUN) and any(map(_is_weighty, child.children()))
     ]
     return parts if len(parts) >= _FEWEST_PARTS else []
-
-
-def _leaves(module: nn.Module) -> int:
-    """Modules inside that have parameters of their own."""
-    return sum(any(True for _ in part.parameters(recurse=False)) for part in module.modules())
 
 
 def _sequential_children(model: nn.Module) -> list[str]:
@@ -241,8 +239,7 @@ def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | No
     """
     if batch is None:
         return arrange_layers(model, find_blocks(model, blocks))
-    watched = watch(meta_copy(model), resize_batch(batch, SAMPLES[1]), blocks)
-    return arrange_layers(model, watched.blocks, watched.seen.order)
+    return watch_model(model, batch, blocks).layers
 
 
 def arrange_layers(
@@ -296,13 +293,25 @@ _RESIZING = ("torch.nn.modules.pooling", "torch.nn.modules.upsampling")
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A run of a model on the meta device."""
+    """A run of a model on the meta device; its layers serve discovery, and ``capture.trace.trace`` goes on from it."""
 
+    twin: nn.Module  # the copy of the model that ran
     blocks: list[str]  # paths of its blocks
     seen: Observation  # the run, the calls of units among it
     output: Any  # what the model gave in the run that ``flow`` is of
     flow: DataFlow  # what tensors are made of
     forked: bool  # whether blocks are those of sub-networks that do not depend on each other
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """See ``discover_layers``."""
+        return arrange_layers(self.twin, self.blocks, self.seen.order)
+
+
+@garbage_waits()
+def watch_model(model: nn.Module, batch: Any, blocks: BlockNames | None = None) -> Watched:
+    """Run a copy of a model without storages on an example batch; arguments and errors as of ``discover_layers``."""
+    return watch(meta_copy(model), resize_batch(batch, SAMPLES[1]), blocks)
 
 
 def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
@@ -315,7 +324,7 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
         forked = forked_blocks(twin, flow, seen.order, paths)
     chosen = paths if forked is None else forked
     as_is = seen if forked is None and not flow.copied else observe(twin, batch, unit_paths(twin, chosen))
-    return Watched(chosen, as_is, seen.output, flow, forked is not None)
+    return Watched(twin, chosen, as_is, seen.output, flow, forked is not None)
 
 
 _SHARE = 0.02
@@ -357,11 +366,15 @@ class _Forks:
         found = [inner for part in parts for inner in self._part(part, units)]
         trunk = [unit for unit in units if not any(unit in part for part in parts)]
         kept = [block for block in blocks if block in trunk]
-        return [*found, *(self._opened(trunk, kept, needs) or kept or self._heavy(trunk, needs))]
+        heavy = (unit for unit in trunk if needs[unit].work > _SHARE * self.work)
+        rest = self._opened(trunk, kept, needs) or kept or [block for unit in heavy for block in self._blocks(unit)]
+        return [*found, *rest]
 
     def _closed(self, path: str, regions: Sequence[Sequence[Sequence[str]]]) -> list[str]:
         """Modules that hold all parts of a region and are of a class that there are several of: blocks as they are."""
-        around = {_around([unit for part in region for unit in part]) for region in regions}
+        units = ([unit.split(".") for part in region for unit in part] for region in regions)
+        steps = (takewhile(lambda names: len(set(names)) == 1, zip(*region, strict=False)) for region in units)
+        around = {".".join(names[0] for names in common) for common in steps}
         return [one for one in around if inside(one, path) and not self._alone(one)]
 
     def _alone(self, path: str) -> bool:
@@ -380,30 +393,28 @@ class _Forks:
 
     def _regions(self, needs: dict[str, Needs]) -> list[list[list[str]]]:
         """Where units fall into parts that do not depend on each other: region by region, the units of each part."""
-        ran = sorted((unit for unit, one in needs.items() if one.ran and self._is_one(unit)), key=self._place)
+        place = self.places.__getitem__
+        ran = sorted((unit for unit, need in needs.items() if need.ran and self._is_unit(unit)), key=place)
         graph: networkx.DiGraph[str] = networkx.DiGraph()
         graph.add_nodes_from(ran)
         graph.add_edges_from((earlier, unit) for unit in ran for earlier in needs[unit].earlier.intersection(ran))
-        rounds = {min(group, key=self._place): group for group in networkx.strongly_connected_components(graph)}
+        rounds = {min(group, key=place): group for group in networkx.strongly_connected_components(graph)}
         home = {unit: first for first, group in rounds.items() for unit in group}
-        order = order_of(_condensed(graph, home))
-        bit = {unit: 1 << order.names.index(first) for unit, first in home.items()}
-        ties = self._ties(bit, 1 << len(order.names))
+        condensed: networkx.DiGraph[str] = networkx.DiGraph()  # units that run again behind each other count as one
+        condensed.add_nodes_from(home.values())
+        condensed.add_edges_from((home[one], home[other]) for one, other in graph.edges if home[one] != home[other])
+        order = order_of(condensed)
+        taken = {unit: 1 << order.names.index(first) for unit, first in home.items()}
+        ties = self._ties(taken, 1 << len(order.names))
         return [
-            [
-                sorted((unit for place in bits(part) for unit in rounds[order.names[place]]), key=self._place)
-                for part in region
-            ]
+            [sorted((unit for bit in bits(part) for unit in rounds[order.names[bit]]), key=place) for part in region]
             for region in order.regions((1 << len(order.names)) - 1, ties)
         ]
 
-    def _is_one(self, unit: str) -> bool:
-        """Whether a unit stands for one thing: modules without state that run here and there are code of others."""
+    def _is_unit(self, unit: str) -> bool:
+        # modules without state that run here and there are code of others
         module = self._module(unit)
         return self.calls[unit] == 1 or any(True for _ in (*module.parameters(), *module.buffers()))
-
-    def _place(self, unit: str) -> int:
-        return self.places[unit]
 
     def _ties(self, bit: dict[str, int], outside: int) -> list[int]:
         """Bits of units that must not be apart: they share a parameter, or code around some reads one of another's.
@@ -426,7 +437,8 @@ class _Forks:
         Inside a module that does only a part of the model's work, parts of one busy module (the projections of
         attention, the convolution of a shortcut) do not count.
         """
-        large = self._module(path) is self.model or self._work(path) >= _NEARLY_ALL * self.work
+        inside_it = sum(work for module, work in self.flow.work.items() if at(module, path))
+        large = self._module(path) is self.model or inside_it >= _NEARLY_ALL * self.work
         parts = [part for part in region if large or sum(needs[unit].busy for unit in part) > 1]
         work = [sum(needs[unit].work for unit in part) for part in parts]
         return sum(work) - max(work, default=0) > _SHARE * self.work
@@ -436,20 +448,15 @@ class _Forks:
         """Forward FLOPs of it all."""
         return sum(self.flow.work.values())
 
-    def _work(self, path: str) -> int:
-        return sum(work for module, work in self.flow.work.items() if at(module, path))
-
     def _opened(self, units: Sequence[str], blocks: list[str], needs: dict[str, Needs]) -> list[str] | None:
         """The blocks with those of units that fork inside in place of these units; None where none does."""
-        opened = {unit: self.blocks_of(unit, self._blocks(unit)) for unit in units if self._may_fork(unit, needs[unit])}
+        # those that do enough to fork, and are not some of several alike: these are layers as they are
+        large = (unit for unit in units if needs[unit].work > _SHARE * self.work and needs[unit].busy > 1)
+        opened = {unit: self.blocks_of(unit, self._blocks(unit)) for unit in large if self._alone(unit)}
         if not any(opened.values()):
             return None
         kept = [block for block in blocks if not opened.get(block)]
         return [*kept, *(inner for found in opened.values() for inner in found or ())]
-
-    def _may_fork(self, unit: str, needs: Needs) -> bool:
-        """Whether a unit does enough to fork, and is not one of several alike: those are layers as they are."""
-        return needs.work > _SHARE * self.work and needs.busy > 1 and self._alone(unit)
 
     def _part(self, part: Sequence[str], units: Sequence[str]) -> list[str]:
         """The layers of a branch, found inside the outermost modules that hold nothing else and run.
@@ -458,7 +465,7 @@ class _Forks:
         """
         others = [unit for unit in units if unit not in part]
         roots = dict.fromkeys(self._root(unit, others) for unit in part)
-        ran = sorted((inner for root in roots for inner in self._inner(root)), key=self._place)
+        ran = sorted((inner for root in roots for inner in self._inner(root)), key=self.places.__getitem__)
         weighty = [place for place, unit in enumerate(ran) if any(True for _ in self._module(unit).parameters())]
         inner = range(weighty[0], weighty[-1]) if weighty else range(0)
         return [
@@ -479,22 +486,3 @@ class _Forks:
         own = self._blocks(root)
         own = self.blocks_of(root, own) or own
         return [inner for inner in self._units(root, own) if inner in self.calls] if own else [root]
-
-    def _heavy(self, units: Sequence[str], needs: dict[str, Needs]) -> list[str]:
-        """The blocks of units of which none is one."""
-        own = (unit for unit in units if needs[unit].work > _SHARE * self.work)
-        return [block for unit in own for block in self._blocks(unit)]
-
-
-def _around(units: Sequence[str]) -> str:
-    """The innermost module that holds all of several units."""
-    parts = [unit.split(".") for unit in units]
-    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False)))
-
-
-def _condensed(graph: networkx.DiGraph[str], home: dict[str, str]) -> networkx.DiGraph[str]:
-    """The graph of what ``home`` says units count as: units that run again behind each other count as one."""
-    made: networkx.DiGraph[str] = networkx.DiGraph()
-    made.add_nodes_from(home.values())
-    made.add_edges_from((home[one], home[other]) for one, other in graph.edges if home[one] != home[other])
-    return made

@@ -176,9 +176,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class ValuesReadError(TraceError):
     """The model reads values of tensors to decide what to run, so it cannot be captured without data."""
 
+    def __init__(self, field: str, value: object, reason: str) -> None:
+        super().__init__(field, value, reason if reason.endswith(_INSTEAD) else f"{reason} {_INSTEAD}")
+
+
+_INSTEAD = (
+    "auto_parallelize trains such a model, every rank all of it; for other plans let masks take the place of values "
+    "(torch.where, or all experts on all tokens)."
+)
+
 
 def _answer(tensor: Tensor) -> bool:
     if tensor.dtype is torch.bool:
         return True
-    remedy = "The model reads values of tensors to decide what to run; such a model cannot be captured without data."
-    raise ValuesReadError("model", "tensor.item()", remedy)
+    raise ValuesReadError("model", "tensor.item()", "The model reads values of tensors to decide what to run.")

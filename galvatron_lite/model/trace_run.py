@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -90,6 +92,18 @@ def observe(twin: nn.Module, batch: Any, blocks: Sequence[str], flow: DataFlow |
 
 
 @contextmanager
+def garbage_waits() -> Iterator[None]:
+    """Nothing is collected while operators are recorded: finalizers (as of DeepSpeed) run some of their own."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
 def shapes_only(recorder: Recorder) -> Iterator[None]:
     """Tensors are made on the meta device, attention is fused, experts are grouped, and the recorder listens."""
     hooks = saved_tensors_hooks(recorder.keep, lambda kept: kept)
@@ -108,9 +122,11 @@ def explaining(path: str, module: nn.Module, entered: Sequence[str] = ()) -> Ite
         part = entered[-1] if entered else ""
         full = ".".join(filter(None, (path, part)))
         reason = cause.remedy if isinstance(cause, TraceError) else f"{type(cause).__name__}: {cause}".split(". ")[0]
-        remedy = f"It does not run without data (on the meta device): {reason}"
         # torch has no type of error of its own for operators that would need values: nonzero, tolist, numpy
         values = isinstance(cause, (ValuesReadError, NotImplementedError)) or "meta " in str(cause)
+        if operator := re.search(r"register_meta function for (\S+)\(\)", reason):
+            reason = f"{operator[1]} reads values of tensors."
+        remedy = f"It does not run without data (on the meta device): {reason}"
         kind = ValuesReadError if values else TraceError
         raise kind(f"block {full}" if full else "model", type(module.get_submodule(part)).__name__, remedy) from cause
 

@@ -376,23 +376,17 @@ def _replicated(case: Case) -> float:
 def _loudest(case: Case, moved: CommunicationSeconds) -> LongestCommunication:
     """The layers that communicate most: by weights, by outputs of split ones, by halos or a stage's output."""
 
-    def most(layers: Iterable[OracleLayer], items: Callable[[OracleLayer], int]) -> str:
+    def most(layers: Iterable[OracleLayer], items: Callable[[OracleLayer], int] = lambda layer: layer.outputs) -> str:
         return max(layers, key=items).name
 
     network, split = case.network, case.network.split_by
     if moved.messages:
-        return LongestCommunication(
-            messages=most((stage[-1] for stage in balanced(network, case.devices)[:-1]), _outputs)
-        )
+        return LongestCommunication(messages=most(stage[-1] for stage in balanced(network, case.devices)[:-1]))
     return LongestCommunication(
         most(network.layers, lambda layer: layer.weights) if moved.gradients else "",
-        most(split(ModelSplit.FILTER), _outputs) if moved.layers else "",
+        most(split(ModelSplit.FILTER)) if moved.layers else "",
         most(split(ModelSplit.SPATIAL), lambda layer: layer.halo(layer.x)) if moved.halo else "",
     )
-
-
-def _outputs(layer: OracleLayer) -> int:
-    return layer.outputs
 
 
 def _uneven(case: Case) -> float:

@@ -105,36 +105,23 @@ def _machine(origin: str, model: str, devices: int, batch: int) -> ClusterCosts 
 
 
 def _check(row: MeasuredRow, machine: ClusterCosts | str) -> RowCheck:
+    """The closed forms are without quirks, with the network's default setting."""
     predicted, problems = dict[str, float | None](), dict[str, str]()
-    ways: dict[str, Callable[[], float]] = {
-        "paradl": lambda: _closed_seconds(row),
-        "galvatron": lambda: _priced_seconds(row, machine),
-    }
-    for name, formulas in ways.items():
-        try:
-            predicted[name] = formulas()
-        except GalvatronError as error:
-            predicted[name], problems[name] = None, str(error)
-    return RowCheck(row, predicted | {"published": row.projected or None}, problems)
-
-
-def _closed_seconds(row: MeasuredRow) -> float:
-    """What the closed forms say of a row, without quirks, with the network's default setting."""
-    fabric = fabric_named(CLUSTER)
+    network, fabric = network_named(row.model), fabric_named(CLUSTER)
     assert fabric is not None
-    case = Case(network_named(row.model), wires_of(fabric), row.strategy, row.devices, row.batch)
-    epoch = estimate(case).epoch
-    return epoch if row.per == "epoch" else epoch / case.iterations
-
-
-def _priced_seconds(row: MeasuredRow, machine: ClusterCosts | str) -> float:
-    if isinstance(machine, str):
-        raise GalvatronError(machine)
-    question = RowQuestion(row.strategy, row.devices, row.batch, network_named(row.model).samples)
-    priced = row_of(machine, question)
-    if priced.problem:
-        raise GalvatronError(priced.problem)
-    return priced.epoch if row.per == "epoch" else priced.iteration
+    case = Case(network, wires_of(fabric), row.strategy, row.devices, row.batch)
+    try:
+        epoch = estimate(case).epoch
+        predicted["paradl"] = epoch if row.per == "epoch" else epoch / case.iterations
+    except GalvatronError as error:
+        problems["paradl"] = str(error)
+    if not isinstance(machine, str):
+        priced = row_of(machine, RowQuestion(row.strategy, row.devices, row.batch, network.samples))
+        predicted["galvatron"], machine = priced.epoch if row.per == "epoch" else priced.iteration, priced.problem
+    if machine:
+        predicted["galvatron"], problems["galvatron"] = None, machine
+    predicted["published"] = row.projected or None
+    return RowCheck(row, {name: predicted.get(name) for name in FORMULAS}, problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,24 +166,22 @@ class Ranking:
 
 def rankings(checks: Sequence[RowCheck]) -> tuple[Ranking, ...]:
     """Rankings of every group of two strategies and more, by seconds of an epoch."""
-    groups = _grouped(checks, lambda row: f"{row.model} on {row.devices} ({row.origin})")
-    return tuple(_ranking(name, group) for name, group in groups.items() if len(group) > 1)
-
-
-def _ranking(name: str, group: Sequence[RowCheck]) -> Ranking:
-    def order(seconds: Sequence[tuple[str, float]]) -> tuple[str, ...]:
-        return tuple(strategy for strategy, _ in sorted(seconds, key=lambda pair: pair[1]))
-
-    measured = [(check.row.strategy.value, check.row.epoch(check.row.seconds)) for check in group]
-    predicted, right = dict[str, tuple[str, ...]](), dict[str, bool]()
-    for formulas in FORMULAS:
-        known = [(place, check.row.epoch(seconds)) for place, check in enumerate(group)
-                 if (seconds := check.predicted.get(formulas)) is not None]  # fmt: skip
-        predicted[formulas] = order([(measured[place][0], seconds) for place, seconds in known])
-        pairs = combinations(known, 2)
-        turned = any((measured[i][1] - measured[j][1]) * (first - second) < 0 for (i, first), (j, second) in pairs)
-        right[formulas] = len(known) > 1 and not turned
-    return Ranking(name, order(measured), predicted, right)
+    found = []
+    for name, group in _grouped(checks, lambda row: f"{row.model} on {row.devices} ({row.origin})").items():
+        measured = {one.row.strategy.value: one.row.epoch(one.row.seconds) for one in group}
+        predicted, right = dict[str, tuple[str, ...]](), dict[str, bool]()
+        for formulas in FORMULAS:
+            known = {
+                one.row.strategy.value: one.row.epoch(seconds)
+                for one in group
+                if (seconds := one.predicted.get(formulas)) is not None
+            }
+            turned = any((measured[i] - measured[j]) * (known[i] - known[j]) < 0 for i, j in combinations(known, 2))
+            predicted[formulas] = tuple(sorted(known, key=known.__getitem__))
+            right[formulas] = len(known) > 1 and not turned
+        if len(group) > 1:
+            found.append(Ranking(name, tuple(sorted(measured, key=measured.__getitem__)), predicted, right))
+    return tuple(found)
 
 
 DIGITS = 12  # significant digits of a figure: those that the released oracle prints

@@ -14,11 +14,10 @@ from math import ceil
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster
-from galvatron_lite.cost.groups import busy_seconds, groups_of, price_stages
 from galvatron_lite.cost.layer import LayerCost, LayerPricer
 from galvatron_lite.cost.memory import group_memory
 from galvatron_lite.cost.stage import Shape, StageCost
-from galvatron_lite.cost.step import straggling
+from galvatron_lite.cost.step import busy_seconds, groups_of, price_stages, straggling
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorClass
 from galvatron_lite.oracle.rows import (

@@ -258,9 +258,8 @@ def _of_line(line: StrategyLine) -> Iterator[ScalingFinding]:
         first = next((pair for pair in shares if pair[0] >= cause.threshold), None)
         if first is not None:
             most, worst = max(shares, key=lambda pair: pair[0])
-            here, there = f"{first[0]:.0%}", f"{most:.0%}"
-            words = f"{here} of {cause.of} from {first[1].devices:,} GPUs"
-            words += f", {there} on {worst.devices:,}" * (here != there) + cause.where(worst)
+            words = f"{first[0]:.0%} of {cause.of} from {first[1].devices:,} GPUs"
+            words += f", {most:.0%} on {worst.devices:,}" * (f"{first[0]:.0%}" != f"{most:.0%}") + cause.where(worst)
             yield _finding(cause.name, cause.sort, line, (first, (most, worst)), words)
     yield from _slow_split(line)
     yield from _overfull(line)

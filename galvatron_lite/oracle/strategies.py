@@ -18,7 +18,7 @@ from galvatron_lite.oracle.rows import HYBRIDS, Method
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.channel.parts import each_divides
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.search.strategies import Narrowed, strategies_for
+from galvatron_lite.search.space import Narrowed, strategies_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +127,6 @@ def family_of(strategy: Strategy) -> Method | None:
     return None
 
 
-def _plain(strategy: Strategy) -> Strategy:
-    """The strategy with replicas in place of the devices that share convolutions."""
-    shared = strategy.spatial * strategy.slices
-    return replace(strategy, data=strategy.data * shared, depth=1, height=1, width=1, filters=1, channels=1)
-
-
 def check_text(strategy: Strategy, kinds: Mapping[str, LayerKind]) -> None:
     """Whether any layer of a model can be split as a strategy says."""
     if any(_eased(kind, strategy) for kind in kinds.values()):
@@ -181,23 +175,19 @@ def _arrived(
 
 
 def ways_of(pricer: LayerPricer, question: RowQuestion, name: str) -> list[Way]:
-    """What a kind of layer may do: all of the ways to split it the most."""
-    if question.strategy is not None:
-        return _as_requested(pricer, question, name, question.strategy)
-    if question.width == 1:
-        return [(0.0, Chosen(Strategy(data=question.devices)))]
-    return _widest(pricer, question, name, question.kind, Strategy(data=question.replicas), question.width)
-
-
-def _as_requested(pricer: LayerPricer, question: RowQuestion, name: str, strategy: Strategy) -> list[Way]:
-    """A strategy that is given, where the layer allows it; else as much of it as it does."""
-    layer, family = pricer.profile.graph.kinds[name], family_of(strategy)
-    easier = _eased(layer, strategy)
+    """What a kind of layer may do: all ways to split it the most, or as much of a strategy as it allows."""
+    layer, strategy = pricer.profile.graph.kinds[name], question.strategy
+    if strategy is None:
+        if question.width == 1:
+            return [(0.0, Chosen(Strategy(data=question.devices)))]
+        return _widest(pricer, question, name, question.kind, Strategy(data=question.replicas), question.width)
+    family, easier = family_of(strategy), _eased(layer, strategy)
     if easier is not None:
         return [(0.0, Chosen(easier))]
     if family is None or strategy.tensor * strategy.context > 1:
         raise InputError("--strategy", str(strategy), f"{name} allows {allowed(layer) or 'replicas only'}.")
-    outer = replace(_plain(strategy), data=strategy.data)
+    # replicas, shards and recomputation alone; the devices that share convolutions split it the most they can
+    outer = replace(strategy, depth=1, height=1, width=1, filters=1, channels=1)
     return _widest(pricer, question, name, family, outer, strategy.spatial * strategy.slices)
 
 

@@ -41,7 +41,7 @@ class Backend:
     pipelines: tuple[Mode, ...] = tuple(Mode)  # the modes in which it runs several stages
     modes: tuple[Mode, ...] = tuple(Mode)  # what it runs plans for
     # fields of ``Strategy`` that have one value in all layers that have parameters; the search takes each value in
-    # turn (``search.alike``)
+    # turn (``search.ways``)
     uniform: tuple[str, ...] = ()
     block_uniform: tuple[str, ...] = ()  # fields that have one value in all blocks besides
     block_rule: Callable[[Strategy], bool] | None = None  # what it asks of blocks alone; None: nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -75,15 +75,13 @@ class Processes:
 
     process_group: dist.ProcessGroup | None = None  # the group; None for all processes
 
-    @property
-    def size(self) -> int:
-        """Processes in the group."""
-        return dist.get_world_size(self.process_group)
+    # looked up once: torch takes microseconds for each, which count in every call on shards
+    size: int = field(init=False)  # processes in the group
+    rank: int = field(init=False)  # index of this process in the group
 
-    @property
-    def rank(self) -> int:
-        """Index of this process in the group."""
-        return dist.get_rank(self.process_group)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", dist.get_world_size(self.process_group))
+        object.__setattr__(self, "rank", dist.get_rank(self.process_group))
 
 
 def all_gather(output: Tensor, part: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:

@@ -97,7 +97,11 @@ def fields_in(word: str) -> dict[str, object] | None:
 
 def parts_of() -> dict[str, tuple[str, ...]]:
     """What can be forbidden of all dimensions, and the fields of ``Strategy`` that each sets."""
-    return {part: fields for one in pinned() for part, fields in (one.parts or {one.name: (one.degree,)}).items()}
+    return {
+        part: fields
+        for one in pinned()
+        for part, fields in (one.parts or {one.name: (one.degree or one.name,)}).items()
+    }
 
 
 def added_dimensions() -> tuple[Dimension, ...]:

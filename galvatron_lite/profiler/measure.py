@@ -32,7 +32,6 @@ from galvatron_lite.model.trace_meta import precision_of
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.profiler.measure_bench import BranchTimer, LayerBench
 from galvatron_lite.profiler.measure_hardware import (
-    GroupShape,
     group_shapes,
     make_group,
     measure_collective,
@@ -272,7 +271,8 @@ def make_tasks(scope: Scope, bench: LayerBench) -> list[MeasureTask]:
     for shape in group_shapes(scope.world):
         for kind in Collective:
             if kind is not Collective.SEND_RECV or shape.size == 2:
-                add(f"{kind}/{shape.size} ranks {shape.stride} apart", _collective, kind, shape, group, scope)
+                key = f"{kind}/{shape.size} ranks {shape.stride} apart"
+                add(key, lambda k=kind, s=shape: measure_collective(k, s, group(s), device, rule=rule))
     return tasks
 
 
@@ -283,12 +283,6 @@ def _plain(points: Any) -> Any:
 def _listed(measure: Callable[[LayerSetting], LayerPoint | None], setting: LayerSetting) -> list[LayerPoint]:
     point = measure(setting)
     return [] if point is None else [point]
-
-
-def _collective(
-    kind: Collective, shape: GroupShape, group: Callable[[GroupShape], dist.ProcessGroup | None], scope: Scope
-) -> list[CollectivePoint]:
-    return measure_collective(kind, shape, group(shape), scope.device, rule=scope.rule)
 
 
 def _layer_task(setting: LayerSetting, bench: LayerBench, scope: Scope) -> MeasureTask:

@@ -106,7 +106,7 @@ def time_edges(edges: EdgeInput, device: torch.device, rule: TimingRule) -> Timi
 
 def edge_memory(edges: EdgeInput, device: torch.device) -> tuple[SegmentMemory, SegmentMemory]:
     """Bytes of what lies before and of what lies after the blocks."""
-    _step(edges, _nothing)
+    _step(edges, lambda: None)
     if not edges.skeleton.stubs:
         return _whole_memory(edges, device), SegmentMemory(0, 0, 0)
     alone, with_side = _kept_before(edges, device)
@@ -123,10 +123,6 @@ def _whole_memory(edges: EdgeInput, device: torch.device) -> SegmentMemory:
         _step(edges.copied(), tracked.mark)
     forward, *_, backward = tracked.phases
     return segment_memory(forward, backward, 0)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _step(edges: EdgeInput, lap: Callable[[], None]) -> None:
@@ -157,7 +153,8 @@ def _passing(calls: Mapping[str, SegmentCall], lap: Callable[[], None]) -> Calla
 
     def visit(stub: PassThrough, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entering = hidden_state(args, kwargs)
-        hidden = _trained(entering)
+        # ids take no gradient: a scalar that does, as the block's result has one
+        hidden = entering if entering.is_floating_point() else torch.zeros((), device=entering.device).requires_grad_()
         if not reached:
             reached.append(True)
             lap()
@@ -169,11 +166,6 @@ def _passing(calls: Mapping[str, SegmentCall], lap: Callable[[], None]) -> Calla
         return passed_on(calls[stub.kind], hidden)
 
     return visit
-
-
-def _trained(hidden: Tensor) -> Tensor:
-    """The hidden state; a scalar that takes a gradient, as the block's result does, where it cannot (ids)."""
-    return hidden if hidden.is_floating_point() else torch.zeros((), device=hidden.device, requires_grad=True)
 
 
 def boundary(hidden: Tensor, reached: Callable[[], None]) -> Tensor:

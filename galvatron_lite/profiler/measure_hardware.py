@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.cluster.cluster import Cluster, Collective, Device
+from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.process_groups import all_gather, reduce_scatter
 from galvatron_lite.profiler.memory import storage_bytes, track_peak
 from galvatron_lite.profiler.schema import CollectivePoint, OptimizerCost, Overlap, Throughput
@@ -152,9 +153,9 @@ class GroupShape:
 def group_shapes(world: int) -> list[GroupShape]:
     """Every shape whose groups tile a world, near ones first."""
     shapes = []
-    for size in _divisors(world):
+    for size in divisors(world):
         if size > 1:
-            shapes += [GroupShape(size, stride, world // size) for stride in _divisors(world // size)]
+            shapes += [GroupShape(size, stride, world // size) for stride in divisors(world // size)]
     return shapes
 
 
@@ -223,10 +224,6 @@ def _send_or_receive(tensor: Tensor, group: dist.ProcessGroup | None) -> object:
     if rank == 0:
         return dist.send(tensor, group=group, group_dst=1)
     return dist.recv(tensor, group=group, group_src=0) if rank == 1 else None
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 _MESSAGE = {"cpu": 2**23, "cuda": 2**28}

@@ -110,12 +110,12 @@ def _read_trace(trace: profile) -> list[dict[str, Any]]:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    kept = [event for event in events if _is_memory(event) or _is_mark(event)]
+    kept = [
+        event
+        for event in events
+        if _is_mark(event) or (event.get("name") == "[memory]" and event["args"]["Device Type"] == 0)
+    ]
     return sorted(kept, key=lambda event: event["ts"])
-
-
-def _is_memory(event: dict[str, Any]) -> bool:
-    return bool(event.get("name") == "[memory]" and event["args"]["Device Type"] == 0)
 
 
 def _is_mark(event: dict[str, Any]) -> bool:

@@ -182,8 +182,8 @@ class Profile(Strict):
         fits: straight lines through them.
         overlap: mutual slow-down.
         hidden: share of communication that compute may hide, by its cause (``data``, ``zero``, ``tensor``, ``context``,
-            ``expert``), or by cause and moment (``tensor.backward``, ``zero.gather``; see ``cost.overlap``); what is
-            absent is hidden wholly where its dimension says that it overlaps, else not at all.
+            ``expert``), or by cause and moment (``tensor.backward``, ``zero.gather``; see ``cost.communication``); what
+            is absent is hidden wholly where its dimension says that it overlaps, else not at all.
         optimizer: update cost.
         overhead: the runtime's own fixed costs.
         straggling: relative growth of the step time with each doubling of the number of nodes.
@@ -194,7 +194,7 @@ class Profile(Strict):
         parameter_precision: precision in which parameters are held at rest.
         bucket_bytes: bytes for one parameter item of gradient buffers beside the gradients, where replicas sum them.
         passing_bytes: bytes for one parameter item of gradients that last for one backward pass only.
-        copied_bytes: bytes for one item of copies of weights that all passes of a step share (``cost.copies``).
+        copied_bytes: bytes for one item of copies of weights that all passes of a step share (``cost.points``).
         accumulates: whether gradients under ZeRO stay whole from micro-batch to micro-batch, where there are several,
             and are reduced behind the last one (FSDP's ``no_sync``), whatever the stage; else stages 2 and 3 reduce
             them after each, and under stage 1 they are always whole.

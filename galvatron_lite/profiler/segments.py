@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Skeleton:
     def visit_with(self, visitor: Callable[[PassThrough, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Let every stub ask ``visitor(stub, args, kwargs)`` for its result."""
         for stub in self.stubs.values():
-            stub.visit = _bind(visitor, stub)
+            stub.visit = partial(visitor, stub)
 
     def twin(self, model: nn.Module) -> Skeleton:
         """A skeleton of a copy of its model."""
@@ -218,10 +219,6 @@ class Joined(torch.autograd.Function):
 
 class StopRunError(Exception):
     """Raised by a stub once the rest of the model's forward is not needed."""
-
-
-def _bind(visitor: Callable[..., Any], stub: PassThrough) -> Callable[..., Any]:
-    return lambda args, kwargs: visitor(stub, args, kwargs)
 
 
 def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:

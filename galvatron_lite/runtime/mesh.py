@@ -98,15 +98,6 @@ class Meshes:
         return self.by_degrees[_degrees(strategy)]
 
 
-@dataclass(frozen=True, slots=True)
-class MeshPart:
-    """Layers that have ranks of their own, and no pipeline."""
-
-    first: int  # their first rank
-    devices: int  # how many consecutive ranks
-    strategies: tuple[Strategy, ...]  # of the layers. Those of one device: every rank does all the work
-
-
 def join_world(plan: Plan, device_type: str) -> None:
     """Start a process group where none runs, and raise LaunchError where it has not the plan's size."""
     join(torch.device(device_type))
@@ -142,20 +133,25 @@ def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = No
     return Meshes(rank, plan.pipeline, size, world.group_of(lines), views)
 
 
-def build_part_meshes(parts: Sequence[MeshPart], device_type: str) -> list[Meshes | None]:
+def build_part_meshes(parts: Sequence[tuple[int, int, Sequence[Strategy]]], device_type: str) -> list[Meshes | None]:
     """Every process group of several parts of a model; all ranks must call it together, once the world is joined.
+
+    Args:
+        parts: first rank, number of consecutive ranks and strategies of each. Under a strategy of one device every rank
+            does all the work.
+        device_type: ``cuda`` or ``cpu``.
 
     Returns:
         By part: the groups of this rank; None where it is not one of the part's.
     """
-    rank, by_part = dist.get_rank(), [_all_degrees(part.strategies) for part in parts]
-    keys = [key for part, every in zip(parts, by_part, strict=True) for one in every for key in _keys(one, part.first)]
+    rank, by_part = dist.get_rank(), [(first, count, _all_degrees(every)) for first, count, every in parts]
+    keys = [key for first, _, every in by_part for one in every for key in _keys(one, first)]
     world = _World(keys, device_type, ProcessGroups())
     meshes: list[Meshes | None] = []
-    for part, every in zip(parts, by_part, strict=True):
-        if part.first <= rank < part.first + part.devices:
-            views = {one: world.view(one, part.first if one.devices > 1 else rank) for one in every}
-            meshes.append(Meshes(rank, 1, part.devices, None, views, part.first))
+    for first, count, every in by_part:
+        if first <= rank < first + count:
+            views = {one: world.view(one, first if one.devices > 1 else rank) for one in every}
+            meshes.append(Meshes(rank, 1, count, None, views, first))
         else:
             meshes.append(None)
     return meshes

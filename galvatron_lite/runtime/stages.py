@@ -82,7 +82,7 @@ class StageRuntime:
 
 
 @dataclass(frozen=True, slots=True)
-class StageCut:
+class CutStage:
     """A stage that was cut out of a structure of the model."""
 
     number: int
@@ -92,7 +92,7 @@ class StageCut:
     incoming: frozenset[Layout]  # in which what earlier stages send may lie: they pass on what came to them
 
 
-def cut_stages(model: nn.Module, prepared: Prepared, meshes: Meshes, device: torch.device) -> list[StageCut]:
+def cut_stages(model: nn.Module, prepared: Prepared, meshes: Meshes, device: torch.device) -> list[CutStage]:
     """This rank's stages, in the order of the model: the first of the user's model, the others of copies of it."""
     pipeline, stages = pipeline_of(prepared.plan), prepared.stages
     models: dict[int, nn.Module] = {}
@@ -110,7 +110,7 @@ def cut_stages(model: nn.Module, prepared: Prepared, meshes: Meshes, device: tor
         incoming = {
             layout for stage in stages[:number] for layout in (glue_layout(stage), *(placed.layout for placed in stage))
         }
-        cuts.append(StageCut(number, structure, cut, deferral, frozenset(incoming)))
+        cuts.append(CutStage(number, structure, cut, deferral, frozenset(incoming)))
     return cuts
 
 
@@ -143,7 +143,7 @@ def _defer(model: nn.Module, stage: Sequence[LayerAssignment], deferral: Deferra
 
 def join_stages(
     runtimes: Sequence[StageRuntime],
-    cuts: Sequence[StageCut],
+    cuts: Sequence[CutStage],
     prepared: Prepared,
     meshes: Meshes,
     options: SetupOptions,

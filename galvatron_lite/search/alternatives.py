@@ -8,27 +8,29 @@ each scenario; what that is more or less than as assumed, its simulated time is,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import accumulate, groupby, pairwise
 from math import inf
-from operator import mul
 
 from galvatron_lite.cluster.budget import as_budget, bytes_on
-from galvatron_lite.cost.groups import price_stages
+from galvatron_lite.cluster.cluster import Level
 from galvatron_lite.cost.layer import LayerPricer
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.cost.stage import Shape
-from galvatron_lite.cost.step import bound_seconds, shape_of, strategies_of
+from galvatron_lite.cost.step import bound_seconds, price_stages, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.registry import SHAPES
-from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
 from galvatron_lite.profiler.schema import LayerPoint, OriginKind, Profile
-from galvatron_lite.search.best_first import MOST_WORK, SolvedPlan, finished, search
+from galvatron_lite.search.best_first import ANY_TIME, MOST_WORK, SolvedPlan, finished, search
+from galvatron_lite.search.problem import Partition, StagePlan, part_of
 from galvatron_lite.search.result import summary
 from galvatron_lite.search.shapes import Request, open_problem, shapes_of
 from galvatron_lite.search.space import Fixed
+from galvatron_lite.search.tables import ticks
 from galvatron_lite.units import format_budget
 
 LINKS, HIDDEN, KERNELS = 0.5, 0.6, 0.1
@@ -49,75 +51,63 @@ class Range:
 
 def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:
     """The range of each plan, which has its prediction."""
-    profile = pricer.profile
-    others = [LayerPricer(other) for other in scenarios_of(profile)]
-    found = []
+    others, found = [LayerPricer(other) for other in scenarios_of(pricer.profile)], []
     for plan in plans:
-        strategies = strategies_of(plan, profile)
-        shape = shape_of(plan, strategies)
-        assumed = _closed_seconds(pricer, plan, shape, strategies)
+        strategies = strategies_of(plan, pricer.profile)
+        shape, sizes = shape_of(plan, strategies), [sum(run.count for run in stage.runs) for stage in plan.stages]
+        assumed, *varied = (
+            bound_seconds(own.profile, shape, price_stages(own, shape, sizes, strategies, memory=False))
+            for own in (pricer, *others)
+        )
         step = plan.prediction.step_seconds if plan.prediction else assumed
-        seconds = [step, *(step * _closed_seconds(other, plan, shape, strategies) / assumed for other in others)]
+        seconds = [step, *(step * other / assumed for other in varied)]
         found.append(Range(min(seconds), max(seconds), sum(seconds) / len(seconds)))
     return found
 
 
-def _closed_seconds(pricer: LayerPricer, plan: Plan, shape: Shape, strategies: Sequence[Strategy]) -> float:
-    sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
-    return bound_seconds(pricer.profile, shape, price_stages(pricer, shape, sizes, strategies, memory=False))
-
-
 def scenarios_of(profile: Profile) -> list[Profile]:
-    """The profile as it would be under each scenario; kernels that were measured are as they are."""
-    found = [_slow_links(profile), _less_hidden(profile)]
-    if profile.origin.kind is OriginKind.ESTIMATED:
-        found += [_kernels(profile, 1.0 - KERNELS), _kernels(profile, 1.0 + KERNELS)]
-    return found
-
-
-def _slow_links(profile: Profile) -> Profile:
+    """The profile as it would be under each scenario: slow links, less hidden, and quick or slow kernels where these
+    were estimated; those that were measured are as they are."""
     cluster = profile.cluster
-    inside = list(accumulate((level.size for level in cluster.levels), mul))
-    first = min(1, len(inside) - 1)
-    node = inside[0] if first else 1
-    levels = [
-        replace(level, bandwidth=LINKS * level.bandwidth) if place >= first else level
-        for place, level in enumerate(cluster.levels)
-    ]
-    groups = tuple(
-        replace(group, levels=tuple(
+    first = min(1, len(cluster.levels) - 1)
+    node = cluster.levels[0].size if first else 1
+
+    def slowed(levels: Sequence[Level]) -> tuple[Level, ...]:
+        return tuple(
             replace(level, bandwidth=LINKS * level.bandwidth) if place >= first else level
-            for place, level in enumerate(group.levels)
-        ))
-        for group in cluster.groups
-    )  # fmt: skip
-    far = [fit for fit in profile.fits if (fit.group - 1) * fit.stride >= node]
-    fits = tuple(replace(fit, bandwidth=LINKS * fit.bandwidth) if fit in far else fit for fit in profile.fits)
-    near = tuple(point for point in profile.collectives if (point.group - 1) * point.stride < node)
-    slow = replace(cluster, levels=tuple(levels), groups=groups)
-    return replace(profile, cluster=slow, fits=fits, collectives=near)
+            for place, level in enumerate(levels)
+        )
 
-
-def _less_hidden(profile: Profile) -> Profile:
-    shares = {**dict.fromkeys(_OVERLAPPING, 1.0), **profile.hidden}
-    return replace(profile, hidden={cause: HIDDEN * share for cause, share in shares.items()})
-
-
-def _kernels(profile: Profile, factor: float) -> Profile:
-    def scaled(points: Sequence[LayerPoint]) -> tuple[LayerPoint, ...]:
+    def scaled(points: Sequence[LayerPoint], factor: float) -> tuple[LayerPoint, ...]:
         return tuple(replace(one, forward=factor * one.forward, backward=factor * one.backward) for one in points)
 
-    types = tuple(replace(one, layers=scaled(one.layers)) for one in profile.types)
-    return replace(profile, layers=scaled(profile.layers), types=types)
+    groups = tuple(replace(group, levels=slowed(group.levels)) for group in cluster.groups)
+    near = [(point.group - 1) * point.stride < node for point in profile.fits]
+    fits = (
+        fit if inside else replace(fit, bandwidth=LINKS * fit.bandwidth)
+        for fit, inside in zip(profile.fits, near, strict=True)
+    )
+    slow = replace(
+        profile, cluster=replace(cluster, levels=slowed(cluster.levels), groups=groups), fits=tuple(fits),
+        collectives=tuple(point for point in profile.collectives if (point.group - 1) * point.stride < node),
+    )  # fmt: skip
+    shares = {**dict.fromkeys(_OVERLAPPING, 1.0), **profile.hidden}
+    found = [slow, replace(profile, hidden={cause: HIDDEN * share for cause, share in shares.items()})]
+    for factor in (1.0 - KERNELS, 1.0 + KERNELS) if profile.origin.kind is OriginKind.ESTIMATED else ():
+        types = tuple(replace(one, layers=scaled(one.layers, factor)) for one in profile.types)
+        found.append(replace(profile, layers=scaled(profile.layers, factor), types=types))
+    return found
 
 
 UNBOUNDED = 2**60
 _ROUNDING = 1e-9
 _TRIES = 3
 """How often a plan is made for less room, until one fits, and how many fewer stages a group are tried."""
-_REACH, _FARTHEST, _WORK, _LITTLE = 0.03, 0.15, 400_000, 20_000
+_SLIGHT = 0.005
+"""By what share another plan may be quicker than one that is looked for instead."""
+_REACH, _FARTHEST, _LITTLE = 0.03, 0.15, 20_000
 """By how much a simulated step may be below its closed form for a plan to be looked at, at least and at most, and
-labels for each degree, and for each shape."""
+labels for each shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +140,11 @@ class Finalist:
         begin = f"{self.name.partition(', ')[0]}, "  # what the name says already
         return Alternative(f"{self.name}: {words.removeprefix(begin)}", self.seconds, peak, self.fits, *ends)
 
+    @property
+    def expected(self) -> float:
+        """Seconds of a step over all scenarios; as simulated where they were not asked for."""
+        return self.range.mean if self.range else self.seconds
+
 
 def finalists(
     request: Request,
@@ -157,7 +152,7 @@ def finalists(
     best: SolvedPlan,
     wanted: int = 3,
     further: Sequence[SolvedPlan] = (),
-    simple: Sequence[Finalist] = (),
+    near: bool = False,
 ) -> tuple[Finalist, ...]:
     """What the search found, first, and good plans that differ materially from it and one another, not proven ones.
 
@@ -171,100 +166,66 @@ def finalists(
         best: what the search ended with.
         wanted: so many others are looked for; 0: none.
         further: plans that the user has.
-        simple: plans that were simulated before the search.
+        near: whether the best plans of all shapes are looked for whose closed form is so near that a simulation may
+            put them first.
     """
     first = _finalist(request, pricer, _name(best.problem.shape), best)
     beside = [one for one in further if one.partition is not best.partition]
     options = [first, *(_finalist(request, pricer, "given", one) for one in beside)]
     if not first.fits:
         options += _instead(request, pricer, first)
-    options += [
-        one for one in simple if one.plan.stages != first.plan.stages or one.plan.schedule != first.plan.schedule
-    ]
-    if all(one.found.problem.shape != best.problem.shape for one in simple):
-        options += _fewer_stages(request, pricer, first)
-    if request.runs is None and not best.stopped:
-        for one in _near(request, pricer, best):
-            _add(options, one)
+    others = sorted(best.others, key=lambda other: other.partition.time)
+    others = [other for other in others if other.partition is not best.partition]
+    close = [other for other in others if other.partition.time <= best.partition.time * (1.0 + _REACH)]
+    for other in dict.fromkeys([*close, *others[:wanted]]):
+        _add(options, _finalist(request, pricer, _name(other.problem.shape), other))
+    whole = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
+    if first.plan.schedule.splits_backward and whole:
+        # its closed form leaves out waits that simulation shows, which those of other schedules have
+        fixed = replace(request.fixed, pipeline=best.problem.shape.stages)
+        below = int(best.partition.time * (1.0 + _REACH))
+        _add(options, _best_of(replace(request, fixed=fixed, schedules=whole), pricer, "", below))
+    for shape in _near_shapes(request, pricer, best, near):
+        below = int(best.partition.time * (1.0 + _reach(shape)))
+        _add(options, _best_of(_shaped(request, shape), pricer, _name(shape), below))
     if wanted < 1:
         return tuple(options)
-    others = [other for other in best.others if other.partition is not best.partition]
-    for other in sorted(others, key=lambda other: other.partition.time)[:wanted]:
-        _add(options, _finalist(request, pricer, _name(other.problem.shape), other))
-    for name, fixed in _others(request):
-        if len({option.name for option in options} - {"given"}) > wanted:
-            break
-        if name not in {option.name for option in options}:
-            _add(options, _best_of(replace(request, fixed=fixed), pricer, name))
+    for name, degrees in SHAPES if request.fixed == Fixed() and request.devices > 1 else ():
+        names = {option.name for option in options} - {"given"}
+        fixed = Fixed(pipeline=1, strategy=tuple(degrees.items()))
+        # pins may go beyond the space's own rules, which are to leave every layer a strategy
+        kinds = sorted({one.kind for one in request.graph.layers})
+        if len(names) <= wanted and name not in names and all(
+            request.space.offers(kind, request.devices, fixed) for kind in kinds
+        ):  # fmt: skip
+            own = replace(request, fixed=fixed)
+            _add(options, _best_of(own, pricer, name) or _best_of(own, pricer, name, budget=UNBOUNDED))
     return tuple(options)
 
 
-def pipelines(request: Request, pricer: LayerPricer, best: SolvedPlan, slack: float) -> tuple[Finalist, ...]:
-    """For each pipeline degree the plan of least closed form, where that is near the best plan's, the same with fewer
-    stages a group, and beside a zero-bubble one the best of other schedules; all simulated, for which of them is
-    quickest the closed form does not tell.
-
-    Args:
-        request: what is planned.
-        pricer: of the profile.
-        best: the plan of least closed form over all degrees.
-        slack: see ``search``.
-    """
-    options = list[Finalist]()
-    for degree in request.pipelines if len(request.pipelines) > 1 else ():
-        own = replace(request, fixed=replace(request.fixed, pipeline=degree))
-        below = int(best.partition.time * (1.0 + _REACH))
-        found = _searched(own, pricer, below=below, slack=slack, effort=_WORK) if degree > 1 else None
-        if found is None:
-            continue
-        first = _finalist(request, pricer, _name(found.problem.shape), found)
-        options += [first, *_fewer_stages(request, pricer, first)]
-        others = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
-        if first.plan.schedule.splits_backward and others:
-            # its closed form leaves out waits that simulation shows, which those of the others have
-            found = _searched(replace(own, schedules=others), pricer, below=below, slack=slack, effort=_WORK)
-            if found is not None:
-                second = _finalist(request, pricer, _name(found.problem.shape), found)
-                options += [second, *_fewer_stages(request, pricer, second)]
-    return tuple(options)
+def _reach(shape: Shape) -> float:
+    """By what share a simulation may be below the closed form: the fewer micro-batches there are, the more filling and
+    draining count, which the closed form is too high for."""
+    return min(_REACH + (shape.stages - 1) / (2 * shape.microbatches), _FARTHEST)
 
 
-def _near(request: Request, pricer: LayerPricer, best: SolvedPlan) -> Iterator[Finalist]:
-    """The best plans of other shapes of pipelines whose closed form is so near that a simulation may put them first.
+def _shaped(request: Request, shape: Shape) -> Request:
+    fixed = replace(request.fixed, pipeline=shape.stages, microbatches=shape.microbatches, virtual=shape.virtual)
+    return replace(request, fixed=fixed, schedules=(shape.schedule,))
 
-    The fewer micro-batches there are, the more filling and draining count, which the closed form is too high for.
-    """
-    for shape in shapes_of(request) if best.gap == 0.0 else ():
-        if shape.stages == 1 or shape == best.problem.shape:
-            continue
-        reach = min(_REACH + (shape.stages - 1) / (2 * shape.microbatches), _FARTHEST)
-        below = int(best.partition.time * (1.0 + reach))
+
+def _near_shapes(request: Request, pricer: LayerPricer, best: SolvedPlan, near: bool) -> Iterator[Shape]:
+    """Shapes of pipelines whose best plan a simulation may put first: those of near bounds, if they are asked for, and
+    those of fewer stages a group, of which the closed form knows less where they are uneven."""
+    own = best.problem.shape
+    for shape in shapes_of(request) if near and best.gap == 0.0 else ():
         known = open_problem(request, pricer, shape).answers
-        if max(known.glanced, known.averaged) < below:
-            fixed = replace(
-                request.fixed, pipeline=shape.stages, microbatches=shape.microbatches, virtual=shape.virtual
-            )
-            narrow = replace(request, fixed=fixed, schedules=(shape.schedule,))
-            found = _searched(narrow, pricer, below=below, effort=_LITTLE)
-            if found is not None:
-                yield _finalist(request, pricer, _name(shape), found)
-
-
-def _fewer_stages(request: Request, pricer: LayerPricer, first: Finalist) -> Iterator[Finalist]:
-    """Plans like one, with fewer stages a group, that are quicker: the closed form knows less of uneven ones, which
-    waits show in simulation."""
-    shape = first.found.problem.shape
-    if shape.schedule.virtual_stages is not None or request.fixed.virtual is not None:
-        return
-    below = int(first.found.partition.time * (1.0 + _REACH))
-    for virtual in range(shape.virtual - 1, max(shape.virtual - 1 - _TRIES, 1), -1):
-        fixed = replace(request.fixed, pipeline=shape.stages, microbatches=shape.microbatches, virtual=virtual)
-        narrow = replace(request, fixed=fixed, schedules=(shape.schedule,))
-        found = _searched(narrow, pricer, below=below)
-        if found is not None:
-            fewer = _finalist(request, pricer, f"{_name(shape)} of {virtual} stages each", found)
-            if fewer.seconds < first.seconds:
-                yield fewer
+        below = int(best.partition.time * (1.0 + _reach(shape)))
+        if shape.stages > 1 and shape != own and max(known.glanced, known.averaged) < below:
+            yield shape
+    if own.schedule.virtual_stages is None and request.fixed.virtual is None:
+        for virtual in range(own.virtual - 1, max(own.virtual - 1 - _TRIES, 1), -1):
+            yield replace(own, virtual=virtual)
 
 
 def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[Finalist]:
@@ -272,13 +233,13 @@ def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[
     schedules, of which the search knows every byte, and one of its own that was made for less room.
     """
     others = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
-    known = _searched(replace(request, schedules=others), pricer) if others else None
-    if known is not None:
-        yield _finalist(request, pricer, _name(known.problem.shape), known)
+    found = _searched(replace(request, schedules=others), pricer, slack=_SLIGHT) if others else None
+    if found is not None:
+        yield _finalist(request, pricer, _name(found.problem.shape), found)
     share = 1.0
     for _ in range(_TRIES):
         share *= min(bytes_on(request.budget, stage.device) / stage.memory.total for stage in over.plan.stages)
-        found = _searched(replace(request, budget=as_budget(request.budget).scaled(share)), pricer)
+        found = _searched(replace(request, budget=as_budget(request.budget).scaled(share)), pricer, slack=_SLIGHT)
         if found is None:
             return
         over = _finalist(request, pricer, _name(found.problem.shape), found)
@@ -325,7 +286,12 @@ def quickest(options: Sequence[Finalist], tolerance: float = 0.0, least: float =
     """
     fitting = [option for option in options if option.fits]
     if not fitting:
-        raise _overfull(options[0])
+        peak = options[0].alternative.peak_memory
+        raise InfeasibleError(
+            f"The plan found needs {format_budget(peak, up=True)} a device once its passes are in order: "
+            f"{options[0].alternative.summary}. Give that much, ask for another schedule, or for less recomputation.",
+            peak,
+        )
     best = min(fitting, key=lambda option: option.seconds)
     if not tolerance:
         first = options[0].fits and options[0].seconds * (1.0 - _ROUNDING) <= best.seconds
@@ -333,22 +299,9 @@ def quickest(options: Sequence[Finalist], tolerance: float = 0.0, least: float =
     limit = max(best.seconds, min(best.seconds, least) / (1.0 - tolerance))
     limit = min([limit, *(option.seconds for option in fitting if option.name == "given")])
     within = [option for option in fitting if option.seconds <= limit * (1.0 + _ROUNDING)]
-    expected = min(_expected(option) for option in within)
-    steady = [option for option in within if _expected(option) * (1.0 - tolerance) <= expected]
+    expected = min(option.expected for option in within)
+    steady = [option for option in within if option.expected * (1.0 - tolerance) <= expected]
     return min(steady, key=lambda option: option.complexity)
-
-
-def _expected(option: Finalist) -> float:
-    return option.range.mean if option.range else option.seconds
-
-
-def _overfull(option: Finalist) -> InfeasibleError:
-    peak = option.alternative.peak_memory
-    return InfeasibleError(
-        f"The plan found needs {format_budget(peak, up=True)} a device once its passes are in order: "
-        f"{option.alternative.summary}. Give that much, ask for another schedule, or for less recomputation.",
-        peak,
-    )
 
 
 def alternatives_to(options: Sequence[Finalist], chosen: Finalist, wanted: int) -> tuple[Alternative, ...]:
@@ -359,21 +312,6 @@ def alternatives_to(options: Sequence[Finalist], chosen: Finalist, wanted: int) 
     return tuple(told.values())[1 : 1 + max(wanted, 0)]
 
 
-def _others(request: Request) -> Iterator[tuple[str, Fixed]]:
-    """Well-known plans without a pipeline, within the declared space."""
-    for name, fields in SHAPES if request.fixed == Fixed() and request.devices > 1 else ():
-        fixed = Fixed(pipeline=1, strategy=tuple(fields.items()))
-        if _declared(request, fixed, request.devices):
-            yield name, fixed
-
-
-def _declared(request: Request, fixed: Fixed, devices: int) -> bool:
-    """Whether the space's own rules leave every layer a strategy; pins by name may go beyond them."""
-    return all(
-        request.space.offers(kind, devices, fixed) for kind in sorted({one.kind for one in request.graph.layers})
-    )
-
-
 def _name(shape: Shape) -> str:
     if shape.stages == 1:
         return "no pipeline"
@@ -381,26 +319,21 @@ def _name(shape: Shape) -> str:
     return f"pipeline {shape.stages}{order}"
 
 
-def _best_of(request: Request, pricer: LayerPricer, name: str) -> Finalist | None:
-    for budget in (request.budget, UNBOUNDED):
-        found = _searched(replace(request, budget=budget), pricer, exact=False)
-        if found is not None:
-            return _finalist(request, pricer, name, found)
-    return None
+def _best_of(
+    request: Request, pricer: LayerPricer, name: str, below: int = ANY_TIME, budget: int | None = None
+) -> Finalist | None:
+    """A good plan, soon; within another budget than that of the request where one is given."""
+    asked = request if budget is None else replace(request, budget=budget)
+    found = _searched(asked, pricer, below=below, effort=_LITTLE)
+    return None if found is None else _finalist(request, pricer, name or _name(found.problem.shape), found)
 
 
 def _searched(
-    request: Request,
-    pricer: LayerPricer,
-    *,
-    exact: bool = True,
-    below: int | None = None,
-    slack: float = 0.0,
-    effort: int = MOST_WORK,
+    request: Request, pricer: LayerPricer, *, below: int | None = None, slack: float = 0.0, effort: int = MOST_WORK
 ) -> SolvedPlan | None:
     """What a search ends with; None where nothing fits, or the pins leave no plan of this shape."""
     try:
-        return search(request, pricer, exact=exact, below=below, slack=slack, effort=effort)
+        return search(request, pricer, below=below, slack=slack, effort=effort)
     except InputError:
         return None
 
@@ -408,3 +341,129 @@ def _searched(
 def _finalist(request: Request, pricer: LayerPricer, name: str, result: SolvedPlan) -> Finalist:
     plan = finished(request, pricer, result)
     return Finalist(name, result, plan, request.fits(plan))
+
+
+SLACK = 0.5
+"""Share of the tolerance that the search over everything may leave open."""
+_MOST_RUNS = 3
+_NEAR, _WORK = 0.5, 400_000
+"""The same of searches for simpler plans, and labels that each of them may look at; counted, not timed, so that
+results repeat."""
+
+
+def simplest(request: Request, pricer: LayerPricer, result: SolvedPlan, tolerance: float) -> SolvedPlan:
+    """The simplest plan that takes at most 1 / (1 - tolerance) of what the best plan takes at the least.
+
+    Args:
+        request: what was planned.
+        pricer: of the profile.
+        result: what the search over everything ended with.
+        tolerance: share of the time.
+    """
+    least = result.partition.time * (1.0 - result.gap)
+    limit = max(int(least / (1.0 - tolerance)), result.partition.time)
+    best, most = result, most_runs(request, result)
+    below = partial(search, pricer=pricer, below=limit + 1, slack=_NEAR * tolerance, settled=tolerance, effort=_WORK)
+    for runs in range(1, min(most, _MOST_RUNS) + 1):
+        same, _ = _narrower(request, result.problem.shape)
+        simple = result if runs == most else below(replace(same, runs=runs))
+        if simple is not None:
+            _, kinds = _narrower(request, simple.problem.shape)
+            narrower = (below(replace(kind, runs=runs)) for kind in kinds)
+            best = next((one for one in narrower if one is not None), simple)
+            best = _alike(replace(request, runs=runs), best, below) or best
+            break
+    gap = max(1.0 - least / best.partition.time, 0.0)
+    return replace(best, gap=gap, others=(best, *(one for one in result.others if one is not result)), stopped=False)
+
+
+def _alike(request: Request, best: SolvedPlan, below: Callable[[Request], SolvedPlan | None]) -> SolvedPlan | None:
+    """A plan of the best one's shape whose layers all have one of its strategies, recomputation aside; None where there
+    is none as good."""
+    used = Counter(
+        replace(one, recompute=Recompute.NONE) for stage in best.partition.stages for one in stage.strategies
+    )
+    narrow = _shaped(request, best.problem.shape)
+    for strategy, _ in used.most_common() if len(used) > 1 else ():
+        pins = ((item.name, getattr(strategy, item.name)) for item in fields(strategy) if item.name != "recompute")
+        own = tuple(dict.fromkeys((*narrow.fixed.strategy, *pins)))
+        if len({name for name, _ in own}) == len(own):  # not pinned otherwise
+            try:
+                found = below(replace(narrow, fixed=replace(narrow.fixed, strategy=own)))
+            except InputError:  # the pins go beyond the space
+                continue
+            if found is not None:
+                return found
+    return None
+
+
+def _narrower(request: Request, shape: Shape) -> tuple[Request, list[Request]]:
+    """The request of plans of a shape's kind (without a pipeline, or with schedules of one stage a group of devices),
+    and requests of simpler kinds."""
+    few = tuple(schedule for schedule in request.schedules if schedule.simple)
+    alone = replace(request, fixed=replace(request.fixed, pipeline=1))
+    if shape.stages == 1:
+        return alone, []
+    simpler = [alone] if request.fixed.pipeline is None and "pipeline" not in request.fixed.forbidden else []
+    narrow = replace(request, schedules=few)
+    if not few or shape.schedule.simple:
+        return narrow if few else request, simpler
+    return request, [*simpler, narrow]
+
+
+def most_runs(request: Request, result: SolvedPlan) -> int:
+    """Of the stages of a plan: the most runs of equal strategies among the layers of one part of the model."""
+    parts = part_of(request.graph)
+    runs = [
+        len(list(groupby(group, lambda pair: pair[1])))
+        for stage, (a, b) in zip(result.partition.stages, pairwise(result.partition.cuts), strict=True)
+        for _, group in groupby(zip(parts[a:b], stage.strategies, strict=True), lambda pair: pair[0])
+    ]
+    return max(runs)
+
+
+def given_plans(request: Request, pricer: LayerPricer, plans: Sequence[Plan]) -> tuple[SolvedPlan, ...]:
+    """The plans that fit the budget and keep the pins, as what a search might have ended with, quickest first.
+
+    They need not be in the declared space: what its rules leave out is priced all the same.
+
+    Raises:
+        InputError: a plan of other devices or another batch, of another model, or that cannot be run on it.
+    """
+    for plan in plans:
+        for name in ("devices", "global_batch"):
+            if getattr(plan, name) != getattr(request, name):
+                raise InputError(f"known plan, {name}", getattr(plan, name), f"Asked is {getattr(request, name)}.")
+        if plan.cyclic is not None:
+            raise InputError("known plan, cyclic", plan.cyclic.rule.value, "The search finds such plans itself.")
+    wanted = (plan for plan in plans if _keeps(request, pricer, plan) and request.fits(price_plan(pricer, plan)))
+    return tuple(
+        sorted((_as_result(request, pricer, plan) for plan in wanted), key=lambda solved: solved.partition.time)
+    )
+
+
+def _keeps(request: Request, pricer: LayerPricer, plan: Plan) -> bool:
+    fixed, backend = request.fixed, request.space.backend
+    pins = (
+        (fixed.pipeline, plan.pipeline),
+        (fixed.microbatches, plan.microbatches),
+        (fixed.schedule if plan.pipeline > 1 else None, plan.schedule),
+        (fixed.virtual if plan.pipeline > 1 else None, plan.virtual_stages),
+    )
+    if any(pin is not None and pin != value for pin, value in pins):
+        return False
+    if plan.pipeline > 1 and ("pipeline" in fixed.forbidden or plan.schedule not in request.schedules):
+        return False
+    pairs = zip(request.graph.layers, strategies_of(plan, pricer.profile), strict=True)
+    return all(backend.runs(own) and fixed.allows(own) and fixed.allows_in(layer.name, own) for layer, own in pairs)
+
+
+def _as_result(request: Request, pricer: LayerPricer, plan: Plan) -> SolvedPlan:
+    strategies = strategies_of(plan, pricer.profile)
+    shape = shape_of(plan, strategies)
+    sizes = [sum(run.count for run in stage.runs) for stage in plan.stages]
+    seconds = bound_seconds(pricer.profile, shape, price_stages(pricer, shape, sizes, strategies))
+    work = seconds / straggling(pricer.profile, plan.devices) - pricer.profile.overhead.step
+    cuts = (0, *accumulate(sizes))
+    stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(cuts))
+    return SolvedPlan(open_problem(request, pricer, shape), Partition(ticks(work), cuts, stages), given=True)

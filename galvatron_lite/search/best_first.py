@@ -3,9 +3,18 @@
 A shape (pipeline degree, schedule, micro-batches) is looked into step by step, each with sharper bounds (``bounds``):
 compute alone, averages, every stage's layers by themselves; then layouts at boundaries are settled (``with_edges``),
 then strategies of layers that share parameters (``with_ties``). In between, the stages of the cut that looks best are
-solved by shortest paths (``chain.good_path``), which gives plans, too. What is left below the best plan is then solved
-exactly: single stages first, then all stages of all cuts (``partition``). Shapes whose groups of devices run several
-stages have plans of their own (``uniform``).
+solved by shortest paths (``chain_labels.good_path``), which gives plans, too. What is left below the best plan is then
+solved exactly: single stages first, then all stages of all cuts (``best_partition``). Shapes whose groups of devices
+run several stages have plans of their own (``uniform``).
+
+Stages s = 0..p-1 hold layers [e_s, e_{s+1}); a stage has bottleneck parts c_sk and work once a step u_s, from its
+Pareto set. With the closed form of the schedule (``cost.schedule.Form``) labels over all cuts minimise
+
+    sum_k (ramp_k sum_s c_sk + rounds_k max_s c_sk) + max_s u_s
+
+subject to 0 = e_0 < e_1 < ... < e_p = L, and every stage within the memory of its device. A label for (stages so far,
+layers so far) is (ramp, max of each part, max step); all updates are monotone, so labels that another one equals or
+beats go, and so do labels whose bound reaches the limit.
 """
 
 from __future__ import annotations
@@ -19,14 +28,14 @@ from math import inf
 
 import numpy as np
 
+from galvatron_lite.arrays import IntArray
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import price_plan
-from galvatron_lite.cost.sharing import tied_groups
-from galvatron_lite.cost.stage import Shape
+from galvatron_lite.cost.schedule import Form
+from galvatron_lite.cost.stage import Shape, tied_groups
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Plan, Schedule
-from galvatron_lite.search.bounds import StageBounds, equals, score, scores_of
-from galvatron_lite.search.partition import best_partition
-from galvatron_lite.search.problem import HEAVY, Partition, Problem, step_time
+from galvatron_lite.search.bounds import StageBounds, averaged_uniform
+from galvatron_lite.search.problem import Partition, Problem, StagePlan, cuts_of, step_time, weighted
 from galvatron_lite.search.result import plan_of
 from galvatron_lite.search.shapes import (
     Request,
@@ -37,15 +46,18 @@ from galvatron_lite.search.shapes import (
     with_edges,
     with_ties,
 )
-from galvatron_lite.search.uniform import Uniform, averaged, uniform_plans
+from galvatron_lite.search.tables import pareto_rows
+from galvatron_lite.search.uniform import Uniform
 
 Progress = Callable[[int, int, str], None]
 MOST_WORK = 60_000_000
 """Labels after which the search ends with the best plan it has; counted, not timed, so that results repeat."""
 ANY_TIME = 2**62
 """Picoseconds that any plan takes less than."""
-_QUICK_WORK, _LOOK, _STAGE = 60_000, 20_000, 2_000
-"""The same for a search that is not exact; what a look at uniform plans, and at one stage, counts besides labels."""
+QUICK = 60_000
+"""The same for a good plan, soon; with ``below``, else it goes on to the first plan."""
+_LOOK, _STAGE = 20_000, 2_000
+"""What a look at uniform plans, and at one stage, counts besides labels."""
 _MOST_STAGES = 96
 """Stages that are solved at most for one bound."""
 
@@ -66,13 +78,11 @@ def search(
     request: Request,
     pricer: LayerPricer,
     progress: Progress | None = None,
-    exact: bool = True,
     stoppable: bool = False,
     start: SolvedPlan | None = None,
     effort: int = MOST_WORK,
     below: int | None = None,
     slack: float = 0.0,
-    ahead: float = 0.0,
     settled: float = 0.0,
 ) -> SolvedPlan | None:
     """The best plan over all shapes; None where nothing fits.
@@ -81,19 +91,14 @@ def search(
         request: what is planned.
         pricer: of the profile.
         progress: called with (shapes done, shapes in all, what is being looked at).
-        exact: False: a good plan, soon, from the most promising shapes of simple schedules alone.
         stoppable: whether Ctrl-C ends the search with the best plan so far; where there is none it is raised.
         start: a plan to begin with: what is found beats it, or it is what the search ends with.
         effort: labels after which an exact search ends.
         below: picoseconds that a plan must take less than, to be of any use.
         slack: share by which plans may be quicker than the one that is found.
-        ahead: the same where that is ``start``.
         settled: the same for plans that only labels find.
     """
-    few = tuple(schedule for schedule in request.schedules if schedule.simple)
-    if not exact and few and (request.fixed.virtual or 1) == 1:
-        request = replace(request, schedules=few)
-    walk = _Walk(effort if exact else _QUICK_WORK, exact, start, start, below, slack, max(ahead, slack), settled)
+    walk = _Walk(effort, start, start, below, slack, settled)
     stopped = False
     try:
         walk.run(request, pricer, progress)
@@ -127,13 +132,11 @@ class _Node:
 class _Walk:
     """Nodes in the order they are looked into, and the best plan so far."""
 
-    most_work: int  # labels after which the search ends; an exact one only once there is a plan
-    exact: bool  # exact, below, slack, ahead, settled: see ``search``
+    most_work: int  # labels after which the search ends; only once there is a plan
     best: SolvedPlan | None  # plan so far
     start: SolvedPlan | None
-    below: int | None
+    below: int | None  # below, slack, settled: see ``search``
     slack: float
-    ahead: float
     settled: float
     heap: list[tuple[float, int, _Node]] = field(default_factory=list)  # (rank, number, node)
     order: Iterator[int] = field(default_factory=count)  # gives the numbers
@@ -149,12 +152,7 @@ class _Walk:
         """What bounds must be below for a plan to be looked for."""
         if self.best is None:
             return self.below
-        limit = self.best.partition.time - int(self.slack * self.best.partition.time)
-        return (
-            limit
-            if self.start is None
-            else min(limit, self.start.partition.time - int(self.ahead * self.start.partition.time))
-        )
+        return self.best.partition.time - int(self.slack * self.best.partition.time)
 
     def worth(self, bound: float) -> bool:
         """Whether a bound leaves room for a better plan."""
@@ -176,7 +174,7 @@ class _Walk:
             if node.stage is _Stage.TRIED and self._is_settled(node):
                 self.open = min(self.open, node.bound)
                 continue
-            if self.work < self.most_work or (self.exact and self.best is None and self.below is None):
+            if self.work < self.most_work or (self.best is None and self.below is None):
                 self.inside = node
                 return node
             self.open = min(self.open, node.bound)
@@ -203,7 +201,7 @@ class _Walk:
         """The best plan, and how far from the best there is it may be."""
         if self.best is None:
             return None
-        least = min(self.open, self.limit or inf) if self.slack or self.ahead else self.open
+        least = min(self.open, self.limit or inf) if self.slack else self.open
         if stopped:
             left = [node.bound for _, _, node in self.heap] + ([] if self.inside is None else [self.inside.bound])
             least = min([least, *left])
@@ -214,12 +212,15 @@ class _Walk:
         """Looks into nodes until none is left."""
         glance, shapes = request.known.glance(pricer.profile), shapes_of(request)
         for shape in shapes:
-            problem = open_problem(request, pricer, shape)
-            if shape.schedule.front_loaded:
-                key = shape.schedule, shape.stages, shape.microbatches
-                self.front_loaded.setdefault(key, []).append(problem)
-            problem.answers.glanced = problem.answers.glanced or glance.bound(request.graph, shape)
-            self.push(problem, _Stage.GLANCED, problem.answers.glanced)
+            wider = 0.0 if request.wider is None else open_problem(request.wider, pricer, shape).answers.averaged
+            bound = max(glance.bound(request.graph, shape), wider)
+            if self.worth(bound):
+                problem = open_problem(request, pricer, shape)
+                problem.answers.glanced = bound
+                if shape.schedule.front_loaded:
+                    key = shape.schedule, shape.stages, shape.microbatches
+                    self.front_loaded.setdefault(key, []).append(problem)
+                self.push(problem, _Stage.GLANCED, bound)
         done = 0
         while (node := self.pop()) is not None:
             done += node.stage is _Stage.GLANCED
@@ -235,7 +236,7 @@ class _Walk:
         shape = problem.shape
         if not problem.answers.averaged and shape.schedule.front_loaded:
             alike = self.front_loaded[shape.schedule, shape.stages, shape.microbatches]
-            for own, bound in zip(alike, averaged(alike), strict=True):
+            for own, bound in zip(alike, averaged_uniform(alike), strict=True):
                 own.answers.averaged = float(bound)
         problem.answers.averaged = problem.answers.averaged or average_of(problem)
         return problem.answers.averaged
@@ -254,19 +255,14 @@ class _Walk:
         elif node.bounds is None:
             return
         elif node.stage is _Stage.EDGED and tied:
-            # With strategies of tied layers left open; bounds of stages without such layers hold under any of them.
+            # with strategies of tied layers left open
             bounds = self._refined(problem, node.bounds)
             if self.worth(bounds.bound):
-                scores, opened = scores_of(problem, bounds), bounds.opened(place for group in tied for place in group)
                 for child in with_ties(problem):
-                    least = max(bounds.bound, node.bound, score(scores, child.choice.tied))
-                    self.push(child, _Stage.SETTLED, least, opened)
+                    self.push(child, _Stage.SETTLED, max(bounds.bound, node.bound), bounds.opened)
         elif node.stage is not _Stage.TRIED:
             bounds = self._refined(problem, node.bounds, accepted=True)
-            if self.exact:
-                self.push(problem, _Stage.TRIED, max(bounds.bound, node.bound), bounds)
-            elif self.worth(bounds.bound):
-                self.open = min(self.open, bounds.bound)
+            self.push(problem, _Stage.TRIED, max(bounds.bound, node.bound), bounds)
         else:
             bounds = self._refined(problem, node.bounds, accepted=True, exact=True)
             if self.worth(bounds.bound):
@@ -323,49 +319,37 @@ class _Walk:
             stages = [(stage, *ends) for stage, ends in enumerate(pairwise(cuts))]
             todo = [place for place in stages if place not in bounds.looked]
             if todo:
-                place = max(todo, key=lambda place: float(bounds.excess[place[0]][place[1:]]))
-                self.work += _STAGE
-                least = problem.good(place[0], range(*place[1:]))[1]
-                bounds = bounds.with_theta(list(equals(problem, place)), least, exact=False)
+                self.work += _STAGE * len(todo)
+                values = {place: problem.good(place[0], range(*place[1:]))[1] for place in todo}
+                bounds = bounds.with_theta(values, exact=False)
                 continue
             if accepted:
                 self.better(problem, _combined(problem, cuts))
                 if not self.worth(bounds.bound):
                     break
             todo = [place for place in stages if exact and place not in bounds.timed]
-            if todo:
-                place = max(todo, key=lambda place: float(bounds.excess[place[0]][place[1:]]))
-                cap = None if limit is None else limit - 1 - bounds.others(*place)
-                least = problem.quickest(place[0], range(*place[1:]), cap, self.settled)[1]
-                bounds = bounds.with_theta(list(equals(problem, place)), least)
-                continue
-            todo = [place for place in stages if exact and place not in bounds.ramped and len(stages) > 1]
-            if not todo or limit is None:
+            if not todo:
                 break
-            place = todo[0]
-            least = problem.lightest(place[0], range(*place[1:]))[1] - (limit - bounds.others(*place))
-            bounds = bounds.with_ramp(list(equals(problem, place)), least / HEAVY)
+            place = max(todo, key=lambda place: float(bounds.excess[place[0]][place[1:]]))
+            cap = None if limit is None else limit - 1 - bounds.others(*place)
+            bounds = bounds.with_theta({place: problem.quickest(place[0], range(*place[1:]), cap, self.settled)[1]})
         self.work += problem.work - before
         return bounds
 
 
 def _combined(problem: Problem, cuts: list[int]) -> Partition | None:
-    """The quickest ways that are known to run some stages, or those that delay others least where that is quicker."""
+    """The quickest ways that are known to run some stages."""
     chosen = [problem.met(stage, range(*ends)) for stage, ends in enumerate(pairwise(cuts))]
     stages = [stage for stage in chosen if stage is not None]
     if len(stages) < len(chosen):
         return None
-    for stage, ends in enumerate(pairwise(cuts)):
-        light = problem.answers.lightest.get(problem.key(stage, range(*ends)), (None, 0.0))[0]
-        other = stages if light is None else [*stages[:stage], light, *stages[stage + 1 :]]
-        if step_time(other, problem.form) < step_time(stages, problem.form):
-            stages = other
     return Partition(step_time(stages, problem.form), tuple(cuts), tuple(stages))
 
 
 def _uniform(problem: Problem) -> list[Uniform]:
     if not problem.answers.uniform:
-        problem.answers.uniform += uniform_plans(problem)
+        cuts = cuts_of(problem.graph, problem.shape.stages * problem.shape.virtual)
+        problem.answers.uniform += [Uniform(problem, own) for own in cuts]
     return problem.answers.uniform
 
 
@@ -392,3 +376,87 @@ def plain(request: Request, result: SolvedPlan) -> Plan:
         schedule=shape.schedule,
     )
     return replace(plan, virtual_stages=shape.virtual)
+
+
+_UNBOUNDED = 2**61
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    figures: tuple[int, ...]
+    cuts: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """Labels each with each of the ways to run the stage after them."""
+
+    labels: list[_Label]
+    options: list[StagePlan]
+    figures: IntArray  # (labels x options, columns)
+
+    @classmethod
+    def of(cls, labels: list[_Label], options: list[StagePlan], form: Form) -> _Joined:
+        """Option by option within a label."""
+        before = np.array([label.figures for label in labels], dtype=np.int64)
+        parts = np.array([option.bottleneck for option in options], dtype=np.int64).reshape(len(options), -1)
+        columns = [
+            before[:, :1] + np.array([weighted(form.ramp, option.bottleneck) for option in options], dtype=np.int64),
+            *(np.maximum(before[:, 1 + part, None], parts[:, part]) for part in range(parts.shape[1])),
+            np.maximum(before[:, -1:], np.array([option.step for option in options], dtype=np.int64)),
+        ]
+        return cls(labels, options, np.stack(columns, axis=-1).reshape(len(labels) * len(options), -1))
+
+    def label(self, row: int, stop: int) -> _Label:
+        """One of them; its stage ends before layer ``stop``."""
+        before, option = self.labels[row // len(self.options)], self.options[row % len(self.options)]
+        figures = tuple(int(figure) for figure in self.figures[row])
+        return _Label(figures, (*before.cuts, stop), (*before.stages, option))
+
+
+def best_partition(problem: Problem, bounds: StageBounds, limit: int | None) -> tuple[Partition | None, float]:
+    """The best plan of a shape of several stages that takes less than ``limit`` picoseconds; and a time that no plan
+    below the limit beats.
+
+    Args:
+        problem: with everything settled.
+        bounds: of it.
+        limit: picoseconds; None: any plan will do.
+    """
+    layers, least, stages, form = len(problem.graph.layers), np.inf, problem.shape.stages, problem.form
+    top = np.inf if limit is None else float(limit)
+    front: dict[int, list[_Label]] = {0: [_Label((0,) * (len(problem.weights) + 1), (0,), ())]}
+    for stage in range(stages):
+        reached: dict[int, list[_Joined]] = {}
+        for start, labels in sorted(front.items()):
+            later = stages - stage - 1
+            for stop in range(start + 1, layers - later + 1) if later else (layers,):
+                through = bounds.through(stage, start, stop)
+                if through < top:
+                    others = bounds.others(stage, start, stop)
+                    cap = _UNBOUNDED if limit is None else limit - others
+                    options, dropped = problem.plans(stage, range(start, stop), cap)
+                    # A plan with an option left out takes that option's time alone and what other layers need.
+                    least = min(least, max(through, dropped + others))
+                    if options:
+                        reached.setdefault(stop, []).append(_Joined.of(labels, options, form))
+        front = {}
+        for stop, joined in reached.items():
+            labels = _best(joined, stop, form, top - bounds.least_after(stage, stop))
+            if labels:
+                front[stop] = labels
+    ends = [Partition(step_time(label.stages, form), label.cuts, label.stages) for label in front.get(layers, [])]
+    found = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
+    return found, least if found is None else min(least, found.time)
+
+
+def _best(joined: list[_Joined], stop: int, form: Form, limit: float) -> list[_Label]:
+    """Labels that so far take less than the limit and are not beaten; a label is beaten by none that takes longer."""
+    figures = np.concatenate([own.figures for own in joined])
+    rounds = np.array([int(weight) for weight in form.rounds], dtype=np.int64)
+    rows = np.flatnonzero(figures[:, 0] + figures[:, 1:-1] @ rounds + figures[:, -1] < limit)
+    kept = rows[pareto_rows(figures[rows])] if len(rows) else rows
+    starts = np.cumsum([0, *(len(own.figures) for own in joined)])
+    places = np.searchsorted(starts, kept, side="right") - 1
+    return [joined[place].label(row - starts[place], stop) for place, row in zip(places, kept, strict=True)]

@@ -23,35 +23,28 @@ Three kinds, each for few of what the one before leaves:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
 from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
 from galvatron_lite.cost.points import Curves, index_points, slices_of
 from galvatron_lite.cost.schedule import form_of
-from galvatron_lite.cost.sharing import tied_groups
 from galvatron_lite.cost.stage import Shape, weight_seconds
-from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.profiler.schema import LayerPoint, Profile
-from galvatron_lite.search.chain_bounds import ChainBounds
-from galvatron_lite.search.problem import Problem, even_cuts, part_of
-from galvatron_lite.search.tables import TICKS, StrategyTable
+from galvatron_lite.search.problem import Problem, blocks_of, cuts_of, even_cuts, part_of
+from galvatron_lite.search.tables import TICKS, StrategyTable, pairs_within, ticks
+from galvatron_lite.search.uniform import Uniform
 
 Place = tuple[int, int, int]
 """A stage, its first layer and the one behind its last."""
-Scores = dict[int, tuple[float, dict[Strategy, float]]]
-"""By place of a tied layer: a bound on plans with other layers in its stage, and by strategy one on all others."""
 TableRow = Sequence[StrategyTable]
 """The widest table of every layer of the model that a stage may use."""
 _PRICES = np.concatenate(([0.0], 2.0 ** np.arange(-12, 13, 2)))
 _TINY, _ROUNDING = 1e-9, 1e-6
-_EVERY, _KEPT = 8, 8
-"""So many micro-batches in flight are told apart one by one; the best so many prices are kept for all ranges."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +52,10 @@ class StageBounds:
     """Bounds of a shape; per stage, of the layers i..j-1, (L + 1, L + 1), infinite where nothing fits."""
 
     theta: tuple[FloatArray, ...]  # picoseconds that the stage needs alone
-    ramp: tuple[FloatArray, ...]  # picoseconds that it delays the step by
     pre: tuple[FloatArray, ...]  # per stage (L + 1,): the least ramp of the stages before it, if they end there
     post: tuple[FloatArray, ...]  # per stage (L + 1,): that of the stages after it, if they start there
     looked: frozenset[Place] = frozenset()  # places whose theta is that of their chain's shortest paths
     timed: frozenset[Place] = frozenset()  # places whose theta is exact
-    ramped: frozenset[Place] = frozenset()  # places whose ramp is exact
 
     @cached_property
     def excess(self) -> tuple[FloatArray, ...]:
@@ -113,16 +104,20 @@ class StageBounds:
             cuts.append(int(np.argmin(np.maximum(self._ahead[stage - 1], self.excess[stage][:, cuts[-1]]))))
         return [0, *reversed(cuts)]
 
-    def with_theta(self, places: Sequence[Place], value: float, *, exact: bool = True) -> StageBounds:
-        """With another theta of some places, if it is greater."""
-        known = self.timed | set(places) if exact else self.timed
-        return replace(self, theta=_raised(self.theta, places, value), looked=self.looked | set(places), timed=known)
+    def with_theta(self, values: Mapping[Place, float], *, exact: bool = True) -> StageBounds:
+        """With another theta of some places, where it is greater."""
+        theta = list(self.theta)
+        for stage in {place[0] for place in values}:
+            theta[stage] = theta[stage].copy()
+        for (stage, start, stop), value in values.items():
+            theta[stage][start, stop] = max(theta[stage][start, stop], value)
+        known = self.timed | values.keys() if exact else self.timed
+        return replace(self, theta=tuple(theta), looked=self.looked | values.keys(), timed=known)
 
-    def with_ramp(self, places: Sequence[Place], value: float) -> StageBounds:
-        """With another ramp of some places, if it is greater."""
-        ramp = _raised(self.ramp, places, value)
-        pre, post = _around(ramp)
-        return replace(self, ramp=ramp, pre=pre, post=post, ramped=self.ramped | set(places))
+    @property
+    def opened(self) -> StageBounds:
+        """The same bounds where what is known of single stages may be too low."""
+        return replace(self, looked=frozenset(), timed=frozenset())
 
     def within(self, limit: float) -> StageBounds:
         """Without places that no plan below a limit has; infinite bounds where no plan is left."""
@@ -135,41 +130,6 @@ class StageBounds:
         )
         return replace(self, theta=theta)
 
-    def opened(self, layers: Iterable[int]) -> StageBounds:
-        """The same bounds where what is known of stages with some of these layers may be too low."""
-        some = set(layers)
-        looked, timed, ramped = (
-            frozenset(own for own in known if some.isdisjoint(range(*own[1:])))
-            for known in (self.looked, self.timed, self.ramped)
-        )
-        return replace(self, looked=looked, timed=timed, ramped=ramped)
-
-
-def _raised(every: tuple[FloatArray, ...], places: Sequence[Place], value: float) -> tuple[FloatArray, ...]:
-    """Greater of the old and the new value at some places; arrays that stages share stay shared if they agree."""
-    ranges: dict[int, list[tuple[int, int]]] = {}
-    for stage, *ends in places:
-        ranges.setdefault(stage, []).append((ends[0], ends[1]))
-    known: dict[object, FloatArray] = {}
-    changed = list(every)
-    for stage, own in ranges.items():
-        key = (id(every[stage]), tuple(own))
-        if key not in known:
-            known[key] = every[stage].copy()
-            rows, columns = np.array(own).T
-            known[key][rows, columns] = np.maximum(known[key][rows, columns], value)
-        changed[stage] = known[key]
-    return tuple(changed)
-
-
-def _around(ramp: tuple[FloatArray, ...]) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
-    pre, post = ([np.where(np.arange(len(ramp[0])) == end, 0.0, np.inf)] for end in (0, len(ramp[0]) - 1))
-    for own in ramp[:-1]:
-        pre.append((pre[-1][:, None] + own).min(axis=0))
-    for own in reversed(ramp[1:]):
-        post.append((post[-1] + own).min(axis=1))
-    return tuple(pre), tuple(post[::-1])
-
 
 def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
     """Bounds of a problem; None where they show that nothing fits.
@@ -181,29 +141,23 @@ def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
     if any(not len(table) for own in _distinct(tables) for table in own):
         return None
     form, stages, sends = problem.form, problem.shape.stages, problem.least_sends()
-    levels = _levels([problem.held(stage) for stage in range(stages)])
+    held = [problem.held(stage) for stage in range(stages)]
     figures: dict[int, _Figures] = {}
     thetas: dict[tuple[object, ...], FloatArray] = {}
-    ramps: dict[tuple[int, int], FloatArray] = {}
-    theta, ramp = [], []
+    theta = []
     for stage, own in enumerate(tables):
         ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
         room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
         filled = problem.filled(stage)
-        key = (levels[stage], filled, id(own), room, ends, sends[stage])
+        key = (held[stage], filled, id(own), room, ends, sends[stage])
         if id(own) not in figures:
-            figures[id(own)] = _Figures(problem, stage, own)
+            figures[id(own)] = _Figures(problem, own)
         if key not in thetas:
-            bound = figures[id(own)].theta(levels[stage], filled, room, ends)
+            bound = figures[id(own)].theta(held[stage], filled, room, ends)
             thetas[key] = bound + form.microbatches * sends[stage]
         theta.append(_offered(problem, stage, thetas[key]))
-        if (id(own), sends[stage]) not in ramps:
-            total = _summed(figures[id(own)].ramp)
-            empty = np.tri(len(total), dtype=bool)
-            ramps[id(own), sends[stage]] = np.where(empty, np.inf, total - total[:, None] + sends[stage])
-        ramp.append(ramps[id(own), sends[stage]])
     pre, post = _least_around([figures[id(own)].ramp for own in tables], sends)
-    bounds = StageBounds(tuple(theta), tuple(ramp), pre, post)
+    bounds = StageBounds(tuple(theta), pre, post)
     return bounds if np.isfinite(bounds.bound) else None
 
 
@@ -239,16 +193,8 @@ def _offered(problem: Problem, stage: int, theta: FloatArray) -> FloatArray:
     return only
 
 
-def _levels(held: Sequence[int]) -> list[int]:
-    """Micro-batches in flight, rounded down to few levels where there are many: less memory bounds more."""
-    if len(set(held)) <= _EVERY:
-        return list(held)
-    steps = sorted({1, *(base << shift for base in (2, 3) for shift in range(40))})
-    return [max(step for step in steps if step <= own) for own in held]
-
-
 class _Figures:
-    def __init__(self, problem: Problem, stage: int, tables: TableRow) -> None:
+    def __init__(self, problem: Problem, tables: TableRow) -> None:
         numbers: dict[int, int] = {}
         self.which = np.array([numbers.setdefault(id(table), len(numbers)) for table in tables])
         kinds, form = list({id(table): table for table in tables}.values()), problem.form
@@ -264,13 +210,11 @@ class _Figures:
             np.array([problem.at_ends(own) for own in table.options.layouts], dtype=bool)[table.codes]
             for table in kinds
         ]
-        self.move = 2.0 * problem.shape.microbatches * problem.least_move(stage)
 
     def theta(self, held: int, filled: bool, room: float, ends: tuple[bool, bool]) -> FloatArray:
         """(L + 1, L + 1): bound on theta of the layers i..j-1.
 
-        Layers next to a boundary have the wire's layout. Those between either all have it, too, or the stage pays for
-        leaving it and for coming back: two of the cheapest moves (one in the first and the last stage).
+        Layers next to a boundary have the wire's layout.
         """
         extra, problem = float(held - 1), self.problem
         rows = zip(self.both, self.kept, self.late, strict=True)
@@ -279,11 +223,13 @@ class _Figures:
         parts = part_of(problem.graph) if problem.runs == 1 and problem.alike_parts and any(ends) else []
         if parts and max(parts.count(0), parts.count(2)) < 2 and not problem.tables[0].fixed.layers:
             return self._alike(np.array(parts), memory, local, room)
-        prices = self._best_prices(memory, room)
+        counts = np.bincount(self.which)
+        spreads = [float(counts @ [np.ptp(own) for own in values]) for values in (self.time, memory)]
+        prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
         free, last = self._least(memory, prices), self._least(local, prices)
         if any(ends):
             kept, kept_last = self._least(memory, prices, wired=True), self._least(local, prices, wired=True)
-            own = _wired(free, last, kept, kept_last, ends, self.move)
+            own = _wired(free, last, kept, kept_last, ends)
         else:
             own = _ranges(free, last)
         bound = (own - prices[:, None, None] * room).max(axis=0)
@@ -296,17 +242,6 @@ class _Figures:
         pairs = ((time[among], size[among]) if wired else (time, size) for time, size, among in rows)
         least = [(time + prices[:, None] * size).min(axis=1, initial=np.inf) for time, size in pairs]
         return np.stack(least, axis=1)[:, self.which]
-
-    def _best_prices(self, memory: list[FloatArray], room: float) -> FloatArray:
-        """No price, and those that bound best where a stage needs about as much memory as there is."""
-        counts = np.bincount(self.which)
-        spreads = [float(counts @ [np.ptp(own) for own in values]) for values in (self.time, memory)]
-        prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
-        summed = _summed(self._least(memory, prices))
-        layers = len(self.which)
-        lengths = sorted({max(layers // share, 1) for share in (1, 2, 4, 8, 16, 32, 64)})
-        best = {int(np.argmax((summed[:, own:] - summed[:, :-own]).mean(axis=1) - prices * room)) for own in lengths}
-        return np.asarray(prices[sorted({0, *sorted(best)[:_KEPT]})])
 
     def _alike(self, parts: IntArray, memory: list[FloatArray], local: list[FloatArray], room: float) -> FloatArray:
         """``theta`` where blocks of a stage have one strategy, in the wire's layout, as one of them is at a boundary:
@@ -336,7 +271,7 @@ class _Figures:
 
 
 def _wired(
-    free: FloatArray, last: FloatArray, kept: FloatArray, kept_last: FloatArray, ends: tuple[bool, bool], move: float
+    free: FloatArray, last: FloatArray, kept: FloatArray, kept_last: FloatArray, ends: tuple[bool, bool]
 ) -> FloatArray:
     """``_ranges`` of a stage with boundaries at these ends; ``kept``: least of the choices in the wire's layout."""
     never = ~np.isfinite(kept[0])
@@ -346,7 +281,7 @@ def _wired(
     mixed = _ranges(free, kept_last if ends[1] else last)
     if ends[0]:
         mixed[:, :-1] += (kept - free)[:, :, None]
-    return np.minimum(uniform, mixed + sum(ends) * move)
+    return np.minimum(uniform, mixed)
 
 
 def _ranges(values: FloatArray, last: FloatArray) -> FloatArray:
@@ -384,6 +319,49 @@ def averaged(problem: Problem, tables: Sequence[TableRow]) -> float:
     return float(ramp.sum() + max(more.sum() / problem.shape.stages, more.max())) * (1 - _TINY)
 
 
+def averaged_uniform(problems: Sequence[Problem]) -> FloatArray:
+    """(V,): times that no uniform plan beats under a front-loaded schedule, of shapes that differ in stages alone.
+
+    Quickly: all groups take their average of what blocks, sends and the least of other layers come to, and of memory
+    only blocks in the first group count, when it begins its first backward pass: p micro-batches of each of its v
+    stages, and where there are more p - 1 of the first besides. Of two strategies that only recompute differently
+    blocks have any shares.
+    """
+    choice, graph, shape, tables = problems[0], problems[0].graph, problems[0].shape, problems[0].tables
+    stages = np.array([[problem.shape.virtual * shape.stages] for problem in problems])
+    uniform = Uniform(choice, cuts_of(graph, int(stages[0, 0]))[0])
+    if uniform.mixtures is None:
+        return np.zeros(len(problems))
+    table, blocks = uniform.mixtures.table, uniform.ranges[1]
+    around = [tables[0].unpruned(one.kind, one.name) for one in graph.layers if one.role is not Role.BLOCK]
+    if not len(table) or not all(map(len, around)):
+        return np.full(len(problems), np.inf)
+    # Sends go over each boundary forth and back, but for one that other layers may send over; whole picoseconds differ.
+    pairs = ((0, 1), (shape.stages - 1, 0))
+    outputs = min(tables[0].store.crossing[blocks.start + 1 : blocks.stop], default=0)
+    sent = np.min([uniform.sent(table, outputs, *pair) for pair in pairs], axis=0)
+    overhead = choice.pricer.profile.overhead
+    host = (4 * stages - 4) * ticks(overhead.pipeline) + stages * ticks(overhead.microbatch) - 8 * stages
+    layers = len(blocks) * table.both + sum(int(other.both.min()) for other in around)
+    steps = len(blocks) * table.figures.step + sum(int(other.figures.step.min()) for other in around)
+    ramps, rounds = (np.array([getattr(problem.form, name) for problem in problems]) for name in ("ramp", "rounds"))
+    time = (layers + (2 * stages - 4) * sent + host) * (ramps + rounds / shape.stages) + steps / shape.stages
+    shares = [[every[:: shape.stages] for every in blocks_of(graph, int(count))] for (count,) in stages]
+    held = np.array([[min(map(sum, choice))] for choice in shares])
+    first = np.array([[min(chunks[0] for chunks in choice)] for choice in shares])
+    flying = shape.stages * held + (shape.microbatches > shape.stages) * (shape.stages - 1) * first
+    room = choice.budgets[0] - tables[0].pricer.profile.cluster.device.context
+    over = held * table.figures.resting[:, 0] + flying * table.figures.kept - room
+    least = np.where(over <= 0, time, np.inf).min(axis=1)
+    a, b = pairs_within(table.options.degrees[table.rows])
+    if len(a):
+        a, b = np.concatenate((a, b)), np.concatenate((b, a))
+        span = np.maximum(over[:, b] - over[:, a], 1)
+        mixed = time[:, a] + np.minimum(-over[:, a] / span, 1.0) * (time[:, b] - time[:, a])
+        least = np.minimum(least, np.where((over[:, a] <= 0) & (over[:, b] > 0), mixed, np.inf).min(axis=1))
+    return np.asarray(least * (1 - _TINY))
+
+
 @dataclass(slots=True)
 class Glance:
     """First bounds of shapes, from compute alone.
@@ -402,6 +380,7 @@ class Glance:
     _groups: dict[int, tuple[IntArray, Curves]] = field(init=False)
     _known: dict[tuple[int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
     _least: dict[tuple[int, int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+    _bounds: dict[tuple[int, Shape], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._numbers = {kind: number for number, kind in enumerate(self.profile.graph.kinds)}
@@ -417,6 +396,11 @@ class Glance:
 
     def bound(self, graph: ModelGraph, shape: Shape) -> float:
         """Picoseconds that no plan of a shape is below."""
+        if (id(graph), shape) not in self._bounds:
+            self._bounds[id(graph), shape] = self._bound(graph, shape)
+        return self._bounds[id(graph), shape]
+
+    def _bound(self, graph: ModelGraph, shape: Shape) -> float:
         overlap = self.profile.steps_overlap
         form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
         counts = Counter(self._numbers[layer.kind] for layer in graph.layers)
@@ -441,80 +425,3 @@ class Glance:
                 np.minimum.at(both, kinds, seconds)
                 np.minimum.at(ramp, kinds, seconds - freed * weight)
         return both, ramp
-
-
-def equals(problem: Problem, place: Place) -> Iterator[Place]:
-    """Places that pose the same problem as one of them, that one included: elsewhere in a run of equal layers, or in
-    another stage."""
-    (stage, start, stop), layers = place, len(problem.graph.layers)
-    runs, others = _equal_layers(problem), _equal_stages(problem)[stage]
-    for first in range(*runs[start]) if runs[start] == runs[stop - 1] else (start,):
-        last = first + stop - start
-        same_ends = (first > 0, last < layers) == (start > 0, stop < layers)
-        if last <= max(runs[start][1], stop) and same_ends:
-            yield from ((other, first, last) for other in others)
-
-
-def _equal_layers(problem: Problem) -> list[tuple[int, int]]:
-    """By place, where the run of layers that cost the same begins and ends; of layers that share parameters, and of
-    graphs with tensors that skip layers, each is one."""
-    known = problem.answers.runs
-    if not known:
-        crossing, fixed = problem.tables[0].store.crossing, problem.tables[0].fixed
-        tied = {place for group in tied_groups(problem.graph) for place in group}
-        names = [
-            (layer.kind, fixed.pins_of(layer.name), crossing[place], crossing[place + 1])
-            for place, layer in enumerate(problem.graph.layers)
-        ]
-        apart = {*tied, *(place + 1 for place in tied)} if not problem.graph.tensors else {*range(len(names))}
-        cuts = [place for place in range(1, len(names)) if place in apart or names[place - 1] != names[place]]
-        known += [ends for ends in pairwise([0, *cuts, len(names)]) for _ in range(*ends)]
-    return known
-
-
-def _equal_stages(problem: Problem) -> list[list[int]]:
-    """By stage, all stages in which the same layers with boundaries at the same ends cost the same."""
-    known, wire, stages = problem.answers.alike, problem.choice.wire, problem.shape.stages
-    if wire not in known:
-        sizes, same, names = sorted(set(problem.tables[0].store.crossing[1:-1])), dict[object, list[int]](), []
-        for stage in range(stages):
-            sides = [side for side in (stage, stage + 1) if 0 < side < stages]
-            sent = tuple(problem.send(side, size) for size in sizes for side in sides)
-            ends = stage > 0, stage + 1 < stages
-            names.append((problem.held(stage), id(problem.tables[stage]), problem.budgets[stage], ends, sent))
-            same.setdefault(names[-1], []).append(stage)
-        known[wire] = [same[name] for name in names]
-    return known[wire]
-
-
-def scores_of(problem: Problem, bounds: StageBounds) -> Scores:
-    """What a strategy of a tied layer costs a plan at the least, for all strategies at once; nothing settled for ties.
-
-    Shortest paths through each single choice of the layer bound the stage that holds it in the cut with the least
-    bound; the cuts without that stage bound all other plans.
-    """
-    tied = sorted(place for group in tied_groups(problem.graph) for place in group)
-    scores: Scores = {}
-    cuts = bounds.cuts() if np.isfinite(bounds.bound) else []
-    for stage, ends in enumerate(pairwise(cuts)):
-        places = [place for place in tied if place in range(*ends)]
-        # Only the first or the last stage: of others, other stages may hold the layer too.
-        built = problem.chain(stage, range(*ends), scalar=True) if places and stage in (0, len(cuts) - 2) else None
-        if built is None:
-            continue
-        chain, lagrange = built[0], ChainBounds.of(built[0])
-        other = bounds.with_theta([(stage, *ends)], np.inf).bound
-        fixed = problem.shape.microbatches * sum(problem.fixed_costs(stage, range(*ends))[:2])
-        before = float(bounds.pre[stage][ends[0]] + bounds.post[stage][ends[1]]) + fixed - len(chain.layers)
-        for place in places:
-            least = (lagrange.through(place - ends[0]).max(axis=0) + before) * (1 - _TINY) - 1
-            names = built[1][place - ends[0]].strategies
-            scores[place] = other, dict(zip(names, map(float, least), strict=True))  # none but these fit the stage
-    return scores
-
-
-def score(scores: Scores, tied: tuple[tuple[int, Strategy], ...]) -> float:
-    """A time that no plan with these strategies for tied layers beats."""
-    known = [(scores[place][0], scores[place][1].get(own, np.inf)) for place, own in tied if place in scores]
-    others = min((other for other, _ in known), default=np.inf)
-    return min(others, max((own for _, own in known), default=0.0))

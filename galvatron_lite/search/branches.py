@@ -2,7 +2,7 @@
 
 Every branch is searched by itself, exactly, on each number of devices that a group may have: one stage of its layers,
 within the memory that the trunk leaves. The branches of a region are then assigned to groups
-(``parallelism.branch.assign``), and the plan is priced as a whole (``cost.branched_plan``). Regions that are no quicker
+(``parallelism.branch.cost``), and the plan is priced as a whole (``cost.branched``). Regions that are no quicker
 so stay in the trunk, unless all are. Micro-batches are as few as fit.
 """
 
@@ -18,7 +18,7 @@ from galvatron_lite.cost.memory import resting, stage_memory
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.branch.assign import (
+from galvatron_lite.parallelism.branch.cost import (
     Assignment,
     BranchSite,
     BranchTraffic,
@@ -36,7 +36,6 @@ from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, BranchPlacement, Mode, Plan, Proof, Stage
 from galvatron_lite.profiler.schema import spread_note
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.programme.ilp_branches import certify_assignment
 from galvatron_lite.search.result import provenance, runs_of, summary
 from galvatron_lite.search.shapes import PriceCache, Request
 from galvatron_lite.search.space import microbatch_counts
@@ -84,14 +83,12 @@ class BranchCourse:
         strategies = [self.trunk_strategy] * len(names)
         return self.parts.price(names, strategies, range(self.request.devices), site, self.count)
 
-    def in_trunk(self, region: BranchRegion) -> float:
-        """Seconds of a step that a region takes as part of the trunk: its branches one after another everywhere."""
+    def gain(self, region: BranchRegion, apart: float) -> float:
+        """Seconds of a step that a region takes less on devices of its own, where it takes ``apart``, than as part of
+        the trunk: its branches one after another everywhere, and no calls that the host puts off."""
         rest = [other for other in self.parts.regions if other is not region]
-        return sum(self.phases(self.trunk(rest))) - sum(self.phases(self.trunk(self.parts.regions)))
-
-    def calling(self, region: BranchRegion) -> float:
-        """Seconds of a step that the host takes to put off the calls of a region's branches."""
-        return self.count * self.parts.calling(region.branches)
+        inside = sum(self.phases(self.trunk(rest))) - sum(self.phases(self.trunk(self.parts.regions)))
+        return inside - apart - self.count * self.parts.calling(region.branches)
 
     def phases(self, part: PartCost) -> Phases:
         """Seconds of a step: forward, backward, and what is done once."""
@@ -112,7 +109,7 @@ class BranchCourse:
         held, working = self._memory(trunk)
         outside = self._site(1, 1)
         sent = sum(
-            self._buffers(self._border(branch), outside, holds_input=False)
+            self._buffers(border_of(self.parts.pricer.profile.graph, set(branch.layers)), outside, holds_input=False)
             for region in self.parts.regions
             for branch in region.branches
         )
@@ -134,17 +131,8 @@ class BranchCourse:
         peak = stage_memory(costs, 1, self.count, 0, 0).total if costs else 0
         return held, max(peak - held, 0)
 
-    def _border(self, branch: Branch) -> BranchTraffic:
-        return border_of(self.parts.pricer.profile.graph, set(branch.layers))
-
     def _buffers(self, border: BranchTraffic, site: BranchSite, holds_input: bool) -> int:
         return buffer_bytes(border, site, holds_input, self.parts.training)
-
-    def of_branch(self, branch: Branch, devices: int, room: int) -> Request:
-        """What is searched of a branch by itself, within so many bytes."""
-        graph = self.parts.of(branch.layers).profile.graph
-        fixed = replace(self.request.fixed, pipeline=1, microbatches=self.count)
-        return replace(self.request, graph=graph, devices=devices, budget=room + self.context, fixed=fixed)
 
 
 _SMALL = 8
@@ -172,38 +160,35 @@ class BranchOptions:
             beside: branches that may share them.
         """
         found: dict[int, dict[Option, Strategies]] = {}
-        for devices in self._sizes():
+        most = self.course.request.devices
+        sizes = range(1, most) if most <= _SMALL else divisors(most)[:-1]  # one at least is left to another group
+        for devices in sizes:
             ways = [self._searched(branch, devices, size) for size in (room, room // beside)]
             for strategies in (own for own in dict.fromkeys(ways) if own is not None):
                 option = self.course.option(branch, devices, strategies, working)
                 found.setdefault(devices, {})[option] = strategies
         return found
 
-    def _sizes(self) -> list[int]:
-        """Devices that a group may have; one at least is left to another group."""
-        devices = self.course.request.devices
-        sizes = range(1, devices) if devices <= _SMALL else divisors(devices)
-        return [size for size in sizes if size < devices]
-
     def _searched(self, branch: Branch, devices: int, room: int) -> Strategies | None:
         if room < 1:
             return None
-        request = self.course.of_branch(branch, devices, room)
+        course, asked = self.course, self.course.request
+        pricer = course.parts.of(branch.layers)
+        fixed = replace(asked.fixed, pipeline=1, microbatches=course.count)
+        request = replace(
+            asked, graph=pricer.profile.graph, devices=devices, budget=room + course.context, fixed=fixed
+        )  # fmt: skip
         pins = tuple(request.fixed.pins_of(name) for name in branch.layers)
         key = (likeness(request.graph), pins, devices, room)
         if key not in self._known:
             figures = self._figures.setdefault(branch.layers, PriceCache())
-            self._known[key] = self._solved(branch, replace(request, known=figures))
+            try:
+                found = search(replace(request, known=figures), pricer)
+            except InputError:  # samples that its devices cannot share, or pins that leave it nothing
+                found = None
+            stages = () if found is None else found.partition.stages
+            self._known[key] = tuple(strategy for stage in stages for strategy in stage.strategies) or None
         return self._known[key]
-
-    def _solved(self, branch: Branch, request: Request) -> Strategies | None:
-        try:
-            found = search(request, self.course.parts.of(branch.layers))
-        except InputError:  # samples that its devices cannot share, or pins that leave it nothing
-            return None
-        if found is None:
-            return None
-        return tuple(strategy for stage in found.partition.stages for strategy in stage.strategies)
 
 
 def likeness(graph: ModelGraph) -> tuple[object, ...]:
@@ -217,35 +202,12 @@ def likeness(graph: ModelGraph) -> tuple[object, ...]:
     return tuple((layer.kind, layer.role) for layer in graph.layers), sent, ties
 
 
-def branch_notes(plan: Plan, ordinary: Plan | None) -> tuple[str, ...]:
-    """A line on all branches, and what they gain over the ordinary plan.
-
-    Args:
-        plan: with its prediction.
-        ordinary: the best plan without; None where none fits.
-    """
-    apart = ", ".join(f"{one.name} on {device_range(one)} ({format_seconds(one.seconds)})" for one in plan.branches)
-    return (f"independent branches run at the same time: {apart}; {_gain(plan, ordinary)}",)
-
-
-def _gain(plan: Plan, ordinary: Plan | None) -> str:
-    if plan.prediction is None:
-        return "nothing is predicted"
-    if ordinary is None or ordinary.prediction is None:
-        return "without, no plan fits the budget"
-    what = "a pass" if plan.mode is Mode.INFERENCE else "a step"
-    own, other = plan.prediction.step_seconds, ordinary.prediction.step_seconds
-    otherwise = f"{format_seconds(other)} without ({summary(ordinary)})"
-    return f"{what} takes {format_seconds(own)} instead of {otherwise}: {other / own:.2f}x"
-
-
 @dataclass(frozen=True, slots=True)
 class _Split:
     region: BranchRegion  # of the model
     assigned: Assignment  # its branches to groups
     choices: tuple[Choices, ...]  # of each branch
     gain: float  # seconds of a step that it takes less than as part of the trunk
-    certificate: str = ""  # what an integer programme said of the assignment; empty where none was asked
 
     def placements(self, course: BranchCourse) -> Iterator[BranchPlacement]:
         """Where each branch is, group by group."""
@@ -261,7 +223,10 @@ class _Split:
 def branch_plans(task: PlanTask) -> list[Plan]:
     """The best plan with branches on devices of their own; none where the model has none or it is not asked for."""
     request = task.request
-    if not _open(task) or not may_branch(request.graph):
+    fixed = request.fixed  # room is needed for it: several devices of one type, no pipeline, no delay alone
+    pinned = fixed.pipeline not in (None, 1) or fixed.schedule is not None or fixed.virtual is not None
+    refused = "branches" in fixed.forbidden or (task.delay is not None and task.delay.only)
+    if request.devices == 1 or request.cluster or pinned or refused or not may_branch(request.graph):
         return []
     parts = PartPricer(task.session.pricer)
     best: Plan | None = None
@@ -279,14 +244,6 @@ def may_branch(graph: ModelGraph) -> bool:
     return bool(edges) and any((left.name, right.name) not in edges for left, right in pairwise(graph.layers))
 
 
-def _open(task: PlanTask) -> bool:
-    """Whether devices and pins leave room for it: several of one type; no pipeline, no schedule, no delay alone."""
-    request, fixed = task.request, task.request.fixed
-    pinned = fixed.pipeline not in (None, 1) or fixed.schedule is not None or fixed.virtual is not None
-    refused = "branches" in fixed.forbidden or (task.delay is not None and task.delay.only)
-    return request.devices > 1 and request.cluster is None and not pinned and not refused
-
-
 def _rank(plan: Plan) -> tuple[bool, float]:
     return not plan.fits, seconds_of(plan)
 
@@ -296,7 +253,7 @@ def _best_at(task: PlanTask, course: BranchCourse) -> Plan | None:
     if not course.request.fixed.allows(course.trunk_strategy):
         return None
     try:
-        splits = list(_splits(course, task.certify))
+        splits = list(_splits(course))
     except InputError:  # the profile has no figures for the trunk
         return None
     worth = [split for split in splits if split.gain > 0] or sorted(splits, key=lambda split: -split.gain)[:1]
@@ -304,7 +261,7 @@ def _best_at(task: PlanTask, course: BranchCourse) -> Plan | None:
     return min((_priced(task, course, chosen) for chosen in sets if chosen), key=_rank, default=None)
 
 
-def _splits(course: BranchCourse, certify: bool) -> Iterator[_Split]:
+def _splits(course: BranchCourse) -> Iterator[_Split]:
     """Every region whose branches fit on devices of their own, with the quickest assignment."""
     room, working = course.room()
     node = course.parts.pricer.profile.cluster.levels[0].size
@@ -314,8 +271,7 @@ def _splits(course: BranchCourse, certify: bool) -> Iterator[_Split]:
         jobs = [{devices: tuple(own) for devices, own in choice.items()} for choice in choices]
         found = assign(jobs, course.request.devices, room, node, least=2)
         if found is not None:
-            said = certify_assignment(found, jobs, course.request.devices, room, node, 2) if certify else ""
-            yield _Split(region, found, choices, course.in_trunk(region) - found.seconds - course.calling(region), said)
+            yield _Split(region, found, choices, course.gain(region, found.seconds))
             room -= max(sum(option.held for _, option in group.branches) for group in found.groups)
 
 
@@ -335,17 +291,22 @@ def _priced(task: PlanTask, course: BranchCourse, chosen: Sequence[_Split]) -> P
         mode=task.session.mode,
     )
     priced = price_plan(course.parts.pricer, plan)
-    made_from = provenance(task.session.profile, task.budget, 0.0)
-    said = "; ".join(filter(None, (split.certificate for split in chosen)))
-    return replace(priced, provenance=replace(made_from, certificate=said))
+    return replace(priced, provenance=provenance(task.session.profile, task.budget, 0.0))
 
 
 def _described(task: PlanTask, plan: Plan) -> Plan:
-    made_from, ordinary = plan.provenance, task.ordinary
-    unsure = spread_note(task.session.profile.origin)
-    notes = (*branch_notes(plan, ordinary), *plan_notes(task.request.graph, plan), *unsure)
+    """With a line on all branches, and what they gain over the ordinary plan."""
+    source, ordinary, gain = plan.provenance, task.ordinary, "without, no plan fits the budget"
+    apart = ", ".join(f"{one.name} on {device_range(one)} ({format_seconds(one.seconds)})" for one in plan.branches)
+    if ordinary is not None:
+        what = "a pass" if plan.mode is Mode.INFERENCE else "a step"
+        own, other = seconds_of(plan), seconds_of(ordinary)
+        otherwise = f"{format_seconds(other)} without ({summary(ordinary)})"
+        gain = f"{what} takes {format_seconds(own)} instead of {otherwise}: {other / own:.2f}x"
+    said = f"independent branches run at the same time: {apart}; {gain}"
+    notes = (said, *plan_notes(task.request.graph, plan), *spread_note(task.session.profile.origin))
     return replace(
         plan,
-        provenance=None if made_from is None else replace(made_from, notes=notes, proof=Proof.FEASIBLE),
+        provenance=None if source is None else replace(source, notes=notes, proof=Proof.FEASIBLE),
         left_out=task.backend.leaves_out(task.session.mode) if ordinary is None else ordinary.left_out,
     )

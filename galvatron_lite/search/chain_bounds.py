@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -22,7 +21,6 @@ TIME, BOTH, REST, PEAK, MIDDLE, GATHERED, PENDING, UPDATED, GROUP, STRATEGY, PAR
 criterion, where there are several."""
 _STEPS = np.concatenate(([0.0], 2.0 ** np.arange(-14, 16, 2)))
 _AROUND = np.array([0.0, 0.3, 0.6, 0.8, 0.9, 0.96, 1.0, 1.04, 1.1, 1.25, 1.6, 3.0])
-_NEAR = 2.0 ** (np.array([-8, -4, -2, -1, -0.5, -0.25, -0.12, -0.05, 0, 0.05, 0.12, 0.25, 0.5, 1, 2, 4, 8]) / 4)
 TINY = 1e-9
 """Share by which a bound in floating point is lowered, so that rounding never makes it too high."""
 _MOMENTS = 3
@@ -57,20 +55,6 @@ class LayerKindFigures:
         if place == moment:
             added = f[REST] + np.maximum(f[PEAK], f[MIDDLE] + pending)
         return added
-
-    @cached_property
-    def extremes(self) -> dict[str, int]:
-        """What ``_Ahead`` is made of."""
-        f = self.figures
-        q = f[BOTH] - f[REST]
-        return {
-            "both_least": int(f[BOTH].min()), "both_most": int(f[BOTH].max()), "updated_least": int(f[UPDATED].min()),
-            "updated_most": int(f[UPDATED].max()), "updating": int((f[UPDATED] - f[BOTH]).max()),
-            "rest": int(f[REST].max()), "prefix": int(q.min()), "peak_over": int((f[PEAK] - q).max()),
-            "middle_over": int((f[MIDDLE] - q).max()), "peak": int(f[PEAK].max()), "middle": int(f[MIDDLE].max()),
-            "gathered": int(f[GATHERED].max()), "pending": int(f[PENDING].max()),
-            "spare": int((f[PEAK] - f[MIDDLE]).min()),
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,15 +116,6 @@ class ChainFigures:
         own = sum(float(self.at(place).figures[TIME].max()) for place in range(len(self.kind)))
         return own + sum(float(move.max()) for move in self.scaled[1:])
 
-    def timeless(self) -> ChainFigures:
-        """With nothing but memory."""
-        kinds = []
-        for kind in self.kinds:
-            figures = kind.figures.copy()
-            figures[TIME] = 0
-            kinds.append(LayerKindFigures(figures))
-        return replace(self, kinds=tuple(kinds), scaled=tuple(0.0 * move for move in self.scaled), by=0 * self.by)
-
     def evaluated(self, rows: IntArray) -> tuple[IntArray, BoolArray]:
         """Weighted time of paths, (paths, L) choices, and whether each is within the room and the runs."""
         kinds = [self.at(place).figures for place in range(len(self.kind))]
@@ -162,14 +137,6 @@ class ChainFigures:
         return f[TIME].sum(axis=1) + moved * self.by[0], fits
 
 
-@dataclass(slots=True)
-class PriceHint:
-    """Where chains that are much alike have their best bounds."""
-
-    price: float = 0.0  # picoseconds a byte; 0.0: not known
-    moment: int = 0  # place of the layer whose moment is priced
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainBounds:
     """Lagrangian bounds of a chain: shortest paths at several prices of memory, with one moment priced."""
@@ -183,30 +150,18 @@ class ChainBounds:
     root: FloatArray  # (K,) bounds on the weighted time of the whole
 
     @classmethod
-    def of(cls, chain: Chain, like: PriceHint | None = None) -> ChainBounds:
-        """Bounds at prices about the one that bounds best, with the moment priced that is the worst there.
-
-        Args:
-            chain: to bound.
-            like: where that is for chains much like it; remembers it for the next one.
-        """
+    def of(cls, chain: Chain) -> ChainBounds:
+        """Bounds at prices about the one that bounds best, with the moment priced that is the worst there."""
         line = ChainFigures.of(chain)
-        last = len(line.kind) - 1
-        best, moment = (0.0, -np.inf), last
-        if like is not None and like.price:
-            moment = min(like.moment, last)
-            best = _best_price(line, moment, like.price)
-        else:
-            trial = moment
-            for _ in range(_MOMENTS):
-                found = _best_price(line, trial)
-                if found[1] <= best[1]:
-                    break
-                best, moment, trial = found, trial, _worst_moment(line, found[0])
-                if trial == moment:
-                    break
-        if like is not None:
-            like.price, like.moment = best[0], moment
+        trial = moment = len(line.kind) - 1
+        best = (0.0, -np.inf)
+        for _ in range(_MOMENTS):
+            found = _best_price(line, trial)
+            if found[1] <= best[1]:
+                break
+            best, moment, trial = found, trial, _worst_moment(line, found[0])
+            if trial == moment:
+                break
         return cls.at(line, best[0] * _AROUND, moment, int(chain.weights[0]) if len(chain.weights) == 1 else 0)
 
     @classmethod
@@ -320,19 +275,11 @@ def _before(line: ChainFigures, prices: FloatArray, moment: int) -> tuple[list[F
     return before, (reached + known[id(values[-1])]).min(axis=1) - prices * line.room
 
 
-def _best_price(line: ChainFigures, moment: int, about: float = 0.0) -> tuple[float, float]:
+def _best_price(line: ChainFigures, moment: int) -> tuple[float, float]:
     """The price with the highest bound on the whole, more than nothing, and that bound.
-
-    With ``about``, prices near that one are tried first, and others only where they rise towards them.
 
     The bound is concave in the price, so the best of a row of prices has the greatest one next to it.
     """
-    if about:
-        prices = about * _NEAR
-        root = _before(line, prices, moment)[1]
-        best = int(np.argmax(root))
-        if 0 < best < len(prices) - 1:
-            return float(prices[best]), float(root[best])
     times = sum(float(np.ptp(kind.figures[TIME])) for kind in line.kinds) + 1.0
     sizes = sum(float(np.ptp(kind.figures[BOTH])) for kind in line.kinds) + 1.0
     prices = times / sizes * _STEPS

@@ -8,15 +8,31 @@ memory is mostly in the last layers, so it is settled first, and what is left is
     R' = R + r,  U' = U + u       at rest; in the optimizer
 
 All updates are monotone: of two labels whose first choices have the same layout, the one that is no better in any
-component goes. A component that cannot decide (2) or (3) is not compared. A label also goes when its bound at the
+component goes. A label also goes when its bound at the
 prices above exceeds a limit, which grows from the bound of the whole chain until a path is met. Nothing is rounded:
 the result is the exact Pareto set of (1), one solution of each value.
+
+Stages whose tensors skip layers (``Net``) have edges (i, j), i + 1 < j, besides: what layer i makes goes straight to
+layer j, which takes x_ij(a, b) >= 0 in each pass, by their layouts a and b. Where the layout of one end of each edge is
+settled, what it takes is part of the other end's own time, and a chain is left.
+
+Branch and bound over layouts of single layers, best first. A node settles some; an edge between layers
+that may both have several layouts takes the least of what the producer may make it, as part of its reader's time. The
+chain that is left is solved exactly: its paths are no slower than any of the node, and a path that prices at what the
+chain says is the node's best. Otherwise the layer whose edges were most underrated is settled, once for each of its
+layouts. Where all layers that matter agree, as most do, the first chain is the answer; an encoder's output that every
+decoder block reads takes one branching.
+
+With several criteria the same holds for Pareto sets: a node whose paths all price at what its chain says, or are
+beaten by ways known, is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
 
 import numpy as np
 
@@ -36,10 +52,8 @@ from galvatron_lite.search.chain_bounds import (
     TINY,
     UPDATED,
     ChainBounds,
-    ChainFigures,
-    PriceHint,
 )
-from galvatron_lite.search.pareto import pareto_rows, pareto_within
+from galvatron_lite.search.tables import pareto_rows, pareto_within
 
 TIMES, WORST, WAITING, RESTING, OPTIMIZER, OWED, LAYOUT, NAME, RUNS, CRITERIA = range(10)
 """Rows of labels: weighted time, A, B, R, U, d, layout and strategy of the first layer, runs of equal strategies so far
@@ -48,10 +62,8 @@ _START, _GROWTH = 0.04, 1.7
 """How far above the bound the first limit of labels is, as a share of an average layer's time; and how it grows."""
 _CROWD, _MOST_PAIRS = 8, 100_000
 """Pairs of labels and choices are looked at up to so many times the beam, or to the second, whichever is more."""
-_FITTING, _CLOSE = 1_000, 64
-"""Labels a layer by which it is told whether any path fits, and by which a path near the bound is looked for."""
-_NEAR = 1.1
-"""Caps up to so many times the bound are reached as soon as it is known whether any path fits."""
+_CLOSE = 64
+"""Labels a layer by which a path near the bound is looked for."""
 
 
 def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None, near: float = 0.0) -> ChainFront:
@@ -73,16 +85,13 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None, 
     return _front(bounds, limit, beam) if len(chain.weights) > 1 else _quickest(bounds, limit, beam, near)
 
 
-def good_path(chain: Chain, cap: int | None = None, like: PriceHint | None = None) -> tuple[Path | None, float]:
-    """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits.
-
-    The time is infinite where no path takes at most ``cap``.
-    """
+def good_path(chain: Chain) -> tuple[Path | None, float]:
+    """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits."""
     if chain.runs == 1 and is_countable(chain):
-        best = best_of_parts(chain, np.inf if cap is None else cap)
+        best = best_of_parts(chain, np.inf)
         return best, np.inf if best is None else float(best.time[0] * chain.weights[0])
-    bounds = ChainBounds.of(chain, like)
-    if bounds.exceeds(bounds.line.longest if cap is None else min(float(cap), bounds.line.longest)):
+    bounds = ChainBounds.of(chain)
+    if bounds.exceeds(bounds.line.longest):
         return None, np.inf
     path = bounds.rounded()
     least = bounds.least * (1 - TINY) - 1
@@ -101,8 +110,6 @@ def _quickest(bounds: ChainBounds, cap: float, beam: int | None, near: float) ->
         best = Path((close.paths[0].time[0] // bounds.weight,), close.paths[0].choices) if close.paths else best
     if best is not None and low >= best.time[0] * bounds.weight * (1 - near):
         return ChainFront((best,), work, low)
-    if best is None and cap > _NEAR * low and not _may_fit(bounds.line):
-        return ChainFront((), work)
     step = _START * max(low, cap * 1e-6) / len(bounds.line.kind)
     if best is not None:
         most = _below(best.time[0] * bounds.weight)
@@ -133,16 +140,6 @@ def _below(time: int) -> float:
     return min(float(time - 1), float(np.nextafter(float(time), 0.0)))
 
 
-def _may_fit(line: ChainFigures) -> bool:
-    """Whether any path is within the room, whatever its time, as far as some labels tell."""
-    timeless = line.timeless()
-    bounds = ChainBounds.at(timeless, np.ones(1), len(line.kind) - 1)
-    if bounds.exceeds(0.0):
-        return False
-    front = _front(bounds, 0.0, _FITTING)
-    return bool(front.paths) or not front.complete
-
-
 def _front(bounds: ChainBounds, limit: float, beam: int | None) -> ChainFront:
     useful = bounds.useful(limit)
     if not all(len(own) for own in useful):
@@ -169,7 +166,12 @@ class _Labels:
 
     def __init__(self, bounds: ChainBounds, limit: float, beam: int | None) -> None:
         self.bounds, self.line, self.limit, self.beam = bounds, bounds.line, limit, beam
-        self.ahead = _Ahead(bounds.line)
+        # what the layers before each place come to, at the least and at the most, and at the least in the optimizer
+        lasting = [line.at(place).figures for line in (bounds.line,) for place in range(len(line.kind) - 1)]
+        self.least, self.most, self.updated = (
+            np.concatenate(([0], np.cumsum([int(of(figures[row])) for figures in lasting], dtype=np.int64)))
+            for of, row in ((np.min, BOTH), (np.max, BOTH), (np.min, UPDATED))
+        )
         self.ceiling = bounds.ceiling(limit)
         self.work = 0  # pairs of labels and choices looked at
         self.dropped = np.inf  # the least promise of a label that the beam dropped
@@ -238,8 +240,8 @@ class _Labels:
             figures[TIMES] + price * ((figures[RESTING] if place > bounds.moment else peak) - room)
         )
         alive = (promise <= self.ceiling[:, None]).all(axis=0)
-        alive &= peak <= room - self.ahead.both_least[place]
-        alive &= figures[OPTIMIZER] <= room - self.ahead.updated_least[place]
+        alive &= peak <= room - self.least[place]
+        alive &= figures[OPTIMIZER] <= room - self.updated[place]
         if place == 0:
             alive &= figures[TIMES] <= self.limit
         return _Step(figures, promise, choice, parent).take(np.flatnonzero(alive))
@@ -263,45 +265,175 @@ class _Labels:
         times = figures[CRITERIA:] if len(figures) > CRITERIA else figures[TIMES : TIMES + 1]
         if place == 0:
             return np.sort(pareto_rows(times.T))
-        memory = self.ahead.compared(place, figures, self.line.room)
+        worst = np.maximum(figures[WORST], self.line.room - self.most[place])  # less makes no difference
+        memory = [worst, *figures[[WAITING, RESTING, OPTIMIZER, OWED]]]
         if self.line.runs is None:
             return pareto_within(np.column_stack((*times, *memory)), figures[LAYOUT])
         return pareto_within(np.column_stack((*times, *memory, figures[RUNS])), figures[NAME])
 
 
-class _Ahead:
-    """What the layers before each place come to at the least or at the most."""
+Pair = tuple[int, int]
+Settled = Mapping[int, int]
+_MOST = 400
+"""Nodes that are looked into at the most, counted, so that results repeat."""
 
-    def __init__(self, line: ChainFigures) -> None:
-        self.both_least, self.both_most, self.updated_least, self.updated_most, self.updating = ([0] for _ in range(5))
-        self.local = [-(2**60)]  # with a label's rest this much below its worst, no moment of theirs is the worst
-        self.resting = [-(2**60)]  # the most that their moments add to a label's rest
-        self.gathered = [0]  # the most that the layer just before leaves gathered
-        self.waiting = [-(2**60)]  # as ``local``, for what a label has pending alone
-        self.spare = [2**60]  # what a label may have pending without raising any moment of the layer just before
-        for place in range(len(line.kind)):
-            x = line.at(place).extremes
-            following = line.at(place + 1).extremes["pending"] if place + 1 < len(line.kind) else 0
-            left = self.gathered[-1]
-            moment = max(x["peak"], x["middle"] + following) + left
-            self.resting.append(x["rest"] + max(self.resting[-1], moment + self.both_most[-1]))
-            over = max(x["peak_over"], x["middle_over"] + following) + left
-            self.local.append(max(self.local[-1] - x["prefix"], over))
-            self.waiting.append(x["middle_over"] + left)
-            self.spare.append(x["spare"])
-            self.gathered.append(x["gathered"])
-            for name in ("both_least", "both_most", "updated_least", "updated_most", "updating"):
-                total = getattr(self, name)
-                total.append(total[-1] + x[name])
 
-    def compared(self, place: int, figures: IntArray, room: int) -> list[IntArray]:
-        """The memory figures of labels that may make a difference, raised as far as makes none."""
-        worst, rest = np.maximum(figures[WORST], room - self.both_most[place]), figures[RESTING]
-        certain = [
-            worst - self.gathered[place],
-            np.maximum(worst - self.local[place], room - self.resting[place]),
-            np.maximum(worst - self.updating[place], room - self.updated_most[place]),
-            np.maximum(worst - rest - self.waiting[place], self.spare[place]),
+@dataclass(frozen=True, slots=True, eq=False)
+class Net:
+    """A stage."""
+
+    chain: Chain  # its layers, with what goes from each to the next
+    # by places of producer and reader, (groups, groups) picoseconds in one pass
+    skips: Mapping[Pair, IntArray] = field(default_factory=dict)
+
+    def groups(self, choices: Sequence[int]) -> list[int]:
+        """The layout of each layer of a path."""
+        return [int(layer.group[choice]) for layer, choice in zip(self.chain.layers, choices, strict=True)]
+
+    def moved(self, choices: Sequence[int]) -> int:
+        """Picoseconds of redistribution of a path in one pass."""
+        own = self.groups(choices)
+        steps = zip(self.chain.layers[1:], pairwise(own), strict=True)
+        along = sum(int(layer.move[ends]) for layer, ends in steps)
+        return along + sum(int(move[own[i], own[j]]) for (i, j), move in self.skips.items())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Relaxed:
+    """A net as a chain, with the layouts of some layers settled."""
+
+    chain: Chain  # the layers that are left; times hold what edges take at the least
+    rows: list[IntArray]  # per layer, its choices among those of the net
+    # by edge, which end has it in its time, and what each of that layer's layouts takes
+    charged: dict[Pair, tuple[int, IntArray]]
+
+
+def net_paths(net: Net, cap: int | None = None, beam: int | None = None, near: float = 0.0) -> ChainFront:
+    """The Pareto set of a net within memory, as ``chain.pareto_paths`` has it of a chain."""
+    return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam, near)
+
+
+def good_way(net: Net) -> tuple[Path | None, float]:
+    """A good path of one criterion, soon, and a weighted time that no path beats, as ``chain.good_path``."""
+    relaxed = _relaxed(net, {})
+    path, least = good_path(relaxed.chain)
+    return (None if path is None else _priced(net, relaxed, path)[0]), least
+
+
+@dataclass(slots=True, eq=False)
+class _Walk:
+    net: Net  # the problem
+    cap: int | None  # on the weighted time
+    beam: int | None  # labels of a layer
+    best: list[Path] = field(default_factory=list)  # Pareto-best paths met
+    work: int = 0  # labels looked at
+    dropped: float = np.inf  # a weighted time that no path left out beats
+
+    def run(self) -> ChainFront:
+        """Looks into the nodes, the most promising first."""
+        order, looked = count(1), 0
+        heap: list[tuple[int, int, dict[int, int]]] = [(0, 0, {})]
+        while heap:
+            least, _, settled = heapq.heappop(heap)
+            limit = self._limit()
+            if limit is not None and least > limit:
+                continue
+            if looked >= _MOST:
+                self.dropped = min(self.dropped, float(least))
+                continue
+            looked += 1
+            for bound, child in self._look(settled, limit):
+                heapq.heappush(heap, (bound, next(order), child))
+        paths = sorted(self.best, key=lambda path: (path.time, path.choices))
+        return ChainFront(tuple(paths), self.work, self.dropped)
+
+    def _limit(self) -> int | None:
+        if len(self.net.chain.weights) > 1 or not self.best:
+            return self.cap
+        return self.best[0].time[0] * int(self.net.chain.weights[0]) - 1
+
+    def _look(self, settled: dict[int, int], limit: int | None) -> list[tuple[int, dict[int, int]]]:
+        """Notes the paths of a node; what is to be looked into if those are not all."""
+        relaxed = _relaxed(self.net, settled)
+        front = pareto_paths(relaxed.chain, limit, self.beam)
+        self.work += front.work
+        self.dropped = min(self.dropped, front.dropped)
+        priced = [_priced(self.net, relaxed, path) for path in front.paths]
+        self._note([path for path, _ in priced])
+        unsure = [
+            (self._weighted(told), under)
+            for told, (_, under) in zip(front.paths, priced, strict=True)
+            if under and not self._beaten(told)
         ]
-        own = [figures[WAITING], rest, figures[OPTIMIZER], figures[OWED]]
-        return [worst, *(np.maximum(a, b) for a, b in zip(own, certain, strict=True) if (a > b).any())]
+        if not unsure:
+            return []
+        least, under = min(unsure, key=lambda one: one[0])
+        place = _most_underrated(under)
+        groups = np.unique(self.net.chain.layers[place].group)
+        return [(least, settled | {place: int(group)}) for group in groups]
+
+    def _note(self, paths: Sequence[Path]) -> None:
+        every = self.best + [path for path in paths if self.cap is None or self._weighted(path) <= self.cap]
+        if every:
+            rows = pareto_rows(np.array([path.time for path in every], dtype=np.int64))
+            self.best = [every[row] for row in rows]
+
+    def _beaten(self, path: Path) -> bool:
+        return any(all(a <= b for a, b in zip(known.time, path.time, strict=True)) for known in self.best)
+
+    def _weighted(self, path: Path) -> int:
+        return sum(int(weight) * time for weight, time in zip(self.net.chain.weights, path.time, strict=True))
+
+
+def _relaxed(net: Net, settled: Settled) -> _Relaxed:
+    layers = net.chain.layers
+    free = np.arange(0)
+    rows = [
+        np.flatnonzero(layer.group == settled[place]) if place in settled else free
+        for place, layer in enumerate(layers)
+    ]
+    rows = [own if place in settled else np.arange(len(layers[place].group)) for place, own in enumerate(rows)]
+    present = [np.unique(layer.group[own]) for layer, own in zip(layers, rows, strict=True)]
+    charged = {pair: _charge(move, pair, present) for pair, move in net.skips.items()}
+    extra: dict[int, IntArray] = {}
+    for end, taken in charged.values():
+        extra[end] = extra[end] + taken if end in extra else taken
+    own = [
+        layer if len(kept) == len(layer.group) else layer.only(kept) for layer, kept in zip(layers, rows, strict=True)
+    ]
+    for place, taken in extra.items():
+        if taken.any():
+            time = own[place].time + taken[own[place].group][:, None] * net.chain.moves
+            own[place] = replace(own[place], time=time)
+    return _Relaxed(replace(net.chain, layers=tuple(own)), rows, charged)
+
+
+def _charge(move: IntArray, pair: Pair, present: Sequence[IntArray]) -> tuple[int, IntArray]:
+    """Which end of an edge has what it takes in its time, and that by its layout: exact where the other is settled."""
+    i, j = pair
+    if len(present[j]) == 1:
+        return i, move[:, int(present[j][0])]
+    least: IntArray = move[present[i]].min(axis=0)
+    return j, least
+
+
+def _priced(net: Net, relaxed: _Relaxed, path: Path) -> tuple[Path, dict[Pair, int]]:
+    """A path of a node as the net has it, and by how much edges were underrated."""
+    choices = tuple(int(rows[choice]) for rows, choice in zip(relaxed.rows, path.choices, strict=True))
+    own, under = net.groups(choices), {}
+    for (i, j), move in net.skips.items():
+        end, taken = relaxed.charged[i, j]
+        missing = int(move[own[i], own[j]] - taken[own[end]])
+        if missing:
+            under[i, j] = missing
+    more = sum(under.values())
+    time = tuple(told + int(times) * more for told, times in zip(path.time, net.chain.moves, strict=True))
+    return Path(time, choices), under
+
+
+def _most_underrated(under: Mapping[Pair, int]) -> int:
+    sums: dict[int, int] = {}
+    for pair, missing in under.items():
+        for place in pair:
+            sums[place] = sums.get(place, 0) + missing
+    return min(sums, key=lambda place: (-sums[place], place))

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from galvatron_lite.cluster.budget import bytes_on
+from galvatron_lite.cost.cyclic import layer_costs, split
+from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting, device_count
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
@@ -25,9 +25,7 @@ from galvatron_lite.plans.notes import plan_notes
 from galvatron_lite.plans.schema import Cyclic, Mode, Plan, Proof, Schedule
 from galvatron_lite.profiler.schema import spread_note
 from galvatron_lite.search.result import plan_of, provenance
-
-if TYPE_CHECKING:
-    from galvatron_lite.search.ways import PlanTask
+from galvatron_lite.search.ways import PlanTask, seconds_of
 
 MOST_STAGES = 32
 """Stages at most on one device, where devices do not say how many; with more, pricing takes seconds a plan."""
@@ -98,16 +96,12 @@ def _why_not(task: PlanTask, setting: CyclicSetting) -> str:
     if not any(_pinned(task, setting, count) for count in counts):
         return "it has as many micro-batches as stages: pins ask for others"
     if not any(_cuts(task, count) for count in counts):
-        return _too_few(request.graph, counts[0])
+        shared = [tie for tie in request.graph.ties if tie.parameters]
+        if not shared:
+            return f"{len(request.graph.layers)} layers do not make {counts[0]} stages"
+        ends = f"{shared[0].first} and {shared[0].second}"
+        return f"{ends} share parameters and must be in one stage, so the layers do not make {counts[0]}"
     return ""
-
-
-def _too_few(graph: ModelGraph, count: int) -> str:
-    shared = [tie for tie in graph.ties if tie.parameters]
-    if not shared:
-        return f"{len(graph.layers)} layers do not make {count} stages"
-    ends = f"{shared[0].first} and {shared[0].second}"
-    return f"{ends} share parameters and must be in one stage, so the layers do not make {count}"
 
 
 def _devices_of(setting: CyclicSetting, devices: int) -> str:
@@ -136,8 +130,6 @@ def _pinned(task: PlanTask, setting: CyclicSetting, count: int) -> bool:
 
 
 def _cuts(task: PlanTask, count: int) -> tuple[int, ...]:
-    from galvatron_lite.cost.cyclic_stages import split
-
     if task.request.global_batch % count:
         return ()
     try:
@@ -148,13 +140,12 @@ def _cuts(task: PlanTask, count: int) -> tuple[int, ...]:
 
 def _priced(task: PlanTask, setting: CyclicSetting) -> Iterator[Plan]:
     """Every plan of a setting with its prediction; see the module for those left out."""
-    from galvatron_lite.cost.plan import price_plan
-
     if _never(task) or _why_not(task, setting) or task.delay is None or task.delay.setting not in (None, setting):
         return
     rules = [rule for rule in _RULES if task.delay.rule in (None, rule)]
     quickest = float("inf")
-    for count in _promising(task, setting):
+    counts = [count for count in _counts(task, setting) if _pinned(task, setting, count) and _cuts(task, count)]
+    for count in sorted(counts, key=lambda count: (_least_seconds(task, count), count)):
         if _least_seconds(task, count) >= quickest:
             return
         if count > MOST_STAGES and not task.delay.only and _hopeless(task, setting, count):
@@ -166,26 +157,16 @@ def _priced(task: PlanTask, setting: CyclicSetting) -> Iterator[Plan]:
             yield plan
 
 
-def _promising(task: PlanTask, setting: CyclicSetting) -> list[int]:
-    """Numbers of stages of which there are plans, those that compute least first."""
-    counts = [count for count in _counts(task, setting) if _pinned(task, setting, count) and _cuts(task, count)]
-    return sorted(counts, key=lambda count: (_least_seconds(task, count), count))
-
-
 def _least_seconds(task: PlanTask, count: int) -> float:
-    from galvatron_lite.cost.cyclic_stages import layer_costs
-
     costs = layer_costs(task.session.pricer, task.request.global_batch // count)
     return count * sum(cost.forward + cost.backward + cost.recompute for cost in costs)
 
 
 def _hopeless(task: PlanTask, setting: CyclicSetting, count: int) -> bool:
     """Whether a plan of one micro-batch a device is known, before it is priced, not to be chosen."""
-    from galvatron_lite.cost.cyclic_stages import layer_costs
-
     if task.ordinary is None or setting is CyclicSetting.STAGES:
         return False
-    slower = _least_seconds(task, count) / count >= _seconds(task.ordinary)
+    slower = _least_seconds(task, count) / count >= seconds_of(task.ordinary)
     costs = layer_costs(task.session.pricer, task.request.global_batch // count)
     states = sum(cost.parameters + cost.states for cost in costs) if setting is CyclicSetting.DATA else 0
     return slower or states + sum(cost.kept for cost in costs) > bytes_on(task.budget, "")
@@ -204,13 +185,9 @@ def _best(task: PlanTask, plans: Sequence[Plan]) -> Plan | None:
     """The quickest that fits, the first of equal ones; else the one that needs least; None of none."""
     best: Plan | None = None
     for plan in (own for own in plans if task.request.fits(own)):
-        if best is None or _seconds(plan) < _seconds(best) * (1.0 - _ROUNDING):
+        if best is None or seconds_of(plan) < seconds_of(best) * (1.0 - _ROUNDING):
             best = plan
     return best or min(plans, key=lambda plan: plan.prediction.peak_memory if plan.prediction else 0, default=None)
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.prediction.step_seconds if plan.prediction else float("inf")
 
 
 def _with_origin(task: PlanTask, plans: Sequence[Plan]) -> list[Plan]:
@@ -219,7 +196,10 @@ def _with_origin(task: PlanTask, plans: Sequence[Plan]) -> list[Plan]:
     base = known or provenance(task.session.profile, task.budget, 0.0)
     made = []
     for plan in plans:
-        gap = _gap(task, plan)
+        only = task.delay is not None and task.delay.only
+        gap = 0.0  # all plans with delay are known, those without up to a gap
+        if not only and ordinary is not None and known is not None:
+            gap = max(1.0 - seconds_of(ordinary) * (1.0 - known.gap) / seconds_of(plan), 0.0)
         proof = Proof.FEASIBLE if gap > 0.0 else Proof.PROVEN
         notes = (*plan_notes(task.request.graph, plan), *spread_note(task.session.profile.origin))
         made_from = replace(
@@ -227,11 +207,3 @@ def _with_origin(task: PlanTask, plans: Sequence[Plan]) -> list[Plan]:
         )
         made.append(replace(plan, left_out=() if ordinary is None else ordinary.left_out, provenance=made_from))
     return made
-
-
-def _gap(task: PlanTask, plan: Plan) -> float:
-    """Share of a plan's time that some plan may be below it: all with delay are known, those without up to a gap."""
-    ordinary, only = task.ordinary, task.delay is not None and task.delay.only
-    if only or ordinary is None or ordinary.provenance is None:
-        return 0.0
-    return max(1.0 - _seconds(ordinary) * (1.0 - ordinary.provenance.gap) / _seconds(plan), 0.0)

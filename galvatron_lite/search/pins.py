@@ -6,26 +6,24 @@ A pin is ``NAME=VALUE`` for the whole plan, or ``LAYERS.NAME=VALUE`` for some la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
-from types import MappingProxyType
 from typing import cast
 
-from galvatron_lite.cost.sharing import tied_groups
+from galvatron_lite.cost.stage import tied_groups
 from galvatron_lite.errors import InputError, UnknownNameError, suggestion, unknown
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Role
 from galvatron_lite.parallelism.backends import ANY, Backend
-from galvatron_lite.parallelism.base import Dimension, StrategyField
+from galvatron_lite.parallelism.base import StrategyField
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE, Schedule, schedule_names
 from galvatron_lite.parallelism.registry import choosing, pinned
 from galvatron_lite.parallelism.strategy import ADDED, Strategy
-from galvatron_lite.search.space import Fixed, fields_of
-from galvatron_lite.search.ways import Delay
+from galvatron_lite.search.space import Delay, Fixed, fields_of
 
 Reader = Callable[[str, str], object]
 """From (name, text) to a value; raises InputError."""
@@ -44,19 +42,12 @@ class PinName:
     means: str = ""  # for people
 
 
-NO_OTHERS: Mapping[str, str] = MappingProxyType({})
-
-
 def _number(name: str, text: str, least: int = 1, most: int | None = None, remedy: str = "") -> int:
     if not text.isdecimal() or int(text) < least:
         raise InputError(f"--fix {name}", text, f"Give a whole number, {least} or more.")
     if most is not None and int(text) > most:
         raise InputError(f"--fix {name}", text, remedy)
     return int(text)
-
-
-def _order(name: str, text: str) -> object:
-    return _word(dict(schedule_names()))(name, text)
 
 
 def _word(words: Mapping[str, object], remedy: str = "") -> Reader:
@@ -68,10 +59,12 @@ def _word(words: Mapping[str, object], remedy: str = "") -> Reader:
     return read
 
 
-_RULES: dict[str, object] = {rule.value: rule for rule in CyclicRule}
-_RULES |= {"v1": CyclicRule.V1, "v2": CyclicRule.V2}
-_SETTINGS: dict[str, object] = {setting.value: setting for setting in CyclicSetting}
+def _schedule_named(name: str, text: str) -> object:
+    return _word(dict(schedule_names()))(name, text)
 
+
+_RULES = {rule.value: rule for rule in CyclicRule} | {"v1": CyclicRule.V1, "v2": CyclicRule.V2}
+_SETTINGS = {setting.value: setting for setting in CyclicSetting}
 _ONCE: tuple[PinName, ...] = (
     PinName("pipeline", ("pp", "stages"), _number, "pipeline", once=True, means="pipeline stages (groups of devices)"),
     PinName("microbatches", ("m", "ga", "gradient_accumulation", "num_microbatches"), _number, "microbatches",
@@ -80,7 +73,7 @@ _ONCE: tuple[PinName, ...] = (
             means="samples of a micro-batch over all devices of a stage"),
     PinName("mbs", ("micro_batch_size",), _number, "device_samples", once=True,
             means="samples of a micro-batch on one data-parallel rank; needs dp, or pp, tp and cp"),
-    PinName("schedule", (), _order, "schedule", once=True, means="order of micro-batches in the pipeline"),
+    PinName("schedule", (), _schedule_named, "schedule", once=True, means="order of micro-batches in the pipeline"),
     PinName("virtual", ("vpp", "virtual_stages"), _number, "virtual", once=True, means="stages each group runs"),
     PinName("rule", (), _word(_RULES), "rule", once=True, means="cdp-v1 or cdp-v2, of delayed gradients"),
     PinName("setting", (), _word(_SETTINGS), "setting", once=True,
@@ -100,30 +93,24 @@ _OTHER_DIMENSIONS = dict.fromkeys(
 
 def pin_names() -> tuple[PinName, ...]:
     """Everything that ``--fix`` takes."""
-    return (*_ONCE, *(_pin_of(field) for one in pinned() for field in fields_pinned(one)))
-
-
-def fields_pinned(dimension: Dimension) -> tuple[StrategyField, ...]:
-    """How the fields of a dimension are pinned: of one that says nothing, its degree by its name."""
-    plain = StrategyField(dimension.name, dimension.name, dimension.aliases, dimension.means, splits=True)
-    return dimension.fields or (plain,)
-
-
-def _pin_of(one: StrategyField) -> PinName:
-    number = partial(_number, least=one.least, most=one.most, remedy=one.remedy)
-    read = number if one.words is None else _word(one.words, one.remedy)
-    return PinName(one.name, one.aliases, read, one.field, splits=one.splits, means=one.means)
+    found = [*_ONCE]
+    for dimension in pinned():  # of one that says nothing, its degree by its name
+        plain = StrategyField(dimension.name, dimension.name, dimension.aliases, dimension.means, splits=True)
+        for one in dimension.fields or (plain,):
+            number = partial(_number, least=one.least, most=one.most, remedy=one.remedy)
+            read = number if one.words is None else _word(one.words, one.remedy)
+            found.append(PinName(one.name, one.aliases, read, one.field, splits=one.splits, means=one.means))
+    return tuple(found)
 
 
 def forbidden_names() -> dict[str, tuple[str, ...]]:
     """What ``--forbid`` takes, and the dimensions that it leaves out."""
-    layers = {
-        word: parts
-        for one in pinned()
-        for word, parts in (one.forbids or dict.fromkeys((one.name, *one.aliases), (one.name,))).items()
-    }
-    pipeline, branches = (dict.fromkeys(words, (words[0],)) for words in (("pipeline", "pp"), ("branches", "branch")))
-    return {**pipeline, **layers, **branches}
+    names: dict[str, tuple[str, ...]] = {}
+    for words in (("pipeline", "pp"), ("branches", "branch")):
+        names |= dict.fromkeys(words, words[:1])
+    for one in pinned():
+        names.update(one.forbids or dict.fromkeys((one.name, *one.aliases), (one.name,)))
+    return names
 
 
 def pin_named(text: str) -> PinName:
@@ -157,22 +144,20 @@ def schedules_named(wanted: Sequence[Schedule | str] | None, pinned: Schedule | 
         wanted: names; None or none: not said.
         pinned: the only one that is wanted.
     """
-    named = tuple(dict.fromkeys(_schedule(name) for name in wanted or ()))
+    named = list[Schedule]()
+    for name in wanted or ():
+        try:
+            schedule = cast("Schedule", _schedule_named("schedule", name.lower()))
+        except InputError as error:
+            raise UnknownNameError("--schedule", name, error.remedy) from None
+        if not schedule.executable:
+            raise InputError("--schedule", name, f"It is of no pipeline: --allow-delay --fix schedule={schedule}.")
+        named.append(schedule)
     if pinned is None:
-        return named or None
+        return tuple(dict.fromkeys(named)) or None
     if named and pinned not in named:
         raise InputError("--fix schedule", pinned.value, f"It is not among --schedule {', '.join(named)}.")
     return (pinned,)
-
-
-def _schedule(name: str) -> Schedule:
-    try:
-        schedule = cast("Schedule", _order("schedule", name.lower()))
-    except InputError as error:
-        raise UnknownNameError("--schedule", name, error.remedy) from None
-    if not schedule.executable:
-        raise InputError("--schedule", name, f"It is of no pipeline: --allow-delay --fix schedule={schedule}.")
-    return schedule
 
 
 _LACKING_WORDS = {
@@ -191,21 +176,17 @@ def check_backend(fix: Sequence[str], schedules: Sequence[str], backend: Backend
         schedules: names of the schedules asked for.
         backend: what is to run the plan.
     """
+    asked = []
     for given in fix:
-        left, equals, text = given.partition("=")
-        name = left.strip().rpartition(".")[2]
-        lacking = _lacking(name, text.strip().lower(), backend) if equals and text.strip() else ""
+        left, _, text = given.partition("=")
+        if text.strip():
+            asked.append(("--fix", given, left.strip().rpartition(".")[2], text.strip().lower()))
+    asked += [("--schedule", given, "schedule", given.lower()) for given in schedules]
+    for option, given, name, text in asked:
+        lacking = _lacking(name, text, backend)
         if lacking:
-            raise _refused("--fix", given, lacking, backend)
-    for given in schedules:
-        lacking = _lacking("schedule", given.lower(), backend)
-        if lacking:
-            raise _refused("--schedule", given, lacking, backend)
-
-
-def _refused(option: str, text: str, lacking: str, backend: Backend) -> InputError:
-    other = f"; --backend {ANY.name} offers it" if backend.name != ANY.name else ""
-    return InputError(option, text, f"Backend {backend.name} cannot run {lacking}{other}.")
+            other = f"; --backend {ANY.name} offers it" if backend.name != ANY.name else ""
+            raise InputError(option, given, f"Backend {backend.name} cannot run {lacking}{other}.")
 
 
 def _lacking(name: str, text: str, backend: Backend) -> str:
@@ -247,16 +228,10 @@ def check_pins(graph: ModelGraph, fixed: Fixed) -> None:
 
 
 def _check_against(pins: Sequence[Pin], forbidden: Sequence[str]) -> None:
-    for (said, name, value), (dimension, plain) in ((pin, off) for pin in pins for off in _off(forbidden, pin[1])):
-        if value != plain:
-            raise InputError(said, _shown(value), f"--forbid {dimension} rules {name} out; lift one of the two.")
-
-
-def _off(forbidden: Sequence[str], name: str) -> Iterator[tuple[str, object]]:
-    """Forbidden dimensions that set a name of ``Strategy``, with the value that is left."""
-    for dimension in forbidden:
-        if name in fields_of(dimension):
-            yield dimension, getattr(Strategy(), name)
+    for said, name, value in pins:
+        for dimension in forbidden:
+            if name in fields_of(dimension) and value != getattr(Strategy(), name):
+                raise InputError(said, _shown(value), f"--forbid {dimension} rules {name} out; lift one of the two.")
 
 
 def _check_one_another(pins: Sequence[Pin]) -> None:
@@ -331,7 +306,7 @@ class Pins:
         if samples is None:
             return self.fixed
         if batch % samples:
-            near_by = " or ".join(str(d) for d in _around(divisors(batch), samples))
+            near_by = " or ".join(map(str, sorted(sorted(divisors(batch), key=lambda one: abs(one - samples))[:2])))
             raise InputError(
                 "--fix microbatch", samples, f"It must divide the batch of {batch} samples; the nearest: {near_by}."
             )
@@ -397,10 +372,21 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
         else:
             _put(once if pin.once else every, pin.field, value, given)
     some = _narrowest(some, graph)
-    _check_forbidden(forbidden, [*every.items(), *((name, value) for (_, name), value in some.items())])
-    _check_counts(once)
+    for name, value in [*every.items(), *((name, value) for (_, name), value in some.items())]:
+        for dimension in forbidden:
+            if name in fields_of(dimension) and value != getattr(Strategy(), name):
+                raise InputError("--forbid", dimension, f"It is also fixed to {value}: give one of them.")
+    told = [pin.name for pin in pin_names() if pin.field in once and pin.field in _COUNTED]
+    if len(told) > 1:
+        raise InputError("--fix", told[1], f"It says the same as {told[0]}: give one of them.")
     own = {name: once.pop(name, None) for name in ("microbatch", "device_samples")}
-    own["delay"] = _delay(once)
+    order = cast("Schedule | None", once.get("schedule"))
+    delayed = order is not None and not order.executable
+    if delayed:
+        del once["schedule"]
+    rule, setting = once.pop("rule", None), once.pop("setting", None)
+    if delayed or rule is not None or setting is not None:
+        own["delay"] = Delay(rule, setting, only=True)  # type: ignore[arg-type]
     whole, partly = _offered(every, some, graph)
     fixed = Fixed(
         **once,  # type: ignore[arg-type]
@@ -411,17 +397,6 @@ def read_pins(fix: Sequence[str], forbid: Sequence[str], graph: ModelGraph) -> P
     return Pins(fixed, **own, notes=_unoffered(partly, graph))  # type: ignore[arg-type]
 
 
-def _delay(once: dict[str, object]) -> Delay | None:
-    order = cast("Schedule | None", once.get("schedule"))
-    cyclic = order is not None and not order.executable
-    if cyclic:
-        del once["schedule"]
-    rule, setting = once.pop("rule", None), once.pop("setting", None)
-    if not cyclic and rule is None and setting is None:
-        return None
-    return Delay(rule, setting, only=True)  # type: ignore[arg-type]
-
-
 def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[tuple[str, str], object]:
     """Pins of layers such that no two say otherwise of one: the one that names fewer layers holds."""
     names = [layer.name for layer in graph.layers]
@@ -429,7 +404,8 @@ def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[t
     known = dict[tuple[str, str], object]()
     for (layers, field_name), value in some.items():
         rivals = [(other, said) for (other, name), said in some.items() if name == field_name and said != value]
-        own = [one for one in meant[layers] if not any(_beats(meant, other, layers, one) for other, _ in rivals)]
+        narrower = [meant[other] for other, _ in rivals if len(meant[other]) < len(meant[layers])]
+        own = [one for one in meant[layers] if not any(one in layers_of for layers_of in narrower)]
         equal = [
             (other, said) for other, said in rivals
             if len(meant[other]) == len(meant[layers]) and set(own) & set(meant[other])
@@ -444,10 +420,6 @@ def _narrowest(some: dict[tuple[str, str], object], graph: ModelGraph) -> dict[t
         kept = [layers] if own == meant[layers] else own
         known |= {(one, field_name): value for one in kept}
     return known
-
-
-def _beats(meant: dict[str, list[str]], other: str, layers: str, one: str) -> bool:
-    return one in meant[other] and len(meant[other]) < len(meant[layers])
 
 
 def _read(pin_text: str, graph: ModelGraph) -> tuple[str | None, PinName, object]:
@@ -490,7 +462,7 @@ def _offered(
             able = able if group <= {*able} else [name for name in able if name not in group] or able
         if not able:
             others = {one for values in known.values() for one in values} - {getattr(Strategy(), field_name, None)}
-            offered = ", ".join(sorted((str(_shown(one)) for one in others), key=_by_length))
+            offered = ", ".join(sorted((str(_shown(one)) for one in others), key=lambda text: (len(text), text)))
             owners = [one for one in choosing() if field_name in fields_of(one.name)]
             kinds = [graph.kinds[layer.kind] for layer in graph.layers if layer.role is Role.BLOCK]
             reason = next((why for kind in kinds for one in owners if (why := one.reason(kind))), "")
@@ -531,10 +503,6 @@ _MANY = 64
 """Devices on which every dimension of a kind of layer has choices."""
 
 
-def _by_length(text: str) -> tuple[int, str]:
-    return len(text), text
-
-
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, …, {', '.join(names[-2:])}"
 
@@ -545,23 +513,5 @@ def _put(pins: dict[str, object] | dict[tuple[str, str], object], key: object, v
         raise InputError("--fix", text, f"It is also fixed to {table[key]}, or forbidden: give one of them.")
 
 
-def _check_forbidden(forbidden: Sequence[str], pinned: Sequence[tuple[str, object]]) -> None:
-    plain = Strategy()
-    for name, value in pinned:
-        for dimension in forbidden:
-            if name in fields_of(dimension) and value != getattr(plain, name):
-                raise InputError("--forbid", dimension, f"It is also fixed to {value}: give one of them.")
-
-
-def _check_counts(once: dict[str, object]) -> None:
-    """The micro-batches are told by one of three pins."""
-    told = [pin.name for pin in pin_names() if pin.field in once and pin.field in _COUNTED]
-    if len(told) > 1:
-        raise InputError("--fix", told[1], f"It says the same as {told[0]}: give one of them.")
-
-
 _COUNTED = ("microbatches", "microbatch", "device_samples")
-
-
-def _around(numbers: Sequence[int], wanted: int) -> list[int]:
-    return sorted(sorted(numbers, key=lambda number: abs(number - wanted))[:2])
+"""Pins of which each tells the micro-batches."""

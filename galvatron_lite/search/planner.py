@@ -8,49 +8,65 @@ more than ``MOST_WORK``, it ends early, and knows by the bounds of what was left
 
 What is shown: the step time of ``cost.plan.evaluate``, for the plan and its runner-ups alike. It comes from an event
 simulation and equals the closed form without a pipeline; with one it is mostly a little less. So the plan of least
-closed form, the plan of one strategy a stage of each pipeline degree and good plans of other shapes
-(``alternatives``) are simulated; the quickest that fits is the plan, or within a tolerance of it the simplest. The gap
-says how much less than the plan's closed form that of any plan can be; or how much less than its simulated step, where
-that is the smaller one (``Provenance.simulated``).
+closed form and good plans of other shapes (``alternatives``) are simulated; the quickest that fits is the plan, or
+within a tolerance of it the simplest. The gap says how much less than the plan's closed form that of any plan can be;
+or how much less than its simulated step, where that is the smaller one (``Provenance.simulated``).
+
+A run of several phases (other batches or sequences) may go from plan to plan. Its candidates are the fastest plan of
+every phase by itself; each is tried in every phase, in the number of micro-batches that is fastest there and fits. A
+dynamic programme over phases x candidates finds the least predicted seconds of the whole run, steps and switches
+(``cost.switching``) together, exactly, among the courses in which every switch pays back within its own phase: its
+steps gain more than it costs; or the plan before does not run there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from math import inf
 
 from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
-from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.cost.plan import evaluate, price_plan
 from galvatron_lite.cost.step import straggling
-from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.cost.switching import switch_cost
+from galvatron_lite.errors import GalvatronError, InfeasibleError, InputError
 from galvatron_lite.limits import SAMPLES, check_range
-from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.parallelism.backends import Backend, backend_named, check_mode
+from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pipeline.schedule import DELAYED_SCHEDULE
 from galvatron_lite.plans.notes import plan_notes
-from galvatron_lite.plans.schema import Mode, Plan, Schedule, TrainedBy
+from galvatron_lite.plans.phases import (
+    PHASES_VERSION,
+    Phase,
+    PhasedPlan,
+    PlannedPhase,
+    SwitchCost,
+    in_order,
+    same_split,
+)
+from galvatron_lite.plans.schema import Mode, Plan, Proof, Schedule, TrainedBy
 from galvatron_lite.profiler.schema import Profile, spread_note
-from galvatron_lite.search.alike import with_alike
-from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, pipelines, quickest, ranges_of
-from galvatron_lite.search.best_first import MOST_WORK, Progress, SolvedPlan, search
+from galvatron_lite.search.alternatives import (
+    SLACK,
+    alternatives_to,
+    finalists,
+    given_plans,
+    quickest,
+    ranges_of,
+    simplest,
+)
+from galvatron_lite.search.best_first import ANY_TIME, MOST_WORK, QUICK, Progress, SolvedPlan, search
 from galvatron_lite.search.branches import branch_plans
-from galvatron_lite.search.checks import check_batch, check_layers, skipping, unprofiled
 from galvatron_lite.search.delayed import delayed_plans, why_not_delayed
-from galvatron_lite.search.infeasible import relief
 from galvatron_lite.search.pins import check_pins, schedules_for
+from galvatron_lite.search.refusals import check_batch, check_layers, infeasible, relief, skipping, unprofiled
 from galvatron_lite.search.result import provenance
-from galvatron_lite.search.session import Session
-from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.simplify import SLACK, given_plans, simple, simplest
-from galvatron_lite.search.space import Fixed, reasons
+from galvatron_lite.search.shapes import Request, Session
+from galvatron_lite.search.space import Delay, Fixed, reasons
 from galvatron_lite.search.tables import TICKS
-from galvatron_lite.search.ways import Delay, PlanTask, with_one_device, with_ways
-
-_LEAST_AHEAD = 0.1
-"""Share of the tolerance that the search over everything leaves open at least."""
+from galvatron_lite.search.ways import PlanTask, seconds_of, with_alike, with_one_device, with_ways
 
 
 def find_plan(
@@ -143,40 +159,36 @@ def _ordinary(
 ) -> Plan:
     kept, request, profile = task.session, task.request, task.session.profile
     check_batch(request)
-    pricer = kept.pricer
+    pricer, tolerance = kept.pricer, task.tolerance
     given = given_plans(request, pricer, plans)
-    tolerance = task.tolerance
-    first = given[0] if given else None
-    ahead, contenders = 0.0, tuple[Finalist, ...]()
-    if tolerance and effort:
-        ahead = tolerance if first is None else 0.0
-        first = simple(request, pricer, tolerance, first)
-    if first is not None and tolerance and effort:
-        contenders = pipelines(replace(request, runs=1), pricer, first, SLACK * tolerance)
-        ahead = ahead and _ahead(request, pricer, first, contenders, tolerance)
     looked = partial(
-        search, request, pricer, progress, stoppable=stoppable, start=first, effort=effort, ahead=ahead,
-        slack=min(SLACK * tolerance, ahead or inf), settled=tolerance,
+        search, pricer=pricer, progress=progress, stoppable=stoppable, start=given[0] if given else None,
+        slack=SLACK * tolerance, settled=tolerance,
     )  # fmt: skip
+    few = tuple(schedule for schedule in request.schedules if schedule.simple) if effort == 0 else ()
+    quick = replace(request, schedules=few or request.schedules)
     # Quick searches that meet nothing do not show that nothing fits: an exact one goes on to the first plan.
-    found = (looked(exact=False) if effort == 0 else None) or looked()
+    found = looked(quick, effort=QUICK, below=ANY_TIME) if effort == 0 else None
+    found = found or looked(request, effort=effort)
     if found is None:
-        from galvatron_lite.search.infeasible import infeasible
-
         error = infeasible(request, pricer)
         more = relief(request, kept, task.backend.name) if runners_up else ""
         raise InfeasibleError(f"{error}\n{more}".strip(), error.smallest_budget)
-    least = _closed(pricer, request, found.partition.time * (1.0 - found.gap))
+    ticks = found.partition.time * (1.0 - found.gap)
+    least = (ticks / TICKS + pricer.profile.overhead.step) * straggling(pricer.profile, request.devices)
     if tolerance and effort and not found.stopped:
         found = simplest(request, pricer, found, tolerance)
     certificate = _certificate(found, progress) if task.certify and not found.stopped else ""
-    others = replace(request, runs=1) if tolerance else request
-    options = finalists(others, pricer, found, 0 if found.stopped else runners_up, given, contenders)
+    others, wanted = replace(request, runs=1) if tolerance else request, 0 if found.stopped else runners_up
+    options = finalists(others, pricer, found, wanted, given, near=not tolerance and not found.stopped)
     if tolerance:
         ranges = ranges_of(pricer, [option.plan for option in options])
         options = tuple(replace(option, range=own) for option, own in zip(options, ranges, strict=True))
     chosen = quickest(options, tolerance, least)
-    gap, shown = _gap(options[0], chosen), max(1.0 - least / chosen.seconds, 0.0)
+    # by what share of the closed form of the chosen plan some plan of the space may be below it
+    proven = found.partition.time * (1.0 - found.gap)
+    gap = found.gap if chosen is options[0] else max(1.0 - proven / chosen.found.partition.time, 0.0)
+    shown = max(1.0 - least / chosen.seconds, 0.0)
     simulated = tolerance > 0.0 and len(chosen.plan.stages) > 1 and shown < gap
     return replace(
         chosen.plan,
@@ -207,32 +219,12 @@ def _certificate(result: SolvedPlan, progress: Progress | None) -> str:
     """What an integer programme of the same shape says, without the seconds it took: plans repeat."""
     if result.given:
         return "not certified: the plan is one that was given"
-    from galvatron_lite.search.programme.ilp import certify
+    from galvatron_lite.search.ilp import certify
 
     certificate = certify(result.problem, result.partition)
     if progress is not None:
         progress(1, 1, f"certified in {certificate.taken:.1f} s")
     return str(certificate)
-
-
-def _closed(pricer: LayerPricer, request: Request, ticks: float) -> float:
-    return (ticks / TICKS + pricer.profile.overhead.step) * straggling(pricer.profile, request.devices)
-
-
-def _ahead(
-    request: Request, pricer: LayerPricer, first: SolvedPlan, contenders: Sequence[Finalist], tolerance: float
-) -> float:
-    """By what share a plan's closed form must be below that of the first, to be quicker than the best plan that was
-    simulated by more than the tolerance."""
-    closed = _closed(pricer, request, first.partition.time)
-    quickest = min((one.seconds for one in contenders if one.fits), default=closed)
-    return max(1.0 - (1.0 - tolerance) * quickest / closed, _LEAST_AHEAD * tolerance)
-
-
-def _gap(proven: Finalist, chosen: Finalist) -> float:
-    """Share of the closed form of the chosen plan that some plan of the space may be below it."""
-    least = proven.found.partition.time * (1.0 - proven.found.gap)
-    return max(1.0 - least / chosen.found.partition.time, 0.0) if chosen is not proven else proven.found.gap
 
 
 def compare(profile: Profile, plans: Sequence[Plan]) -> list[Plan]:
@@ -266,18 +258,15 @@ def request_of(
     if bytes_on(budget, "") < 1:
         raise InputError("--mem", bytes_on(budget, ""), "Give a positive number of bytes.")
     check_pins(profile.graph, fixed)
-    fixed = _undivided(_run_in_mode(fixed, session.mode, backend), profile.graph)
+    fixed = _run_in_mode(fixed, session.mode, backend)
+    if profile.graph.undivided:  # its loss is another one with several
+        fixed = replace(fixed, microbatches=fixed.microbatches or 1)
     orders = schedules_for(fixed, schedules, backend)
     space, known = session.space(backend)
     unlike = None if profile.cluster.alike else profile.cluster
     request = Request(profile.graph, devices, global_batch, budget, fixed, orders, space, known, unlike)
     check_layers(request)
     return request
-
-
-def _undivided(fixed: Fixed, graph: ModelGraph) -> Fixed:
-    """What is pinned: one micro-batch where a model's loss is another one with several, unless they are asked for."""
-    return replace(fixed, microbatches=fixed.microbatches or 1) if graph.undivided else fixed
 
 
 def _run_in_mode(fixed: Fixed, mode: Mode, backend: Backend) -> Fixed:
@@ -288,3 +277,109 @@ def _run_in_mode(fixed: Fixed, mode: Mode, backend: Backend) -> Fixed:
         remedy = f"Backend {backend.name} runs no pipelines in {mode.value}; --backend any prices them."
         raise InputError("--fix pipeline", fixed.pipeline, remedy)
     return replace(fixed, forbidden=tuple({*fixed.forbidden, "pipeline"}))
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCase:
+    """A phase and what its plans are made from."""
+
+    phase: Phase  # its steps, batch and sequence
+    session: Session  # of the profile at its sequence
+    budget: int | Budget  # bytes a device
+    best: Plan  # the fastest plan for it alone
+
+
+def choose(
+    seconds: Sequence[Sequence[float]], steps: Sequence[int], switching: Callable[[int, int], float]
+) -> list[int] | None:
+    """The candidate of every phase, for the least seconds of the whole run; None where no course runs.
+
+    Args:
+        seconds: of a step by phase and candidate; infinite where the candidate does not run there.
+        steps: of each phase.
+        switching: seconds from one candidate to another.
+    """
+    count = len(seconds[0])
+    reached = [(steps[0] * seconds[0][own], [own]) for own in range(count)]
+    for phase, own_seconds in enumerate(seconds[1:], start=1):
+        before = reached
+        reached = []
+        for own in range(count):
+            ways = [
+                (total + _from(own_seconds, steps[phase], last, own, switching), [*path, own])
+                for last, (total, path) in enumerate(before)
+            ]
+            reached.append(min(ways, key=lambda candidate: candidate[0]))
+    total, path = min(reached, key=lambda candidate: candidate[0])
+    return None if total == inf else path
+
+
+def _from(seconds: Sequence[float], steps: int, last: int, place: int, switching: Callable[[int, int], float]) -> float:
+    if seconds[place] == inf or place == last:
+        return steps * seconds[place]
+    cost = switching(last, place)
+    pays = steps * (seconds[last] - seconds[place]) > cost
+    return cost + steps * seconds[place] if pays else inf
+
+
+def plan_phases(cases: Sequence[PhaseCase]) -> PhasedPlan:
+    """The plan of every phase.
+
+    Raises:
+        InputError: phases whose profiles are not of the same layers.
+        InfeasibleError: no course of plans runs all phases.
+    """
+    first = [layer.name for layer in cases[0].session.profile.graph.layers]
+    for case in cases:
+        if [layer.name for layer in case.session.profile.graph.layers] != first:
+            remedy = "Its profile has other layers than that of the first phase: profile the same model."
+            raise InputError(f"phase {case.phase.name}", case.session.profile.name, remedy)
+    splits = list[Plan]()
+    for case in cases:
+        if not any(same_split(case.best, known) for known in splits):
+            splits.append(case.best)
+    table = [[fitted(case, split) for split in splits] for case in cases]
+    seconds = [[seconds_of(plan) for plan in row] for row in table]
+    steps = [case.phase.steps for case in cases]
+    costs: dict[tuple[int, int], SwitchCost] = {}
+
+    def cost(one: int, other: int) -> SwitchCost:
+        if (one, other) not in costs:
+            costs[one, other] = switch_cost(cases[0].session.profile, splits[one], splits[other])
+        return costs[one, other]
+
+    path = choose(seconds, steps, lambda one, other: cost(one, other).seconds)
+    plans = [] if path is None else [row[own] for row, own in zip(table, path, strict=True)]
+    if path is None:
+        raise InfeasibleError("No course of plans runs all phases: plan each phase by itself, with --batch.")
+    switches = [None, *(cost(a, b) if a != b else None for a, b in pairwise(path))]
+    planned = [
+        PlannedPhase(case.phase.name, 0, case.phase.steps, case.session.profile.graph.sequence, plan, switch)
+        for case, plan, switch in zip(cases, plans, switches, strict=True)
+        if plan is not None
+    ]
+    whole = [sum(row[own] * count for row, count in zip(seconds, steps, strict=True)) for own in range(len(splits))]
+    quickest = [min(range(len(row)), key=row.__getitem__) for row in seconds]
+    always = sum(cost(a, b).seconds for a, b in pairwise(quickest))
+    always += sum(row[own] * count for row, own, count in zip(seconds, quickest, steps, strict=True))
+    return PhasedPlan(PHASES_VERSION, in_order(planned), min(whole) if min(whole) < inf else None, always)
+
+
+def fitted(case: PhaseCase, split: Plan) -> Plan | None:
+    """A split at a phase's batch, in the micro-batches that are fastest and fit; None where there are none."""
+    if same_split(case.best, split):
+        return case.best
+    found = [plan for count in divisors(case.phase.batch) if (plan := _priced(case, split, count)) is not None]
+    return min(found, key=seconds_of, default=None)
+
+
+def _priced(case: PhaseCase, split: Plan, microbatches: int) -> Plan | None:
+    wanted = replace(split, global_batch=case.phase.batch, microbatches=microbatches, alternatives=(), left_out=())
+    profile = case.session.profile
+    try:
+        plan = price_plan(case.session.pricer, wanted)
+    except GalvatronError:
+        return None
+    made_from = replace(provenance(profile, case.budget, 0.0), proof=Proof.GIVEN, notes=plan_notes(profile.graph, plan))
+    plan = replace(plan, provenance=made_from)
+    return plan if plan.fits else None

@@ -10,33 +10,30 @@ Besides legality, the space is bounded by these rules, which the runtime relies 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from galvatron_lite.arrays import IntArray
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import NEAR, of_layout
+from galvatron_lite.cost.layout import NEAR, Layout, of_layout
 from galvatron_lite.cost.schedule import Figure, Form
-from galvatron_lite.cost.sharing import sharing_of
-from galvatron_lite.cost.stage import Shape, transfer_seconds
+from galvatron_lite.cost.stage import Shape, sharing_of, transfer_seconds
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.chain import Chain, ChainFront, ChainLayer, Path
-from galvatron_lite.search.chain_bounds import PriceHint
-from galvatron_lite.search.nets import Net, good_way, net_paths
-from galvatron_lite.search.tables import Glue, Layout, StrategyTable, Tables, glue_of, ticks
+from galvatron_lite.search.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
+from galvatron_lite.search.chain_labels import Net, good_way, net_paths
+from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, ticks
 
 if TYPE_CHECKING:
     from galvatron_lite.search.bounds import StageBounds
     from galvatron_lite.search.uniform import Uniform
 
 _MOST_CANDIDATES, _LEAST_LABELS = 200_000, 128
-HEAVY = 4096
-"""See ``Problem.lightest``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,28 +98,58 @@ def part_of(graph: ModelGraph) -> list[int]:
     return [(place >= blocks[0]) + (place > blocks[-1]) for place in range(len(graph.layers))]
 
 
+def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
+    """Places of the layers before the blocks, from the first to the last block, and after them."""
+    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
+    return range(blocks[0]), range(blocks[0], blocks[-1] + 1), range(blocks[-1] + 1, len(graph.layers))
+
+
+def cuts_of(graph: ModelGraph, chunks: int) -> list[tuple[int, ...]]:
+    """Where chunks begin, and the number of layers: the ways to share layers out, see the module."""
+    start, layers = parts_of(graph)[1].start, len(graph.layers)
+    return [(0, *list(accumulate(choice, initial=start))[1:-1], layers) for choice in blocks_of(graph, chunks)]
+
+
+def blocks_of(graph: ModelGraph, chunks: int) -> tuple[list[int], ...]:
+    """Blocks of each chunk under each of the ways to share layers out."""
+    before, blocks, after = parts_of(graph)
+    return _sizes(len(blocks), bool(before), bool(after), chunks)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(blocks: int, before: bool, after: bool, chunks: int) -> tuple[list[int], ...]:
+    def shares(count: int, first: int) -> list[int]:  # those from a place on are one larger where that is needed
+        return [count // chunks + (first <= chunk < first + count % chunks) for chunk in range(chunks)]
+
+    sizes = [shares(blocks, 0)] if blocks >= chunks else []
+    if blocks % chunks and blocks + before + after >= chunks:
+        own = shares(blocks + before + after, int(before))
+        sizes.append([own[0] - before, *own[1:-1], own[-1] - after])
+    return tuple(sizes)
+
+
 @dataclass(slots=True)
 class Answers:
     """What is known of stages under one shape, whatever else is settled."""
 
     glanced: float = 0.0  # first bounds (``bounds``), once known
     averaged: float = 0.0
-    tables: dict[tuple[int, object], StrategyTable] = field(default_factory=dict)  # by table and what is settled
-    # by problem of a stage, the greatest cap it was asked with and the answer of ``Problem.plans``, ``good``, ...
+    # by problem of a stage, the greatest cap it was asked with and the answer of ``Problem.plans``, ``quickest``
     plans: dict[tuple[object, ...], tuple[float, list[StagePlan], float]] = field(default_factory=dict)
-    good: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
     quickest: dict[tuple[object, ...], tuple[float, StagePlan | None, float]] = field(default_factory=dict)
-    lightest: dict[tuple[object, ...], tuple[StagePlan | None, float]] = field(default_factory=dict)
     best: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)  # the last answer of ``quickest``
     bounds: dict[tuple[Choice, bool], StageBounds | None] = field(default_factory=dict)  # by runs: one, or any
-    # by micro-batches in flight and number of layers
-    hints: dict[tuple[int, int], PriceHint] = field(default_factory=dict)
-    alike: dict[Layout | None, list[list[int]]] = field(default_factory=dict)  # by wire, stages that cost the same
-    runs: list[tuple[int, int]] = field(default_factory=list)  # of equal layers
-    sends: dict[tuple[Layout | None, int, int], tuple[int, float]] = field(default_factory=dict)  # ``Problem.send``
-    least_sends: dict[Layout | None, list[int]] = field(default_factory=dict)
     uniform: list[Uniform] = field(default_factory=list)  # the plans of several stages a group, by cuts
-    alike_parts: bool | None = None  # ``Problem.alike_parts``
+    memo: Memo = field(default_factory=Memo)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageChain:
+    """One stage as a chain of layers."""
+
+    net: Net
+    tables: list[StrategyTable]  # of its layers
+    sends: tuple[int, int]  # picoseconds of a micro-batch's sends, forward and backward
 
 
 @dataclass(slots=True)
@@ -140,9 +167,7 @@ class Problem:
     answers: Answers = field(default_factory=Answers)  # shared by all problems of one shape
     runs: int | None = None  # of equal strategies that a part of the model may have in a stage; None: any
     _tied: Mapping[int, Strategy] = field(init=False)
-    _sharings: dict[tuple[int, int], dict[int, ParameterSharing]] = field(default_factory=dict)
-    # by tables of a stage and its ends
-    _layers: dict[tuple[int, int, int], list[StrategyTable]] = field(init=False, default_factory=dict)
+    _memo: Memo = field(init=False, default_factory=Memo)
 
     def __post_init__(self) -> None:
         self._tied = dict(self.choice.tied)
@@ -150,10 +175,11 @@ class Problem:
     @property
     def alike_parts(self) -> bool:
         """Whether the layers before, among and after the blocks are of one kind each."""
-        if self.answers.alike_parts is None:
-            kinds = {*zip(part_of(self.graph), (layer.kind for layer in self.graph.layers), strict=True)}
-            self.answers.alike_parts = len(kinds) == len({part for part, _ in kinds})
-        return self.answers.alike_parts
+        return self.answers.memo.once("alike parts", self._alike_parts)
+
+    def _alike_parts(self) -> bool:
+        kinds = {*zip(part_of(self.graph), (layer.kind for layer in self.graph.layers), strict=True)}
+        return len(kinds) == len({part for part, _ in kinds})
 
     @property
     def form(self) -> Form:
@@ -172,21 +198,21 @@ class Problem:
 
     def layer_tables(self, stage: int, inside: range) -> list[StrategyTable]:
         """Of each layer of a stage, the strategies it may take and their figures."""
-        known = (id(self.tables[stage]), inside.start, inside.stop)
-        if known not in self._layers:
-            sharings, found = self._sharing(inside), dict[tuple[object, ...], StrategyTable]()
-            ends = {inside.start} if inside.start else set[int]()
-            ends |= {inside.stop - 1} if inside.stop < self._end else set[int]()
-            named, tables = bool(self.tables[stage].fixed.layers), []
-            for place in inside:
-                layer, sharing = self.graph.layers[place], sharings.get(place, ALONE)
-                settled = (place in ends, layer.role is Role.BLOCK, self._tied.get(place))
-                key = (layer.kind, layer.name if named else "", sharing, *settled)
-                if key not in found:
-                    found[key] = self._layer_table(stage, layer, sharing, *settled)
-                tables.append(found[key])
-            self._layers[known] = tables
-        return self._layers[known]
+        key = (id(self.tables[stage]), inside.start, inside.stop)
+        return self._memo.once(key, lambda: self._layer_tables(stage, inside))
+
+    def _layer_tables(self, stage: int, inside: range) -> list[StrategyTable]:
+        sharings, known = sharing_of(self.graph, inside) if self.graph.ties else {}, Memo()
+        ends = {*([inside.start] if inside.start else ()), *([inside.stop - 1] if inside.stop < self._end else ())}
+        named = bool(self.tables[stage].fixed.layers)
+
+        def table(place: int) -> StrategyTable:
+            layer, sharing = self.graph.layers[place], sharings.get(place, ALONE)
+            settled = (place in ends, layer.role is Role.BLOCK, self._tied.get(place))
+            key = (layer.kind, layer.name if named else "", sharing, *settled)
+            return known.once(key, lambda: self._layer_table(stage, layer, sharing, *settled))
+
+        return [table(place) for place in inside]
 
     def _layer_table(
         self, stage: int, layer: Layer, sharing: ParameterSharing, at_end: bool, is_block: bool, tied: Strategy | None
@@ -198,27 +224,19 @@ class Problem:
         wire, glue = self.choice.wire if at_end else None, None if is_block else self.choice.glue
         if wire is None and glue is None and tied is None:
             return offered
-        key = (id(offered), (wire, glue, tied))
-        if key not in self.answers.tables:
-            self.answers.tables[key] = _fitting(offered, wire, glue, tied)
-        return self.answers.tables[key]
+        key = (id(offered), wire, glue, tied)
+        return self.answers.memo.once(key, lambda: _fitting(offered, wire, glue, tied))
 
     @property
     def _end(self) -> int:
         return len(self.graph.layers)
 
-    def _sharing(self, inside: range) -> dict[int, ParameterSharing]:
-        key = (inside.start, inside.stop)
-        if key not in self._sharings:
-            self._sharings[key] = sharing_of(self.graph, inside) if self.graph.ties else {}
-        return self._sharings[key]
-
     def fixed_costs(self, stage: int, inside: range) -> tuple[int, int, int]:
         """What a stage costs whatever its strategies: ticks of forward and backward sends, bytes throughout."""
         pricer, ends = self.tables[stage].pricer, (inside.start > 0, inside.stop < self._end)
         left, right = (
-            self._boundary(side, cut) if there else (0, 0.0)
-            for side, cut, there in zip((stage, stage + 1), _cuts(inside), ends, strict=True)
+            self.send(side, self.tables[0].store.crossing[cut]) if there else (0, 0.0)
+            for side, cut, there in zip((stage, stage + 1), (inside.start, inside.stop), ends, strict=True)
         )
         overhead = pricer.profile.overhead
         host = sum(ends) * overhead.pipeline + overhead.microbatch / 2
@@ -230,9 +248,6 @@ class Problem:
     def room(self, stage: int, inside: range) -> int:
         """Bytes that the layers of a stage may take on each of its devices."""
         return self.budgets[stage] - self.fixed_costs(stage, inside)[2]
-
-    def _boundary(self, stage: int, cut: int) -> tuple[int, float]:
-        return self.send(stage, self.tables[0].store.crossing[cut])
 
     def _copies(self, stage: int, inside: range) -> int:
         """Bytes of one micro-batch that a stage keeps of tensors made before it, as they lie at its entry."""
@@ -246,32 +261,27 @@ class Problem:
 
     def send(self, stage: int, output: int) -> tuple[int, float]:
         """Bytes of a boundary tensor on a device before a stage, and the seconds of sending it."""
-        key = (self.choice.wire, stage, output)
-        if key not in self.answers.sends:
+
+        def sent() -> tuple[int, float]:
             sender = self.sender
             size = boundary_bytes(output, self.shape.microbatch, sender)
-            seconds = transfer_seconds(self.pricer, size, sender, self.shape, (stage - 1, stage))
-            self.answers.sends[key] = (size, seconds)
-        return self.answers.sends[key]
+            return size, transfer_seconds(self.pricer, size, sender, self.shape, (stage - 1, stage))
+
+        return self.answers.memo.once(("send", self.choice.wire, stage, output), sent)
 
     def least_sends(self) -> list[int]:
         """Picoseconds that sends and host work add to a micro-batch of each stage at the least."""
-        known, wire = self.answers.least_sends, self.choice.wire
-        if wire not in known:
-            smallest, known[wire] = min(self.tables[0].store.crossing[1:-1], default=0), []
-            for stage in range(self.shape.stages):
-                sides = [side for side in (stage, stage + 1) if 0 < side < self.shape.stages]
-                overhead = self.tables[stage].pricer.profile.overhead
-                total = ticks(len(sides) * overhead.pipeline + overhead.microbatch / 2) * 2 - 2
-                if wire is not None:
-                    total += sum(ticks(self.send(side, smallest)[1]) - 1 for side in sides)
-                known[wire].append(max(total, 0))
-        return known[wire]
+        return self.answers.memo.once(("least", self.choice.wire), lambda: list(self._least_sends()))
 
-    def least_move(self, stage: int) -> int:
-        """Picoseconds in one pass of the cheapest move away from the layout that is settled at the ends, or back."""
-        settled = self.choice.wire or self.choice.glue
-        return 0 if settled is None else self.tables[stage].least_move(settled, self.graph)
+    def _least_sends(self) -> Iterator[int]:
+        smallest = min(self.tables[0].store.crossing[1:-1], default=0)
+        for stage in range(self.shape.stages):
+            sides = [side for side in (stage, stage + 1) if 0 < side < self.shape.stages]
+            overhead = self.tables[stage].pricer.profile.overhead
+            total = ticks(len(sides) * overhead.pipeline + overhead.microbatch / 2) * 2 - 2
+            if self.choice.wire is not None:
+                total += sum(ticks(self.send(side, smallest)[1]) - 1 for side in sides)
+            yield max(total, 0)
 
     def at_ends(self, layout: Layout) -> bool:
         """Whether layers at the ends of a stage may have a layout."""
@@ -286,7 +296,7 @@ class Problem:
         """Whether so many are in flight in the first backward alone, see ``cost.memory.terms``."""
         return fills(self.shape.schedule, self.held(stage), self.shape.microbatches)
 
-    def chain(self, stage: int, inside: range, scalar: bool) -> tuple[Chain, list[StrategyTable]] | None:
+    def chain(self, stage: int, inside: range, scalar: bool) -> StageChain | None:
         """The chain of one stage; None where some layer has no strategy left.
 
         Args:
@@ -297,24 +307,31 @@ class Problem:
         tables = self.layer_tables(stage, inside)
         if not all(len(table) for table in tables):
             return None
-        known: dict[tuple[int, int, int | None, int], ChainLayer] = {}
-        parts, store = part_of(self.graph), self.tables[stage].store
-        layers, sizes = [], self._passed_on(stage, inside)
+        parts, own, layers, sizes = part_of(self.graph), self.tables[stage], [], self._passed_on(stage, inside)
+        known = Memo()
         for place, before, table in zip(inside, [tables[0], *tables], tables, strict=False):
             # The first layer's moves mean nothing: as the next one's they make it equal to it.
-            size = sizes[max(place, inside.start + 1)]
-            key = (id(before), id(table), size, parts[place])
-            if key not in known:
-                move = self.tables[stage].moves(before, table, size)
-                memory = table.held(self.held(stage), self.filled(stage))
-                known[key] = table.chain_layer(
-                    memory, self._columns(table, scalar), move, store.numbers(table), parts[place]
-                )
-            layers.append(known[key])
+            size, part = sizes[max(place, inside.start + 1)], parts[place]
+            key = (id(before), id(table), size, part)
+            layers.append(known.once(key, lambda: self._chain_layer(stage, before, table, size, part, scalar)))  # noqa: B023
         moves = [2 * self.shape.microbatches] if scalar else self._criteria(self.form.parts(1, 1, 0), 0)
         weights = (1,) if scalar else (*(w - r for w, r in zip(self.weights[:-1], self.ramp, strict=True)), 1)
         room = self.room(stage, inside)
-        return Chain(tuple(layers), np.array(moves), np.array(weights), room, self.runs), tables
+        chain = Chain(tuple(layers), np.array(moves), np.array(weights), room, self.runs)
+        far = ((a, b, size) for a, b, size in own.store.exchanges(inside) if b > a + 1) if self.graph.tensors else ()
+        skips = {(a, b): own.moves(tables[a], tables[b], size) for a, b, size in far}
+        return StageChain(Net(chain, skips), tables, self.fixed_costs(stage, inside)[:2])
+
+    def _chain_layer(
+        self, stage: int, before: StrategyTable, table: StrategyTable, size: int | None, part: int, scalar: bool
+    ) -> ChainLayer:
+        own, form = self.tables[stage], self.form
+        columns = (table.theta(form),) if scalar else self._criteria(table.parts(form), table.figures.step)
+        memory = dict(zip(MEMORY, table.held(self.held(stage), self.filled(stage)).T, strict=True))
+        return ChainLayer(
+            np.column_stack(list(columns)), **memory, move=own.moves(before, table, size), group=table.groups,
+            strategy=own.store.numbers(table), part=part,
+        )  # fmt: skip
 
     def _passed_on(self, stage: int, inside: range) -> Sequence[int | None]:
         """Bytes a sample that go to each layer of a stage from the one before it, by place; None: nothing does."""
@@ -323,16 +340,6 @@ class Problem:
             return store.crossing
         sizes = {inside.start + b: size for a, b, size in store.exchanges(inside) if b == a + 1}
         return [sizes.get(place) for place in range(inside.stop + 1)]
-
-    def _net(self, stage: int, inside: range, chain: Chain, tables: Sequence[StrategyTable]) -> Net:
-        if not self.graph.tensors:
-            return Net(chain)
-        own = self.tables[stage]
-        pairs = ((a, b, size) for a, b, size in own.store.exchanges(inside) if b > a + 1)
-        return Net(chain, {(a, b): own.moves(tables[a], tables[b], size) for a, b, size in pairs})
-
-    def _columns(self, table: StrategyTable, scalar: bool) -> Sequence[IntArray]:
-        return (table.theta(self.form),) if scalar else self._criteria(table.parts(self.form), table.figures.step)
 
     def _criteria(self, parts: Sequence[Figure], step: Figure) -> tuple[Figure, ...]:
         """Time in the parts of a micro-batch; and once a step, to which is added what the parts take in the ramp.
@@ -346,10 +353,6 @@ class Problem:
             criteria[-1] = criteria[-1] + ramp * part
         return tuple(criteria)
 
-    def _apart(self, criteria: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        *parts, last = criteria
-        return tuple(parts), last - sum(ramp * part for ramp, part in zip(self.ramp, parts, strict=True))
-
     def key(self, stage: int, inside: range) -> tuple[object, ...]:
         """Equal for stages that pose the same problem."""
         tables = tuple(map(id, self.layer_tables(stage, inside)))
@@ -362,29 +365,31 @@ class Problem:
         time alone that no way left out beats (infinite where none was)."""
         key, known = self.key(stage, inside), self.answers.plans
         if key not in known or known[key][0] < cap:
-            built, sends = self.chain(stage, inside, scalar=False), self.fixed_costs(stage, inside)[:2]
-            fixed, found = self.shape.microbatches * sum(sends), ChainFront(())
+            built, options, dropped = self.chain(stage, inside, scalar=False), list[StagePlan](), np.inf
             if built is not None:
-                found = net_paths(self._net(stage, inside, *built), cap - fixed, widest(built[0]))
-            self.work += found.work
-            options = [self._stage_plan(path, built[1], sends) for path in found.paths] if built else []
-            known[key] = (cap, options, found.dropped + fixed)
+                fixed = self.shape.microbatches * sum(built.sends)
+                front = self._front(built, cap - fixed)
+                options = [self._stage_plan(path, built) for path in front.paths]
+                dropped = front.dropped + fixed
+            known[key] = (cap, options, dropped)
         return known[key][1:]
+
+    def _front(self, built: StageChain, cap: int | None, near: float = 0.0) -> ChainFront:
+        front = net_paths(built.net, cap, widest(built.net.chain), near)
+        self.work += front.work
+        return front
 
     def good(self, stage: int, inside: range) -> tuple[StagePlan | None, float]:
         """A good way to run a stage, soon, and a time that no way takes less than alone; None where none is met."""
-        key, known = self.key(stage, inside), self.answers.good
-        if key not in known:
-            built = self.chain(stage, inside, scalar=True)
-            if built is None:
-                known[key] = (None, np.inf)
-            else:
-                net, fixed = self._net(stage, inside, *built), self.fixed_costs(stage, inside)[:2]
-                like = self.answers.hints.setdefault((self.held(stage), inside.stop - inside.start), PriceHint())
-                path, least = good_way(net, like)
-                plan = None if path is None else self._told(net, path, built[1], fixed)
-                known[key] = (plan, least + self.shape.microbatches * sum(fixed))
-        return known[key]
+        return self.answers.memo.once(("good", *self.key(stage, inside)), lambda: self._good(stage, inside))
+
+    def _good(self, stage: int, inside: range) -> tuple[StagePlan | None, float]:
+        built = self.chain(stage, inside, scalar=True)
+        if built is None:
+            return None, np.inf
+        path, least = good_way(built.net)
+        plan = None if path is None else self._told(path, built)
+        return plan, least + self.shape.microbatches * sum(built.sends)
 
     def quickest(self, stage: int, inside: range, cap: int | None, near: float = 0.0) -> tuple[StagePlan | None, float]:
         """The way to run a stage that takes least time alone, and a time that no other way beats.
@@ -403,73 +408,37 @@ class Problem:
     def met(self, stage: int, inside: range) -> StagePlan | None:
         """The best answer of ``quickest`` and ``good`` that is known."""
         key = self.key(stage, inside)
-        return self.answers.best.get(key) or self.answers.good.get(key, (None, 0.0))[0]
+        return self.answers.best.get(key) or self.answers.memo.get(("good", *key), (None, 0.0))[0]
 
     def _quickest(self, stage: int, inside: range, cap: int | None, near: float) -> tuple[StagePlan | None, float]:
         built = self.chain(stage, inside, scalar=True)
         if built is None:
             return None, np.inf
-        sends = self.fixed_costs(stage, inside)[:2]
-        fixed = self.shape.microbatches * sum(sends)
-        net = self._net(stage, inside, *built)
-        front = net_paths(net, None if cap is None else cap - fixed, widest(built[0]), near)
-        self.work += front.work
+        fixed = self.shape.microbatches * sum(built.sends)
+        front = self._front(built, None if cap is None else cap - fixed, near)
         if not front.paths:
             return None, front.dropped + fixed
         best = front.paths[0]
-        return self._told(net, best, built[1], sends), min(front.dropped, best.time[0]) + fixed
+        return self._told(best, built), min(front.dropped, best.time[0]) + fixed
 
-    def _told(self, net: Net, path: Path, tables: Sequence[StrategyTable], sends: tuple[int, int]) -> StagePlan:
-        return self._stage_plan(Path(self._times(net, path.choices, tables), path.choices), tables, sends)
-
-    def lightest(self, stage: int, inside: range) -> tuple[StagePlan | None, float]:
-        """The way to run a stage that delays the step least where another stage is the slowest (of equal ones the
-        quickest), and the least there is of ``HEAVY`` times picoseconds of that delay + picoseconds of the time alone.
-
-        None and infinite where none fits.
-        """
-        key, known = self.key(stage, inside), self.answers.lightest
-        if key not in known:
-            known[key] = self._lightest(stage, inside)
-        return known[key]
-
-    def _lightest(self, stage: int, inside: range) -> tuple[StagePlan | None, float]:
-        built = self.chain(stage, inside, scalar=True)
-        if built is None:
-            return None, np.inf
-        (chain, tables), layers = built, list[ChainLayer]()
-        known: dict[int, ChainLayer] = {}
-        for layer, table in zip(chain.layers, tables, strict=True):
-            if id(layer) not in known:
-                # Rounded figures of a layer may come to a picosecond less than nothing.
-                time = HEAVY * np.maximum(table.ramp(self.form), 0) + table.theta(self.form)
-                known[id(layer)] = replace(layer, time=time[:, None])
-            layers.append(known[id(layer)])
-        light = replace(chain, layers=tuple(layers), moves=HEAVY * 2 + chain.moves)
-        net = self._net(stage, inside, light, tables)
-        front = net_paths(net, None, widest(light))
-        self.work += front.work
-        if not front.paths:
-            return None, front.dropped
-        sends, best = self.fixed_costs(stage, inside)[:2], front.paths[0]
-        fixed = (HEAVY + self.shape.microbatches) * sum(sends) - HEAVY * len(layers)
-        return self._told(net, best, tables, sends), min(front.dropped, best.time[0]) + fixed
-
-    def _times(self, net: Net, choices: Sequence[int], tables: Sequence[StrategyTable]) -> tuple[int, ...]:
-        forward = backward = net.moved(choices)
+    def _told(self, path: Path, built: StageChain) -> StagePlan:
+        """The way of a path of one criterion."""
+        forward = backward = built.net.moved(path.choices)
         saved = step = 0
-        for table, choice in zip(tables, choices, strict=True):
+        for table, choice in zip(built.tables, path.choices, strict=True):
             forward += int(table.figures.forward[choice])
             backward += int(table.figures.backward[choice])
             saved += round(self.form.freed * int(table.figures.weight[choice]))
             step += int(table.figures.step[choice])
-        return self._criteria(self.form.parts(forward, backward, saved), step)
+        time = self._criteria(self.form.parts(forward, backward, saved), step)
+        return self._stage_plan(Path(time, path.choices), built)
 
-    def _stage_plan(self, path: Path, tables: Sequence[StrategyTable], sends: tuple[int, int]) -> StagePlan:
-        parts, step = self._apart(path.time)
-        pairs = zip(parts, self.form.parts(*sends, 0), strict=True)
+    def _stage_plan(self, path: Path, built: StageChain) -> StagePlan:
+        *parts, last = path.time
+        step = last - sum(ramp * part for ramp, part in zip(self.ramp, parts, strict=True))
+        pairs = zip(parts, self.form.parts(*built.sends, 0), strict=True)
         bottleneck = tuple(own + sent for own, sent in pairs)
-        strategies = tuple(table.strategies[choice] for table, choice in zip(tables, path.choices, strict=True))
+        strategies = tuple(table.strategies[choice] for table, choice in zip(built.tables, path.choices, strict=True))
         return StagePlan(bottleneck, step, strategies)
 
 
@@ -483,7 +452,3 @@ def _fitting(table: StrategyTable, wire: Layout | None, glue: Glue | None, tied:
 def widest(chain: Chain) -> int:
     """How many labels of a layer are kept at most: what one core works through in some milliseconds a layer."""
     return max(_LEAST_LABELS, _MOST_CANDIDATES // max(len(layer.rest) for layer in chain.layers))
-
-
-def _cuts(inside: range) -> tuple[int, int]:
-    return inside.start, inside.stop

@@ -12,24 +12,24 @@ from itertools import product
 
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.cluster import Cluster
+from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import layout
-from galvatron_lite.cost.sharing import sharing_of, tied_groups
-from galvatron_lite.cost.stage import Shape
+from galvatron_lite.cost.layout import Layout, layout
+from galvatron_lite.cost.stage import Shape, sharing_of, tied_groups
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
-from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Plan, Schedule
+from galvatron_lite.parallelism.backends import Backend, in_mode
+from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Mode, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
 from galvatron_lite.search.problem import Choice, Problem, even_cuts, is_glued
 from galvatron_lite.search.space import Fixed, Space, microbatch_counts, pipeline_degrees
-from galvatron_lite.search.tables import Glue, Layout, Store, StrategyTable, Tables, glue_of
+from galvatron_lite.search.tables import Glue, Store, StrategyTable, Tables, glue_of
 
 OPEN = Choice(None, None, ())
 """Nothing settled: the widest problem of a shape."""
-_KINDS, _FEW = 16, 4
-"""Kinds of layers of a model from which on groups run no more than so many stages."""
+_KINDS = 16
+"""Kinds of layers of a model beyond which groups run one stage: one strategy for all of them rarely pays."""
 
 
 @dataclass(slots=True)
@@ -45,6 +45,15 @@ class PriceCache:
         if id(profile) not in self.glances:
             self.glances[id(profile)] = Glance(profile)
         return self.glances[id(profile)]
+
+    def tables_of(self, pricer: LayerPricer, space: Space, shape: Shape, fixed: Fixed) -> Tables:
+        """Figures by a pricer, under a shape and pins."""
+        key = (id(pricer), shape, fixed)
+        if key not in self.tables:
+            if id(pricer) not in self.stores:
+                self.stores[id(pricer)] = Store(pricer, space)
+            self.tables[key] = Tables(self.stores[id(pricer)], shape, fixed)
+        return self.tables[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,7 @@ class Request:
     )  # figures, remembered for all searches with one space
     cluster: Cluster | None = None  # the devices; None: all alike
     runs: int | None = None  # see ``Problem``
+    wider: Request | None = None  # one that has all plans of this one: bounds of its shapes, where known, hold here
     margin: float = 0.0  # share of what a device may take that is kept free and not in ``budget``
     # by what they depend on, ``open_problem``: what one search learns of a shape, others know
     problems: dict[tuple[object, ...], Problem] = field(default_factory=dict, compare=False)
@@ -118,25 +128,17 @@ def shapes_of(request: Request) -> list[Shape]:
 def _schedules(request: Request, stages: int) -> list[tuple[Schedule, int]]:
     if stages == 1:
         return [(DEFAULT_SCHEDULE, 1)]
-    offered = []
+    graph, pinned, offered = request.graph, request.fixed.virtual, []
+    blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
+    edges = len({layer.role for layer in graph.layers} - {Role.BLOCK})
+    few = len(graph.kinds) <= _KINDS
     for schedule in request.schedules:
         if schedule.no_better_than not in request.schedules and request.offers(schedule, stages):
-            offered += [(schedule, virtual) for virtual in virtual_stages(request.graph, schedule, stages)]
-    pinned = request.fixed.virtual
+            choices = schedule.virtual_choices(stages, blocks, edges)
+            offered += [(schedule, virtual) for virtual in choices if virtual == 1 or pinned or few]
     if request.fixed.even:
         offered = [one for one in offered if one[1] == 1 or even_cuts(request.graph, stages * one[1])]
     return [(schedule, virtual) for schedule, virtual in offered if pinned in (None, virtual)]
-
-
-def virtual_stages(graph: ModelGraph, schedule: Schedule, stages: int) -> list[int]:
-    """How many stages a group of devices may run.
-
-    Where layers are of many kinds, few stages: one strategy for all of them rarely pays.
-    """
-    blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
-    edges = len({layer.role for layer in graph.layers} - {Role.BLOCK})
-    choices = schedule.virtual_choices(stages, blocks, edges)
-    return [count for count in choices if count <= _FEW or len(graph.kinds) <= _KINDS]
 
 
 def widest_tables(problem: Problem, stage: int = 0) -> list[StrategyTable]:
@@ -163,56 +165,43 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
     """The problem of a shape with nothing else settled; the same one for all requests made of one another."""
     known, own = request.problems, request.fixed
     key = (id(pricer), shape, own.strategy, own.layers, own.forbidden, own.even, request.budget)
+    if key not in known:
+        fixed = request.under(shape.schedule) if shape.stages > 1 else own
+        fixed = replace(fixed, pipeline=None, microbatches=None, schedule=None, virtual=None)
+        tables, budgets = list[Tables](), list[int]()
+        for group in range(shape.stages if request.cluster is not None else 1):
+            priced = pricer.of_group(shape.stage_devices, group)
+            budgets.append(bytes_on(request.budget, "" if priced is pricer else priced.profile.cluster.device.name))
+            tables.append(request.known.tables_of(priced, request.space, shape, fixed))
+        alike = shape.stages // len(tables)
+        known[key] = Problem(request.graph, pricer, shape, tuple(tables) * alike, OPEN, tuple(budgets) * alike)
     if (*key, request.runs) not in known:
-        if key not in known:
-            fixed = request.under(shape.schedule) if shape.stages > 1 else own
-            fixed = replace(fixed, pipeline=None, microbatches=None, schedule=None, virtual=None)
-            known[key] = _open_problem(request, pricer, shape, fixed)
         known[*key, request.runs] = replace(known[key], runs=request.runs)
     return known[*key, request.runs]
 
 
-def _open_problem(request: Request, pricer: LayerPricer, shape: Shape, fixed: Fixed) -> Problem:
-    every, budgets = [], []
-    for group in range(shape.stages if request.cluster is not None else 1):
-        own = pricer.of_group(shape.stage_devices, group)
-        budgets.append(bytes_on(request.budget, "" if own is pricer else own.profile.cluster.device.name))
-        every.append(_tables(request, own, shape, fixed))
-    alike = shape.stages // len(every)
-    return Problem(request.graph, pricer, shape, tuple(every) * alike, OPEN, tuple(budgets) * alike)
-
-
-def _tables(request: Request, pricer: LayerPricer, shape: Shape, fixed: Fixed) -> Tables:
-    known, key = request.known, (id(pricer), shape, fixed)
-    if key not in known.tables:
-        if id(pricer) not in known.stores:
-            known.stores[id(pricer)] = Store(pricer, request.space)
-        known.tables[key] = Tables(known.stores[id(pricer)], shape, fixed)
-    return known.tables[key]
-
-
-def settled(problem: Problem) -> Iterator[Problem]:
-    """The problem under every choice of strategies for tied layers and of edge layouts."""
-    for child in with_ties(problem):
-        yield from with_edges(child)
-
-
 def with_ties(problem: Problem) -> Iterator[Problem]:
-    """The problem with its layouts at the edges, under every choice of strategies for tied layers."""
-    for tied in _tied_choices(problem):
-        yield with_tied(problem, tied)
-
-
-def with_tied(problem: Problem, tied: tuple[tuple[int, Strategy], ...]) -> Problem:
-    """The problem with its layouts at the edges, and these strategies of tied layers."""
-    return replace(problem, choice=replace(problem.choice, tied=tied))
+    """The problem with its layouts at the edges, under every choice of strategies for tied layers; those are left out
+    that another one beats for all layers of a group at once."""
+    options = []
+    for group in tied_groups(problem.graph):
+        first, *others = tied_tables(problem, group)
+        useful = first.undominated(problem.form, others).strategies
+        options.append([tuple((place, strategy) for place in group) for strategy in useful])
+    for groups in product(*options):
+        tied = tuple(pair for group in groups for pair in group)
+        yield replace(problem, choice=replace(problem.choice, tied=tied))
 
 
 def with_edges(problem: Problem) -> Iterator[Problem]:
     """The problem under every choice of layouts at the edges of the model or of stages."""
     tied = problem.choice.tied
     for glue, wire in _edge_choices(problem):
-        if all(glue is None or glue_of(layout(s)) == glue for place, s in tied if _is_edge(problem, place)):
+        if all(
+            glue is None or glue_of(layout(s)) == glue
+            for place, s in tied
+            if problem.graph.layers[place].role is not Role.BLOCK
+        ):
             yield replace(problem, choice=Choice(glue, wire, tied))
 
 
@@ -238,10 +227,6 @@ def tables_by_stage(problem: Problem) -> list[list[StrategyTable]]:
     return [known[id(tables)] for tables in problem.tables]
 
 
-def _is_edge(problem: Problem, place: int) -> bool:
-    return problem.graph.layers[place].role is not Role.BLOCK
-
-
 def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
     """Layouts to try at the edges of the one stage, or at the boundaries between several."""
     layers = problem.graph.layers
@@ -259,20 +244,6 @@ def _edge_choices(problem: Problem) -> list[tuple[Glue | None, Layout | None]]:
 def _layouts(problem: Problem, layer: Layer) -> list[Layout]:
     table = problem.tables[0].unpruned(layer.kind, layer.name)
     return [table.options.layouts[code] for code in table.present]
-
-
-def _tied_choices(problem: Problem) -> list[tuple[tuple[int, Strategy], ...]]:
-    """Strategies to try for each group of layers that share parameters; those never of use left out."""
-    options = [_group_choices(problem, group) for group in tied_groups(problem.graph)]
-    return [tuple(pair for group in groups for pair in group) for groups in product(*options)]
-
-
-def _group_choices(problem: Problem, group: tuple[int, ...]) -> list[tuple[tuple[int, Strategy], ...]]:
-    """Strategies that all layers of a group offer, without those that another one beats for all of them at once."""
-    first, *others = tied_tables(problem, group)
-    return [
-        tuple((place, strategy) for place in group) for strategy in first.undominated(problem.form, others).strategies
-    ]
 
 
 def tied_tables(problem: Problem, group: tuple[int, ...]) -> list[StrategyTable]:
@@ -294,3 +265,24 @@ def _sharings(problem: Problem, group: tuple[int, ...], place: int) -> list[Para
     if len(group) > 2:
         ranges += [range(a, b + 1) for a in group for b in group if a <= place <= b]
     return list(dict.fromkeys(sharing_of(problem.graph, inside).get(place, ALONE) for inside in ranges))
+
+
+@dataclass(slots=True)
+class Session:
+    """Give the same one to ``find_plan`` again and again: answers are the same, only sooner."""
+
+    profile: Profile  # what layers and communication cost
+    mode: Mode = Mode.TRAINING  # what plans are for
+    pricer: LayerPricer = field(init=False)  # of the profile in that mode
+    _known: dict[str, tuple[Space, PriceCache]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pricer = LayerPricer(for_mode(self.profile, self.mode))
+
+    def space(self, backend: Backend) -> tuple[Space, PriceCache]:
+        """The strategies that a backend runs, and the figures known of them."""
+        if backend.name not in self._known:
+            cluster, offered = self.profile.cluster, in_mode(backend, self.mode)
+            space = Space(self.profile.graph, cluster.levels[0].size, offered, cluster.device.host_bandwidth > 0)
+            self._known[backend.name] = (space, PriceCache())
+        return self._known[backend.name]

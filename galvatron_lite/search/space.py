@@ -24,21 +24,23 @@ and on the device unless these are pinned too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from itertools import groupby
+from typing import Any
 
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.model.graph import LayerKind, ModelGraph, Role
 from galvatron_lite.parallelism.backends import GALVATRON, Backend
+from galvatron_lite.parallelism.base import Dimension, Room
 from galvatron_lite.parallelism.context.cost import LEAST_TOKENS
+from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.registry import choosing, parts_of
-from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.parallelism.strategy import ADDED, Offload, Strategy, strategy_of
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.strategies import Narrowed, strategies_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,15 @@ UNPINNED = Fixed()
 
 
 @dataclass(frozen=True, slots=True)
+class Delay:
+    """Which rules of delayed gradients the user allows."""
+
+    rule: CyclicRule | None = None  # None: any
+    setting: CyclicSetting | None = None  # None: any
+    only: bool = False  # whether no other plan is wanted
+
+
+@dataclass(frozen=True, slots=True)
 class Space:
     """The strategies of a model's layers on a cluster; answers are remembered."""
 
@@ -118,19 +129,9 @@ class Space:
 
     def offers(self, kind: str, devices: int, fixed: Fixed) -> bool:
         """Whether the rules leave a kind of layer a strategy with these pins."""
-        unpinned = self._unpinned(kind, devices, fixed)
-        return any(map(fixed.allows, self._sensible(kind, devices, fixed) if unpinned is None else unpinned))
-
-    def _unpinned(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...] | None:
-        """What is remembered without pins; None where nothing is, or pins ask for what is tried only then."""
-        if any(name in self.backend.reserved for name, _ in fixed.pinned):
-            return None
-        return self._known.get((kind, devices, UNPINNED))
+        return any(map(fixed.allows, self._sensible(kind, devices, fixed)))
 
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
-        unpinned = self._unpinned(kind, devices, fixed)
-        if unpinned is not None:
-            return self._kept(unpinned, fixed)
         wanted = self._narrowed(fixed)
         every = strategies_for(self.graph.kinds[kind], devices, self.node_devices, tokens=self.tokens, narrowed=wanted)
         return self._kept(every, fixed)
@@ -233,3 +234,73 @@ def _named(graph: ModelGraph, kinds: Collection[str]) -> list[str]:
         [layer.name for layer in run] for inside, run in groupby(graph.layers, lambda one: one.kind in kinds) if inside
     ]
     return [", ".join(f"{run[0]} … {run[-1]}" if len(run) > 1 else run[0] for run in runs)]
+
+
+Option = Mapping[str, object]
+_PLAIN: dict[str, Any] = {item.name: item.default for item in fields(Strategy)}
+_LAST = [dimension for dimension in choosing() if dimension.degree][-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """Values that fields of ``Strategy`` are limited to."""
+
+    # by field; a field that is absent may have any
+    values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+    def keeps(self, option: Option) -> bool:
+        """Whether an option of a dimension has none but wanted values."""
+        return all(name not in self.values or value in self.values[name] for name, value in option.items())
+
+
+EVERYTHING = Narrowed()
+
+
+def strategies_for(
+    kind: LayerKind,
+    devices: int,
+    node_devices: int | None = None,
+    *,
+    tokens: int = 1,
+    narrowed: Narrowed = EVERYTHING,
+) -> tuple[Strategy, ...]:
+    """Every strategy of a kind of layer on a stage, in a fixed order.
+
+    Args:
+        kind: of layer.
+        devices: of the stage, all of them taken.
+        node_devices: devices in a node, to leave out what is not in the declared space (``search.space``); None: every
+            legal strategy.
+        tokens: the fewest tokens of a sample that are worth a device of its own.
+        narrowed: what fields may be.
+    """
+    room = Room(devices, node_devices, tokens)
+    partial: list[tuple[dict[str, Any], int]] = [({**_PLAIN, **dict.fromkeys(ADDED, 1)}, devices)]
+    for dimension in choosing():
+        options = [option for option in dimension.choices(kind, devices) if narrowed.keeps(option)]
+        partial = _widened(partial, options, dimension, kind, room)
+    if ADDED:
+        return tuple(strategy_of(chosen) for chosen, _ in partial)
+    return tuple(Strategy(*chosen.values()) for chosen, _ in partial)  # in the order of its fields, as ``_PLAIN`` is
+
+
+def _widened(
+    partial: list[tuple[dict[str, Any], int]],
+    options: Sequence[Option],
+    dimension: Dimension,
+    kind: LayerKind,
+    room: Room,
+) -> list[tuple[dict[str, Any], int]]:
+    """What is chosen so far, and the devices it leaves, with every option that may stand beside it."""
+    by_degree: dict[int, list[Option]] = {}
+    for option in options:
+        by_degree.setdefault(int(option[dimension.degree]) if dimension.degree else 1, []).append(option)  # type: ignore[call-overload]
+    wider: list[tuple[dict[str, Any], int]] = []
+    for chosen, left in partial:
+        degrees = [left] if dimension is _LAST else [degree for degree in by_degree if left % degree == 0]
+        for degree in degrees:
+            for option in by_degree.get(degree, ()):
+                both = {**chosen, **option}
+                if dimension.allows(kind, both, room):
+                    wider.append((both, left // degree))
+    return wider

@@ -5,27 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
-from galvatron_lite.cost.layer import ALONE, LayerCosts, LayerPricer, ParameterSharing
+from galvatron_lite.arrays import BoolArray, IntArray, Real
+from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.layout import Layout, layout
 from galvatron_lite.cost.memory import late_gradients, resting, terms
 from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.graph import ModelGraph, Recompute
+from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
-from galvatron_lite.search.chain import MEMORY, ChainLayer
-from galvatron_lite.search.pareto import pareto_within
+from galvatron_lite.search.chain import MEMORY
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
-__all__ = ["Glue", "Layout", "Store", "StrategyOptions", "StrategyTable", "Tables", "glue_of", "ticks"]
-
+T = TypeVar("T")
 TICKS = 10**12
 """Search counts time in picoseconds, so that sums do not depend on their order."""
 REST, PREFIX, PEAK, MIDDLE, PREFETCHED, PENDING, UPDATED = range(len(MEMORY))
+
+
+class Memo(dict[object, Any]):
+    """What is worked out once, by what it depends on."""
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """What is known by a key; made where nothing is."""
+        if key not in self:
+            self[key] = make()
+        known: T = self[key]
+        return known
 
 
 def ticks(seconds: float) -> int:
@@ -40,9 +51,10 @@ def ticks(seconds: float) -> int:
     return round(seconds * TICKS)
 
 
-def all_ticks(seconds: FloatArray) -> IntArray:
+def all_ticks(seconds: Real) -> IntArray:
     """``ticks`` of each."""
-    return np.rint(seconds * TICKS).astype(np.int64)
+    whole: IntArray = np.rint(np.asarray(seconds) * TICKS).astype(np.int64)
+    return whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,22 +79,20 @@ class StrategyFigures:
         return StrategyFigures(*(getattr(self, name)[rows] for name in self.__slots__))
 
 
-def _figures(costs: LayerCosts, single: bool) -> StrategyFigures:
+def _figures(costs: LayerCost, single: bool) -> StrategyFigures:
     memory = terms(costs, 1, 1 if single else 2)
     return StrategyFigures(
         all_ticks(costs.forward_seconds),
         all_ticks(costs.backward_seconds),
         all_ticks(weight_seconds(costs.forward, costs.backward)),
         all_ticks(costs.step_seconds),
-        costs.kept,
+        np.asarray(costs.kept),
         np.column_stack([getattr(memory, name) for name in MEMORY]),
-        np.zeros_like(costs.kept) if single else np.asarray(late_gradients(costs)),
+        np.zeros_like(np.asarray(costs.kept)) if single else np.asarray(late_gradients(costs)),
         np.column_stack((resting(costs, 1 if single else 2), costs.gathered)),
     )
 
 
-_FEW = 512
-"""Strategies that are priced in little more time than one."""
 Glue = tuple[int, int, int, int]
 """A layout without the choice of tensor groups to share tokens."""
 
@@ -105,7 +115,6 @@ class StrategyOptions:
     samples: tuple[Strategy, ...]  # a strategy of each layout
     places: dict[Strategy, int]  # of the strategies
     _parts: dict[bytes, Strategies] = field(default_factory=dict, repr=False)
-    _allowed: dict[Fixed, BoolArray] = field(default_factory=dict, repr=False)
 
     def part(self, rows: IntArray) -> Strategies:
         """Some of the strategies; the same object for the same rows, so that what is known of them is kept."""
@@ -113,12 +122,6 @@ class StrategyOptions:
         if key not in self._parts:
             self._parts[key] = self.many.at(rows)
         return self._parts[key]
-
-    def allowed(self, fixed: Fixed) -> BoolArray:
-        """(S,): which of the strategies have what is pinned for every layer."""
-        if fixed not in self._allowed:
-            self._allowed[fixed] = np.array([fixed.allows(strategy) for strategy in self.strategies], dtype=np.bool_)
-        return self._allowed[fixed]
 
 
 def options_of(strategies: Sequence[Strategy]) -> StrategyOptions:
@@ -187,10 +190,6 @@ class StrategyTable:
         """Only one of the strategies; none, where it is not among them."""
         return self.at(np.flatnonzero(self.rows == self.options.places.get(strategy, -1)))
 
-    def of(self, kept: BoolArray) -> StrategyTable:
-        """Only some of the options, (options,)."""
-        return self.at(np.flatnonzero(kept[self.rows]))
-
     def lay_out_model(self, wanted: Callable[[Layout], bool]) -> StrategyTable:
         """Only the strategies whose layout is wanted."""
         known = np.array([wanted(own) for own in self.options.layouts], dtype=bool)
@@ -219,15 +218,10 @@ class StrategyTable:
         time: IntArray = form.microbatches * self.both + self.figures.step
         return time
 
-    @property
-    def memory_keys(self) -> IntArray:
-        """Everything that memory is made of: (S, figures)."""
-        own = self.figures
-        return np.column_stack((own.kept, own.memory, own.memory[:, PREFIX] - own.late))
-
     def keys(self, form: Form) -> IntArray:
         """Everything a strategy is judged by, apart from its layout: (S, figures)."""
-        return np.column_stack((*self.parts(form), self.figures.step, self.memory_keys))
+        own = self.figures
+        return np.column_stack((*self.parts(form), own.step, own.kept, own.memory, own.memory[:, PREFIX] - own.late))
 
     def undominated(self, form: Form, others: Sequence[StrategyTable] = ()) -> StrategyTable:
         """Without strategies that another one of the same layout equals or beats in every figure.
@@ -251,16 +245,6 @@ class StrategyTable:
         if filled:
             own[:, PREFIX] -= self.figures.late
         return own
-
-    def chain_layer(
-        self, memory: IntArray, columns: Sequence[IntArray], move: IntArray, numbers: IntArray, part: int
-    ) -> ChainLayer:
-        """The layer as the frontier takes it, with memory as ``held`` gives it and these time criteria."""
-        rest, prefix, peak, middle, prefetched, pending, updated = memory.T
-        time = np.column_stack(list(columns))
-        return ChainLayer(
-            time, rest, prefix, peak, middle, prefetched, pending, updated, move, self.groups, numbers, part
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -338,22 +322,18 @@ class Store:
 
     def table(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """Every strategy of a kind of layer under a shape; its schedule makes no difference."""
-        key = (kind, shape.stage_devices, shape.stages, shape.microbatch, shape.microbatches == 1, fixed, sharing)
-        if key not in self._known:
-            pinned = self._pinned(kind, shape, fixed, sharing)
-            self._known[key] = self._table(kind, shape, fixed, sharing) if pinned is None else pinned
-        return self._known[key]
+        key = (kind, shape.stage_devices, shape.stages, shape.microbatch, shape.microbatches == 1, sharing)
+        if (fixed, *key) not in self._known:
+            self._known[fixed, *key] = self._table(kind, shape, fixed, sharing, self._known.get((UNPINNED, *key)))
+        return self._known[fixed, *key]
 
-    def _pinned(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing) -> StrategyTable | None:
-        """What pins leave of the table without them, where that takes hardly longer; None where it does, or where pins
-        go beyond the space."""
-        whole = self._options.get((kind, shape.stage_devices, UNPINNED))
-        if fixed == UNPINNED or whole is None or len(whole.strategies) > _FEW:
-            return None
-        kept = whole.allowed(fixed)
-        return self.table(kind, shape, UNPINNED, sharing).of(kept) if kept.any() else None
-
-    def _table(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing) -> StrategyTable:
+    def _table(
+        self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing, unpinned: StrategyTable | None
+    ) -> StrategyTable:
+        if unpinned is not None:  # what pins leave of it, unless they go beyond the space
+            kept = np.flatnonzero([fixed.allows(strategy) for strategy in unpinned.strategies])
+            if len(kept):
+                return unpinned.at(kept)
         options = self.options(kind, shape.stage_devices, fixed)
         rows = np.flatnonzero(shape.microbatch % options.batch == 0)
         costs = self.pricer.price_many(kind, options.part(rows), shape.microbatch, shape.stages, sharing)
@@ -372,8 +352,6 @@ class Tables:
     _plain: Fixed = field(init=False)
     _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
     _moves: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
-    _every: tuple[Layout, ...] = ()  # layouts of all layers, and picoseconds of the cheapest move between them
-    _between: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
 
     def __post_init__(self) -> None:
         shape, overlap = self.shape, self.pricer.profile.steps_overlap
@@ -421,20 +399,103 @@ class Tables:
             self._moves[key] = self._moved(left, right, size)
         return self._moves[key][np.ix_(left.present, right.present)]
 
-    def least_move(self, key: Layout | Glue, graph: ModelGraph) -> int:
-        """Picoseconds in one pass of the cheapest move between layouts that begin like this and others, anywhere."""
-        smallest = graph.least_exchange
-        if smallest is None:
-            return 0
-        if not self._every:
-            found = {own for one in graph.layers for own in self.unpruned(one.kind, one.name).options.layouts}
-            self._every = tuple(sorted(found))
-            moved = self.store.pricer.redistributions(smallest, self.shape.microbatch, self._every, self._every)
-            self._between = all_ticks(np.minimum(moved, moved.T))
-        there = np.array([own[: len(key)] == key for own in self._every])
-        return max(int(self._between[there][:, ~there].min(initial=2**62)) - 1, 0) if not there.all() else 0
-
     def _moved(self, left: StrategyTable, right: StrategyTable, size: int) -> IntArray:
         layouts = left.options.layouts, right.options.layouts
         seconds = self.store.pricer.redistributions(size, self.shape.microbatch, *layouts)
         return all_ticks(seconds)
+
+
+_FIRST, _CHUNK, _PAIRS, _SMALL = 64, 256, 2**17, 96
+_EARLIER = np.tri(_SMALL, k=-1, dtype=bool)
+
+
+def pareto_rows(values: IntArray) -> IntArray:
+    """Places of the rows that no other row equals or beats in every column (less is better), in lexicographic order.
+
+    Of equal rows the first stays.
+    """
+    if len(values) <= 1:
+        return np.arange(len(values))
+    varying = values[:, (values != values[0]).any(axis=0)]
+    if varying.shape[1] == 0:
+        return np.zeros(1, dtype=np.int64)
+    order = np.lexsort(varying.T[::-1])
+    if varying.shape[1] == 1:
+        return order[:1]
+    ordered = varying[order]
+    if varying.shape[1] == 2:
+        least = np.minimum.accumulate(ordered[:, 1])
+        return order[np.concatenate(([True], ordered[1:, 1] < least[:-1]))]
+    return order[_more_columns(ordered)]
+
+
+def pareto_within(values: IntArray, groups: IntArray) -> IntArray:
+    """Places, ascending, of the rows that no row of their group equals or beats in every column.
+
+    Of equal rows the first stays.
+    """
+    if len(values) <= _SMALL:
+        beats = _beats(values.T, values.T) & (groups == groups[:, None])
+        equal = beats & beats.T
+        return np.flatnonzero(~(beats & (~equal | _EARLIER[: len(values), : len(values)])).any(axis=1))
+    order = np.argsort(groups, kind="stable")
+    edges = np.flatnonzero(np.diff(groups[order])) + 1
+    return np.sort(np.concatenate([rows[pareto_rows(values[rows])] for rows in np.split(order, edges)]))
+
+
+def pairs_within(groups: IntArray) -> tuple[IntArray, IntArray]:
+    """Places of every two rows of the same group, the earlier row first."""
+    order = np.argsort(groups, kind="stable")
+    ordered = groups[order]
+    later = np.searchsorted(ordered, ordered, side="right") - np.arange(len(ordered)) - 1
+    first = np.repeat(np.arange(len(ordered)), later)
+    second = first + 1 + np.arange(len(first)) - np.repeat(np.cumsum(later) - later, later)
+    return order[first], order[second]
+
+
+def _more_columns(ordered: IntArray) -> IntArray:
+    """Rows can only be beaten by rows whose ranks in all columns add up to no more.
+
+    In that order few rows beat most others soon (Chomicki et al. 2003, "Skyline with presorting").
+    """
+    if len(ordered) <= _SMALL:
+        return np.flatnonzero(~(_beats(ordered.T, ordered.T) & _EARLIER[: len(ordered), : len(ordered)]).any(axis=1))
+    ranks = _ranks(ordered)
+    left = np.argsort(ranks.sum(axis=0, dtype=np.int64), kind="stable")
+    columns, count = np.ascontiguousarray(ranks[:, left]), _FIRST
+    kept: list[IntArray] = []
+    while len(left):
+        some = columns[:, :count]
+        # A row beaten by a row that is itself beaten is beaten by the latter's victor too.
+        alive = ~(_beats(some, some) & np.tri(some.shape[1], k=-1, dtype=bool)).any(axis=1)
+        kept.append(left[:count][alive])
+        left, columns = left[count:], columns[:, count:]
+        rest = ~_beaten(columns, np.ascontiguousarray(some[:, alive]))
+        left, columns, count = left[rest], np.ascontiguousarray(columns[:, rest]), _CHUNK
+    return np.sort(np.concatenate(kept))
+
+
+def _ranks(ordered: IntArray) -> NDArray[Any]:
+    """(columns, rows): ranks of values in their column; small integers compare faster."""
+    ranks = np.empty(ordered.shape[::-1], dtype=np.uint16 if len(ordered) < 2**16 else np.int64)
+    for number, column in enumerate(ordered.T):
+        order = np.argsort(column, kind="stable")
+        values = column[order]
+        ranks[number, order] = np.cumsum(np.concatenate(([False], values[1:] != values[:-1])))
+    return ranks
+
+
+def _beats(columns: NDArray[Any], others: NDArray[Any]) -> BoolArray:
+    """(rows, others): whether each of the others equals or beats a row in every column."""
+    found: BoolArray = others[0] <= columns[0][:, None]
+    for column, other in zip(columns[1:], others[1:], strict=True):
+        found &= other <= column[:, None]
+    return found
+
+
+def _beaten(columns: NDArray[Any], front: NDArray[Any]) -> BoolArray:
+    beaten = np.empty(columns.shape[1], dtype=bool)
+    some = max(_PAIRS // max(front.shape[1], 1), 1)
+    for begin in range(0, len(beaten), some):
+        beaten[begin : begin + some] = _beats(columns[:, begin : begin + some], front).any(axis=1)
+    return beaten

@@ -1,10 +1,10 @@
 """Plans whose groups of devices run several virtual stages (interleaved 1F1B, ZB-V): the exact best uniform one.
 
 The declared space. Blocks are shared out evenly over the chunks in the order of the model, or so are blocks and the
-layers before and after them, which count as one block each (``cuts_of``). Layers before the blocks are in the first
-chunk, those after them in the last. One strategy for all layers before the blocks and one for all layers after them;
-for blocks one, or two that differ in what they recompute: of the blocks of every group of devices the first so many
-eighths have the one, the others the other. Layers that share parameters have one strategy.
+layers before and after them, which count as one block each (``problem.cuts_of``). Layers before the blocks are in the
+first chunk, those after them in the last. One strategy for all layers before the blocks and one for all layers after
+them; for blocks one, or two that differ in what they recompute: of the blocks of every group of devices the first so
+many eighths have the one, the others the other. Layers that share parameters have one strategy.
 
 With e, b, h the strategies before the blocks, of the blocks and after them, the time is the closed form of
 ``cost.schedule`` over groups: sums of figures of b, and of e and h in the groups that hold them. So all candidates of
@@ -19,15 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, FloatArray, IntArray
+from galvatron_lite.arrays import FloatArray, IntArray
 from galvatron_lite.cost.layer import ALONE, ParameterSharing
-from galvatron_lite.cost.sharing import sharing_of, tied_groups
-from galvatron_lite.cost.stage import transfer_seconds
-from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.cost.stage import sharing_of, tied_groups, transfer_seconds
 from galvatron_lite.parallelism.pipeline.cost import (
     boundary_bytes,
     chunks_in_flight,
@@ -37,9 +35,17 @@ from galvatron_lite.parallelism.pipeline.cost import (
 from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of, stage_at
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.search.chain import worst_moment
-from galvatron_lite.search.pareto import pairs_within, pareto_within
-from galvatron_lite.search.problem import Partition, Problem, StagePlan
-from galvatron_lite.search.tables import REST, UPDATED, Mixtures, StrategyTable, ticks
+from galvatron_lite.search.problem import Partition, Problem, StagePlan, parts_of
+from galvatron_lite.search.tables import (
+    REST,
+    UPDATED,
+    Memo,
+    Mixtures,
+    StrategyTable,
+    pairs_within,
+    pareto_within,
+    ticks,
+)
 
 Part = dict[int, StrategyTable]
 """Figures of each layer before the blocks, of the blocks, or after them, under each choice; empty without layers."""
@@ -50,40 +56,6 @@ _HALF, _TINY = 0.5, 1e-9
 _PARTS, _LOOKED, _AT_ONCE = 8, 1024, 64
 """Parts that the blocks of a group are in; choices for blocks that are looked at, and timed, at once."""
 _ZERO = np.zeros((1, 1, 1), dtype=np.int64)
-
-
-def parts_of(graph: ModelGraph) -> tuple[range, range, range]:
-    """Places of the layers before the blocks, from the first to the last block, and after them."""
-    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
-    return range(blocks[0]), range(blocks[0], blocks[-1] + 1), range(blocks[-1] + 1, len(graph.layers))
-
-
-def cuts_of(graph: ModelGraph, chunks: int) -> list[tuple[int, ...]]:
-    """Where chunks begin, and the number of layers: the ways to share layers out, see the module."""
-    start, layers = parts_of(graph)[1].start, len(graph.layers)
-    return [(0, *list(accumulate(choice, initial=start))[1:-1], layers) for choice in _blocks_of(graph, chunks)]
-
-
-def _blocks_of(graph: ModelGraph, chunks: int) -> tuple[list[int], ...]:
-    """Blocks of each chunk under each of the ways to share layers out."""
-    before, blocks, after = parts_of(graph)
-    return _sizes(len(blocks), bool(before), bool(after), chunks)
-
-
-@lru_cache(maxsize=4096)
-def _sizes(blocks: int, before: bool, after: bool, chunks: int) -> tuple[list[int], ...]:
-    sizes = [_shares(blocks, chunks, 0)] if blocks >= chunks else []
-    if blocks % chunks and blocks + before + after >= chunks:
-        shares = _shares(blocks + before + after, chunks, before)
-        shares[0] -= before
-        shares[-1] -= after
-        sizes.append(shares)
-    return tuple(sizes)
-
-
-def _shares(count: int, chunks: int, first: int) -> list[int]:
-    """Even shares; those from a place on are one larger where that is needed."""
-    return [count // chunks + (first <= chunk < first + count % chunks) for chunk in range(chunks)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,12 +104,6 @@ def _chunks(
     return _Chunks(stages_of, held, positions, placed, sends)
 
 
-def uniform_plans(problem: Problem) -> list[Uniform]:
-    """The uniform plans of a shape, by cuts."""
-    shape = problem.shape
-    return [Uniform(problem, cuts) for cuts in cuts_of(problem.graph, shape.stages * shape.virtual)]
-
-
 class Uniform:
     """The uniform plans of one shape with one way to share layers out."""
 
@@ -146,7 +112,7 @@ class Uniform:
         self.problem, self.cuts, self.store = problem, cuts, store
         self.ranges = parts_of(problem.graph)
         self.chunks = _chunks(shape.schedule, shape.stages, shape.virtual, cuts, self.ranges[1], store.crossing)
-        self.sharing: dict[int, ParameterSharing] = {}
+        self.known, self.sharing = Memo(), dict[int, ParameterSharing]()
         for places in self.chunks.held:
             self.sharing |= sharing_of(problem.graph, places)
 
@@ -166,7 +132,7 @@ class Uniform:
             some = some[self._least[some] < top]
             if not len(some):
                 break
-            parts = [self._edges[0], self._blocks(some), self._edges[1]]
+            parts = [self._part(self.ranges[0]), self._blocks(some), self._part(self.ranges[2])]
             time = self._times(parts, top)
             place = int(np.argmin(time)) if time.size else 0
             if time.size and np.isfinite(time.flat[place]):
@@ -182,19 +148,14 @@ class Uniform:
                 best = Partition(round(top + _HALF), self.cuts, stages)
         return best
 
-    @cached_property
-    def _edges(self) -> tuple[Part, Part]:
-        return self._part(self.ranges[0]), self._part(self.ranges[2])
-
-    @cached_property
-    def _every_block(self) -> Part:
-        return self._part(self.ranges[1])
-
     def _table(self, group: int, place: int) -> StrategyTable:
         layer = self.problem.graph.layers[place]
         return self.problem.tables[group].unpruned(layer.kind, layer.name, self.sharing.get(place, ALONE))
 
     def _part(self, places: range) -> Part:
+        return self.known.once(places, lambda: self._new_part(places))
+
+    def _new_part(self, places: range) -> Part:
         pairs = [(group, place) for group, held in enumerate(self.chunks.held) for place in held.intersection(places)]
         tables = {place: self._table(group, place) for group, place in sorted(pairs, key=lambda pair: pair[1])}
         if not tables:
@@ -238,8 +199,8 @@ class Uniform:
     def _blocks(self, rows: IntArray) -> Part:
         choice = self.mixtures
         if choice is None:
-            thinned = {id(table): table.at(rows) for table in self._every_block.values()}
-            return {place: thinned[id(table)] for place, table in self._every_block.items()}
+            thinned = {id(table): table.at(rows) for table in self._part(self.ranges[1]).values()}
+            return {place: thinned[id(table)] for place, table in self._part(self.ranges[1]).items()}
         first, second, count = choice.first[rows], choice.second[rows], choice.count[rows]
         parts = range(self.chunks.placed.shape[-1])
         tables = [choice.table.at(np.where(number < count, first, second)) for number in parts]
@@ -306,7 +267,7 @@ class Uniform:
 
     def _columns_of_unlike_blocks(self, groups: Sequence[int]) -> list[FloatArray]:
         """(G, B) each: as ``_around_blocks`` of each group, with the blocks it holds."""
-        form, blocks, columns = self.problem.form, self._every_block, []
+        form, blocks, columns = self.problem.form, self._part(self.ranges[1]), []
         for group in groups:
             total = self._around_blocks(group, blocks)
             held = Counter(id(blocks[place]) for place in self.chunks.held[group].intersection(self.ranges[1]))
@@ -357,7 +318,12 @@ class Uniform:
             each = (count * column for count, column in zip(counts, choice, strict=True))
             total = total + ramp * reduce(np.add, each) + rounds * reduce(np.maximum, choice)
         total = np.broadcast_to(total, [len(next(iter(part.values()))) if part else 1 for part in parts])
-        alive = self._agreeing(parts) & (total < limit)
+        alive = total < limit
+        for places in tied_groups(self.problem.graph):
+            tables = [next((part[place] for place in places if place in part), None) for part in parts]
+            named = [(axis, self.store.numbers(table)) for axis, table in enumerate(tables) if table is not None]
+            for (a, left), (b, right) in pairwise(named):
+                alive = alive & np.expand_dims(left[:, None] == right, ({0, 1, 2} - {a, b}).pop())
         ahead = self.problem.shape.schedule.front_loaded  # later groups hold no more micro-batches of any chunk
         for group in (group for groups in self._alike.values() for group in groups[: 1 if ahead else None]):
             if not alive.any():
@@ -435,16 +401,6 @@ class Uniform:
             sends[key] = np.array([ticks(transfer_seconds(pricer, *choice, shape, (left, right))) for choice in pairs])
         return sends[key][table.codes]
 
-    def _agreeing(self, parts: Parts) -> BoolArray:
-        """Candidates whose layers that share parameters have one strategy."""
-        agree = np.ones((1, 1, 1), dtype=bool)
-        for places in tied_groups(self.problem.graph):
-            tables = [next((part[place] for place in places if place in part), None) for part in parts]
-            named = [(axis, self.store.numbers(table)) for axis, table in enumerate(tables) if table is not None]
-            for (a, left), (b, right) in pairwise(named):
-                agree = agree & np.expand_dims(left[:, None] == right, ({0, 1, 2} - {a, b}).pop())
-        return agree
-
     def group_bytes(self, parts: Parts, group: int) -> IntArray:
         """Bytes on each device of a group: while one of its stages computes, the others rest."""
         shape, stages = self.problem.shape, self.chunks.stages_of[group]
@@ -472,7 +428,13 @@ class Uniform:
         total = _ZERO
         for stage, count in zip(stages, most_of(held), strict=True):
             inside = range(*self.cuts[stage : stage + 2])
-            cuts = [self._sent_over(side, cut) for side, cut in ((stage, inside.start), (stage + 1, inside.stop))]
+            ends = ((stage, inside.start), (stage + 1, inside.stop))
+            cuts = [  # 0 where nothing is sent
+                0 if cut in (0, len(self.problem.graph.layers)) or len({
+                    group_of(shape.schedule, shape.stages, other) for other in (side - 1, side)
+                }) == 1 else cut
+                for side, cut in ends
+            ]  # fmt: skip
             left, right = (self._boundary(parts, cut - 1, self.store.crossing[cut]) if cut else _ZERO for cut in cuts)
             ahead, behind = held_messages(shape.microbatches)
             total = total + counted * (ahead * left + behind * right)
@@ -488,14 +450,6 @@ class Uniform:
         for code in table.present:
             choice[code] = boundary_bytes(size, self.problem.shape.microbatch, table.options.samples[code])
         return _along(choice[table.codes], axis)
-
-    def _sent_over(self, stage: int, cut: int) -> int:
-        """The place before which a stage begins, 0 where nothing is sent there."""
-        shape = self.problem.shape
-        if cut in (0, len(self.problem.graph.layers)):
-            return 0
-        left, right = (group_of(shape.schedule, shape.stages, side) for side in (stage - 1, stage))
-        return 0 if left == right else cut
 
 
 _FIGURES: tuple[Callable[[StrategyTable], IntArray], ...] = (
@@ -531,46 +485,3 @@ def _worst(runs: Sequence[Run], held: int) -> IntArray:
     figures = [([_along(column, axis) for column in table.figures.memory.T], count) for axis, table, count in runs]
     rest = _column(runs, lambda choice: choice.figures.memory[:, REST] + (held - 1) * choice.figures.kept)
     return rest + worst_moment(figures)
-
-
-def averaged(problems: Sequence[Problem]) -> FloatArray:
-    """(V,): times that no uniform plan beats under a front-loaded schedule, of shapes that differ in stages alone.
-
-    Quickly: all groups take their average of what blocks, sends and the least of other layers come to, and of memory
-    only blocks in the first group count, when it begins its first backward pass: p micro-batches of each of its v
-    stages, and where there are more p - 1 of the first besides. Of two strategies that only recompute differently
-    blocks have any shares.
-    """
-    choice, graph, shape, tables = problems[0], problems[0].graph, problems[0].shape, problems[0].tables
-    stages = np.array([[problem.shape.virtual * shape.stages] for problem in problems])
-    uniform = Uniform(choice, cuts_of(graph, int(stages[0, 0]))[0])
-    if uniform.mixtures is None:
-        return np.zeros(len(problems))
-    table, blocks = uniform.mixtures.table, uniform.ranges[1]
-    around = [tables[0].unpruned(one.kind, one.name) for one in graph.layers if one.role is not Role.BLOCK]
-    if not len(table) or not all(map(len, around)):
-        return np.full(len(problems), np.inf)
-    # Sends go over each boundary forth and back, but for one that other layers may send over; whole picoseconds differ.
-    pairs = ((0, 1), (shape.stages - 1, 0))
-    outputs = min(tables[0].store.crossing[blocks.start + 1 : blocks.stop], default=0)
-    sent = np.min([uniform.sent(table, outputs, *pair) for pair in pairs], axis=0)
-    overhead = choice.pricer.profile.overhead
-    host = (4 * stages - 4) * ticks(overhead.pipeline) + stages * ticks(overhead.microbatch) - 8 * stages
-    layers = len(blocks) * table.both + sum(int(other.both.min()) for other in around)
-    steps = len(blocks) * table.figures.step + sum(int(other.figures.step.min()) for other in around)
-    ramps, rounds = (np.array([getattr(problem.form, name) for problem in problems]) for name in ("ramp", "rounds"))
-    time = (layers + (2 * stages - 4) * sent + host) * (ramps + rounds / shape.stages) + steps / shape.stages
-    shares = [[every[:: shape.stages] for every in _blocks_of(graph, int(count))] for (count,) in stages]
-    held = np.array([[min(map(sum, choice))] for choice in shares])
-    first = np.array([[min(chunks[0] for chunks in choice)] for choice in shares])
-    flying = shape.stages * held + (shape.microbatches > shape.stages) * (shape.stages - 1) * first
-    room = choice.budgets[0] - tables[0].pricer.profile.cluster.device.context
-    over = held * table.figures.resting[:, 0] + flying * table.figures.kept - room
-    least = np.where(over <= 0, time, np.inf).min(axis=1)
-    a, b = pairs_within(table.options.degrees[table.rows])
-    if len(a):
-        a, b = np.concatenate((a, b)), np.concatenate((b, a))
-        span = np.maximum(over[:, b] - over[:, a], 1)
-        mixed = time[:, a] + np.minimum(-over[:, a] / span, 1.0) * (time[:, b] - time[:, a])
-        least = np.minimum(least, np.where((over[:, a] <= 0) & (over[:, b] > 0), mixed, np.inf).min(axis=1))
-    return np.asarray(least * (1 - _TINY))

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import fnmatch
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from galvatron_lite.cluster.budget import Budget
 from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InfeasibleError, InputError
+from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.backends import Backend
-from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, PLAN_VERSION, Alternative, Plan, Stage
-from galvatron_lite.search.result import provenance, runs_of, summary
-from galvatron_lite.search.session import Session
-from galvatron_lite.search.shapes import Request
+from galvatron_lite.plans.schema import Alternative, Plan, Proof
+from galvatron_lite.search.best_first import search
+from galvatron_lite.search.pins import typed_name
+from galvatron_lite.search.result import plan_of, provenance, summary
+from galvatron_lite.search.shapes import Request, Session
+from galvatron_lite.search.space import Delay, Fixed
 from galvatron_lite.units import format_budget, format_seconds
 
 _ROUNDING = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Delay:
-    """Which rules of delayed gradients the user allows."""
-
-    rule: CyclicRule | None = None  # None: any
-    setting: CyclicSetting | None = None  # None: any
-    only: bool = False  # whether no other plan is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +57,25 @@ def with_ways(ordinary: Callable[[], Plan], task: PlanTask, runners_up: int, way
             either.
         InputError: the same where the ordinary search cannot share out the batch.
     """
+    only = task.delay is not None and task.delay.only
     try:
         first = ordinary()
     except (InfeasibleError, InputError) as error:
-        found = _plans(ways, task)
-        fitting = _wanted(found, task)
+        found = sorted((plan for way in ways for plan in way(task)), key=seconds_of)
+        fitting = [plan for plan in found if plan.fits and (plan.cyclic is not None or not only)]
         if not fitting:
             raise (_needing(found, error) if isinstance(error, InfeasibleError) else error) from None
         return led(fitting, runners_up)
-    found = _plans(ways, replace(task, ordinary=first)) if ways else []
+    task = replace(task, ordinary=first)
+    found = sorted((plan for way in ways for plan in way(task)), key=seconds_of)
     if not found:
         return first
-    only, fitting = task.delay is not None and task.delay.only, _wanted(found, task)
+    fitting = [plan for plan in found if plan.fits and (plan.cyclic is not None or not only)]
     if only and not fitting:
         raise _needing(found, InfeasibleError(f"No such plan of {first.model} fits."))
     quicker = [plan for plan in fitting if only or seconds_of(plan) < seconds_of(first) * (1.0 - _ROUNDING)]
     others = [plan for plan in found if not any(plan is one for one in quicker)]
     return led([*quicker, first, *others], runners_up)
-
-
-def _wanted(plans: Sequence[Plan], task: PlanTask) -> list[Plan]:
-    """Those that fit; of delayed gradients alone where no others are wanted."""
-    only = task.delay is not None and task.delay.only
-    return [plan for plan in _fitting(plans) if plan.cyclic is not None or not only]
 
 
 def _needing(plans: Sequence[Plan], error: InfeasibleError) -> InfeasibleError:
@@ -100,36 +92,26 @@ def _peak(plan: Plan) -> int:
     return plan.prediction.peak_memory if plan.prediction else 0
 
 
-def _plans(ways: Sequence[Way], task: PlanTask) -> list[Plan]:
-    return sorted((plan for way in ways for plan in way(task)), key=seconds_of)
-
-
-def _fitting(plans: Sequence[Plan]) -> list[Plan]:
-    return [plan for plan in plans if plan.fits]
-
-
 def led(plans: Sequence[Plan], wanted: int) -> Plan:
     """The first of some plans, with the others told beside it, then their alternatives."""
-    told = {summary(plan): _comparison(plan, plans[0]) for plan in reversed(plans)}
+    best, told = plans[0], dict[str, Alternative]()
+    for plan in reversed(plans):
+        without = "without delay: " if best.cyclic is not None and plan.cyclic is None else ""
+        ends = (plan.provenance.least_seconds, plan.provenance.most_seconds) if plan.provenance else (0.0, 0.0)
+        said = Alternative(without + summary(plan), seconds_of(plan), _peak(plan), bool(plan.fits), *ends)
+        told[summary(plan)] = said
     for other in (other for plan in plans for other in plan.alternatives):
         told.setdefault(other.summary, other)
-    del told[summary(plans[0])]
+    del told[summary(best)]
     ways, rest = [told.pop(summary(plan)) for plan in plans[1:] if summary(plan) in told], list(told.values())
     kept = [*ways, *rest][: max(wanted, 0)]
     kept.sort(key=lambda other: (not other.fits, other.step_seconds))
-    return replace(plans[0], alternatives=tuple(kept))
+    return replace(best, alternatives=tuple(kept))
 
 
-def _comparison(plan: Plan, beside: Plan) -> Alternative:
-    without = "without delay: " if beside.cyclic is not None and plan.cyclic is None else ""
-    source = plan.provenance
-    ends = (source.least_seconds, source.most_seconds) if source else (0.0, 0.0)
-    return Alternative(without + summary(plan), seconds_of(plan), _peak(plan), bool(plan.fits), *ends)
-
-
-def seconds_of(plan: Plan) -> float:
-    """Of a step; infinite without a prediction."""
-    return plan.prediction.step_seconds if plan.prediction else float("inf")
+def seconds_of(plan: Plan | None) -> float:
+    """Of a step; infinite without a plan or a prediction."""
+    return plan.prediction.step_seconds if plan is not None and plan.prediction else float("inf")
 
 
 def with_one_device(plan: Plan, task: PlanTask) -> Plan:
@@ -141,27 +123,184 @@ def with_one_device(plan: Plan, task: PlanTask) -> Plan:
     """
     if plan.devices == 1 or plan.provenance is None or task.request.cluster is not None:
         return plan
-    counts = sorted({1, plan.microbatches})
-    quickest = min((one for count in counts if (one := _alone(task, count)) is not None), key=seconds_of, default=None)
-    if quickest is None or seconds_of(quickest) >= seconds_of(plan):
+    graph, quickest = task.request.graph, plan
+    for count in sorted({1, plan.microbatches}):
+        alone = plan_of(
+            graph, devices=1, global_batch=task.request.global_batch, microbatches=count,
+            cuts=(0, len(graph.layers)), strategies=[Strategy()] * len(graph.layers),
+        )  # fmt: skip
+        try:
+            alone = price_plan(task.session.pricer, replace(alone, mode=task.session.mode))
+        except InputError:
+            continue
+        alone = replace(alone, provenance=provenance(task.session.profile, task.budget, 0.0))
+        quickest = min(quickest, alone, key=seconds_of) if alone.fits else quickest
+    if quickest is plan:
         return plan
     seconds = f"{format_seconds(seconds_of(quickest))} instead of {format_seconds(seconds_of(plan))}"
     note = f"a single device is predicted to be faster ({seconds}): use one device (--gpus 1)"
     return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, note)))
 
 
-def _alone(task: PlanTask, count: int) -> Plan | None:
-    """The whole batch on one device in so many micro-batches; None where it does not fit or cannot be priced."""
-    request = task.request
-    layers = request.graph.layers
-    stage = Stage(runs_of(layers, [Strategy()] * len(layers)))
-    plan = Plan(
-        PLAN_VERSION, request.graph.name, 1, request.global_batch, count, DEFAULT_SCHEDULE,
-        request.graph.precision, (stage,), mode=task.session.mode,
-    )  # fmt: skip
-    try:
-        priced = price_plan(task.session.pricer, plan)
-    except InputError:
-        return None
-    known = replace(priced, provenance=provenance(task.session.profile, task.budget, 0.0))
-    return known if known.fits else None
+Pins = tuple[tuple[str, object], ...]
+_PROMISING, _REACH, _WORK = 4, 0.02, 400_000
+"""Ways that are planned in full, how far their closed forms may be above the least, and labels of a search for it."""
+
+
+def with_alike(looked: Callable[[PlanTask], Plan], task: PlanTask, runners_up: int) -> Plan:
+    """The quickest plan of all ways in which the backend may treat all layers alike (``Backend.uniform``), or must
+    because all layers have the same samples (``ModelGraph.folded``).
+
+    With the fields of one way pinned, the search is exact over all that is left (recomputation by layer,
+    micro-batches); so the quickest of all ways' plans is the quickest there is. Where there are many ways, only those
+    whose best plans take least by the closed form are planned in full. A layer without parameters is left as it is: it
+    has nothing to shard.
+
+    Args:
+        looked: finds the best plan that keeps the pins of what is asked.
+        task: what is planned.
+        runners_up: how many other plans to report.
+
+    Raises:
+        InfeasibleError: no way fits; with the smallest budget of all.
+        InputError: pins leave no way, or the batch cannot be shared out.
+    """
+    graph, request = task.request.graph, task.request
+    samples = ("batch_degree",) if graph.folded and task.backend.uniform == () else ()
+    fields = (*task.backend.uniform, *samples)
+    if not fields:
+        return looked(task)
+    names = dict.fromkeys(layer.kind for layer in graph.layers)
+    kinds = {name for name in names if graph.folded or graph.kinds[name].parameters.total > 0}
+    ways = [
+        replace(every, layers=(*every.layers, *own), even=every.even or task.backend.even)
+        for pins in _ways(request, fields, kinds)
+        for every in _staged(task, _pinned(request, kinds, pins), pins)
+        for own in _block_ways(task, pins)
+    ]
+    found, errors = list[Plan](), list[InfeasibleError]()
+    for fixed in ways if len(ways) <= _PROMISING else _most_promising(task, ways):
+        try:
+            found.append(looked(replace(task, request=replace(request, fixed=fixed))))
+        except InfeasibleError as error:
+            errors.append(error)
+    if found:
+        found.sort(key=seconds_of)
+        return _proven(led(found, runners_up), found)
+    if errors:
+        raise min(errors, key=lambda error: error.smallest_budget or float("inf"))
+    named = [*request.fixed.pinned, *((f"{layers}.{name}", value) for layers, name, value in request.fixed.layers)]
+    pinned = [(*name.rpartition("."), getattr(value, "value", value)) for name, value in named]
+    said = ", ".join(f"{layers}{dot}{typed_name(name)}={value}" for layers, dot, name, value in pinned) or "nothing"
+    remedy = f"Backend {task.backend.name} has no way to train with these pins; lift one of them."
+    raise InputError("--fix", said, remedy)
+
+
+def _proven(best: Plan, plans: Sequence[Plan]) -> Plan:
+    """With a gap that counts what other ways' searches, where they ended early, may have left out."""
+    if best.provenance is None:
+        return best
+    sources = [(seconds_of(plan), plan.provenance) for plan in plans if plan.provenance is not None]
+    least = min(seconds * (1.0 - source.gap) for seconds, source in sources)
+    gap = max(1.0 - least / seconds_of(best), best.provenance.gap, 0.0)
+    stopped = any(source.interrupted for _, source in sources)
+    proof = Proof.FEASIBLE if gap > best.provenance.tolerance else best.provenance.proof
+    return replace(best, provenance=replace(best.provenance, gap=gap, proof=proof, interrupted=stopped))
+
+
+def _ways(request: Request, fields: Sequence[str], kinds: Collection[str]) -> Iterator[Pins]:
+    """Values of the fields that all layers share, of which every one of these kinds has a strategy."""
+    layers = [layer for layer in request.graph.layers if layer.kind in kinds]
+    offered = [
+        {tuple(getattr(strategy, name) for name in fields) for strategy in _strategies(request, kind, layer)}
+        for (kind, _), layer in {(one.kind, request.fixed.pins_of(one.name)): one.name for one in layers}.items()
+    ]
+    common = set.intersection(*offered) if offered else set()
+    for values in sorted(common, key=lambda values: [str(value) for value in values]):
+        yield tuple(zip(fields, values, strict=True))
+
+
+def _strategies(request: Request, kind: str, layer: str, pins: Pins = ()) -> list[Strategy]:
+    """Of a layer, on stages of any size that is tried."""
+    fixed = request.fixed.at_layer(layer)
+    fixed = replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
+    sizes = [request.devices // stages for stages in request.pipelines]
+    return [own for size in sizes for own in request.space.strategies(kind, size, fixed)]
+
+
+def _pinned(request: Request, kinds: Collection[str], pins: Pins) -> Fixed:
+    """What is pinned with one way; layer by layer where some have no parameters."""
+    fixed, graph = request.fixed, request.graph
+    if len(kinds) == len({layer.kind for layer in graph.layers}):
+        return replace(fixed, strategy=tuple(dict.fromkeys((*fixed.strategy, *pins))))
+    own = ((layer.name, *pin) for layer in graph.layers if layer.kind in kinds for pin in pins)
+    return replace(fixed, layers=(*fixed.layers, *own))
+
+
+def _staged(task: PlanTask, fixed: Fixed, pins: Pins) -> Iterator[Fixed]:
+    """One way with a pipeline and without, where the backend has these values only so."""
+    piped, alone = (
+        all(value in dict(values).get(name, (value,)) for name, value in pins)
+        for values in (task.backend.piped, task.backend.alone)
+    )
+    pinned = 1 if "pipeline" in fixed.forbidden else fixed.pipeline
+    if piped and alone:
+        yield fixed
+    elif alone and pinned in (None, 1):
+        yield replace(fixed, pipeline=1)
+    elif piped and pinned != 1:
+        yield replace(fixed, piped=True)
+
+
+def _block_ways(task: PlanTask, pins: Pins) -> Iterator[tuple[tuple[str, str, object], ...]]:
+    """Pins of blocks beside those of all layers: one value of each field that all blocks share.
+
+    Kinds of blocks that do not have a field's value (dense blocks of a mixture) are left without it.
+    """
+    graph, fields, rule = task.request.graph, task.backend.block_uniform, task.backend.block_rule
+    kinds = {layer.kind: layer for layer in graph.layers}
+    blocks = {kind for kind, layer in kinds.items() if layer.role is Role.BLOCK}
+    if not fields or not blocks:
+        yield ()
+        return
+    offered = {kind: _strategies(task.request, kind, layer.name, pins) for kind, layer in kinds.items()}
+    own = [one for kind in blocks for one in offered[kind] if rule is None or rule(one)]
+    offers = {kind: {(name, getattr(one, name)) for one in every if kind not in blocks or rule is None or rule(one)
+                     for name in (*fields, *dict(task.backend.edges))} for kind, every in offered.items()}  # fmt: skip
+    globs = {kind: _globs(graph, kind) for kind in kinds}
+    for values in dict.fromkeys(tuple(getattr(one, name) for name in fields) for one in own):
+        shared = dict(zip(fields, values, strict=True))
+        around = {name: shared.get(name) if value is None else value for name, value in task.backend.edges}
+        yield tuple(
+            (glob, name, value)
+            for inside in (False, True)
+            for kind in kinds
+            if (kind in blocks) is inside
+            for name, value in (shared if inside else around).items()
+            if (name, value) in offers[kind]
+            for glob in globs[kind]
+        )
+
+
+def _globs(graph: ModelGraph, kind: str) -> list[str]:
+    names = [layer.name for layer in graph.layers if layer.kind == kind]
+    glob = f"{os.path.commonprefix(names)}*"  # noqa: RUF071 - of names, not paths
+    matching = fnmatch.filter([layer.name for layer in graph.layers], glob)
+    return [glob] if matching == names and len(names) > 1 else names
+
+
+def _most_promising(task: PlanTask, ways: Sequence[Fixed]) -> list[Fixed]:
+    """Those whose best plans take least by the closed form, quickest first."""
+    found, limit = list[tuple[int, Fixed]](), None
+    search(task.request, task.session.pricer, effort=_WORK, slack=_REACH)  # for bounds that hold whatever the way
+    for fixed in ways:
+        request = replace(task.request, fixed=fixed, wider=task.request)
+        try:
+            best = search(request, task.session.pricer, below=limit, effort=_WORK)
+        except InputError:  # a batch that this way cannot share out
+            continue
+        if best is not None:
+            limit = int(best.partition.time * (1.0 + _REACH))
+            found.append((best.partition.time, fixed))
+    found.sort(key=itemgetter(0))
+    return [fixed for _, fixed in found[:_PROMISING]] or list(ways[-_PROMISING:])

@@ -28,19 +28,14 @@ from galvatron_lite.calibration.parameters import Parameter, parameters_of, plac
 from galvatron_lite.calibration.schema import Calibration, ConstantsOrigin
 from galvatron_lite.calibration.store import entry_for
 from galvatron_lite.cluster.links import link_matching
-from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.plan import price_plan
 from galvatron_lite.errors import InputError
-from galvatron_lite.plans.schema import Plan
-from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import read_profile
 from galvatron_lite.runs.read import PROFILE, is_run, read_run
 from galvatron_lite.runs.schema import measured
 from galvatron_lite.stacks.catalog import GALVATRON, STACKS, match_stack
 from galvatron_lite.validate.checks import device_of
-from galvatron_lite.validate.predict import Predictor, wanted_points
-from galvatron_lite.validate.results import Predicted, ScoredRun, Skipped
+from galvatron_lite.validate.predict import Predictor, step_seconds
+from galvatron_lite.validate.results import Predicted, Skipped
 from galvatron_lite.validate.rows import PublishedRun, read_runs
 
 LEAST = 3  # settings that can be left out in turn
@@ -60,6 +55,7 @@ class MeasuredStep:
     """One measured run."""
 
     name: str
+    model: str  # that was trained
     setting: object  # equal for runs that only repeat one another
     seconds: float  # of a step, measured
     owners: frozenset[str]  # entries of the calibration that price it
@@ -87,6 +83,7 @@ class CalibrationResult:
     constants: tuple[LearntConstant, ...]  # those that moved, or that runs tell something of
     runs: int
     settings: int
+    models: frozenset[str]  # of one alone, what its formulas miss and what its software costs cannot be told apart
     before: float  # error of the constants as they were
     after: float  # of those that are returned, on the same runs
     left_out: dict[str, float]  # of each answer, on runs that it did not see
@@ -105,24 +102,12 @@ def read_observations(paths: Iterable[Path], calibration: Calibration) -> tuple[
             found.append(_logged(path))
             continue
         for run in read_runs(path):
-            judged = predictor.judge(run)
-            if (known := _of_row(judged, calibration)) is not None:
+            if (known := observation_of(run, predictor)) is not None:
                 found.append(known)
             else:
-                reason = judged.outcome.reason if isinstance(judged.outcome, Skipped) else "no step time"
-                skipped[reason] += 1
+                outcome = predictor.predict(run)
+                skipped[outcome.reason if isinstance(outcome, Skipped) else "no step time"] += 1
     return found, dict(skipped)
-
-
-def observation_of(run: PublishedRun, predictor: Predictor) -> MeasuredStep | None:
-    """A row as a measured step; None where it is not scored for time."""
-    return _of_row(predictor.judge(run), predictor.calibration)
-
-
-def _of_row(judged: ScoredRun, calibration: Calibration) -> MeasuredStep | None:
-    if judged.time is None or judged.measured is None:
-        return None
-    return _published(judged.run, judged.measured.step_seconds or 0.0, calibration)
 
 
 _APART = {"run_id", "source", "line", "notes", "derived", "quality", "iter_time_s", "tokens_per_s_per_gpu",
@@ -130,23 +115,26 @@ _APART = {"run_id", "source", "line", "notes", "derived", "quality", "iter_time_
 """Fields in which runs of one setting may differ."""
 
 
-def _published(run: PublishedRun, seconds: float, calibration: Calibration) -> MeasuredStep:
-    device = device_of(run.gpu)
+def observation_of(run: PublishedRun, predictor: Predictor) -> MeasuredStep | None:
+    """A row as a measured step; None where it is not scored for time."""
+    judged = predictor.judge(run)
+    if judged.time is None or judged.measured is None:
+        return None
+    device, seconds, calibration = device_of(run.gpu), judged.measured.step_seconds or 0.0, predictor.calibration
     assert device is not None
-    owners = {f"stacks/{entry_for(calibration, 'stacks', match_stack(run.framework).name)}",
-              f"devices/{entry_for(calibration, 'devices', device.name)}"}  # fmt: skip
-    links = [(run.intra_link, False)] * ((run.n_gpus or 1) > 1)
-    links += [(run.inter_net, True)] * ((run.n_gpus or 1) > (run.gpus_per_node or 8))
-    for text, between in links:
-        name = link_matching(text, device.name, between=between)
-        owners.add(f"links/{entry_for(calibration, 'links', name)}")
+    named = [("stacks", match_stack(run.framework).name), ("devices", device.name)]
+    if (run.n_gpus or 1) > 1:
+        named.append(("links", link_matching(run.intra_link, device.name, between=False)))
+    if (run.n_gpus or 1) > (run.gpus_per_node or 8):
+        named.append(("links", link_matching(run.inter_net, device.name, between=True)))
 
     def predict(predictor: Predictor) -> float:
         outcome = predictor.predict(run)
         return outcome.step_seconds if isinstance(outcome, Predicted) else seconds
 
     setting = tuple(getattr(run, item.name) for item in fields(run) if item.name not in _APART)
-    return MeasuredStep(run.run_id, setting, seconds, frozenset(owners), predict)
+    owners = frozenset(f"{kind}/{entry_for(calibration, kind, name)}" for kind, name in named)
+    return MeasuredStep(run.run_id, run.model or "", setting, seconds, owners, predict)
 
 
 def _logged(folder: Path) -> MeasuredStep:
@@ -156,32 +144,14 @@ def _logged(folder: Path) -> MeasuredStep:
     if not (folder / PROFILE).is_file() or not seconds:
         raise InputError("runs", str(folder), f"It needs {PROFILE} and steps that were trained.")
     profile, plan = read_profile(folder / PROFILE), run.plan
-    stack = STACKS.get(profile.stack, GALVATRON)
+    graph, cluster, stack = profile.graph, profile.cluster, STACKS.get(profile.stack, GALVATRON)
 
     def predict(predictor: Predictor) -> float:
-        return _estimated(profile, plan, predictor.calibration)
+        return step_seconds(predictor.pricer(graph, cluster, stack, graph.precision, plan), plan)
 
-    owners = frozenset((f"stacks/{stack.name}", f"devices/{profile.cluster.device.name.split('-')[0]}"))
-    return MeasuredStep(
-        str(folder),
-        str((plan.model, plan.devices, plan.global_batch, plan.microbatches, plan.stages)),
-        seconds,
-        owners,
-        predict,
-    )
-
-
-def _estimated(profile: Profile, plan: Plan, calibration: Calibration) -> float:
-    stack, points = STACKS.get(profile.stack, GALVATRON), wanted_points(profile.graph, plan)
-    strategies = [run.strategy for stage in plan.stages for run in stage.runs]
-    known = estimate_profile(
-        profile.graph, profile.cluster, precision=profile.graph.precision, name=profile.name, stack=stack,
-        samples=sorted({point[4] for point in points}), calibration=calibration, wanted=points,
-        expert=max(one.expert for one in strategies), context=max(one.context for one in strategies),
-    )  # fmt: skip
-    priced = price_plan(LayerPricer(known), plan)
-    assert priced.prediction is not None
-    return priced.prediction.step_seconds
+    owners = frozenset((f"stacks/{stack.name}", f"devices/{cluster.device.name.split('-')[0]}"))
+    setting = str((plan.model, plan.devices, plan.global_batch, plan.microbatches, plan.stages))
+    return MeasuredStep(str(folder), plan.model, setting, seconds, owners, predict)
 
 
 class _Prices:
@@ -193,12 +163,10 @@ class _Prices:
         self._known: dict[tuple[int, bytes], float] = {}
         self._graphs = Predictor(base).graphs
 
-    def predictor(self, places: Vector) -> Predictor:
-        return Predictor(with_places(self.base, self.parameters, places.tolist()), self._graphs)
-
     def logs(self, places: Vector, rows: Iterable[int] | None = None) -> Vector:
         """Logarithms of predicted seconds."""
-        predictor, found = self.predictor(places), []
+        predictor = Predictor(with_places(self.base, self.parameters, places.tolist()), self._graphs)
+        found = []
         for row in range(len(self.runs)) if rows is None else rows:
             key = (row, places[self._uses[row]].tobytes())
             if key not in self._known:
@@ -209,7 +177,6 @@ class _Prices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Answer:
-    kind: str
     basis: Vector  # (parameters, unknowns): places are the start plus basis @ unknowns
     widths: Vector
     learnt: Learnt
@@ -257,7 +224,7 @@ def calibrate(
         learnt = learn(logs, seconds.tolist(), np.zeros(len(widths)), widths, _NOISE, rounds=2)
         if kind == "common factor" and abs(learnt.values[0]) > _FAR * widths[0]:
             continue
-        answers[kind] = _Answer(kind, basis, widths, learnt)
+        answers[kind] = _Answer(basis, widths, learnt)
         errors[kind] = _left_out(answers[kind], prices, start, seconds, list(groups.values()))
     kind = min(errors, key=lambda name: (errors[name], name != "unchanged"))
     answer = answers.get(kind)
@@ -267,8 +234,9 @@ def calibrate(
     constants = () if answer is None else tuple(_constants(answer, parameters, start, base))
     if answer is not None:
         made = _with_origins(made, {parameter.owner for parameter in parameters}, source, runs, after)
+    models = frozenset(run.model for run in runs)
     return CalibrationResult(
-        made, kind, constants, len(runs), len(groups), errors["unchanged"], after, errors, skipped or {}
+        made, kind, constants, len(runs), len(groups), models, errors["unchanged"], after, errors, skipped or {}
     )
 
 
@@ -311,15 +279,12 @@ def _constants(
     places = start + answer.basis @ answer.learnt.values
     spread = np.sqrt((answer.basis**2) @ (answer.learnt.deviations**2))
     prior = np.sqrt((answer.basis**2) @ (answer.widths**2))
-    found = []
-    for at, parameter in enumerate(parameters):
-        if prior[at] > 0 and (told := 1 - (spread[at] / prior[at]) ** 2) > _TOLD:
-            value, low, high = (
-                value_of(with_places(base, [parameter], [place]), parameter)
-                for place in (places[at], places[at] - spread[at], places[at] + spread[at])
-            )
-            found.append(LearntConstant(parameter.name, value_of(base, parameter), value, low, high, float(told)))
-    yield from sorted(found, key=lambda one: -one.told)
+    told = 1 - (spread / np.where(prior > 0, prior, 1.0)) ** 2
+    for at in np.argsort(-told, kind="stable"):
+        if prior[at] > 0 and told[at] > _TOLD:
+            parameter, tried = parameters[at], (places[at], places[at] - spread[at], places[at] + spread[at])
+            value, low, high = (value_of(with_places(base, [parameter], [place]), parameter) for place in tried)
+            yield LearntConstant(parameter.name, value_of(base, parameter), value, low, high, float(told[at]))
 
 
 def _with_origins(
@@ -328,10 +293,7 @@ def _with_origins(
     """The calibration with what its entries rest on now."""
     date, origins = datetime.now(UTC).date().isoformat(), dict(made.origins)
     for owner in owners:
-        rows = sum(owner in run.owners for run in runs)
-        before = origins.get(owner, ConstantsOrigin("")).source
-        text = f"{before}; corrected by {source}" if before else f"Corrected by {source}"
-        origins[owner] = replace(
-            origins.get(owner, ConstantsOrigin("")), source=text, date=date, rows=rows, residual=round(error, 4)
-        )
+        rows, before = sum(owner in run.owners for run in runs), origins.get(owner, ConstantsOrigin(""))
+        text = f"{before.source}; corrected by {source}" if before.source else f"Corrected by {source}"
+        origins[owner] = replace(before, source=text, date=date, rows=rows, residual=round(error, 4))
     return replace(made, origins=origins, provenance=(*made.provenance, f"{date}: corrected by {source}"))

@@ -108,35 +108,27 @@ FRAMEWORKS = (
 
 def not_understood(run: PublishedRun) -> Skipped | None:
     """Why a run is not scored though all of its fields can be read; None where nothing stands against it."""
-    said = (
+    tensor, expert, experts = run.tp or 1, run.ep or 1, run.n_experts or 1
+    words = (
         ("precision", run.precision, _PRECISION.search, "bf16, fp16, fp32, tf32, fp8, mxfp8 or nvfp4"),
         ("act_ckpt", run.act_ckpt, _RECOMPUTE.match, "none, selective, full or every Nth layer"),
-        ("pp_schedule", _schedule(run), _SCHEDULE.search, "1f1b, gpipe, interleaved, zb-1p, zb-2p or zb-v"),
-    )
-    for name, value, known, choices in said:
+        # without a pipeline its schedule decides nothing
+        ("pp_schedule", run.pp_schedule if (run.pp or 1) > 1 else None, _SCHEDULE.search,
+         "1f1b, gpipe, interleaved, zb-1p, zb-2p or zb-v"),
+    )  # fmt: skip
+    for name, value, known, choices in words:
         if value is not None and not known(value.strip().lower()):
-            return Skipped("a value is not understood", _words(name, value, f"Give {choices}, or leave it out."))
-    return _does_not_split(run)
-
-
-def _schedule(run: PublishedRun) -> str | None:
-    """Without a pipeline its schedule decides nothing."""
-    return run.pp_schedule if (run.pp or 1) > 1 else None
-
-
-def _does_not_split(run: PublishedRun) -> Skipped | None:
-    tensor, expert, experts = run.tp or 1, run.ep or 1, run.n_experts or 1
-    if run.heads and run.heads % tensor:
-        return Skipped("does not fit: tp", _words("tp", tensor, f"It must divide heads ({run.heads})."))
-    if expert > 1 and experts == 1:
-        return Skipped("does not fit: ep", _words("ep", expert, "A model without n_experts has no experts to spread."))
-    if experts % expert:
-        return Skipped("does not fit: ep", _words("ep", expert, f"It must divide n_experts ({experts})."))
+            said = str(InputError(name, value, f"Give {choices}, or leave it out."))
+            return Skipped("a value is not understood", said)
+    degrees = (
+        ("tp", tensor, bool(run.heads and run.heads % tensor), f"It must divide heads ({run.heads})."),
+        ("ep", expert, expert > 1 and experts == 1, "A model without n_experts has no experts to spread."),
+        ("ep", expert, experts % expert > 0, f"It must divide n_experts ({experts})."),
+    )
+    for name, degree, wrong, remedy in degrees:
+        if wrong:
+            return Skipped(f"does not fit: {name}", str(InputError(name, degree, remedy)))
     return None
-
-
-def _words(name: str, value: object, remedy: str) -> str:
-    return str(InputError(name, value, remedy))
 
 
 def taken_otherwise(run: PublishedRun) -> Iterator[str]:
@@ -151,28 +143,18 @@ def taken_otherwise(run: PublishedRun) -> Iterator[str]:
         text = getattr(run, name)
         if text is not None and not link_is_specific(text, between):
             yield f"{name} {text!r} is not known: the reference design's"
-    yield from _machine(run)
-    yield from _contradicted(run)
-
-
-def _machine(run: PublishedRun) -> Iterator[str]:
-    """A GPU that is made in several forms of which none is told, or with another memory than is stated."""
-    device, text = device_of(run.gpu), (run.gpu or "").lower()
-    if device is None:
-        return
-    alike = [name for name in known_devices() if name.split("-")[0] == device.name.split("-")[0]]
-    if len(alike) > 1 and run.gpu_mem_gb is None and not re.search(r"gb|sxm|pcie|nvl", text):
-        yield f"gpu {run.gpu!r} is one of {', '.join(alike)}: {device.name}"
-    if run.gpu_mem_gb is not None and abs(run.gpu_mem_gb * 1e9 / device.memory - 1) > _MEMORY_SLACK:
-        yield f"gpu_mem_gb {run.gpu_mem_gb:g} contradicts gpu {run.gpu!r}: {device.name}"
-
-
-def _contradicted(run: PublishedRun) -> Iterator[str]:
-    devices, node, replicas = run.n_gpus or 1, run.gpus_per_node or 1, run.dp or 1
+    device, devices, node = device_of(run.gpu), run.n_gpus or 1, run.gpus_per_node or 1
+    if device is not None:
+        alike = [name for name in known_devices() if name.split("-")[0] == device.name.split("-")[0]]
+        told = run.gpu_mem_gb is not None or re.search(r"gb|sxm|pcie|nvl", (run.gpu or "").lower())
+        if len(alike) > 1 and not told:
+            yield f"gpu {run.gpu!r} is one of {', '.join(alike)}: {device.name}"
+        if run.gpu_mem_gb is not None and abs(run.gpu_mem_gb * 1e9 / device.memory - 1) > _MEMORY_SLACK:
+            yield f"gpu_mem_gb {run.gpu_mem_gb:g} contradicts gpu {run.gpu!r}: {device.name}"
     if devices > node and devices % node:
         yield f"gpus_per_node {node} does not divide n_gpus {devices}: equal nodes as large as divide it"
     if run.grad_accum and run.micro_batch and run.global_batch:
-        count = run.global_batch / (replicas * run.micro_batch)
+        count = run.global_batch / ((run.dp or 1) * run.micro_batch)
         if count != run.grad_accum:
             yield f"grad_accum {run.grad_accum:g} contradicts the batch: {count:g} micro-batches"
     if run.iter_time_s is not None and run.global_batch is None:
@@ -187,15 +169,6 @@ def link_is_specific(text: str, between: bool) -> bool:
     return one == other or _GENERIC[between].search(text.lower()) is not None
 
 
-def _not_stated(run: PublishedRun) -> Iterator[str]:
-    device = device_of(run.gpu)
-    if device is not None and run.gpu is not None and device.name.lower() != run.gpu.lower():
-        yield f"gpu {run.gpu!r} read as {device.name}"
-    for name, taken in _TAKEN.items():
-        if getattr(run, name) is None and _needed(run, name):
-            yield f"{name} not stated: {taken}"
-
-
 _TAKEN = {
     "precision": "bf16", "act_ckpt": "none, or the least that fits",
     "zero_stage": "the framework's, or the least that fits",
@@ -206,22 +179,16 @@ _TAKEN = {
 }  # fmt: skip
 
 
-def _needed(run: PublishedRun, name: str) -> bool:
-    devices = run.n_gpus or 1
-    language = run.seq_len is not None
-    return {
-        "zero_stage": (run.dp or 1) > 1,
-        "pp_schedule": (run.pp or 1) > 1,
-        "gpus_per_node": devices > 1,
-        "intra_link": devices > 1,
-        "inter_net": devices > (run.gpus_per_node or 8),
-        "inter_node_gbps": devices > (run.gpus_per_node or 8),
-        "tied_embeddings": language,
-        "gated_mlp": language,
-        "act_ckpt": language,
-    }.get(name, True)
-
-
 def assumptions(run: PublishedRun) -> list[str]:
     """All that is taken for a run without its saying so; what it says in vain comes first."""
-    return [*taken_otherwise(run), *_not_stated(run)]
+    devices, device = run.n_gpus or 1, device_of(run.gpu)
+    language, nodes = run.seq_len is not None, devices > (run.gpus_per_node or 8)
+    needed = {
+        "zero_stage": (run.dp or 1) > 1, "pp_schedule": (run.pp or 1) > 1, "gpus_per_node": devices > 1,
+        "intra_link": devices > 1, "inter_net": nodes, "inter_node_gbps": nodes, "tied_embeddings": language,
+        "gated_mlp": language, "act_ckpt": language,
+    }  # fmt: skip
+    taken = [name for name in _TAKEN if getattr(run, name) is None and needed.get(name, True)]
+    read = device is not None and run.gpu is not None and device.name.lower() != run.gpu.lower()
+    named = [f"gpu {run.gpu!r} read as {device.name}"] if read and device is not None else []
+    return [*taken_otherwise(run), *named, *(f"{name} not stated: {_TAKEN[name]}" for name in taken)]

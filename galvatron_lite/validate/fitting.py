@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 
 from galvatron_lite.model.graph import Layer, ModelGraph, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
@@ -33,25 +33,23 @@ def fitting(run: PublishedRun, plan: Plan, graph: ModelGraph, price: Price, capa
         prediction = candidate.prediction
         return prediction is None or prediction.peak_memory <= capacity
 
-    first = price(plan)
-    for milder in () if fits(first) else _milder(run, plan, graph):
-        plan, priced = milder, price(milder)
-        if fits(priced):
-            return priced
-    if fits(first) or not leaves_recompute_open(run.act_ckpt) or not _offers(graph, Recompute.FULL):
+    first, unsaid = price(plan), leaves_recompute_open(run.act_ckpt)
+    if fits(first):
         return first
-    counts = range(1, max(_blocks(plan, graph)) + 1)
-    fewest = bisect_left(counts, True, key=lambda count: fits(price(recomputing(plan, graph, Recompute.FULL, count))))
-    return price(recomputing(plan, graph, Recompute.FULL, counts[fewest])) if fewest < len(counts) else first
-
-
-def _milder(run: PublishedRun, plan: Plan, graph: ModelGraph) -> Iterator[Plan]:
-    """Changes that cost little, each on top of those before it."""
     if run.zero_stage is None:
         plan = _changed(plan, graph, lambda strategy, _: _sharded(strategy))
-        yield plan
-    if leaves_recompute_open(run.act_ckpt) and _offers(graph, Recompute.SELECTIVE):
-        yield recomputing(plan, graph, Recompute.SELECTIVE)
+        if fits(priced := price(plan)):
+            return priced
+    if unsaid and _offers(graph, Recompute.SELECTIVE):
+        plan = recomputing(plan, graph, Recompute.SELECTIVE)
+        if fits(priced := price(plan)):
+            return priced
+    if not unsaid or not _offers(graph, Recompute.FULL):
+        return first
+    blocks = max(sum(layer.role is Role.BLOCK for layer in layers) for layers, _ in _stages(plan, graph))
+    counts = range(1, blocks + 1)
+    fewest = bisect_left(counts, True, key=lambda count: fits(price(recomputing(plan, graph, Recompute.FULL, count))))
+    return price(recomputing(plan, graph, Recompute.FULL, counts[fewest])) if fewest < len(counts) else first
 
 
 def _sharded(strategy: Strategy) -> Strategy:
@@ -62,41 +60,32 @@ def _sharded(strategy: Strategy) -> Strategy:
 
 def recomputing(plan: Plan, graph: ModelGraph, choice: Recompute, count: int | None = None) -> Plan:
     """The plan with another recomputation in the first ``count`` blocks of every stage (None: in all of them)."""
-    return _changed(
-        plan,
-        graph,
-        lambda strategy, place: replace(strategy, recompute=choice) if count is None or place < count else strategy,
-    )
+
+    def change(strategy: Strategy, place: int) -> Strategy:
+        return replace(strategy, recompute=choice) if count is None or place < count else strategy
+
+    return _changed(plan, graph, change)
+
+
+def _stages(plan: Plan, graph: ModelGraph) -> Iterator[tuple[list[Layer], list[Strategy]]]:
+    """Layers and strategies of each stage."""
+    layers = iter(graph.layers)
+    for stage in plan.stages:
+        strategies = [run.strategy for run in stage.runs for _ in range(run.count)]
+        yield list(islice(layers, len(strategies))), strategies
 
 
 def _changed(plan: Plan, graph: ModelGraph, change: Callable[[Strategy, int], Strategy]) -> Plan:
     """The plan with other strategies of its blocks, by place in the stage; the ends share states alike."""
-    layers = iter(graph.layers)
     stages = []
-    for stage in plan.stages:
-        inside = list(islice(layers, sum(run.count for run in stage.runs)))
-        strategies = [run.strategy for run in stage.runs for _ in range(run.count)]
-        stages.append(Stage(tuple(layer_runs(inside, _new(inside, strategies, change)))))
+    for layers, strategies in _stages(plan, graph):
+        blocks = [layer.role is Role.BLOCK for layer in layers]
+        places = accumulate(blocks, initial=0)  # of each layer, by the blocks before it
+        changed = [change(strategy, place) for strategy, place in zip(strategies, places, strict=False)]
+        kept = zip(blocks, changed, strategies, strict=True)
+        changed = [new if block else replace(new, recompute=old.recompute) for block, new, old in kept]
+        stages.append(Stage(tuple(layer_runs(layers, changed))))
     return replace(plan, stages=tuple(stages))
-
-
-def _new(
-    layers: list[Layer], strategies: list[Strategy], change: Callable[[Strategy, int], Strategy]
-) -> list[Strategy]:
-    made, place = [], 0
-    for layer, strategy in zip(layers, strategies, strict=True):
-        block = layer.role is Role.BLOCK
-        new = change(strategy, place)
-        made.append(new if block else replace(new, recompute=strategy.recompute))
-        place += block
-    return made
-
-
-def _blocks(plan: Plan, graph: ModelGraph) -> Iterator[int]:
-    layers = iter(graph.layers)
-    for stage in plan.stages:
-        inside = islice(layers, sum(run.count for run in stage.runs))
-        yield sum(layer.role is Role.BLOCK for layer in inside)
 
 
 def _offers(graph: ModelGraph, choice: Recompute) -> bool:

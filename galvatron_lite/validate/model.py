@@ -206,33 +206,20 @@ def _encoder(run: PublishedRun, stack: Stack) -> Shape:
     return EncoderShape(**_common(run, stack), head="pretraining", predicted=predicted)  # type: ignore[arg-type]
 
 
+_LATENT = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "head_dim": 192, "value_dim": 128, "positions": "rotary"}
+"""Multi-head latent attention, whose ranks no row states, as DeepSeek-V2 and V3 have it (arXiv 2412.19437, 4.2)."""
+
+
 def _causal(run: PublishedRun, stack: Stack) -> dict[str, object]:
     gated = bool(run.gated_mlp)
-    return (
-        _common(run, stack)
-        | {
-            "activation": "silu" if gated else "gelu",
-            "norm": "rmsnorm" if gated else "layernorm",
-            "positions": "rotary" if gated else stack.positions,
-            "biases": not gated and stack.biases,
-        }
-        | _latent(run)
-    )
-
-
-def _latent(run: PublishedRun) -> dict[str, object]:
-    """Multi-head latent attention, whose ranks no row states, as DeepSeek-V2 and V3 have it (arXiv 2412.19437, 4.2)."""
-    if "mla" not in (run.arch or "").lower() and "multi-latent-attention=true" not in run.remarks:
-        return {}
-    return {
-        "q_rank": 1536,
-        "kv_rank": 512,
-        "rope_dim": 64,
-        "head_dim": 192,
-        "value_dim": 128,
-        "kv_heads": run.heads,
-        "positions": "rotary",
+    fields = _common(run, stack) | {
+        "activation": "silu" if gated else "gelu",
+        "norm": "rmsnorm" if gated else "layernorm",
+        "positions": "rotary" if gated else stack.positions,
+        "biases": not gated and stack.biases,
     }
+    latent = "mla" in (run.arch or "").lower() or "multi-latent-attention=true" in run.remarks
+    return fields | _LATENT | {"kv_heads": run.heads} if latent else fields
 
 
 def _mixture(run: PublishedRun, stack: Stack) -> Shape | Skipped:

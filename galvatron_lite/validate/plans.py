@@ -8,13 +8,13 @@ over the pipeline; spread experts not sliced (``--expert-tensor-parallel-size 1`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
 
 from galvatron_lite.cluster.cluster import Device
-from galvatron_lite.model.graph import Layer, ModelGraph, OperatorClass, Recompute, Role
+from galvatron_lite.model.graph import ModelGraph, OperatorClass, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, Plan, Schedule, Stage, layer_runs
 from galvatron_lite.stacks.catalog import match_stack
@@ -23,14 +23,9 @@ from galvatron_lite.validate.results import Skipped
 from galvatron_lite.validate.rows import PublishedRun
 
 _SCHEDULES = {
-    "zb-v": Schedule.ZERO_BUBBLE_V,
-    "zbv": Schedule.ZERO_BUBBLE_V,
-    "zb-2p": Schedule.ZERO_BUBBLE_2P,
-    "zb-h2": Schedule.ZERO_BUBBLE_2P,
-    "zb-1p": Schedule.ZERO_BUBBLE_1P,
-    "zb-h1": Schedule.ZERO_BUBBLE_1P,
+    r"zb-?v": Schedule.ZERO_BUBBLE_V, "zb-2p|zb-h2": Schedule.ZERO_BUBBLE_2P, "zb-1p|zb-h1": Schedule.ZERO_BUBBLE_1P,
     "gpipe": Schedule.GPIPE,
-}
+}  # fmt: skip
 
 
 def compute_precision(text: str | None, device: Device) -> str:
@@ -62,21 +57,11 @@ def recompute_of(text: str | None) -> Recompute:
     return Recompute.SELECTIVE if said.startswith("selective") else Recompute.NONE
 
 
-def _recompute_choices(text: str | None, layers: int) -> Sequence[Recompute]:
-    """What each block computes again; ``every 2nd layer`` means all of every second one."""
-    said = (text or "none").lower()
-    every = re.search(r"every (\d+)(?:st|nd|rd|th)? layer", said)
-    if every:
-        step = int(every[1])
-        return [Recompute.FULL if place % step == 0 else Recompute.NONE for place in range(layers)]
-    return [recompute_of(text)] * layers
-
-
 def schedule_of(text: str | None, virtual: int) -> Schedule:
     """Order of micro-batches; 1F1B where nothing is said, interleaved where there are virtual stages."""
     said = (text or "").lower()
-    for word, schedule in _SCHEDULES.items():
-        if word in said:
+    for words, schedule in _SCHEDULES.items():
+        if re.search(words, said):
             return schedule
     return Schedule.INTERLEAVED if "interleaved" in said or virtual > 1 else Schedule.ONE_F_ONE_B
 
@@ -104,10 +89,15 @@ class Batch:
 
 def batch_of(run: PublishedRun) -> Batch | Skipped:
     """The batch of a run: ``global_batch = dp x micro_batch x count``."""
-    replicas = run.dp or 1
+    replicas, stages = run.dp or 1, run.pp or 1
     if run.grad_accum is not None and run.grad_accum < 1:
         return Skipped("batch does not divide", f"grad_accum: {run.grad_accum:g} is less than one micro-batch a step.")
-    samples = _microbatch(run, replicas) if run.micro_batch is None else run.micro_batch
+    samples, left = run.micro_batch or 1, (run.global_batch or 0) // replicas
+    if run.micro_batch is None and stages > 1:
+        by_stage = left and left % stages == 0 and match_stack(run.framework).splits_by_stage
+        samples = left // stages if by_stage else 1
+    elif run.micro_batch is None and run.global_batch:
+        samples = max(int(run.global_batch // (replicas * (run.grad_accum or 1))), 1)
     each = replicas * samples
     if run.global_batch is None:
         count = int(run.grad_accum or 1)
@@ -116,16 +106,6 @@ def batch_of(run: PublishedRun) -> Batch | Skipped:
         said = f"global_batch: {run.global_batch} is no multiple of dp x micro_batch ({replicas} x {samples})."
         return Skipped("batch does not divide", said)
     return Batch(run.global_batch, each, run.global_batch // each)
-
-
-def _microbatch(run: PublishedRun, replicas: int) -> int:
-    """Samples a replica and micro-batch where a run does not say."""
-    stages, each = run.pp or 1, (run.global_batch or 0) // replicas
-    if stages > 1 and each and each % stages == 0 and match_stack(run.framework).splits_by_stage:
-        return each // stages
-    if stages > 1 or not run.global_batch:
-        return 1
-    return max(int(run.global_batch // (replicas * (run.grad_accum or 1))), 1)
 
 
 def plan_of(run: PublishedRun, graph: ModelGraph, stack: Stack, precision: str) -> Plan | Skipped:
@@ -219,17 +199,14 @@ def _stage_sizes(run: PublishedRun, graph: ModelGraph, stages: int, stack: Stack
         return [first, *even(blocks - first - last, stages - 2), last]
     counted = "counted as a layer" in said or "counted as layers" in said or "one layer fewer" in said
     if stages > 1 and (blocks + 2) % stages == 0 and (counted or blocks % stages):
-        return _lighter(blocks + 2, stages, 1, 1)
+        each = (blocks + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
     if blocks % stages and (blocks + 1) % stages == 0:
-        return _lighter(blocks + 1, stages, 0, 1)
+        each = (blocks + 1) // stages
+        return [*[each] * (stages - 1), each - 1]
     if blocks < stages:
         return Skipped("more stages than blocks", f"pp x vpp: {stages} stages, layers: {blocks}.")
     return even(blocks, stages)
-
-
-def _lighter(total: int, stages: int, first: int, last: int) -> list[int]:
-    each = total // stages
-    return [each - first, *[each] * (stages - 2), each - last]
 
 
 def by_work(graph: ModelGraph, stages: int) -> list[int] | Skipped:
@@ -237,18 +214,18 @@ def by_work(graph: ModelGraph, stages: int) -> list[int] | Skipped:
 
     The work is that of matmuls with weights, the head's among them (nanotron, ``models/base.py``: ``build_model``).
     """
-    works = [sum(_weighted(graph, layer)) for layer in graph.layers]
+    works = []
+    for layer in graph.layers:
+        weighted = (
+            one for one in graph.kind_of(layer).operators if one.kind is OperatorClass.MATMUL and one.weight_bytes
+        )
+        works.append(sum(one.flops for one in weighted))
     total, done, stage, counts = sum(works), 0, 0, [0] * stages
     for layer, work in zip(graph.layers, works, strict=True):
         counts[stage] += layer.role is Role.BLOCK
         done += work
         stage = min(stage + (done * stages > total * (stage + 1)), stages - 1)
     return counts if min(counts) > 0 else Skipped("more stages than blocks", f"pp: {stages} stages.")
-
-
-def _weighted(graph: ModelGraph, layer: Layer) -> Iterator[int]:
-    operators = graph.kind_of(layer).operators
-    return (one.flops for one in operators if one.kind is OperatorClass.MATMUL and one.weight_bytes)
 
 
 def even(blocks: int, stages: int) -> list[int]:
@@ -271,9 +248,15 @@ def _stages(run: PublishedRun, graph: ModelGraph, stack: Stack, counts: Sequence
 
 
 def _strategies(run: PublishedRun, graph: ModelGraph, stack: Stack) -> list[Strategy]:
-    """The strategy of every layer; only blocks compute again."""
-    base = _strategy_of(run, stack)
-    blocks = sum(layer.role is Role.BLOCK for layer in graph.layers)
-    choices = iter(_recompute_choices(run.act_ckpt, blocks))
-    known = {choice: replace(base, recompute=choice) for choice in Recompute}
-    return [known[next(choices)] if layer.role is Role.BLOCK else known[Recompute.NONE] for layer in graph.layers]
+    """The strategy of every layer; only blocks compute again, all of every second one where a run says
+    ``every 2nd layer``."""
+    plain, chosen = _strategy_of(run, stack), recompute_of(run.act_ckpt)
+    every = re.search(r"every (\d+)(?:st|nd|rd|th)? layer", (run.act_ckpt or "").lower())
+    strategies, place = [], 0
+    for layer in graph.layers:
+        if every:
+            chosen = Recompute.NONE if place % int(every[1]) else Recompute.FULL
+        block = layer.role is Role.BLOCK
+        strategies.append(replace(plain, recompute=chosen) if block else plain)
+        place += block
+    return strategies

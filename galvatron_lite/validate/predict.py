@@ -8,11 +8,10 @@ from math import inf
 
 from galvatron_lite.calibration.schema import Calibration
 from galvatron_lite.cluster.cluster import Cluster, Device
-from galvatron_lite.cost.groups import busy_seconds
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import reserved
 from galvatron_lite.cost.plan import price_plan
-from galvatron_lite.cost.step import straggling
+from galvatron_lite.cost.step import busy_seconds, straggling
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.shapes import build_graph
@@ -60,10 +59,6 @@ def _peak_of(run: PublishedRun, stack: Stack, plan: Plan, device: Device) -> tup
     return fullest, counted(fullest)
 
 
-def _shares_samples(run: PublishedRun) -> bool:
-    return (run.spatial or 1) > 1 or (run.filter or 1) > 1
-
-
 def question_of(run: PublishedRun) -> RowQuestion | Skipped:
     """What a run asks of the oracle: samples are of a group's, as ``micro_batch`` is where devices share them."""
     pixels, filters = run.spatial or 1, run.filter or 1
@@ -80,27 +75,11 @@ def question_of(run: PublishedRun) -> RowQuestion | Skipped:
     return RowQuestion(alone if groups == 1 else beside, devices, batch, batch * groups, group)
 
 
-def predict_shared(
-    run: PublishedRun, graph: ModelGraph, cluster: Cluster, stack: Stack, precision: str, calibration: Calibration
-) -> Predicted | Skipped:
-    """Step time and peak memory of such a run."""
-    if not any(is_picture(kind) for kind in graph.kinds.values()):
-        return Skipped("spatial or filter parallelism", "spatial, filter: the model does not work on pictures.")
-    question = question_of(run)
-    if isinstance(question, Skipped):
-        return question
-    pricer = LayerPricer(profile_on(graph, cluster, precision, question.batch, stack, calibration))
-    layout = lay_out_model(pricer, question)
-    (seconds,), (cost,) = busy_seconds(pricer.profile, layout.shape, layout.costs), layout.costs
-    step = (seconds + cost.step + pricer.profile.overhead.step) * straggling(pricer.profile, question.devices)
-    step = max(step, reading_seconds(pricer.profile, question))
-    names = ("forward", "backward", "recompute", "update")
-    forward, backward, again, update = (sum(getattr(layer, name) for layer in cost.layers) for name in names)
-    other = step - forward - backward - again - update - layout.moved.total
-    time = TimeBreakdown(forward, backward, again, layout.moved.total, 0.0, update, other)
-    memory, device = cost.memory, cluster.device
-    counted = memory.total - memory.context + workspace_bytes(stack, device)
-    return Predicted(step, counted, memory.total, device.memory, time, memory)
+def step_seconds(pricer: LayerPricer, plan: Plan) -> float:
+    """Predicted seconds of a step of a plan."""
+    prediction = price_plan(pricer, plan).prediction
+    assert prediction is not None
+    return prediction.step_seconds
 
 
 MOST_PASSES = 1_000_000
@@ -155,7 +134,7 @@ class Predictor:
         try:
             if (skipped := not_understood(run)) is not None:
                 return skipped
-            if _shares_samples(run):
+            if max(run.spatial or 1, run.filter or 1) > 1:
                 return self._predict_shared(run)
             understood = self.understand(run)
             return understood if isinstance(understood, Skipped) else _outcome(run, understood)
@@ -177,14 +156,29 @@ class Predictor:
         return cluster, precision, stack_of(run, precision, self.calibration)
 
     def _predict_shared(self, run: PublishedRun) -> Predicted | Skipped:
+        """Of a run whose groups share pixels or filters, by the oracle's rows."""
         setting = self._setting(run)
         if isinstance(setting, Skipped):
             return setting
         cluster, precision, stack = setting
-        graph = self._graph(run, stack, precision)
+        graph, question = self._graph(run, stack, precision), question_of(run)
         if isinstance(graph, Skipped):
             return graph
-        return predict_shared(run, graph, cluster, stack, precision, self.calibration)
+        if not any(is_picture(kind) for kind in graph.kinds.values()):
+            return Skipped("spatial or filter parallelism", "spatial, filter: the model does not work on pictures.")
+        if isinstance(question, Skipped):
+            return question
+        pricer = LayerPricer(profile_on(graph, cluster, precision, question.batch, stack, self.calibration))
+        layout = lay_out_model(pricer, question)
+        (seconds,), (cost,) = busy_seconds(pricer.profile, layout.shape, layout.costs), layout.costs
+        step = (seconds + cost.step + pricer.profile.overhead.step) * straggling(pricer.profile, question.devices)
+        step = max(step, reading_seconds(pricer.profile, question))
+        names = ("forward", "backward", "recompute", "update")
+        forward, backward, again, update = (sum(getattr(layer, name) for layer in cost.layers) for name in names)
+        other = step - forward - backward - again - update - layout.moved.total
+        time = TimeBreakdown(forward, backward, again, layout.moved.total, 0.0, update, other)
+        counted = cost.memory.total - cost.memory.context + workspace_bytes(stack, cluster.device)
+        return Predicted(step, counted, cost.memory.total, cluster.device.memory, time, cost.memory)
 
     def understand(self, run: PublishedRun) -> InterpretedRun | Skipped:
         """What a run trains, where, with which software and by which plan; or why it cannot be represented."""
@@ -213,7 +207,7 @@ class Predictor:
             return Skipped("does not fit: global_batch", detail)
 
         def price(candidate: Plan) -> Plan:
-            return price_plan(self._pricer(graph, cluster, stack, precision, candidate), candidate)
+            return price_plan(self.pricer(graph, cluster, stack, precision, candidate), candidate)
 
         priced = fitting(run, plan, graph, price, cluster.device.memory)
         if priced.prediction is None or not 0 < priced.prediction.step_seconds < inf:
@@ -239,9 +233,10 @@ class Predictor:
     def profile_of(self, understood: InterpretedRun, plan: Plan) -> Profile:
         """The estimated profile of a run's model on its cluster, with the points that pricing ``plan`` looks up."""
         place = (understood.graph, understood.cluster, understood.stack, understood.precision)
-        return self._pricer(*place, plan).profile
+        return self.pricer(*place, plan).profile
 
-    def _pricer(self, graph: ModelGraph, cluster: Cluster, stack: Stack, precision: str, plan: Plan) -> LayerPricer:
+    def pricer(self, graph: ModelGraph, cluster: Cluster, stack: Stack, precision: str, plan: Plan) -> LayerPricer:
+        """Prices of a model's estimated layers, with the points that pricing ``plan`` looks up."""
         wanted = wanted_points(graph, plan)
         strategies = [run.strategy for stage in plan.stages for run in stage.runs]
         expert, context = (max(getattr(one, name) for one in strategies) for name in ("expert", "context"))
@@ -300,25 +295,17 @@ def _outcome(run: PublishedRun, understood: InterpretedRun) -> Predicted:
     )
 
 
-_GIB = 2**30
-_GB = 10**9
-
-
 def measured_of(run: PublishedRun, batch: Batch) -> MeasuredRun:
     """Step time as it is printed, else from tokens or samples a second; peak memory in bytes.
 
     Memory is printed in GiB under either name by PyTorch and nvidia-smi; rows that say they were converted are in GB.
     """
-    memory = run.peak_mem_gb
-    unit = _GB if "gib->gb" in run.remarks or "x1.0737" in run.remarks else _GIB
-    return MeasuredRun(_seconds(run, batch), None if memory is None else round(memory * unit))
-
-
-def _seconds(run: PublishedRun, batch: Batch) -> float | None:
+    seconds = None
     if run.iter_time_s is not None and run.global_batch is not None:
-        return run.iter_time_s if run.iter_time_s > 0 else None
-    if run.tokens_per_s_per_gpu and run.seq_len and run.n_gpus:
-        return batch.size * run.seq_len / (run.tokens_per_s_per_gpu * run.n_gpus)
-    if run.samples_per_s:
-        return batch.size / run.samples_per_s
-    return None
+        seconds = run.iter_time_s
+    elif run.tokens_per_s_per_gpu and run.seq_len and run.n_gpus:
+        seconds = batch.size * run.seq_len / (run.tokens_per_s_per_gpu * run.n_gpus)
+    elif run.samples_per_s:
+        seconds = batch.size / run.samples_per_s
+    unit = 10**9 if "gib->gb" in run.remarks or "x1.0737" in run.remarks else 2**30
+    return MeasuredRun(seconds, None if run.peak_mem_gb is None else round(run.peak_mem_gb * unit))

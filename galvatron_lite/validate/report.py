@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from math import log
 from pathlib import Path
@@ -40,7 +40,7 @@ class RunFile:
 def read_file(path: Path) -> RunFile:
     """All runs of a file (``-``: standard input), and what is odd about it; see ``read_runs``."""
     runs: list[PublishedRun] = []
-    passed: Counter[str] = Counter()
+    passed: set[str] = set()
     broken = []
     for number, data in parse_lines(read_lines(path), str(path)):
         if isinstance(data, PublishedRun):
@@ -49,25 +49,17 @@ def read_file(path: Path) -> RunFile:
         else:
             passed.update(data.keys() - KINDS.keys())
             runs.append(readable(data, number, str(path)))
-    return RunFile(tuple(runs), (*_broken(broken), *_repeated(runs), *_passed(passed)))
-
-
-def _broken(lines: Sequence[str]) -> list[str]:
-    return [f"lines that are no JSON object, each counted as a row not scored: {_some(lines)}"] if lines else []
-
-
-def _repeated(runs: Iterable[PublishedRun]) -> list[str]:
-    names = [name for name, count in Counter(run.run_id for run in runs).items() if count > 1]
-    return [f"run_id given more than once, all of them counted: {_some(names)}"] if names else []
-
-
-def _passed(fields: Mapping[str, int]) -> list[str]:
-    """Fields that nothing reads, with the known name that each may have been meant as."""
-    said = []
-    for name in sorted(fields.keys() - set(NOT_USED)):
+    repeated = [name for name, count in Counter(run.run_id for run in runs).items() if count > 1]
+    unread = []
+    for name in sorted(passed - set(NOT_USED)):
         near = get_close_matches(name.lower(), KINDS, 1, 0.75)
-        said.append(f"{name} (meant {near[0]}?)" if near else name)
-    return [f"fields passed over: {_some(said)}"] if said else []
+        unread.append(f"{name} (meant {near[0]}?)" if near else name)
+    found = {
+        "lines that are no JSON object, each counted as a row not scored": broken,
+        "run_id given more than once, all of them counted": repeated,
+        "fields passed over": unread,
+    }
+    return RunFile(tuple(runs), tuple(f"{note}: {_some(names)}" for note, names in found.items() if names))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -75,34 +67,28 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(name[:60] for name in names[:_SHOWN]) + more
 
 
+def _factor(one: ScoredRun) -> float:
+    """By which predicted and measured values differ most, of time or of memory, as a logarithm."""
+    return max(abs(log(max(ratio, 1e-12))) for ratio in (one.time, one.memory) if ratio is not None)
+
+
 def implausible(judged: Iterable[ScoredRun]) -> list[str]:
     """A hint about units where predictions are off by more than ``IMPLAUSIBLE`` times."""
-    odd = [one for one in judged if any(_far(ratio) for ratio in (one.time, one.memory))]
-    if not odd:
-        return []
-    names = _some([one.run.run_id for one in odd])
+    odd = [one.run.run_id for one in judged if one.scored and _factor(one) > log(IMPLAUSIBLE)]
     units = "iter_time_s is in seconds, peak_mem_gb in GiB, throughputs a second"
-    return [f"off by more than {IMPLAUSIBLE:.0f} times, check the units ({units}): {names}"]
-
-
-def _far(ratio: float | None) -> bool:
-    return ratio is not None and not 1 / IMPLAUSIBLE <= ratio <= IMPLAUSIBLE
+    said = f"off by more than {IMPLAUSIBLE:.0f} times, check the units ({units})"
+    return [f"{said}: {_some(odd)}"] if odd else []
 
 
 def unscored(judged: Iterable[ScoredRun]) -> list[dict[str, object]]:
     """Every row that is not scored, in order: ``run_id``, ``line``, ``reason``, ``detail``."""
-    return [
-        {"run_id": one.run.run_id, "line": one.run.line, "reason": reason, "detail": detail}
-        for one in judged
-        if not one.scored
-        for reason, detail in [_why(one)]
+    failed = Skipped(FAILED, "oom: True, and neither time nor memory measured.")
+    missing = [
+        (one.run, one.outcome if isinstance(one.outcome, Skipped) else failed) for one in judged if not one.scored
     ]
-
-
-def _why(one: ScoredRun) -> tuple[str, str]:
-    if isinstance(one.outcome, Skipped):
-        return one.outcome.reason, one.outcome.detail
-    return FAILED, "oom: True, and neither time nor memory measured."
+    return [
+        {"run_id": run.run_id, "line": run.line, "reason": why.reason, "detail": why.detail} for run, why in missing
+    ]
 
 
 def unscored_rows(judged: Iterable[ScoredRun], count: int) -> list[str]:
@@ -112,6 +98,17 @@ def unscored_rows(judged: Iterable[ScoredRun], count: int) -> list[str]:
     lines = [f"not scored: line {row['line']}, {row['run_id']}: {row['reason']}. {row['detail']}" for row in rows]
     more = f"... and {len(rows) - count} more not scored (--skipped N, --json)"
     return [*lines[:count], more] if len(rows) > count else lines
+
+
+def unscored_lines(scores: Mapping[str, Scores]) -> list[str]:
+    """A line for each family with rows that are not scored: how many, and why."""
+    lines = []
+    for name, family in scores.items():
+        missing = family.rows - family.scored
+        reasons = family.skipped | {FAILED: missing - sum(family.skipped.values())}
+        said = "; ".join(f"{reason} ({count})" for reason, count in reasons.items() if count > 0)
+        lines += [f"{name}: {missing} of {family.rows} not scored: {said}"] if said else []
+    return lines
 
 
 def assumed(judged: Iterable[ScoredRun]) -> dict[str, int]:
@@ -124,9 +121,6 @@ def passed_over(judged: Iterable[ScoredRun]) -> list[str]:
     every = Counter(text for one in judged if one.scored for text in taken_otherwise(one.run)).most_common()
     lines = [f"{text} ({count} row{'s' * (count > 1)})" for text, count in every[:_SHOWN]]
     return [*lines, *([f"... and {len(every) - _SHOWN} more such (--json)"] if len(every) > _SHOWN else [])]
-
-
-_GIB = 2**30
 
 
 def as_data(
@@ -144,13 +138,7 @@ def _rounded(figures: Mapping[str, object]) -> dict[str, object]:
 
 def worst_runs(judged: Iterable[ScoredRun], count: int) -> list[ScoredRun]:
     """The runs whose predicted and measured values differ by the largest factors, of time or of memory."""
-    scored = [one for one in judged if one.scored]
-    return sorted(scored, key=_factor, reverse=True)[:count]
-
-
-def _factor(one: ScoredRun) -> float:
-    ratios = [ratio for ratio in (one.time, one.memory) if ratio is not None]
-    return max(abs(log(max(ratio, 1e-12))) for ratio in ratios)
+    return sorted((one for one in judged if one.scored), key=_factor, reverse=True)[:count]
 
 
 def worst_data(one: ScoredRun) -> dict[str, object]:
@@ -171,53 +159,28 @@ def worst_data(one: ScoredRun) -> dict[str, object]:
     }
 
 
-def unscored_lines(scores: Mapping[str, Scores]) -> list[str]:
-    """A line for each family with rows that are not scored: how many, and why."""
-    lines = []
-    for name, family in scores.items():
-        reasons = dict(family.skipped)
-        if (failed := family.rows - family.scored - sum(reasons.values())) > 0:
-            reasons["ran out of memory, so that there is no figure"] = failed
-        if reasons:
-            said = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
-            lines.append(f"{name}: {family.rows - family.scored} of {family.rows} not scored: {said}")
-    return lines
-
-
 def worst_lines(one: ScoredRun) -> list[str]:
     """What there is to say of one run: its plan, its error, its breakdown."""
     assert isinstance(one.outcome, Predicted)
     assert one.measured is not None
-    lines = [f"{one.run.run_id}  {_plan_words(one)}"]
-    seconds = one.measured.step_seconds
-    if seconds is not None:
-        held = f"  time {one.outcome.step_seconds:.4g} s, measured {seconds:.4g} s{_off(one.time)}: "
-        lines.append(held + _parts(one.outcome.time, 1.0, " s"))
-    if one.measured.peak_memory is not None:
-        predicted, measured = one.outcome.peak_memory / _GIB, one.measured.peak_memory / _GIB
-        held = f"  memory {predicted:.2f} GiB, measured {measured:.2f} GiB{_off(one.memory)}: "
-        lines.append(held + _parts(one.outcome.memory, _GIB, ""))
-    taken = assumptions(one.run)
-    return [*lines, *(["  assumed: " + "; ".join(taken)] if taken else [])]
-
-
-def _off(ratio: float | None) -> str:
-    return "" if ratio is None else f" ({100 * ratio - 100:+.0f} %)"
-
-
-def _plan_words(one: ScoredRun) -> str:
-    run = one.run
-    degrees = " ".join(
-        f"{name}{value}" for name in ("dp", "tp", "pp", "cp", "ep") if (value := getattr(run, name) or 1) > 1
-    )
+    run, outcome, measured = one.run, one.outcome, one.measured
+    degrees = [f"{name}{value}" for name in ("dp", "tp", "pp", "cp", "ep") if (value := getattr(run, name) or 1) > 1]
     batch = f"micro {run.micro_batch or 'not stated'}, batch {run.global_batch or 'not stated'}"
-    model = run.model or "model not named"
-    return f"{model}, {run.n_gpus} x {run.gpu}, {degrees or 'one device'}, {batch}, {run.framework}"
-
-
-def _parts(breakdown: object, unit: float, suffix: str) -> str:
-    named = ((item.name, getattr(breakdown, item.name) / unit) for item in fields(breakdown))  # type: ignore[arg-type]
-    return ", ".join(f"{name} {value:.3g}{suffix}" for name, value in named if value)
+    place = f"{run.n_gpus} x {run.gpu}, {' '.join(degrees) or 'one device'}"
+    lines = [f"{run.run_id}  {run.model or 'model not named'}, {place}, {batch}, {run.framework}"]
+    figures = (
+        ("time", outcome.step_seconds, measured.step_seconds, one.time, outcome.time, 1.0, " s", ".4g"),
+        ("memory", outcome.peak_memory, measured.peak_memory, one.memory, outcome.memory, 2.0**30, "", ".2f"),
+    )
+    for name, predicted, known, ratio, parts, unit, suffix, form in figures:
+        if known is not None:
+            off = "" if ratio is None else f" ({100 * ratio - 100:+.0f} %)"
+            values = " measured ".join(f"{value / unit:{form}}{suffix or ' GiB'}," for value in (predicted, known))
+            split = ((part, value / unit) for part, value in asdict(parts).items() if value)
+            said = ", ".join(f"{part} {value:.3g}{suffix}" for part, value in split)
+            lines.append(f"  {name} {values.removesuffix(',')}{off}: {said}")
+    taken = assumptions(run)
+    return [*lines, *(["  assumed: " + "; ".join(taken)] if taken else [])]
 
 
 BANDS = (0.25, 0.10)  # relative errors that the bands show, widest first
@@ -232,26 +195,34 @@ Series = Mapping[str, Sequence[Point]]
 def scatter(judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str] = lambda run: run.family) -> str:
     """The figure of all scored step times as SVG, by family or another key; it fits light and dark pages."""
     series = _series(judged, key)
-    title = "Predicted against measured seconds a training step"
-    errors = "; ".join(f"{name} ({len(points)} runs): {_error(points)}" for name, points in series.items())
+    title, errors = "Predicted against measured seconds a training step", _errors(*series.values())
+    within = (f"{100 * sum(error <= band for error in errors) / len(errors):.0f} % within {100 * band:.0f} %"
+              for band in reversed(BANDS))  # fmt: skip
+    summary = f"{len(errors):,} training runs: {', '.join(within)}" if errors else "no step time is scored"
+    medians = {name: f"{100 * median(_errors(points)):.1f} %" for name, points in series.items()}
     parts = [
         caption(_LEFT, 26, title, more=' font-size="15" font-weight="600"'),
-        caption(_LEFT, 46, _summary(series), kind="soft"),
+        caption(_LEFT, 46, summary, kind="soft"),
         caption(_LEFT, 64, "bands: 10 % and 25 % either way", kind="soft"),
         *_plane(series),
-        *_legend(series),
+        caption(_NAMES + 12, _TOP - 10, "family (runs)", kind="soft"),
+        caption(_NAMES + 268, _TOP - 10, "median error", "end", "soft"),
     ]
-    words = f"{_summary(series)}. Median absolute error by group: {errors}."
+    for place, (name, points) in enumerate(series.items()):
+        top, big = _TOP + _ROW * place, f'transform="translate({_NAMES + 2} {_TOP + _ROW * place + 8.5}) scale(1.4)"'
+        parts.append(f'<g class="c{colour(place)}" {big}>{mark(place, 0, 0)}</g>')
+        parts.append(caption(_NAMES + 12, top + 12.5, f"{name} ({len(points)})"))
+        parts.append(caption(_NAMES + 268, top + 12.5, medians[name], "end"))
+    said = "; ".join(f"{name} ({len(points)} runs): {medians[name]}" for name, points in series.items())
+    words = f"{summary}. Median absolute error by group: {said}."
     return document(_NAMES + 280, _TOP + max(_SIDE, _ROW * len(series)) + 56, title, parts, words)
 
 
 def _series(judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str]) -> Series:
     found: dict[str, list[Point]] = defaultdict(list)
     for one in judged:
-        if one.time is not None and isinstance(one.outcome, Predicted) and one.measured is not None:
-            measured = one.measured.step_seconds or 0.0
-            if measured > 0 and one.outcome.step_seconds > 0:
-                found[key(one.run)].append((measured, one.outcome.step_seconds))
+        if one.time and isinstance(one.outcome, Predicted) and one.measured is not None:
+            found[key(one.run)].append((one.measured.step_seconds or 0.0, one.outcome.step_seconds))
     if len(found) <= MARKS:
         return found
     largest = sorted(found, key=lambda name: -len(found[name]))[: MARKS - 1]
@@ -259,21 +230,8 @@ def _series(judged: Iterable[ScoredRun], key: Callable[[PublishedRun], str]) -> 
     return kept | {OTHERS: [point for name, points in found.items() if name not in largest for point in points]}
 
 
-def _errors(points: Iterable[Point]) -> list[float]:
-    return [abs(predicted / measured - 1) for measured, predicted in points]
-
-
-def _error(points: Iterable[Point]) -> str:
-    return f"{100 * median(_errors(points)):.1f} %"
-
-
-def _summary(series: Series) -> str:
-    errors = [error for points in series.values() for error in _errors(points)]
-    if not errors:
-        return "no step time is scored"
-    within = [(band, sum(error <= band for error in errors) / len(errors)) for band in reversed(BANDS)]
-    shares = ", ".join(f"{100 * share:.0f} % within {100 * band:.0f} %" for band, share in within)
-    return f"{len(errors):,} training runs: {shares}"
+def _errors(*series: Sequence[Point]) -> list[float]:
+    return [abs(predicted / measured - 1) for points in series for measured, predicted in points]
 
 
 def _plane(series: Series) -> Iterator[str]:
@@ -304,14 +262,3 @@ def _plane(series: Series) -> Iterator[str]:
         yield f"<title>{escape(name)}</title>"
         yield from (mark(places[name], across.at(measured), upwards.at(predicted)) for measured, predicted in points)
         yield "</g>"
-
-
-def _legend(series: Series) -> Iterator[str]:
-    yield caption(_NAMES + 12, _TOP - 10, "family (runs)", kind="soft")
-    yield caption(_NAMES + 268, _TOP - 10, "median error", "end", "soft")
-    for place, (name, points) in enumerate(series.items()):
-        top = _TOP + _ROW * place
-        big = f'transform="translate({_NAMES + 2} {top + 8.5}) scale(1.4)"'
-        yield f'<g class="c{colour(place)}" {big}>{mark(place, 0, 0)}</g>'
-        yield caption(_NAMES + 12, top + 12.5, f"{name} ({len(points)})")
-        yield caption(_NAMES + 268, top + 12.5, _error(points), "end")

@@ -15,9 +15,6 @@ from typing import Any
 from galvatron_lite.errors import FileFormatError
 from galvatron_lite.files import check_regular, parse_line
 
-WANTED = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
-"""Kinds of fields in words."""
-
 WHOLE: Mapping[str, tuple[int, int]] = {
     "layers": (1, 10_000), "hidden": (1, 1_000_000), "heads": (1, 100_000), "kv_heads": (1, 100_000),
     "ffn_hidden": (1, 10_000_000), "vocab": (1, 100_000_000), "seq_len": (1, 100_000_000), "image_size": (1, 100_000),
@@ -119,34 +116,29 @@ KINDS = {
     for item in fields(PublishedRun)
     if item.name not in ("line", "problem")
 }
-"""The kind of every field that a row may have: a key of ``WANTED``."""
+"""The kind of every field that a row may have: ``str``, ``int``, ``float`` or ``bool``."""
 
 
 def _checked(name: str, value: Any, place: str) -> Any:
     """A field's value as its kind."""
-    kind = KINDS[name]
-    if kind in ("str", "bool"):
-        good = isinstance(value, str if kind == "str" else bool) and (name != "quality" or value in GRADES)
+    if name in WHOLE or name in REAL:
+        least, largest = WHOLE.get(name) or (0, REAL[name])
+        good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= largest
+        good = good and (float(value).is_integer() if name in WHOLE else value > 0)
+        number = (
+            f"a whole number of {least:,} to {largest:,}"
+            if name in WHOLE
+            else f"a number above 0, up to {largest:,.0f}"
+        )
+        wanted = number
+    elif name == "quality":
+        good, wanted = value in GRADES, f"one of {', '.join(GRADES)}"
     else:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        least, largest = WHOLE.get(name, (0, REAL.get(name, 0)))
-        good = number and least <= value <= largest and (name in WHOLE or value > 0)
-        good = good and (kind == "float" or float(value).is_integer())
+        good = isinstance(value, str if KINDS[name] == "str" else bool)
+        wanted = "a text" if KINDS[name] == "str" else "true or false"
     if not good:
-        raise FileFormatError(f"{place}, {name}", value, f"Give {_allowed(name)}, or leave it out.")
-    return int(value) if kind == "int" else value
-
-
-def _allowed(name: str) -> str:
-    if name == "quality":
-        return f"one of {', '.join(GRADES)}"
-    if name in WHOLE:
-        return f"a whole number of {WHOLE[name][0]:,} to {WHOLE[name][1]:,}"
-    return f"a number above 0, up to {REAL[name]:,.0f}" if name in REAL else WANTED[KINDS[name]]
-
-
-_NEEDED = ("family", "run_id", "framework")
-_NO_RUN = "a line that is no run"
+        raise FileFormatError(f"{place}, {name}", value, f"Give {wanted}, or leave it out.")
+    return int(value) if name in WHOLE else value
 
 
 def read_runs(path: Path) -> tuple[PublishedRun, ...]:
@@ -202,14 +194,14 @@ def readable(data: dict[str, Any], number: int, place: str) -> PublishedRun:
 
 def _with_problem(data: dict[str, Any], number: int, error: FileFormatError) -> PublishedRun:
     """What stands for a line that cannot be used, so that it is counted."""
-    names = {"family": _NO_RUN, "run_id": f"line {number}", "framework": ""}
+    names = {"family": "a line that is no run", "run_id": f"line {number}", "framework": ""}
     return PublishedRun(**names | data, line=number, problem=str(error))
 
 
 def run_from_data(data: dict[str, Any], place: str = "run", line: int | None = None) -> PublishedRun:
     """A run from the object of one line."""
-    for name in _NEEDED:
+    for name in ("family", "run_id", "framework"):
         if data.get(name) is None:
             raise FileFormatError(f"{place}, {name}", None, "Every run needs it.")
-    known = {name: data[name] for name in KINDS if data.get(name) is not None}
-    return PublishedRun(**{name: _checked(name, value, place) for name, value in known.items()}, line=line)
+    return PublishedRun(**{name: _checked(name, data[name], place) for name in KINDS if data.get(name) is not None},
+                        line=line)  # fmt: skip

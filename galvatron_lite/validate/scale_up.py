@@ -2,8 +2,9 @@
 
 Within each family, constants are learnt (``validate.calibrate``) from the priors on its runs of at most 64 devices; its
 runs of 256 and more are predicted by the planner's path, whose collectives and stragglers follow the law of
-``profiler.scale_up``. Nothing is fitted to a run of more than 64 devices, of this family or another: the priors
-(``configs/calibration/priors``) are from before any fit.
+``profiler.scale_up``. What small runs of one model alone tell is not carried to another model: what the formulas miss
+of that model and what the software costs cannot be told apart. Nothing is fitted to a run of more than 64 devices, of
+this family or another: the priors (``configs/calibration/priors``) are from before any fit.
 """
 
 from __future__ import annotations
@@ -78,20 +79,19 @@ def scale_up_scores(
 
 def _family(name: str, runs: Sequence[PublishedRun], predictor: Predictor) -> ScaleUpScores | None:
     large = [run for run in runs if (run.n_gpus or 0) >= LARGE and predictor.judge(run).time is not None]
-    before = _errors(large, predictor)
-    if not before:
-        return None
-    small = [observation_of(run, predictor) for run in runs if 0 < (run.n_gpus or 0) <= SMALL]
+    small = [observation_of(run, predictor) for run in runs if 0 < (run.n_gpus or 0) <= SMALL] if large else []
     known = [one for one in small if one is not None]
     try:
         made = calibrate(known, predictor.calibration)
     except InputError:  # too few small runs to learn from
         return None
-    errors = _errors(large, Predictor(made.calibration, predictor.graphs))
-    most, models = max(run.n_gpus or 0 for run in large), {run.model for run in runs if (run.n_gpus or LARGE) <= SMALL}
-    seen = tuple(run.model in models for run in large)
+    learnt, models = Predictor(made.calibration, predictor.graphs), {one.model for one in known}
+    seen = tuple((run.model or "") in models for run in large)
+    errors = [_error(run, learnt if there or len(made.models) > 1 else predictor)
+              for run, there in zip(large, seen, strict=True)]  # fmt: skip
+    before, most = [_error(run, predictor) for run in large], max(run.n_gpus or 0 for run in large)
     return ScaleUpScores(name, len(known), len(errors), most, made.kind, tuple(errors), tuple(before), seen)
 
 
-def _errors(runs: Iterable[PublishedRun], predictor: Predictor) -> list[float]:
-    return [judged.time - 1 for run in runs if (judged := predictor.judge(run)).time is not None]
+def _error(run: PublishedRun, predictor: Predictor) -> float:
+    return (predictor.judge(run).time or 0.0) - 1

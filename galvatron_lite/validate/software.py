@@ -44,38 +44,30 @@ _UNIQUE_DISPATCH = ("deepep", "hybridep")
 
 
 def stack_of(run: PublishedRun, precision: str, calibration: Calibration) -> Stack:
-    """The run's framework with what the run itself says: attention kernel, precision of states, optimizer."""
+    """The run's framework with what the run itself says: attention kernel, precision of states, optimizer.
+
+    Variants of the constants have names of their own: prices are remembered by them.
+    """
     stack = match_stack(run.framework)
-    optimizer = optimizer_of(run.optimizer, stack)
-    constants, overlapped = constants_for_stack(calibration, stack.name), "asynctp" in (run.precision or "").lower()
-    if overlapped:
-        constants = replace(constants, hidden={**constants.hidden, **_ASYNC_TENSOR})
-    if "a2a overlap" in run.remarks:
-        constants = replace(constants, hidden={**constants.hidden, "expert": _HIDDEN_EXPERTS})
-    if _megatron_fsdp(run, stack):
-        constants = replace(constants, hidden={**constants.hidden, **_SHARDED})
+    optimizer, overlapped = optimizer_of(run.optimizer, stack), "asynctp" in (run.precision or "").lower()
+    # Megatron-LM's distributed optimizer is stage 1: what shards parameters is Megatron-FSDP.
+    megatron = stack.name in ("megatron-lm", "megatron-ci", "megatron-core", "megatron-bridge")
+    variants = {
+        "async tensor": _ASYNC_TENSOR if overlapped else {},
+        "expert overlap": {"expert": _HIDDEN_EXPERTS} if "a2a overlap" in run.remarks else {},
+        "sharded": _SHARDED if megatron and (run.zero_stage or 0) > 1 else {},
+    }
+    constants = constants_for_stack(calibration, stack.name)
+    for hidden in variants.values():
+        constants = replace(constants, hidden={**constants.hidden, **hidden})
     return replace(
         stack,
-        name=_name(stack, run, overlapped),
+        name=", ".join((stack.name, *(name for name, hidden in variants.items() if hidden))),
         kernels=_kernels(run, stack, precision),
         copies_gathered=stack.copies_gathered and not overlapped,
-        states=_states(run, _kept(run, stack), precision, optimizer),
+        states=_states(run, stack, precision, optimizer),
         optimizer=optimizer,
         constants=constants,
-    )
-
-
-def _name(stack: Stack, run: PublishedRun, overlapped: bool) -> str:
-    """A name of its own for each variant of the constants: prices are remembered by it."""
-    variants = ["async tensor"] * overlapped + ["expert overlap"] * ("a2a overlap" in run.remarks)
-    variants += ["sharded"] * _megatron_fsdp(run, stack)
-    return ", ".join((stack.name, *variants))
-
-
-def _megatron_fsdp(run: PublishedRun, stack: Stack) -> bool:
-    """Whether Megatron-LM shards parameters, which its distributed optimizer (stage 1) does not."""
-    return (
-        stack.name in ("megatron-lm", "megatron-ci", "megatron-core", "megatron-bridge") and (run.zero_stage or 0) > 1
     )
 
 
@@ -121,8 +113,12 @@ def folds_experts(run: PublishedRun) -> bool:
     return tensor > 1 and min(said or tensor, max(left, 1)) == 1
 
 
-def _states(run: PublishedRun, states: StateLayout, precision: str, optimizer: str) -> StateLayout:
+def _states(run: PublishedRun, stack: Stack, precision: str, optimizer: str) -> StateLayout:
+    """States at rest; parameters gathered for a whole step are there in the gathered precision, beside fp32 shards."""
     said = (run.precision or "").lower()
+    states = (stack.fp16_states if said == "fp16" else None) or stack.states
+    if gathers_once(run, stack) and states.parameters == "fp32":
+        states = replace(states, parameters=states.gather, optimizer_bytes=states.optimizer_bytes + 4)
     if _is_fp32(precision) or "fp32+" in said:
         gather = "fp32" if _is_fp32(precision) else states.gather
         states = replace(states, parameters="fp32", gradients="fp32", reduce="fp32", gather=gather, optimizer_bytes=8)
@@ -131,18 +127,8 @@ def _states(run: PublishedRun, states: StateLayout, precision: str, optimizer: s
     elif "pure" in said:
         # Composer's mixed precision PURE reduces in the precision of compute, DEFAULT in fp32.
         states = replace(states, reduce="bf16")
-    if optimizer.startswith("sgd"):
-        return replace(states, optimizer_bytes=states.optimizer_bytes - 4)
-    return states
-
-
-def _kept(run: PublishedRun, stack: Stack) -> StateLayout:
-    """States at rest; parameters gathered for a whole step are there in the gathered precision, beside fp32 shards."""
-    halves = stack.fp16_states if (run.precision or "").lower() == "fp16" else None
-    states = halves or stack.states
-    if gathers_once(run, stack) and states.parameters == "fp32":
-        return replace(states, parameters=states.gather, optimizer_bytes=states.optimizer_bytes + 4)
-    return states
+    moments = -4 if optimizer.startswith("sgd") else 0
+    return replace(states, optimizer_bytes=states.optimizer_bytes + moments)
 
 
 def _is_fp32(precision: str) -> bool:

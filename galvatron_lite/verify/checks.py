@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from galvatron_lite.api_profile import profile_if_here
 from galvatron_lite.capture.trace import trace
-from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.plans.notes import other_size
-from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.verify.conformance.groups import gradients_summed, groups_fit
 from galvatron_lite.verify.conformance.layers import layer_checks
 from galvatron_lite.verify.conformance.memory import stack_of
 from galvatron_lite.verify.conformance.volume import VOLUME, volume
 from galvatron_lite.verify.dry.mode import DryRunError
-from galvatron_lite.verify.dry.roles import named_for, run_roles
-from galvatron_lite.verify.dry.step import Subject, subject_of
+from galvatron_lite.verify.dry.roles import Progress, named_for, run_roles
+from galvatron_lite.verify.dry.step import subject_of
 from galvatron_lite.verify.match.meeting import match
+from galvatron_lite.verify.numbers.check import NAME as NUMBERS
 from galvatron_lite.verify.numbers.check import check_numbers
-from galvatron_lite.verify.numbers.train import TrainingFork
-from galvatron_lite.verify.schema import Check, Checks, RoleRun, Verdict, Verification
+from galvatron_lite.verify.numbers.train import training_fork
+from galvatron_lite.verify.schema import Check, Checks, RoleRun, Verdict, Verification, not_run
 from galvatron_lite.verify.source import ModelSource, example_of
 
 NAME = "dry run"
 SIZE = "the model is the plan's"  # told only where it is not
-Progress = Callable[[int, int, str], None]
 
 
 def check_dry(
@@ -42,16 +41,14 @@ def check_dry(
         progress: called with (done, total, label).
         profile: that communication is priced with; the one that the plan was made from if not given, where it is found.
     """
-    beside = plan.cyclic is not None or bool(plan.branches)
-    if beside or plan.backend is not TrainedBy.GALVATRON or plan.mode is not Mode.TRAINING:
-        text = "Only plans of stages that galvatron itself trains are run without data."
-        return [Check(NAME, Verdict.SKIPPED, text)], []
+    if reason := not_run(plan):
+        return [Check(NAME, Verdict.SKIPPED, reason)], []
     parts = source.on_meta()
     model, batch, loss_fn = parts[0], example_of(parts), parts[2]
     named = named_for(plan, discover_layers(model, batch))
     subject, graph = subject_of(model, named, batch, loss_fn=loss_fn), trace(model, batch, loss_fn=loss_fn)
     try:
-        runs = run_all(subject, named, progress, chained=not graph.tensors)
+        runs = run_roles(subject, named, progress, chained=not graph.tensors)
     except DryRunError as error:
         return [Check(NAME, Verdict.SKIPPED, f"The model cannot be run without data. {error}")], []
     progress(len(runs), len(runs), "messages")
@@ -93,23 +90,6 @@ def _volume(runs: list[RoleRun], plan: Plan, profile: Profile | None) -> Check:
     return Check(VOLUME, Verdict.SKIPPED, reason)
 
 
-def run_all(subject: Subject, plan: Plan, progress: Progress, *, chained: bool = False) -> list[RoleRun]:
-    """One rank of each role. See ``run_roles``."""
-    done = 0
-
-    def each(run: RoleRun, total: int) -> None:
-        nonlocal done
-        done += 1
-        progress(done, total, f"rank {run.rank}")
-
-    try:
-        return run_roles(subject, plan, each=each, chained=chained)
-    except (GalvatronError, MemoryError):
-        raise
-    except Exception as error:  # whatever an operator, or a user's model, does that has no meaning without data
-        raise DryRunError(f"{type(error).__name__}: {error}") from error
-
-
 def launch_checks(source: ModelSource, plan: Plan) -> list[Check]:
     """What is checked of a plan where it is launched."""
     return check_dry(source, plan, lambda *_: None)[0]
@@ -129,10 +109,14 @@ def run_checks(
     roles: list[RoleRun] = []
     with ExitStack() as stack:
         # before anything else: later this process may not be fit to fork any more
-        training = stack.enter_context(TrainingFork(source)) if Checks.NUMBERS in checks else None
+        training = stack.enter_context(training_fork(source)) if Checks.NUMBERS in checks else None
         if Checks.DRY in checks:
             found, roles = check_dry(source, plan, progress, profile)
         if training is not None:
             progress(len(roles), len(roles) + 1, "numbers")
-            found = [*found, check_numbers(source, plan, training, processes)]
+            reason = not_run(plan)
+            numbers = (
+                Check(NUMBERS, Verdict.SKIPPED, reason) if reason else check_numbers(source, plan, training, processes)
+            )
+            found = [*found, numbers]
     return Verification(tuple(found), tuple(roles))

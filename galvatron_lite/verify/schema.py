@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.plans.schema import MemoryBreakdown
+from galvatron_lite.plans.schema import MemoryBreakdown, Mode, Plan, TrainedBy
 
 NOBODY = -1  # in place of a rank, a micro-batch or a number of messages: there is none
 
@@ -177,3 +177,14 @@ def checks_named(names: str | Sequence[str]) -> tuple[Checks, ...]:
         if word not in known:
             raise InputError("--checks", word, f"Give one or several of {', '.join(known)}, with commas between.")
     return tuple(one for one in Checks if one.value in words)
+
+
+def not_run(plan: Plan) -> str:
+    """Why no rank of a plan is run here; empty where they are."""
+    if plan.cyclic is not None:
+        return "Gradients are delayed under the plan: it is not meant to train like one process."
+    if plan.branches:
+        return "Branches on devices of their own are not run here."
+    if plan.backend is not TrainedBy.GALVATRON:
+        return f"{plan.backend.value} trains under the plan, and is not run here."
+    return "" if plan.mode is Mode.TRAINING else "The plan is for inference: there is no training step."

@@ -9,18 +9,16 @@ import pytest
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.schema import Cyclic
-from tests.cli.test_plan import run
+from tests.cli.conftest import Galvatron
 
 SMALL = ["--model", "vgg16", "--cluster", "a100-40gb", "--gpus", "3", "--batch", "24"]
 
 
-def test_the_plan_says_that_the_rule_changes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_says_that_the_rule_changes(galvatron: Galvatron, tmp_path: Path) -> None:
     target = tmp_path / "plan.yaml"
     pins = ["--allow-delay", "--fix", "rule=v1", "--fix", "setting=data", "-v", "-o", str(target)]
-    assert run(monkeypatch, "plan", *SMALL, *pins) == 0
-    out = capsys.readouterr().out
+    status, out, _ = galvatron("plan", *SMALL, *pins)
+    assert status == 0
     for said in (
         "vgg16 on 3 devices: delayed gradients (cdp-v1, data) in 3 stages, batch 24 in 3 micro-batches of 8",
         "Note: trains by delayed gradients: the rule changes, CDP-v1: every micro-batch uses the parameters of the",
@@ -33,13 +31,14 @@ def test_the_plan_says_that_the_rule_changes(
     assert " where links between nodes " not in out  # the range of a plan without delay is not this one's
     plan = read_plan(target)
     assert plan.cyclic == Cyclic(CyclicRule.V1, CyclicSetting.DATA)
-    assert run(monkeypatch, "evaluate", str(target), "--model", "vgg16", "--cluster", "a100-40gb", "--batch", "48") == 0
-    out = capsys.readouterr().out
+    status, out, _ = galvatron("evaluate", target, "--model", "vgg16", "--cluster", "a100-40gb", "--batch", "48")
+    assert status == 0
     assert "batch 48 in 3 micro-batches of 16" in out
     assert "galvatron can run it: yes" in out
     assert "the rule changes" in out
-    assert run(monkeypatch, "plan", "export", str(target), "--to", "hetu", "-o", str(tmp_path / "their.json")) == 1
-    assert "cyclic" in capsys.readouterr().err
+    status, _, err = galvatron("plan", "export", target, "--to", "hetu", "-o", tmp_path / "their.json")
+    assert status == 1
+    assert "cyclic" in err
 
 
 @pytest.mark.parametrize(
@@ -55,14 +54,14 @@ def test_the_plan_says_that_the_rule_changes(
         (["--allow-delay", "--fix", "setting=data", "--mode", "inference"], "in training only"),
     ],
 )
-def test_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pins: list[str], said: str
-) -> None:
-    assert run(monkeypatch, "plan", *SMALL, *pins) == 1
-    assert said in capsys.readouterr().err
+def test_refused(galvatron: Galvatron, pins: list[str], said: str) -> None:
+    status, _, err = galvatron("plan", *SMALL, *pins)
+    assert status == 1
+    assert said in " ".join(err.split())
 
 
-def test_other_questions_take_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_questions_take_it_too(galvatron: Galvatron) -> None:
     pins = ["--allow-delay", "--fix", "setting=data", "--fix", "rule=v2", "--best-batch", "--max-batch", "6"]
-    assert run(monkeypatch, "plan", *SMALL[:-2], *pins) == 0
-    assert "delayed gradients (cdp-v2, data)" in capsys.readouterr().out
+    status, out, _ = galvatron("plan", *SMALL[:-2], *pins)
+    assert status == 0
+    assert "delayed gradients (cdp-v2, data)" in out

@@ -12,7 +12,6 @@ import pytest
 from galvatron_lite import api
 from galvatron_lite.calibration import store
 from galvatron_lite.calibration.store import load_calibration
-from galvatron_lite.cli import main
 from galvatron_lite.cli.plan_output import print_plan
 from galvatron_lite.files import from_data
 from galvatron_lite.plans.io import check_plan, read_plan
@@ -20,52 +19,40 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import OriginKind
 from galvatron_lite.profiler.store import last_profile, save_profile
 from galvatron_lite.units import parse_bytes
+from tests.cli.conftest import Galvatron
 
-SMALL = ["--model", "gpt2", "--cluster", "a100-40gb", "--gpus", "8", "--batch", "64"]
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Exit status of the command line in this process."""
-    monkeypatch.setattr(sys, "argv", ["galvatron", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+SMALL = ["--model", "gpt2", "--cluster", "a100-40gb", "--gpus", "2", "--batch", "16"]
 
 
-def test_a_plan_is_printed_and_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_printed_and_written(galvatron: Galvatron, tmp_path: Path) -> None:
     target = tmp_path / "plan.yaml"
-    options = ["--model", "llama2-7b", "--cluster", "a100-80gb", "--gpus", "16", "--mem", "80GB", "--batch", "64"]
-    assert run(monkeypatch, "plan", *options, "-o", str(target)) == 0
-    out = capsys.readouterr().out
+    options = ["--model", "llama2-7b", "--cluster", "a100-80gb", "--gpus", "8", "--mem", "80GB", "--batch", "32"]
+    out = galvatron("plan", *options, "-o", target).out
     assert len(out.splitlines()) <= 16
     for word in ("\nmemory ", "\nstep ", "bound by", "samples/s", "MFU", "runner-up", "estimated", str(target)):
         assert word in out
     plan = read_plan(target)
-    assert plan.devices == 16
+    assert plan.devices == 8
     assert plan.prediction is not None
     assert plan.prediction.peak_memory <= 80 * 10**9
     assert 0.2 < plan.prediction.mfu < 0.75
 
 
-def test_json_is_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "plan", *SMALL, "--mem", "40GB", "--json") == 0
-    plan = check_plan(from_data(Plan, json.loads(capsys.readouterr().out), "stdout"))
+def test_json_is_the_plan(galvatron: Galvatron) -> None:
+    plan = check_plan(from_data(Plan, json.loads(galvatron("plan", *SMALL, "--mem", "40GB", "--json").out), "stdout"))
     assert plan.prediction is not None
     assert plan.prediction.time.total == pytest.approx(plan.prediction.step_seconds)
     assert max(stage.memory.total for stage in plan.stages) == plan.prediction.peak_memory
 
 
-def test_a_model_can_be_given_by_its_shape(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ["--layers", "4", "--hidden", "512", "--heads", "8", "--vocab", "1000", "--seq", "128", "--gated"]
-    assert run(monkeypatch, "plan", *shape, "--cluster", "v100", "--gpus", "4", "--mem", "80%", "-v") == 0
-    said = capsys.readouterr().out
+def test_a_model_can_be_given_by_its_shape(galvatron: Galvatron) -> None:
+    shape = ["--layers", "2", "--hidden", "512", "--heads", "8", "--vocab", "1000", "--seq", "128", "--gated"]
+    said = galvatron("plan", *shape, "--cluster", "v100", "--gpus", "2", "--mem", "80%", "-v").out
     assert "From the shape given: estimated" in said
     assert "made here" not in said
     assert "fp16, precision chosen automatically" in said
-    assert run(monkeypatch, "plan", *shape, "--cluster", "v100", "--gpus", "4", "--precision", "bf16") == 1
-    assert "Precisions of V100-SXM2-32GB: fp32, fp16." in capsys.readouterr().err
+    refused = galvatron("plan", *shape, "--cluster", "v100", "--gpus", "4", "--precision", "bf16").err
+    assert "Precisions of V100-SXM2-32GB: fp32, fp16." in refused
 
 
 def test_a_saved_profile_is_planned_without_torch(tmp_path: Path) -> None:
@@ -84,56 +71,48 @@ def test_a_saved_profile_is_planned_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cluster", "best"), [("a100-40gb", "bf16"), ("v100", "fp16")])
-def test_without_a_precision_the_best_of_the_devices_is_taken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cluster: str, best: str
-) -> None:
-    options = ["plan", "--model", "gpt2", "--cluster", cluster, "--gpus", "8", "--batch", "64"]
-    assert run(monkeypatch, *options, "-v") == 0
-    said = capsys.readouterr().out
+def test_without_a_precision_the_best_of_the_devices_is_taken(galvatron: Galvatron, cluster: str, best: str) -> None:
+    options = ["plan", "--model", "gpt2", "--cluster", cluster, "--gpus", "2", "--batch", "16"]
+    said = galvatron(*options, "-v").out
     assert f"{best}, precision chosen automatically (--precision overrides it)" in said
-    assert run(monkeypatch, *options, "--precision", best, "-v") == 0
-    asked = capsys.readouterr().out
+    asked = galvatron(*options, "--precision", best, "-v").out
     assert "precision chosen automatically" not in asked
     assert said.splitlines()[2:] == asked.splitlines()[2:]
 
 
-def accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+def accuracy(galvatron: Galvatron, *options: str) -> list[str]:
     """The lines that say how far off the costs are."""
-    assert run(monkeypatch, "plan", *options) == 0
-    return [line for line in capsys.readouterr().out.splitlines() if "off by" in line or "is unknown" in line]
+    return [line for line in galvatron("plan", *options).out.splitlines() if "off by" in line or "is unknown" in line]
 
 
 def test_estimates_say_how_far_off_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    galvatron: Galvatron, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     scores = json.loads((Path(__file__).parents[2] / "profiles" / "published" / "scores.json").read_text())
     error = scores["macro"]["grade A"]["without family"]
-    (said,) = accuracy(monkeypatch, capsys, *SMALL)
+    (said,) = accuracy(galvatron, *SMALL)
     assert f"estimated step times of language models are off by {error:.0f}% on average" in said
 
     shipped = load_calibration()
     monkeypatch.setattr(store, "load_calibration", lambda path=None: replace(shipped, expected_error={}))
-    (said,) = accuracy(monkeypatch, capsys, *SMALL)
+    (said,) = accuracy(galvatron, *SMALL)
     assert said.strip().endswith("the error of estimated step times is unknown for language models")
 
-    measured = api.find_profile(model="gpt2", cluster="a100-40gb", gpus=8)
+    measured = api.find_profile(model="gpt2", cluster="a100-40gb", gpus=2)
     measured = replace(measured, origin=replace(measured.origin, kind=OriginKind.MEASURED))
     save_profile(measured, tmp_path, "here")
-    assert accuracy(monkeypatch, capsys, "--profile", str(last_profile(tmp_path))) == []
+    assert accuracy(galvatron, "--profile", str(last_profile(tmp_path))) == []
 
 
-def test_a_budget_too_small_names_the_smallest_that_fits(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_too_small_names_the_smallest_that_fits(galvatron: Galvatron) -> None:
     question = ["plan", "--layers", "2", "--hidden", "512", "--heads", "8", "--vocab", "1000", "--seq", "128",
-                "--cluster", "a100-40gb", "--gpus", "2", "--batch", "16"]  # fmt: skip
-    assert run(monkeypatch, *question, "--mem", "100MB") == 1
-    error = capsys.readouterr().err
-    assert error.startswith("galvatron: --mem 95.36MiB: no plan of flags fits on 2 devices; ")
+                "--cluster", "a100-40gb", "--gpus", "1", "--batch", "8"]  # fmt: skip
+    error = galvatron(*question, "--mem", "100MB").err
+    assert error.startswith("galvatron: --mem 95.36MiB: no plan of flags fits on 1 device; ")
     assert len(error) < 2 * 100
     smallest = parse_bytes(re.search(r"the smallest budget is (\S+B)\.", error)[1])  # type: ignore[index]
-    assert run(monkeypatch, *question, "--mem", f"{smallest}B") == 0
-    assert run(monkeypatch, *question, "--mem", f"{round(0.98 * smallest)}B") == 1
+    assert galvatron(*question, "--mem", f"{smallest}B").status == 0
+    assert galvatron(*question, "--mem", f"{round(0.98 * smallest)}B").status == 1
 
 
 @pytest.mark.parametrize(
@@ -160,43 +139,29 @@ def test_a_budget_too_small_names_the_smallest_that_fits(
         (["--layers", "4", "--hidden", "100", "--heads", "7", "--vocab", "90", "--seq", "64", *SMALL[2:]], "heads"),
     ],
 )
-def test_bad_input_is_named_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], said: str
-) -> None:
-    assert run(monkeypatch, "plan", *options) == 1
-    message = capsys.readouterr().err.strip()
-    assert message.startswith("galvatron: ")
-    assert said in message
+def test_bad_input_is_named_in_one_line(galvatron: Galvatron, options: list[str], said: str) -> None:
+    ended = galvatron("plan", *options)
+    assert ended.status == 1
+    assert ended.err.startswith("galvatron: ")
+    assert said in ended.err
 
 
-def test_a_truncated_profile_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_truncated_profile_is_named(galvatron: Galvatron, tmp_path: Path) -> None:
     options = ["--estimate", "--cluster", "t4", "--gpus", "2", "--folder", str(tmp_path), "--json"]
-    assert run(monkeypatch, "profile", "gpt2", *options) == 0
-    capsys.readouterr()
+    galvatron("profile", "gpt2", *options)
     made = next(path for path in tmp_path.rglob("*.yaml"))
     made.write_text(made.read_text()[: made.stat().st_size // 2])
-    assert run(monkeypatch, "plan", "--profile", str(made)) == 1
-    assert made.name in capsys.readouterr().err
+    assert made.name in galvatron("plan", "--profile", made).err
 
 
-def test_pictures_of_a_size(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_a_size(galvatron: Galvatron) -> None:
     """Twice the width is twice the work: the step takes longer, as far as the device is busy."""
     common = ["--cluster", "a100-40gb", "--gpus", "1", "--batch", "32", "--json"]
     seconds = []
     for image in ("256x256", "256x512"):
-        assert run(monkeypatch, "plan", "--model", "convnext-t", "--image", image, *common) == 0
-        seconds.append(json.loads(capsys.readouterr().out)["prediction"]["step_seconds"])
+        plan = json.loads(galvatron("plan", "--model", "convnext-t", "--image", image, *common).out)
+        seconds.append(plan["prediction"]["step_seconds"])
     assert 1.7 < seconds[1] / seconds[0] < 2.2
-
-
-def test_nothing_to_plan_from_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "plan", "--mem", "40GB") == 1
-    assert "galvatron profile" in capsys.readouterr().err
 
 
 def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from galvatron_lite.cli import main, terminal
+from galvatron_lite.cli import terminal
 from galvatron_lite.plans.io import read_plan
 from galvatron_lite.plans.schema import Plan, Proof
 from galvatron_lite.search.planner import find_plan
+from tests.cli.conftest import Galvatron
 
-SMALL = ["plan", "--layers", "4", "--hidden", "512", "--heads", "8", "--vocab", "1000", "--seq", "128",
+SMALL = ["plan", "--layers", "2", "--hidden", "512", "--heads", "8", "--vocab", "1000", "--seq", "128",
          "--cluster", "a100-40gb", "--gpus", "4"]  # fmt: skip
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["galvatron", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--best-batch", "--max-batch", "24"], ["of best", "Best batch: ", "samples/s", "Looked at"]),
+        (["--best-batch", "--max-batch", "12"], ["of best", "Best batch: ", "samples/s", "Looked at"]),
         (["--fewest"], ["Fewest: 1 GPU fits the model", "up to the answer"]),
-        (["--step", "9.5ms", "--batch", "32"], ["2 GPUs take at most 9.5 ms a step", "GPUs"]),
+        (["--step", "1s", "--batch", "32"], ["1 GPU takes at most 1 s a step", "GPUs"]),
         (["--fewest", "--rate", "1K"], ["1K samples/s"]),
         (["--tokens", "0.2M"], ["2 GPUs", "200K tokens/s"]),
         (["--price", "2.5", "--batch", "32", "--tokens-total", "300B", "--within", "90d"],
@@ -39,50 +32,40 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["--price", "2", "--batch", "16", "--steps", "10K"], ["10K steps"]),
     ],
 )  # fmt: skip
-def test_questions_are_answered(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], said: list[str]
-) -> None:
-    assert run(monkeypatch, *SMALL, *options) == 0
-    out = capsys.readouterr().out
+def test_questions_are_answered(galvatron: Galvatron, options: list[str], said: list[str]) -> None:
+    ended = galvatron(*SMALL, *options)
+    assert ended.status == 0
     for words in ("From the shape given: estimated", "off by", *said):
-        assert words in out
+        assert words in ended.out
+    assert " 0.0 " not in ended.out
+    assert ("samples/s" in ended.out) == (options[0] not in ("--tokens", "--price"))
 
 
-def test_the_front_is_printed_drawn_and_told_as_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_front_is_printed_drawn_and_told_as_json(galvatron: Galvatron, tmp_path: Path) -> None:
     target = tmp_path / "front.svg"
-    options = ["--pareto", "--layers", "2", "--gpus", "2", "--batch", "16", "--memory-step", "400MB"]
-    assert run(monkeypatch, *SMALL, *options, "--plot", str(target)) == 0
-    out = capsys.readouterr().out
-    assert "none is beaten in both time and memory" in out
-    assert str(target) in out
+    options = ["--pareto", "--gpus", "1", "--batch", "8", "--memory-step", "400MB", "--plot", target]
+    ended = galvatron(*SMALL, *options)
+    assert "none is beaten in both time and memory" in ended.out
+    assert str(target) in ended.out
     assert target.read_text().startswith("<svg")
-    assert run(monkeypatch, *SMALL, *options, "--json") == 0
-    data = json.loads(capsys.readouterr().out)
+    data = json.loads(galvatron(*SMALL, *options, "--json").out)
     assert data["step"] == 400 * 10**6
-    assert [p["peak_memory"] for p in data["points"]] == sorted(
-        (p["peak_memory"] for p in data["points"]), reverse=True
-    )
+    peaks = [point["peak_memory"] for point in data["points"]]
+    assert peaks == sorted(peaks, reverse=True)
 
 
-def test_the_plan_of_an_answer_is_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_plan_of_an_answer_is_written(galvatron: Galvatron, tmp_path: Path) -> None:
     target = tmp_path / "plan.yaml"
-    assert run(monkeypatch, *SMALL, "--best-batch", "--max-batch", "16", "-o", str(target), "--json") == 0
-    data = json.loads(capsys.readouterr().out)
-    assert read_plan(target).global_batch == data["answer"]["batch"]
+    ended = galvatron(*SMALL, "--best-batch", "--max-batch", "8", "-o", target, "--json")
+    assert read_plan(target).global_batch == json.loads(ended.out)["answer"]["batch"]
 
 
-def test_where_no_number_of_gpus_is_enough_the_table_is_shown_and_the_status_is_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *SMALL, "--step", "1us", "--batch", "32") == 1
-    captured = capsys.readouterr()
-    assert "too few: compute alone" in captured.out
-    assert captured.err.startswith("galvatron: No number of GPUs up to 4 takes at most 1 us a step.")
-    assert "No number of GPUs" not in captured.out
+def test_where_no_number_of_gpus_is_enough_the_table_is_shown_and_the_status_is_one(galvatron: Galvatron) -> None:
+    ended = galvatron(*SMALL, "--step", "1us", "--batch", "32")
+    assert ended.status == 1
+    assert "too few: compute alone" in ended.out
+    assert ended.err.startswith("galvatron: No number of GPUs up to 4 takes at most 1 us a step.")
+    assert "No number of GPUs" not in ended.out
 
 
 @pytest.mark.parametrize(
@@ -114,16 +97,15 @@ def test_where_no_number_of_gpus_is_enough_the_table_is_shown_and_the_status_is_
         (["--fix", "tp=8"], "It must divide the 4 devices"),
         (["--schedule", "dapple"], "Known: gpipe, 1f1b"),
         (["--backend", "mxnet"], "--backend"),
+        (["--certify", "--fewest"], "--certify cannot be used here. It belongs to a single plan"),
     ],
 )
-def test_what_cannot_be_asked_is_named_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], said: str
-) -> None:
-    assert run(monkeypatch, *SMALL, *options) == 1
-    message = capsys.readouterr().err.strip()
-    assert message.startswith("galvatron: ")
-    assert said in message
-    assert "\n" not in message
+def test_what_cannot_be_asked_is_named_in_one_line(galvatron: Galvatron, options: list[str], said: str) -> None:
+    ended = galvatron(*SMALL, *options)
+    assert ended.status == 1
+    assert ended.err.startswith("galvatron: ")
+    assert said in ended.err
+    assert ended.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -138,11 +120,9 @@ def test_what_cannot_be_asked_is_named_in_one_line(
         (["--schedule", "gpipe", "--fix", "pp=4"], lambda plan: plan.schedule.value == "gpipe"),
     ],
 )
-def test_pins_are_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], kept
-) -> None:  # type: ignore[no-untyped-def]
+def test_pins_are_kept(galvatron: Galvatron, tmp_path: Path, options: list[str], kept) -> None:  # type: ignore[no-untyped-def]
     target = tmp_path / "plan.yaml"
-    assert run(monkeypatch, *SMALL, "--batch", "32", *options, "-o", str(target)) == 0
+    assert galvatron(*SMALL, "--batch", "32", *options, "-o", target).status == 0
     assert kept(read_plan(target))
 
 
@@ -155,29 +135,22 @@ def _blocks(plan) -> set[str]:  # type: ignore[no-untyped-def]
     return {run.strategy.recompute.value for run in runs}
 
 
-def test_other_plans_are_shown_as_many_as_wanted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_plans_are_shown_as_many_as_wanted(galvatron: Galvatron) -> None:
     def others(*options: str) -> int:
-        assert run(monkeypatch, *SMALL, "--batch", "32", "--json", *options) == 0
-        return len(json.loads(capsys.readouterr().out).get("alternatives", []))
+        return len(json.loads(galvatron(*SMALL, "--batch", "32", "--json", *options).out).get("alternatives", []))
 
-    assert others("--best", "0") == 0
-    assert others("--best", "1") == 1
+    assert (others("--best", "0"), others("--best", "1")) == (0, 1)
     assert others() >= 1
 
 
 def test_a_profile_keeps_its_precision_and_its_samples(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    galvatron: Galvatron, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "profile", "gpt2", "--estimate", "--cluster", "a100-40gb", "--gpus", "2") == 0
-    capsys.readouterr()
-    assert run(monkeypatch, "plan", "--precision", "fp16") == 1
-    assert "--precision: 'fp16' cannot be used. Profile gpt2 is of bf16" in capsys.readouterr().err
-    assert run(monkeypatch, "plan", "--seq", "77") == 1
-    assert "--seq: 77 cannot be used" in capsys.readouterr().err
-    assert run(monkeypatch, "plan", "--precision", "bf16", "--seq", "1024") == 0
+    galvatron("profile", "gpt2", "--estimate", "--cluster", "a100-40gb", "--gpus", "2")
+    assert "--precision: 'fp16' cannot be used. Profile gpt2 is of bf16" in galvatron("plan", "--precision", "fp16").err
+    assert "--seq: 77 cannot be used" in galvatron("plan", "--seq", "77").err
+    assert galvatron("plan", "--precision", "bf16", "--seq", "1024").status == 0
 
 
 def test_a_bar_is_shown_only_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,22 +164,21 @@ def test_a_bar_is_shown_only_after_two_seconds(monkeypatch: pytest.MonkeyPatch) 
     assert started == [2.1]
 
 
+def stop(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("place", ["analysis.setting.find_plan", "request.find_profile"])
 @pytest.mark.parametrize("question", [[], ["--fewest"], ["--best-batch"], ["--price", "1"], ["--pareto"]])
 def test_an_interrupt_before_a_first_plan_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], question: list[str]
+    galvatron: Galvatron, monkeypatch: pytest.MonkeyPatch, place: str, question: list[str]
 ) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("galvatron_lite.analysis.setting.find_plan", stop)
-    assert run(monkeypatch, *SMALL, *question) == 130
-    told = capsys.readouterr()
-    assert told.err == "galvatron: Interrupted before a first plan was found.\n"
-    assert told.out == ""
+    monkeypatch.setattr(f"galvatron_lite.{place}", stop)
+    assert galvatron(*SMALL, *question) == (130, "", "galvatron: Interrupted before a first plan was found.\n")
 
 
 def test_an_interrupted_plan_says_how_far_it_may_be_from_the_best(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    galvatron: Galvatron, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*given: Any, **named: Any) -> Plan:
         plan = find_plan(*given, **named)
@@ -214,8 +186,7 @@ def test_an_interrupted_plan_says_how_far_it_may_be_from_the_best(
         return replace(plan, provenance=replace(plan.provenance, proof=Proof.FEASIBLE, gap=0.25, interrupted=True))
 
     monkeypatch.setattr("galvatron_lite.analysis.setting.find_plan", stopped)
-    assert run(monkeypatch, *SMALL) == 0
-    assert "interrupted; feasible, at most 25.0% from the best" in capsys.readouterr().out
+    assert "interrupted; feasible, at most 25.0% from the best" in galvatron(*SMALL).out
 
 
 @pytest.mark.parametrize(
@@ -227,59 +198,21 @@ def test_an_interrupted_plan_says_how_far_it_may_be_from_the_best(
         (["plan", "--model", "gpt2", "--cluster", "a100"], "Did you mean a100-"),
         (["plan", "--model", "gpt2", "--cluster", "a100-v100", "--mem", "40GB"], "--mem 90% is of each type's own"),
         ([*SMALL, "-o", "nowhere/at/all.yaml"], "There is no folder nowhere/at: make it first."),
+        (["plan", "--model", "gpt2", "--cluster", "empty.yaml"], "'nothing' cannot be used"),
     ],
 )
 def test_what_is_missing_is_told_with_what_would_do(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    options: list[str],
-    said: str,
+    galvatron: Galvatron, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, *options) == 1
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "empty.yaml").touch()
+    ended = galvatron(*options)
+    assert ended.status == 1
+    assert said in ended.err
+    assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_words_of_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, *SMALL, "--tokens", "0.2M") == 0
-    out = capsys.readouterr().out
-    assert "tokens/s" in out
-    assert "samples/s" not in out
-    assert run(monkeypatch, *SMALL, "--price", "2", "--batch", "16", "--tokens-total", "1M") == 0
-    assert " 0.0 " not in capsys.readouterr().out
-    assert run(monkeypatch, *SMALL, "--certify", "--fewest") == 1
-    assert "--certify cannot be used here. It belongs to a single plan" in capsys.readouterr().err
-    assert run(monkeypatch, *SMALL, "--plot", "x.svg") == 1
-    assert "--plot: 'x.svg' cannot be used" in capsys.readouterr().err
-
-
-def test_an_empty_file_is_told_as_such(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    empty = tmp_path / "empty.yaml"
-    empty.touch()
-    assert run(monkeypatch, "plan", "--model", "gpt2", "--cluster", str(empty)) == 1
-    assert "'nothing' cannot be used" in capsys.readouterr().err
-
-
-def test_an_interrupt_of_the_estimate_says_so_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("galvatron_lite.api_profile.find_profile", stop)
-    assert run(monkeypatch, *SMALL) == 130
-    assert capsys.readouterr().err == "galvatron: Interrupted before a first plan was found.\n"
-
-
-def test_numbers_of_one_type_of_devices_say_that_their_precision_is_their_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--model", "gpt2", "--seq", "128", "--cluster", "a100-v100", "--fewest", "--batch", "8"]
-    assert run(monkeypatch, "plan", *options, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["plan"]["precision"] == "bf16"
-    assert run(monkeypatch, "plan", *options) == 0
-    assert "all of one type, in their own best" in capsys.readouterr().out
+def test_numbers_of_one_type_of_devices_say_that_their_precision_is_their_own(galvatron: Galvatron) -> None:
+    options = [*SMALL[:-3], "a100-v100", "--fewest", "--batch", "8"]
+    assert json.loads(galvatron(*options, "--json").out)["plan"]["precision"] == "bf16"
+    assert "all of one type, in their own best" in galvatron(*options).out

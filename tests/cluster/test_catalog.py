@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from galvatron_lite.cluster.catalog import (
     device_named,
@@ -18,7 +16,6 @@ from galvatron_lite.cluster.catalog import (
     match_device,
 )
 from galvatron_lite.errors import FileFormatError, InputError
-from galvatron_lite.files import write_value
 
 SHIPPED = ("a100-40gb", "a100-80gb", "b200", "gb200", "h100", "h200", "rtx-titan", "rtx3090", "t4", "v100")
 
@@ -43,7 +40,7 @@ def test_the_shipped_clusters_are_the_promised_ones() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-@pytest.mark.parametrize("nodes", [1, 4, 128])
+@pytest.mark.parametrize("nodes", [1, 128])
 def test_any_number_of_whole_nodes(name: str, nodes: int) -> None:
     node = load_cluster(name).devices
     cluster = load_cluster(name, nodes * node)
@@ -51,13 +48,6 @@ def test_any_number_of_whole_nodes(name: str, nodes: int) -> None:
     assert len(cluster.levels) == (1 if nodes == 1 else 2)
     assert all(level.source.startswith("http") for level in cluster.levels)
     assert cluster.device.source.startswith("http")
-
-
-@given(st.integers(1, 8))
-def test_fewer_gpus_than_a_node_are_one_level(gpus: int) -> None:
-    cluster = load_cluster("h100", gpus)
-    assert [level.size for level in cluster.levels] == [gpus]
-    assert cluster.devices == gpus
 
 
 def test_gpus_that_fill_no_whole_node_name_the_nearest_counts() -> None:
@@ -131,13 +121,6 @@ def test_a_users_file_with_unlike_devices(tmp_path: Path) -> None:
         load_cluster(path, 16)
 
 
-def test_a_written_cluster_reads_back_the_same(tmp_path: Path) -> None:
-    cluster = load_cluster("b200", 64)
-    for name in ("cluster.yaml", "cluster.json"):
-        write_value(tmp_path / name, cluster)
-        assert load_cluster(tmp_path / name) == cluster
-
-
 def test_a_file_of_fixed_size_is_cut_but_never_stretched(tmp_path: Path) -> None:
     path = user_file(tmp_path)
     assert load_cluster(path).devices == 4
@@ -153,11 +136,9 @@ def test_a_file_of_fixed_size_is_cut_but_never_stretched(tmp_path: Path) -> None
         ({"device": None}, "either device"),
         ({"groups": [{"device": "T4", "count": 4}]}, "either device"),
         ({"device": "T5"}, "'T5' is unknown. Known: V100"),
-        ({"device": 5}, "device"),
         ({"device": {"name": "own", "memory": "46"}}, "unit"),
         ({"device": {"name": "own", "memory": "46GiB"}}, "memory_bandwidth"),
         ({"device": {"name": "o", "memory": 1, "memory_bandwidth": 1.0, "peak": {}}}, "peak"),
-        ({"device": {"name": "o", "memory": 1, "memory_bandwidth": -1.0, "peak": {"fp32": 1.0}}}, "memory_bandwidth"),
         ({"device": None, "groups": [{"device": "T4"}]}, "count"),
         ({"device": None, "groups": ["T4"]}, "groups"),
         ({"levels": None}, "levels"),
@@ -165,11 +146,7 @@ def test_a_file_of_fixed_size_is_cut_but_never_stretched(tmp_path: Path) -> None
         ({"levels": [level(size=0)]}, "size"),
         ({"levels": [level(size="any"), level()]}, "outermost"),
         ({"levels": [level(bandwidth=0)]}, "bandwidth"),
-        ({"levels": [level(bandwidth="fast")]}, "bandwidth"),
-        ({"levels": [level(latency=-1)]}, "latency"),
         ({"levels": [level(contention=0.5)]}, "contention"),
-        ({"levels": [level(efficiency=1.5)]}, "efficiency"),
-        ({"levels": [level(lanes=0)]}, "lanes"),
         ({"levels": [level(speed=1)]}, "speed"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Event simulation of a step where every group runs one stage, written apart from ``cost.simulation``."""
+"""Event simulation of a step where every group runs one stage, written apart from ``cost.schedule``."""
 
 from __future__ import annotations
 

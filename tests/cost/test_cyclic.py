@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import Collective, Level, RankGroup
 from galvatron_lite.cluster.collectives import collective_seconds
-from galvatron_lite.cost.cyclic import price
-from galvatron_lite.cost.cyclic_stages import split, stage_figures
+from galvatron_lite.cost.cyclic import price, split, stage_figures
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate, price_plan
 from galvatron_lite.errors import InputError

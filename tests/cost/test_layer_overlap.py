@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.cluster.cluster import Collective, RankGroup
-from galvatron_lite.cost.communication import together
-from galvatron_lite.cost.overlap import exposed_by, hidden_share, moment_of
+from galvatron_lite.cost.communication import exposed_by, hidden_share, moment_of, together
 from galvatron_lite.cost.points import LayerFigures
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.profiler.schema import Overlap

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.cost.schedule import closed_form
-from galvatron_lite.cost.simulation import group_ends, run_ordered
+from galvatron_lite.cost.schedule import closed_form, group_ends, run_ordered
 from galvatron_lite.parallelism.pipeline.schedule import ScheduleConfig
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 from galvatron_lite.plans.schema import Schedule

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.cost import simulation
-from galvatron_lite.cost.schedule import closed_form
-from galvatron_lite.cost.simulation import group_ends, run
+from galvatron_lite.cost import schedule as simulation
+from galvatron_lite.cost.schedule import closed_form, group_ends, run
 from galvatron_lite.parallelism.pipeline.cost import chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import Pass, ScheduleConfig, group_of, schedules, stage_at
 from galvatron_lite.parallelism.pipeline.times import StageTimes

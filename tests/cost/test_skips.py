@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.stage import Shape, price_stage
+from galvatron_lite.cost.step import price_stages
 from galvatron_lite.model.graph import Passed
 from galvatron_lite.model.shapes.tape import with_skips
 from galvatron_lite.parallelism.strategy import Strategy

@@ -10,13 +10,12 @@ import pytest
 
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links, together
-from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import reserved
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.points import figures_at, index_points
 from galvatron_lite.cost.stage import Shape, transfer_seconds
-from galvatron_lite.cost.step import device_memory, predict, shape_of, straggling, strategies_of
+from galvatron_lite.cost.step import device_memory, predict, price_stages, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.base import Communication, Moment

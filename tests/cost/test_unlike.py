@@ -11,11 +11,10 @@ import pytest
 from galvatron_lite.analysis.setting import first_devices
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Cluster, DeviceGroup, Level
-from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.plan import evaluate
 from galvatron_lite.cost.stage import Shape, price_stage, transfer_seconds
-from galvatron_lite.cost.step import bound_seconds, shape_of, strategies_of
+from galvatron_lite.cost.step import bound_seconds, price_stages, shape_of, strategies_of
 from galvatron_lite.files import read_value, write_value
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.strategy import Strategy

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_lite.cost.simulation import group_ends, run_ordered
+from galvatron_lite.cost.schedule import group_ends, run_ordered
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig
 from galvatron_lite.parallelism.pipeline.times import PassOrder, StageTimes
 from galvatron_lite.plans.schema import Schedule

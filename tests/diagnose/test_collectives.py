@@ -17,8 +17,7 @@ from galvatron_lite.cli import app
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.plan import evaluate
-from galvatron_lite.diagnose.collectives import collective_rows
-from galvatron_lite.diagnose.diagnosis import diagnose, find_profile, open_source
+from galvatron_lite.diagnose.diagnosis import collective_rows, diagnose, find_profile, open_source
 from galvatron_lite.model import zoo
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy

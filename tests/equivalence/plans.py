@@ -14,8 +14,7 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.search.space import Fixed as Free
-from galvatron_lite.search.space import pipeline_degrees
-from galvatron_lite.search.strategies import Narrowed, strategies_for
+from galvatron_lite.search.space import Narrowed, pipeline_degrees, strategies_for
 from tests.schedules import EXECUTABLE
 
 Stages = Sequence[Sequence[str]]

@@ -21,7 +21,6 @@ from galvatron_lite.parallelism.pipeline.tied import find_shared
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.parallelism.tensor.shards import gather_full
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime import preparation
 from galvatron_lite.runtime.assignment import LayerAssignment
@@ -32,6 +31,7 @@ from galvatron_lite.runtime.preparation import tensor_plans
 from tests.equivalence.compare import RELATIVE, assert_equal_tensors
 from tests.equivalence.families import PICTURES, build_family, build_model, make_batches
 from tests.equivalence.plans import describe
+from tests.parallelism.running import gather_full
 
 SAMPLES = 16
 STEPS = 2

@@ -76,18 +76,6 @@ def test_several_containers_and_what_runs_between_them() -> None:
     assert [layer.kind for layer in layers[1:-1]] == [f"block{n}" for n in (0, 0, 1, 2, 2, 2, 3, 4)]
 
 
-def test_encoder_and_decoder() -> None:
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=64, d_model=16, d_kv=4, num_layers=2, num_heads=4, d_ff=32, decoder_start_token_id=0, pad_token_id=0
-    )
-    ids = torch.zeros(2, 8, dtype=torch.long)
-    layers = discover_layers(transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids})
-    blocks = [name for name in names(layers) if ".block." in name]
-    assert blocks == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
-
-
 @pytest.mark.parametrize("blocks", ["body", ["body.0", "body.1", "body.2"], Mixer, [Mixer]])
 def test_the_user_names_the_blocks(blocks: Any) -> None:
     model, batch = plain()
@@ -106,17 +94,6 @@ def test_a_named_module_is_one_block() -> None:
 def test_an_unknown_block_is_an_error(blocks: Any) -> None:
     with pytest.raises(TraceError, match="ModuleList"):
         discover_layers(Plain(), blocks=blocks)
-
-
-def test_without_repeated_blocks_children_of_a_sequential_are_layers() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4), nn.Linear(4, 2))
-    assert names(discover_layers(model)) == ["0", "1", "2", "3"]
-
-
-def test_any_other_model_without_repeated_blocks_is_one_layer() -> None:
-    model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.LayerNorm(2)})
-    layers = discover_layers(model)
-    assert [layer.modules for layer in layers] == [("one", "two"), ()]
 
 
 def test_blocks_that_differ_in_a_setting_are_of_two_kinds() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from galvatron_lite.capture.trace import trace
-from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.discover import discover_layers, watch_model
 from galvatron_lite.model.graph import ModelGraph, Passed, Role
 from galvatron_lite.parallelism.branch.find import find_regions
 from tests.model.forks import MODELS, Pair, loss_of, picture
@@ -88,8 +88,10 @@ def test_towers_that_flatten_and_look_up() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_discovery_and_capture_agree(name: str) -> None:
-    graph = captured(name)
-    assert [layer.name for layer in discover_layers(*MODELS[name]())] == [layer.name for layer in graph.layers]
+    graph, (model, batch) = captured(name), MODELS[name]()
+    watched = watch_model(model, batch)
+    assert [layer.name for layer in watched.layers] == [layer.name for layer in graph.layers]
+    assert trace(model, batch, loss_fn=loss_of, watched=watched) == graph
     held = [path for layer in graph.layers for path in layer.modules]
     assert len(held) == len(set(held))
     assert graph.parameters == sum(parameter.numel() for parameter in MODELS[name]()[0].parameters())

@@ -6,7 +6,6 @@ import pytest
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, OperatorClass, Recompute
-from galvatron_lite.model.shapes.images.convnets import LINES, widths_of
 from galvatron_lite.model.shapes.images.flow import rounded
 from galvatron_lite.model.shapes.images.layout import channels_last
 from galvatron_lite.model.shapes.images.names import builder_of, canonical, shape_of_name, works_on_tokens
@@ -17,58 +16,30 @@ from galvatron_lite.model.shapes.registry import build_graph
 # github.com/huggingface/pytorch-image-models, results/benchmark-infer-amp-nchw-pt112-cu113-rtx3090.csv.
 PUBLISHED = [
     ("mobilenetv3_small_050", 224, 1.59, 0.03, 0.92),
-    ("tf_mobilenetv3_small_minimal_100", 224, 2.04, 0.06, 1.41),
-    ("tf_mobilenetv3_small_075", 224, 2.04, 0.05, 1.3),
-    ("mobilenetv3_small_100", 224, 2.54, 0.06, 1.42),
     ("mobilenetv2_050", 224, 1.97, 0.1, 3.64),
     ("tf_mobilenetv3_large_minimal_100", 224, 3.92, 0.22, 4.4),
-    ("mnasnet_050", 224, 2.22, 0.11, 3.07),
     ("mnasnet_075", 224, 3.17, 0.23, 4.77),
     ("mnasnet_a1", 224, 3.89, 0.32, 6.23),
     ("resnet18", 224, 11.69, 1.82, 2.48),
-    ("resnet18d", 224, 11.71, 2.06, 3.29),
     ("resnet26d", 224, 16.01, 2.6, 8.15),
     ("resnet50", 224, 25.56, 4.11, 11.11),
-    ("resnet50d", 224, 25.58, 4.35, 11.92),
     ("swsl_resnext101_32x16d", 224, 194.03, 36.27, 51.18),
-    ("semnasnet_050", 224, 2.08, 0.11, 3.44),
-    ("semnasnet_100", 224, 3.89, 0.32, 6.23),
     ("semnasnet_140", 224, 6.11, 0.6, 8.87),
-    ("regnetx_008", 224, 7.26, 0.81, 5.15),
     ("regnetx_032", 224, 15.3, 3.2, 11.37),
-    ("regnetx_064", 224, 26.21, 6.49, 16.37),
-    ("regnetx_320", 224, 107.81, 31.81, 36.3),
     ("tf_efficientnet_lite0", 224, 4.65, 0.4, 6.74),
-    ("efficientnet_lite1", 240, 5.42, 0.62, 10.14),
-    ("efficientnet_es", 224, 5.44, 1.81, 8.73),
-    ("tf_efficientnet_lite2", 260, 6.09, 0.89, 12.9),
     ("efficientnet_em", 240, 6.9, 3.04, 14.34),
     ("legacy_seresnet34", 224, 21.96, 3.67, 3.74),
     ("legacy_seresnext26_32x4d", 224, 16.79, 2.49, 9.39),
-    ("legacy_seresnext50_32x4d", 224, 27.56, 4.26, 14.42),
-    ("legacy_seresnet101", 224, 49.33, 7.61, 15.74),
-    ("legacy_seresnet152", 224, 66.82, 11.33, 22.08),
-    ("seresnext26d_32x4d", 224, 16.81, 2.73, 10.19),
     ("ecaresnext26t_32x4d", 224, 15.41, 2.7, 10.09),
-    ("vgg11", 224, 132.86, 7.61, 7.44),
     ("vgg16", 224, 138.36, 15.47, 13.56),
-    ("vgg19", 224, 143.67, 19.63, 14.86),
-    ("vgg13", 224, 133.05, 11.31, 12.25),
     ("resnetblur50d", 224, 25.58, 5.4, 12.82),
-    ("resnetblur101d", 224, 44.57, 9.12, 17.94),
-    ("resnext50_32x4d", 224, 25.03, 4.26, 14.4),
-    ("resnext50d_32x4d", 224, 25.05, 4.5, 15.2),
-    ("resnext101_32x8d", 224, 88.79, 16.48, 31.21),
     ("seresnetaa50d", 224, 28.11, 5.4, 12.46),
-    ("tv_resnet101", 224, 44.55, 7.83, 16.23),
-    ("resnetaa101d", 224, 44.57, 9.12, 17.56),
     ("wide_resnet101_2", 224, 126.89, 22.8, 21.23),
     ("regnety_320", 224, 145.05, 32.34, 30.26),
     ("seresnet269d", 256, 113.67, 26.59, 53.6),
     ("xcit_nano_12_p8_224", 224, 3.05, 2.16, 15.71),
     ("xcit_small_24_p16_224", 224, 47.67, 9.10, 23.64),
     ("mnasnet_small", 224, 2.03, 0.07, 2.16),
-    ("cs3darknet_focus_s", 256, 3.27, 0.69, 2.7),
     ("cs3darknet_s", 256, 3.28, 0.72, 2.97),
     ("cs3darknet_focus_x", 256, 35.02, 8.03, 10.69),
     ("tinynet_b", 188, 3.73, 0.21, 4.44),
@@ -77,19 +48,15 @@ PUBLISHED = [
     ("resnetv2_50t", 224, 25.57, 4.32, 11.82),
     ("resnetv2_50x1_bit_distilled", 224, 25.55, 4.23, 11.11),
     ("resnetv2_152d", 224, 60.2, 11.8, 23.36),
-    ("resnetv2_152x2_bit_teacher", 224, 236.34, 46.95, 45.11),
     ("nf_ecaresnet50", 224, 25.56, 4.21, 11.13),
     ("nf_seresnet101", 224, 49.33, 8.02, 16.27),
-    ("nf_ecaresnet101", 224, 44.55, 8.01, 16.27),
     ("densenet264", 224, 72.69, 12.95, 12.8),
     ("resnest14d", 224, 10.61, 2.76, 7.33),
-    ("resnest50d_1s4x24d", 224, 25.68, 4.43, 13.57),
     ("resnest50d_4s2x40d", 224, 30.42, 4.4, 17.94),
     ("resnest101e", 256, 48.28, 13.38, 28.66),
     ("repvgg_a2", 224, 28.21, 5.7, 6.26),
     ("tf_mixnet_s", 224, 4.13, 0.25, 6.25),
     ("mixnet_m", 224, 5.01, 0.36, 8.19),
-    ("mixnet_xl", 224, 11.9, 0.93, 14.57),
     ("mixnet_xxl", 224, 23.96, 2.04, 23.43),
 ]
 
@@ -151,7 +118,8 @@ def test_the_convnext_and_vit_shapes_have_their_published_parameters() -> None:
 
 def test_regnet_widths_are_the_papers() -> None:
     # Radosavovic et al. 2020, figure 16: RegNetX-3.2GF has widths 96, 192, 432, 1008 and depths 2, 6, 15, 2.
-    widths = widths_of(LINES["x_032"])
+    kinds = graph_of("regnetx_032")
+    widths = [kinds.kind_of(layer).dims.out_channels for layer in kinds.layers[1:-1]]
     assert sorted(set(widths)) == [96, 192, 432, 1008]
     assert [widths.count(width) for width in (96, 192, 432, 1008)] == [2, 6, 15, 2]
 

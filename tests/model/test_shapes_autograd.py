@@ -1,21 +1,17 @@
 """What the closed forms say is kept, against what autograd keeps of real modules on this machine (fp32, CPU)."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.model import zoo
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.model.shapes import (
-    ConvNextShape,
     DecoderShape,
     EncoderShape,
     MoeShape,
-    ResNetShape,
     VitShape,
     build_graph,
 )
@@ -47,30 +43,6 @@ def kept_by_block(module: nn.Module, *inputs: Tensor) -> float:
     return sum(kept_storages(lambda: module(*inputs), module).values()) / SAMPLES
 
 
-GPT = DecoderShape(layers=3, hidden=32, heads=4, vocab=97, seq_len=24)
-LLAMA = DecoderShape(
-    layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=88, gated_mlp=True, activation="silu", norm="rmsnorm",
-    fused_norm=False, biases=False, positions="rotary", vocab=97, tied_embeddings=False, seq_len=24,
-)  # fmt: skip
-SIZES = {"vocab": 97, "layers": 3, "hidden": 32, "heads": 4, "sequence": 24}
-ZOO: dict[str, tuple[DecoderShape, dict[str, Any]]] = {
-    "gpt-tiny": (GPT, SIZES),
-    "llama-tiny": (LLAMA, SIZES | {"kv_heads": 2, "ffn_hidden": 88}),
-}
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_zoo_model_keeps_what_the_closed_form_says(name: str) -> None:
-    """The whole model: what is not a sample's own (rotary angles, the loss's weight) is all that may be left over."""
-    shape, fields = ZOO[name]
-    model = zoo.build(name, **fields)
-    assert sum(parameter.numel() for parameter in model.parameters()) == build_graph(shape).parameters
-    tokens, labels = torch.randint(97, (SAMPLES, 24)), torch.randint(97, (SAMPLES, 24))
-    storages = kept_storages(lambda: model(tokens, labels), model)
-    shared = 4 * 24 * 8 * 2 * (name == "llama-tiny") + 8 * 24 * (name == "gpt-tiny") + 4
-    assert sum(storages.values()) == SAMPLES * kept_per_sample(build_graph(shape, precision="fp32")) + shared
-
-
 def test_bert_layer_of_transformers() -> None:
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
@@ -100,51 +72,6 @@ def test_vit_model_of_transformers() -> None:
     images, labels = torch.randn(SAMPLES, 3, 32, 32), torch.zeros(SAMPLES, dtype=torch.long)
     storages = kept_storages(lambda: F.cross_entropy(model(images).logits, labels), model)
     assert sum(storages.values()) == SAMPLES * kept_per_sample(graph) + 4
-
-
-def test_convnext_layer_of_transformers() -> None:
-    from transformers import ConvNextConfig
-    from transformers.models.convnext.modeling_convnext import ConvNextLayer
-
-    layer = ConvNextLayer(ConvNextConfig(), dim=16)  # type: ignore[no-untyped-call]
-    kind = build_graph(ConvNextShape(depths=(2,), widths=(16,), image_size=32), precision="fp32").kinds["stage0_block"]
-    assert sum(parameter.numel() for parameter in layer.parameters()) == kind.parameters.total
-    pixels = torch.randn(SAMPLES, 16, 8, 8, requires_grad=True)
-    assert kept_by_block(layer, pixels) == pytest.approx(kind.kept[Recompute.NONE].total, rel=0.01)
-
-
-class Bottleneck(nn.Module):
-    """torchvision's bottleneck block with a projection."""
-
-    def __init__(self, inner: int, middle: int, outer: int) -> None:
-        super().__init__()
-        shapes = ((inner, middle, 1, 1), (middle, middle, 3, 2), (middle, outer, 1, 1), (inner, outer, 1, 2))
-        self.convs = nn.ModuleList(nn.Conv2d(i, o, k, stride=s, padding=k // 2, bias=False) for i, o, k, s in shapes)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o, _, _ in shapes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x
-        for index in range(3):
-            y = self.norms[index](self.convs[index](y))
-            y = y.relu_() if index < 2 else y
-        y += self.norms[3](self.convs[3](x))
-        return y.relu_()
-
-
-def test_resnet_bottleneck() -> None:
-    """Batch norm's statistics belong to the batch, 8 bytes a channel: all that may differ.
-
-    The block's output, which its last ReLU keeps, counts with the layer that it enters.
-    """
-    block = Bottleneck(32, 16, 64)
-    shape = ResNetShape(depths=(1, 1), width=8, image_size=32)
-    kind = build_graph(shape, precision="fp32").kinds["stage1_first"]
-    assert sum(parameter.numel() for parameter in block.parameters()) == kind.parameters.total
-    assert sum(b.numel() * b.element_size() for b in block.buffers()) == kind.buffer_bytes
-    pixels = torch.randn(SAMPLES, 32, 8, 8, requires_grad=True)
-    statistics = 8 * (16 + 16 + 64 + 64)
-    storages = sum(kept_storages(lambda: block(pixels), block).values())
-    assert storages == SAMPLES * (kind.kept[Recompute.NONE].total + kind.output_bytes) + statistics
 
 
 class Mixture(nn.Module):

@@ -106,3 +106,20 @@ def test_a_model_that_does_other_things_at_another_batch_size() -> None:
         model.body[place] = Growing(32)
     with pytest.raises(TraceError, match="batch size"):
         trace(model, batch)
+
+
+class Routed(Mixer):
+    """A mixture that takes the tokens of each expert by their places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x.mean(1) > 0
+        x = x.clone()
+        x[:, :, 0][chosen[:, :1].expand(-1, x.shape[1])] += 1
+        return super().forward(x[torch.nonzero(chosen[:, 0]).flatten()])
+
+
+def test_what_depends_on_values_is_told_what_to_do_instead() -> None:
+    model, batch = plain()
+    model.body[0] = Routed(32)
+    with pytest.raises(TraceError, match=r"nonzero reads values of tensors\. auto_parallelize trains such a model"):
+        trace(model, batch)

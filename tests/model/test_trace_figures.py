@@ -132,7 +132,7 @@ def by_class(kind: LayerKind, sort: OperatorClass) -> int:
 shapes = st.tuples(st.integers(1, 4), st.sampled_from([4, 8]), st.integers(1, 3), st.integers(3, 20))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(shapes, st.sampled_from(["gpt-tiny", "llama-tiny"]))
 def test_flops_and_parameters_of_reference_models(shape: tuple[int, int, int, int], name: str) -> None:
     """Matmuls do two FLOPs a weight and token; attention four a query, key and channel."""

@@ -5,44 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from galvatron_lite.capture.trace import trace
-from galvatron_lite.model.graph import ModelGraph, OperatorClass
-from galvatron_lite.model.sides import Side
-from galvatron_lite.parallelism.channel.parts import divides
-from galvatron_lite.parallelism.pictures import extents_of, has_weights, items_of, windows_of
-from galvatron_lite.parallelism.spatial.grids import splits_pixels
+from galvatron_lite.model.graph import OperatorClass
+from galvatron_lite.parallelism.pictures import extents_of, windows_of
 
 CHANNELS, SIDE = 8, 16
-
-
-class Block(nn.Module):
-    """Two convolutions, each normalised, and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False) for _ in range(2))
-        self.one, self.two = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.relu(x + self.two(self.second(functional.relu(self.one(self.first(x))))))
-
-
-class Network(nn.Module):
-    """A stem that pools, blocks, mean and classifier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, CHANNELS, 3, padding=1), nn.MaxPool2d(3, 2, 1))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(CHANNELS, 10)
-
-    def forward(self, picture: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        x = self.stem(picture)
-        for block in self.blocks:
-            x = block(x)
-        return functional.cross_entropy(self.head(x.mean(dim=(2, 3))), target)
 
 
 class Volume(nn.Module):
@@ -56,28 +24,6 @@ class Volume(nn.Module):
         for layer in self.layers:
             picture = layer(picture)
         return picture.mean()
-
-
-def captured() -> ModelGraph:
-    picture, target = torch.randn(2, 3, 2 * SIDE, 2 * SIDE), torch.zeros(2, dtype=torch.int64)
-    return trace(Network(), {"picture": picture, "target": target})
-
-
-def test_windows_statistics_and_channels_of_a_captured_network() -> None:
-    graph = captured()
-    block = graph.kinds["block"]
-    flat, side = Side(1), Side(SIDE, 3, 1, 1)
-    assert [(one.channels, one.sides) for one in windows_of(block.operators)] == [
-        ((CHANNELS, CHANNELS), (flat, side, side))
-    ] * 2
-    assert sum(one.statistics for one in block.operators) == 2 * 2 * CHANNELS
-    assert [items_of(one) for one in block.operators if has_weights(one)] == [
-        (CHANNELS * SIDE**2, CHANNELS * SIDE**2, 9 * CHANNELS**2)
-    ] * 2
-    assert splits_pixels(block)
-    assert divides(block, "filters", 4)
-    pool = windows_of(graph.kinds["before"].operators)[-1]
-    assert (pool.channels, pool.sides[1:]) == ((CHANNELS, CHANNELS), (Side(2 * SIDE, 3, 2, 1),) * 2)
 
 
 @pytest.mark.parametrize("sides", [1, 2, 3])

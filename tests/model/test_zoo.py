@@ -69,24 +69,6 @@ def test_embeddings_are_tied_as_the_config_says() -> None:
     assert untied.head.weight is not untied.embed.weight
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_a_share_of_the_heads_runs_without_edits(degree: int) -> None:
-    """Summed outputs of shards of the attention's Linears equal the whole."""
-    torch.manual_seed(0)
-    attention, hidden = build("gpt-tiny").blocks[0].attention, torch.randn(2, 8, 64)
-    whole, width, total = attention(hidden), 64 // degree, attention.o_proj.bias
-    for rank in range(degree):
-        share = build("gpt-tiny").blocks[0].attention
-        rows = slice(rank * width, (rank + 1) * width)
-        for part in ("q_proj", "k_proj", "v_proj"):
-            getattr(share, part).weight.data = getattr(attention, part).weight.data[rows]
-            getattr(share, part).bias.data = getattr(attention, part).bias.data[rows]
-        share.o_proj.weight.data = attention.o_proj.weight.data[:, rows]
-        share.o_proj.bias = None
-        total = total + share(hidden)
-    torch.testing.assert_close(total, whole)
-
-
 def test_errors() -> None:
     with pytest.raises(InputError, match="Did you mean gpt-tiny"):
         build("gpt-tyny")

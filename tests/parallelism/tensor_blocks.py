@@ -18,7 +18,8 @@ from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
-from galvatron_lite.parallelism.tensor.shards import Placement, gather_full
+from galvatron_lite.parallelism.tensor.shards import Placement
+from tests.parallelism.running import gather_full
 
 SAMPLES, TOKENS, HIDDEN, HEADS, HEAD = 2, 8, 32, 4, 8
 

@@ -13,7 +13,7 @@ from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_byte
 from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
-from galvatron_lite.search.strategies import strategies_for
+from galvatron_lite.search.space import strategies_for
 from tests.factories import make_kind
 
 KIND = make_kind("block", 1200, tensor_degrees=4, recompute=list(Recompute), whole=40)

@@ -15,7 +15,7 @@ from galvatron_lite.model.graph import Routing, SplitDims, TensorSplit
 from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.expert.cost import ExpertDimension, rank_load, reached
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.search.strategies import strategies_for
+from galvatron_lite.search.space import strategies_for
 from tests.factories import make_kind
 from tests.parallelism.test_states_cost import work
 

@@ -26,7 +26,7 @@ from galvatron_lite.parallelism.pipeline.tied import SharedCopies, find_shared
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors
-from tests.equivalence.families import FAMILIES, build_family
+from tests.equivalence.families import build_family
 from tests.pool import WorkerPool
 from tests.schedules import SIMPLE
 
@@ -152,7 +152,7 @@ def test_1f1b_bounds_the_micro_batches_in_flight(shape: tuple[Schedule, int, int
         assert most == (microbatches if schedule is Schedule.GPIPE else min(microbatches, stages - stage))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["zoo-gpt", "bert", "mixtral"])
 def test_stages_hold_every_parameter_once(family: str) -> None:
     whole, _, layers = build_family(family, 2)
     expected = {name for name, _ in whole.named_parameters(remove_duplicate=False)}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.parallelism.sharded_functions import Lines, compare, picture
+from tests.parallelism.sharded_functions import Lines, compare, is_cut, picture
 
 PIXELS: Lines = (2, 3)
 
@@ -20,17 +20,14 @@ Reduction = Callable[[Tensor, Any, bool], Any]
 ADDED: dict[str, Reduction] = {
     "sum": lambda x, dims, keep: x.sum(dims, keep),
     "mean": lambda x, dims, keep: torch.mean(x, dims, keepdim=keep),
-    "var": lambda x, dims, keep: x.var(dims, keepdim=keep),
-    "biased var": lambda x, dims, keep: torch.var(x, dims, False, keep),
-    "std": lambda x, dims, keep: x.std(dim=dims, correction=0.5, keepdim=keep),
-    "var_mean": lambda x, dims, keep: torch.var_mean(x, dims, unbiased=False, keepdim=keep),
-    "std_mean": lambda x, dims, keep: torch.std_mean(x, dim=dims, correction=0, keepdim=keep),
     "norm": lambda x, dims, keep: x.norm(2, dim=dims, keepdim=keep),
     "3-norm": lambda x, dims, keep: torch.linalg.vector_norm(x, 3, dims, keep),
 }
 REDUCTIONS: dict[str, Reduction] = {
     **ADDED,
     "amax": lambda x, dims, keep: x.amax(dims, keep),
+    "biased var": lambda x, dims, keep: torch.var(x, dims, False, keep),
+    "std_mean": lambda x, dims, keep: torch.std_mean(x, dim=dims, correction=0, keepdim=keep),
     "amin": lambda x, dims, keep: torch.amin(x.relu(), dim=dims, keepdim=keep),
     "largest": lambda x, dims, keep: torch.linalg.vector_norm(x, float("inf"), dims, keepdim=keep),
     "any": lambda x, dims, keep: (x > 1.5).any(dims, keep),
@@ -56,7 +53,6 @@ def test_reductions_over_any_dims(data: st.DataObject) -> None:
 WHOLE: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x.sum() + torch.sum(x.float(), dtype=torch.float64),
     "mean": lambda x: x.mean(),
-    "var": lambda x: x.var(False) + x.std() + torch.var(x, unbiased=True),
     "norm": lambda x: x.norm() + torch.norm(x, p=1) + torch.linalg.norm(x),
     "max": lambda x: x.max() - x.min() + x.amax(),
     "max of equal ones": lambda x: (x - 1).relu().amin((2, 3)) + torch.max((x * 2).round() / 2),
@@ -64,13 +60,13 @@ WHOLE: dict[str, Callable[[Tensor], Any]] = {
     "pool": lambda x: x.mean([2, 3]).unsqueeze(-1),
     "pool and keep": lambda x: (x.mean((2, 3), keepdim=True) * x).sum((2, 3)),
     "0-norm": lambda x: torch.linalg.vector_norm(x.relu(), 0) + x.sum(),
-    "std of equal ones": lambda x: torch.ones_like(x).mul(x.detach()).std((2, 3)) + (x * 0).std((2, 3)),
+    "var": lambda x: x.var(False) + x.std() + torch.var(x, unbiased=True),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_reductions_over_everything(name: str) -> None:
-    gathers = None if name in ("max", "max of equal ones", "any", "0-norm") else False
+    gathers = None if name in ("max", "max of equal ones", "any", "0-norm", "var") else False
     compare(WHOLE[name], [picture(2, 4, 7, 5)], [PIXELS], (3, 2), stays_cut=False, gathers=gathers)
 
 
@@ -94,13 +90,12 @@ def test_ranks_without_items_add_nothing() -> None:
     for name, function in ADDED.items():
         if name not in ("3-norm", "norm"):
             compare(lambda x, f=function: f(x, (2, 3), False), [picture(2, 3, 2, 5)], [(2,)], (4,), stays_cut=False)
-    compare(lambda x: x.std((2, 3)), [picture(2, 3, 2, 1)], [(2,)], (3,), stays_cut=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     """Sixteen ranks err no more than one process does: by half a unit in the last place."""
-    for function in (torch.mean, torch.var, lambda x, dims: (x / 100).sum(dims)):
+    for function in (torch.mean, lambda x, dims: (x / 100).sum(dims)):
         compare(
             lambda x, f=function: f(x.to(dtype), (2, 3)),
             [picture(1, 2, 32, 32) + 100],
@@ -171,3 +166,130 @@ def test_attention_that_depends_on_places_gathers() -> None:
         return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
     compare(attend, [picture(2, 2, 5, 4)], [(2,)], (3,), stays_cut=False, gathers=True)
+
+
+# Losses of cut predictions, against whole ones.
+
+
+BOTH_SIDES: Lines = (2, 3)
+SHAPE = (2, 4, 5, 7)
+
+
+def classes(*shape: int, ignored: bool = True) -> Tensor:
+    found = torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(3))
+    if ignored:
+        found[0, 0] = -100
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_classification_of_pixels(data: st.DataObject) -> None:
+    options: dict[str, Any] = {
+        "reduction": data.draw(st.sampled_from(["mean", "sum", "none"])),
+        "weight": data.draw(st.sampled_from([None, picture(4).abs()])),
+        "label_smoothing": data.draw(st.sampled_from([0.0, 0.2])),
+    }
+    target = classes(2, 5, 7)
+    if data.draw(st.booleans()):
+        options["ignore_index"] = 2
+        target = target.clamp_min(0)
+    where: Lines = data.draw(st.sampled_from([(), (1, 2)]))
+    degrees = data.draw(st.sampled_from([(3, 2), (2, 2), (4, 1)]))
+    compare(
+        lambda x, t: functional.cross_entropy(x, t, **options),
+        [picture(*SHAPE), target],
+        [BOTH_SIDES, where],
+        degrees,
+        stays_cut=options["reduction"] == "none",
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("cut", [BOTH_SIDES, ()])
+def test_classification_by_probabilities(reduction: str, cut: Lines) -> None:
+    compare(
+        lambda x, t: functional.cross_entropy(x, t.softmax(1), picture(4).abs(), reduction=reduction),
+        [picture(*SHAPE), picture(*SHAPE, seed=1)],
+        [BOTH_SIDES, cut],
+        (3, 2),
+        stays_cut=reduction == "none",
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_likelihoods_of_pixels(reduction: str) -> None:
+    loss = nn.NLLLoss(picture(4).abs(), reduction=reduction)
+    compare(lambda x, t: loss(x.log_softmax(1), t), [picture(*SHAPE), classes(2, 5, 7)], [BOTH_SIDES, ()], (3, 2))
+    compare(functional.nll_loss, [picture(2, 4, 9), classes(2, 9)], [(2,), (1,)], (4,), stays_cut=False)
+
+
+def test_whole_logits_and_cut_targets() -> None:
+    compare(functional.cross_entropy, [picture(*SHAPE), classes(2, 5, 7)], [(), (1, 2)], (3, 2), stays_cut=False)
+
+
+def test_logits_whose_classes_are_cut_are_gathered() -> None:
+    compare(
+        functional.cross_entropy, [picture(*SHAPE), classes(2, 5, 7)], [(1,), ()], (2,), stays_cut=False, gathers=True
+    )
+
+
+def test_older_names_of_reductions() -> None:
+    both = [picture(*SHAPE), classes(2, 5, 7)]
+    for given_names in ({"size_average": False}, {"reduce": False}, {"size_average": True, "reduce": True}):
+        compare(lambda x, t, k=given_names: functional.cross_entropy(x, t, **k), both, [BOTH_SIDES, ()], (2, 2))
+
+
+ITEMWISE: dict[str, Callable[..., Any]] = {
+    "mse": functional.mse_loss,
+    "l1": functional.l1_loss,
+    "smooth l1": lambda x, y, **how: functional.smooth_l1_loss(x, y, beta=0.5, **how),
+    "huber": lambda x, y, **how: functional.huber_loss(x, y, delta=0.7, **how),
+    "bce": lambda x, y, **how: functional.binary_cross_entropy(x.sigmoid(), y.sigmoid(), **how),
+    "bce logits": lambda x, y, **how: functional.binary_cross_entropy_with_logits(
+        x, y.sigmoid(), pos_weight=picture(4, 1, 1).abs(), **how
+    ),
+    "weighed bce": lambda x, y, **how: functional.binary_cross_entropy_with_logits(
+        x, y.sigmoid(), weight=picture(5, 7).abs(), **how
+    ),
+    "kl": lambda x, y, **how: functional.kl_div(x.log_softmax(1), y.softmax(1), **how),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ITEMWISE)
+def test_losses_of_each_item(name: str, reduction: str) -> None:
+    both = [picture(*SHAPE), picture(*SHAPE, seed=1)]
+    for cut in (BOTH_SIDES, ()):
+        compare(
+            lambda x, y: ITEMWISE[name](x, y, reduction=reduction),
+            both,
+            [BOTH_SIDES, cut],
+            (3, 2),
+            stays_cut=reduction == "none",
+        )
+
+
+def test_means_over_samples() -> None:
+    both = [picture(*SHAPE), picture(*SHAPE, seed=1)]
+    compare(lambda x, y: ITEMWISE["kl"](x, y, reduction="batchmean"), both, [BOTH_SIDES, ()], (3, 2), stays_cut=False)
+
+
+def test_ranks_without_pixels_add_nothing() -> None:
+    both = [picture(2, 4, 2, 3), classes(2, 2, 3, ignored=False)]
+    compare(functional.cross_entropy, both, [(2,), ()], (4,), stays_cut=False)
+    compare(functional.mse_loss, [both[0], both[0] * 2], [(2,), ()], (4,), stays_cut=False)
+
+
+def test_losses_of_half_precision_do_not_overflow() -> None:
+    both = [picture(1, 4, 96, 96) * 20, torch.zeros(1, 96, 96, dtype=torch.long)]
+    compare(lambda x, t: functional.cross_entropy(x.bfloat16(), t), both, [BOTH_SIDES, ()], (2, 2), tolerance=2e-2)
+    # torch's own mean is infinite here
+    compare(
+        lambda x, t: functional.cross_entropy(x.half() if is_cut(x) else x, t).double(),
+        both,
+        [BOTH_SIDES, ()],
+        (2, 2),
+        tolerance=2e-2,
+    )

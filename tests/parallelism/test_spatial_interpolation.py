@@ -50,7 +50,7 @@ def _check(function: Callable[[Tensor], Tensor], picture: Tensor, degrees: dict[
         assert_equal(ours, theirs)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(resamplings())
 @pytest.mark.filterwarnings("ignore")
 def test_every_mode_size_and_scale(drawn: tuple[Tensor, dict[int, int], dict[str, Any]]) -> None:

@@ -99,21 +99,11 @@ def test_pools_of_one_side_and_of_volumes(
 @pytest.mark.parametrize(
     ("pool", "sides"),
     [
-        (nn.MaxPool1d(3, 2, 1), 1),
         (nn.MaxPool2d(3, stride=2, padding=1), 2),
-        (nn.MaxPool2d(2), 2),
         (nn.MaxPool3d((1, 2, 2)), 3),
-        (nn.AvgPool1d(2), 1),
         (nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), 2),
-        (nn.AvgPool2d(2, divisor_override=3), 2),
-        (nn.AvgPool3d(2), 3),
-        (nn.AdaptiveAvgPool1d(4), 1),
         (nn.AdaptiveAvgPool2d(1), 2),
-        (nn.AdaptiveAvgPool2d((None, 4)), 2),
         (nn.AdaptiveAvgPool3d((1, 1, 1)), 3),
-        (nn.AdaptiveMaxPool1d(1), 1),
-        (nn.AdaptiveMaxPool2d((4, 1)), 2),
-        (nn.AdaptiveMaxPool3d(1), 3),
     ],
     ids=str,
 )
@@ -128,18 +118,13 @@ def test_modules_of_torch(pool: nn.Module, sides: int) -> None:
         lambda picture: torch.max_pool2d(picture, 3, 2, 1),
         lambda picture: functional.max_pool2d(picture, 3, stride=2, padding=1, return_indices=False),
         lambda picture: functional.max_pool2d(input=picture, kernel_size=[2, 2], stride=[]),
-        lambda picture: functional.avg_pool2d(picture, kernel_size=2),
-        lambda picture: functional.adaptive_avg_pool2d(picture, (5, 1)),
-        lambda picture: functional.adaptive_avg_pool2d(picture, output_size=[1, 4]),
         lambda picture: functional.adaptive_max_pool2d(picture, (None, 1)),
-        lambda picture: functional.adaptive_max_pool2d(picture, 1),
         lambda picture: functional.pixel_shuffle(torch.cat([picture, picture * 2, picture, picture], 1), 2),
         lambda picture: functional.pixel_unshuffle(picture, 2),
     ],
 )
-@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)])
-def test_functions_of_torch(function: Layer, grid: tuple[int, int]) -> None:
-    check(function, [20, 8], grid)
+def test_functions_of_torch(function: Layer) -> None:
+    check(function, [20, 8], (2, 2))
 
 
 @pytest.mark.filterwarnings("ignore:.*the whole picture is gathered")
@@ -174,26 +159,19 @@ def test_pools_to_given_extents(
     "layer",
     [
         nn.Conv1d(3, 4, 3, padding=1),
-        nn.Conv1d(3, 4, 1),
         nn.ConvTranspose1d(3, 4, 3, 2, 1),
         nn.MaxPool1d(3, 2, 1),
-        nn.AvgPool1d(2),
-        nn.AdaptiveAvgPool1d(1),
         nn.AdaptiveMaxPool1d(8),
         nn.ReflectionPad1d(1),
         nn.ZeroPad1d(0),
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.ConvTranspose2d(3, 4, 2, 2),
-        nn.MaxPool2d(2),
         nn.AvgPool2d(3, 2, 1, count_include_pad=False),
         nn.AdaptiveAvgPool2d((1, 8)),
         nn.ZeroPad2d((0, 0, -1, 0)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("samples", [1, 2])
-def test_what_comes_out_may_be_written_to(layer: nn.Module, samples: int) -> None:
-    module, picture = layer.double(), double(samples, 3, *[8] * int(type(layer).__name__[-2]))
+def test_what_comes_out_may_be_written_to(layer: nn.Module) -> None:
+    module, picture = layer.double(), double(1, 3, *[8] * int(type(layer).__name__[-2]))
 
     def run(given: Tensor) -> Tensor:
         return functional.relu(module(given), inplace=True)
@@ -253,7 +231,7 @@ def test_borders_on_the_wire_are_those_of_the_windows(function: Layer, window: S
     ranks = shared(function, picture, [], (4, 1), 0)
     items = sum(sum(borrowed_by(window, 24, 4, rank)) for rank in range(4)) * 2 * 3 * 10
     # the borders in forward, their gradients in backward
-    assert sum(line.sent_bytes for one in ranks for line in one.lines) == 2 * items * 8
+    assert sum(one.sent_bytes for one in ranks) == 2 * items * 8
 
 
 def test_pools_keep_neither_shares_nor_borders() -> None:

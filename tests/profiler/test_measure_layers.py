@@ -116,10 +116,6 @@ def test_a_linear_layer_by_hand() -> None:
     assert backward <= memory.working <= backward + seed
 
 
-def recomputing(block: nn.Module, choice: Recompute) -> nn.Module:
-    return make_shard(block, LayerSetting("block", 4, recompute=choice), TensorPlan(), CPU)
-
-
 def test_a_result_that_the_block_keeps_counts_with_the_next_one() -> None:
     """ReLU keeps its result, which is what the next block enters with; so blocks on end count each picture once."""
     ends, goes_on = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
@@ -183,14 +179,3 @@ def test_tokens_are_cut_once() -> None:
     half = local_call(call, 2)
     assert hidden_state(half.args, half.kwargs).shape == (2, TOKENS // 2, HIDDEN)
     assert local_call(call, 1) is call
-
-
-def test_memory_grows_in_a_straight_line() -> None:
-    kept = [block_memory(*_with_gradients(samples), CPU).kept for samples in (1, 2, 3)]
-    assert kept[2] - kept[1] == kept[1] - kept[0]
-
-
-def _with_gradients(samples: int) -> tuple[nn.Module, SegmentCall]:
-    block, call = gpt_block(samples)
-    give_gradients(block)
-    return block, call

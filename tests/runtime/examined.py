@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from galvatron_lite import auto
+from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.runtime import preparation
 from galvatron_lite.runtime.assignment import LayerAssignment
@@ -20,12 +21,13 @@ class Examined:
         self._flows: list[Any] = []
         self._sampled: dict[str, dict[str, int]] = {}
         self._split: dict[frozenset[str], dict[str, TensorPlan]] = {}
+        self._shared: dict[object, dict[str, ChannelPlan]] = {}
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """All models that are split meanwhile are alike."""
         sample_arguments, known_flow = preparation.sample_arguments, preparation.known_flow
-        tensor_plans = preparation.tensor_plans
+        tensor_plans, channel_plans = preparation.tensor_plans, preparation.channel_plans
 
         def arguments(model: Any, names: Sequence[str], batch: Any) -> dict[str, dict[str, int]]:
             unknown = [name for name in names if name not in self._sampled]
@@ -43,7 +45,16 @@ class Examined:
                 self._split[key] = tensor_plans(model, several, batch)
             return self._split[key]
 
-        finders = {"sample_arguments": arguments, "known_flow": flow, "tensor_plans": plans}
+        def channels(model: Any, placed: Iterable[LayerAssignment], batch: Any) -> dict[str, ChannelPlan]:
+            several = list(placed)
+            key = tuple((one.layer.name, one.strategy) for one in several if one.strategy.slices > 1)
+            if key not in self._shared:
+                self._shared[key] = channel_plans(model, several, batch)
+            return self._shared[key]
+
+        finders = {
+            "sample_arguments": arguments, "known_flow": flow, "tensor_plans": plans, "channel_plans": channels,
+        }  # fmt: skip
         with patch.multiple(preparation, **finders):
             yield
 

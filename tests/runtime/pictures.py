@@ -17,6 +17,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict
+from tests.runtime.examined import Examined
 from tests.runtime.plans import make_plan
 from tests.runtime.training import Trained
 
@@ -100,7 +101,13 @@ def make_parallel_net(case: Pictures, **options: Any) -> ParallelModel:
     names = [[layer.name for layer in layers[a:b]] for a, b in pairwise(bounds)]
     strategies = [list(case.strategies[a:b]) for a, b in pairwise(bounds)]
     plan = make_plan(names, strategies, SAMPLES, case.microbatches)
-    return ParallelModel(model, plan, layers, batch, device="cpu", **options)
+    with _examined(case.norm, case.dense, case.chain).taken():
+        return ParallelModel(model, plan, layers, batch, device="cpu", **options)
+
+
+@cache
+def _examined(_norm: str, _dense: bool, _chain: bool) -> Examined:
+    return Examined()
 
 
 def train_net(case: Pictures, steps: int = 3) -> Trained:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError, NonFiniteLossError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.parameters.full_state import full_gradients, full_state_dict, load_full_state_dict
 from tests.pool import WorkerPool
@@ -135,38 +138,10 @@ def reload(strategies: list[Strategy]) -> tuple[float, float]:
         return float(parallel(make_batch())), float(other(**make_batch()))
 
 
-def own_state(strategies: list[Strategy]) -> list[str]:
-    """What is said where the state of one rank is asked for."""
-    parallel = make_parallel(Case(strategies))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert parallel.state_dict()
-    return [str(one.message) for one in said]
-
-
-def test_state_of_one_rank_says_so_where_it_holds_shares(pool: WorkerPool) -> None:
-    for strategies, wanted in (([DATA] * 5, 0), ([TENSOR] * 5, 1), ([ZERO3] * 5, 1)):
-        for said in pool.run(2, own_state, strategies=strategies):
-            assert len([one for one in said if "parallel.save(folder)" in one]) == wanted
-
-
 @pytest.mark.parametrize("strategies", [MIXED, [TENSOR] * 5, [ZERO2] * 5])
 def test_state_round_trip(pool: WorkerPool, strategies: list[Strategy]) -> None:
     for ours, wanted in pool.run(2, reload, strategies=strategies):
         assert ours == pytest.approx(wanted, rel=1e-6)
-
-
-def broken_state() -> None:
-    parallel = make_parallel(Case([Strategy()] * 5))
-    state = full_state_dict(parallel)
-    with pytest.raises(InputError, match=r"blocks\.0\.norm1\.weight.*no such entry"):
-        load_full_state_dict(parallel, {n: t for n, t in state.items() if n != "blocks.0.norm1.weight"})
-    with pytest.raises(InputError, match="another shape"):
-        load_full_state_dict(parallel, state | {"norm.bias": torch.zeros(1)})
-
-
-def test_state_that_does_not_fit(pool: WorkerPool) -> None:
-    pool.run(1, broken_state)
 
 
 BF16 = {
@@ -233,72 +208,84 @@ def test_meta_models_start_alike_under_every_plan(pool: WorkerPool) -> None:
             assert losses == pytest.approx(alone, rel=1e-5)
 
 
-def one_rank(make: str) -> str:
-    """The message of the error that a wrong use raises."""
+LAYER_NAMES = ["before", "blocks.0", "blocks.1", "blocks.2", "after"]
+OTHERS = {
+    "a layer that is none": [*LAYER_NAMES[:3], "layers.7", "after"],
+    "a layer left out": LAYER_NAMES[:4],
+    "another order": ["before", "blocks.1", "blocks.0", "blocks.2", "after"],
+}
+SAID = {
+    "a layer that is none": "The model has no such layer. Its layers are: before, blocks.0",
+    "a layer left out": "It says nothing about the layers after",
+    "another order": "the next 1 layer(s) of this one are blocks.0",
+    "batch": "multiple of 4 samples; the nearest: 4 or 8",
+    "no entry": "no such entry",
+    "shape": "another shape",
+    "loss": "The step was not taken",
+    "evaluation": "outputs(batch)",
+    "no example": "give an example batch",
+}
+
+
+def said_by(*calls: tuple[str, Callable[[], Any]]) -> dict[str, str]:
+    """The message of the error that each wrong use raises."""
+    said = {}
+    for name, call in calls:
+        with pytest.raises((InputError, NonFiniteLossError)) as raised:
+            call()
+        said[name] = str(raised.value)
+    return said
+
+
+def of_plan(plan: Plan, batch: Any = None) -> ParallelModel:
+    model = make_model("gpt-tiny")
+    return ParallelModel(model, plan, discover_layers(model), batch, device="cpu")
+
+
+def wrong_on_one_rank() -> dict[str, str]:
     parallel = make_parallel(Case([Strategy()] * 5, microbatches=4))
-    optimizer = parallel.optimizer(torch.optim.SGD, lr=math.nan if make == "nan" else 0.1)
-    if make == "batch":
-        with pytest.raises(InputError) as raised:
-            parallel.train_step({k: v[:6] for k, v in make_batch().items()}, optimizer)
-        return str(raised.value)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    state = full_state_dict(parallel)
+    without = {name: value for name, value in state.items() if name != "blocks.0.norm1.weight"}
+    odd, plans = {key: value[:6] for key, value in make_batch().items()}, {
+        name: make_plan([names], [[Strategy()] * len(names)], SAMPLES) for name, names in OTHERS.items()
+    }  # fmt: skip
+    said = said_by(
+        *((name, partial(of_plan, plan, make_batch())) for name, plan in plans.items()),
+        ("batch", lambda: parallel.train_step(odd, optimizer)),
+        ("no entry", lambda: load_full_state_dict(parallel, without)),
+        ("shape", lambda: load_full_state_dict(parallel, state | {"norm.bias": torch.zeros(1)})),
+    )
     with torch.no_grad():
         parallel.module.norm.weight.fill_(math.inf)
     before = full_state_dict(parallel)
-    with pytest.raises(NonFiniteLossError) as failed:
-        parallel.train_step(make_batch(), optimizer)
+    said |= said_by(("loss", lambda: parallel.train_step(make_batch(), optimizer)))
     after = full_state_dict(parallel)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    return str(failed.value)
+    return said
 
 
-def test_batch_that_cannot_be_shared(pool: WorkerPool) -> None:
-    assert "multiple of 4 samples; the nearest: 4 or 8" in pool.run(1, one_rank, make="batch")[0]
+def wrong_on_two_ranks() -> tuple[dict[str, str], list[int]]:
+    """And how often the state of one rank says that it holds shares, where it does."""
+    staged = make_parallel(Case([Strategy()] * 5, cuts=[3])).eval()
+    said = said_by(
+        ("evaluation", lambda: staged(make_batch())), ("no example", lambda: of_plan(plan_of(Case([TENSOR] * 5))))
+    )
+    counts = []
+    for strategies in ([DATA] * 5, [TENSOR] * 5, [ZERO3] * 5):
+        parallel = make_parallel(Case(strategies))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert parallel.state_dict()
+        counts.append(len([one for one in told if "parallel.save(folder)" in str(one.message)]))
+    return said, counts
 
 
-def test_loss_that_is_not_finite(pool: WorkerPool) -> None:
-    assert "The step was not taken" in pool.run(1, one_rank, make="loss")[0]
-
-
-def refuse(plan_names: list[str]) -> str:
-    model = make_model("gpt-tiny")
-    plan = make_plan([plan_names], [[Strategy()] * len(plan_names)], SAMPLES)
-    with pytest.raises(InputError) as raised:
-        ParallelModel(model, plan, discover_layers(model), make_batch(), device="cpu")
-    return str(raised.value)
-
-
-LAYER_NAMES = ["before", "blocks.0", "blocks.1", "blocks.2", "after"]
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ([*LAYER_NAMES[:3], "layers.7", "after"], "The model has no such layer. Its layers are: before, blocks.0"),
-        (LAYER_NAMES[:4], "It says nothing about the layers after"),
-        (["before", "blocks.1", "blocks.0", "blocks.2", "after"], "the next 1 layer(s) of this one are blocks.0"),
-    ],
-)
-def test_plans_of_another_model(pool: WorkerPool, names: list[str], message: str) -> None:
-    assert message in pool.run(1, refuse, plan_names=names)[0]
-
-
-def refuse_pipeline() -> str:
-    parallel = make_parallel(Case([Strategy()] * 5, cuts=[3])).eval()
-    with pytest.raises(InputError) as raised:
-        parallel(make_batch())
-    return str(raised.value)
-
-
-def test_a_pipeline_in_evaluation_mode_with_gradients_says_how(pool: WorkerPool) -> None:
-    assert "outputs(batch)" in pool.run(2, refuse_pipeline)[0]
-
-
-def without_example() -> str:
-    model = make_model("gpt-tiny")
-    with pytest.raises(InputError) as raised:
-        ParallelModel(model, plan_of(Case([TENSOR] * 5)), discover_layers(model), device="cpu")
-    return str(raised.value)
-
-
-def test_tensor_parallelism_needs_an_example(pool: WorkerPool) -> None:
-    assert "give an example batch" in pool.run(2, without_example)[0]
+def test_wrong_uses_are_refused_and_change_nothing(pool: WorkerPool) -> None:
+    said = pool.run(1, wrong_on_one_rank)[0]
+    for more, counts in pool.run(2, wrong_on_two_ranks):
+        said |= more
+        assert counts == [0, 1, 1]
+    assert said.keys() == SAID.keys()
+    for name, words in SAID.items():
+        assert words in said[name], name

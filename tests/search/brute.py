@@ -16,13 +16,11 @@ from itertools import accumulate, combinations, pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.cost.groups import price_stages
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer
 from galvatron_lite.cost.layout import Layout, layout
 from galvatron_lite.cost.memory import group_memory, terms
-from galvatron_lite.cost.sharing import sharing_of
-from galvatron_lite.cost.stage import Shape, StageCost, price_chunk, transfer_seconds
-from galvatron_lite.cost.step import bound_seconds, shape_of, straggling, strategies_of
+from galvatron_lite.cost.stage import Shape, StageCost, price_chunk, sharing_of, transfer_seconds
+from galvatron_lite.cost.step import bound_seconds, price_stages, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight

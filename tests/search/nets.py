@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron_lite.search.pareto import pareto_rows
+from galvatron_lite.search.tables import pareto_rows
 
 IntArray = NDArray[np.int64]
 

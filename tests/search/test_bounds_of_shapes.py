@@ -10,10 +10,11 @@ import pytest
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.parallelism.pipeline.schedule import Schedule, schedules
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.bounds import Glance
-from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, settled, shapes_of
+from galvatron_lite.search.bounds import Glance, averaged_uniform
+from galvatron_lite.search.problem import cuts_of
+from galvatron_lite.search.shapes import average_of, bounds_of, open_problem, shapes_of, with_edges, with_ties
 from galvatron_lite.search.space import Fixed
-from galvatron_lite.search.uniform import Uniform, averaged, cuts_of
+from galvatron_lite.search.uniform import Uniform
 from tests.search.instances import random_instance
 
 ROUNDING = 1 + 1e-9
@@ -38,12 +39,13 @@ def test_bounds_are_never_above_the_best_plan(seed: int) -> None:
         if shape.virtual > 1:
             ways = cuts_of(asked.profile.graph, shape.stages * shape.virtual)
             assert min(Uniform(problem, cuts).bound() for cuts in ways) <= best
-            assert shape.schedule is not Schedule.INTERLEAVED or averaged([problem])[0] <= best
+            assert shape.schedule is not Schedule.INTERLEAVED or averaged_uniform([problem])[0] <= best
             continue
         bounds = bounds_of(problem)
         assert bounds is not None
         assert bounds.bound <= best
-        own = next(child for child in settled(problem) if child.choice == found.problem.choice)
+        children = (child for tied in with_ties(problem) for child in with_edges(tied))
+        own = next(child for child in children if child.choice == found.problem.choice)
         narrower = bounds_of(own)
         assert narrower is not None
         assert narrower.bound <= best

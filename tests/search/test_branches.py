@@ -13,10 +13,10 @@ import pytest
 from galvatron_lite.api import evaluate, plan
 from galvatron_lite.cost.forward_only import for_inference
 from galvatron_lite.cost.plan import evaluate as price
-from galvatron_lite.errors import GalvatronError, InfeasibleError, InputError
+from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Passed
 from galvatron_lite.parallelism.backends import GALVATRON, in_mode
-from galvatron_lite.parallelism.branch.assign import Option, exact, places
+from galvatron_lite.parallelism.branch.cost import places
 from galvatron_lite.parallelism.branch.find import find_regions
 from galvatron_lite.parallelism.strategy import Offload, Recompute, Strategy
 from galvatron_lite.plans.execution import check_runs
@@ -24,9 +24,8 @@ from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, Mode, Pla
 from galvatron_lite.profiler.schema import HostOverhead, Profile
 from galvatron_lite.search.branches import branch_plans, may_branch
 from galvatron_lite.search.planner import find_plan, request_of
-from galvatron_lite.search.programme.ilp_branches import certify_assignment
 from galvatron_lite.search.result import runs_of
-from galvatron_lite.search.session import Session
+from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed, Space
 from galvatron_lite.search.ways import PlanTask, seconds_of
 from tests.branchy import plain_profile, random_towers
@@ -253,25 +252,6 @@ def test_a_strategy_of_a_branch_that_nobody_runs_is_refused() -> None:
     runs = (replace(found.branches[0].runs[0], strategy=strategy),)
     with pytest.raises(InputError, match=r"branches\.0"):
         check_runs(replace(found, branches=(replace(found.branches[0], runs=runs), *found.branches[1:])))
-
-
-def test_an_integer_programme_certifies_the_groups() -> None:
-    found = find_plan(plain_profile([3.0, 2.0, 1.0]), devices=2, global_batch=1, budget=PLENTY, certify=True)
-    assert found.branches
-    assert found.provenance is not None
-    assert "groups of 3 branches: 9" in found.provenance.certificate
-
-
-def test_another_optimum_is_an_error() -> None:
-    jobs = [{1: [Option((3.0,))]}, {1: [Option((2.0,))]}]
-    apart = exact(jobs, 2, 10, 2)
-    together = exact(jobs, 1, 10, 2)
-    assert apart is not None
-    assert together is not None
-    assert "integer programme 3 s" in certify_assignment(apart, jobs, 2, 10, 2, 1)
-    with pytest.raises(GalvatronError, match="disagree"):
-        certify_assignment(together, jobs, 2, 10, 2, 1)
-    assert certify_assignment(replace(together, proven=False), jobs, 2, 10, 2, 1) == ""
 
 
 def test_models_without_branches_are_planned_without_looking_for_them() -> None:

@@ -117,9 +117,9 @@ def check(chain: Chain, front: ChainFront, best: list[Times]) -> None:
         assert weighted(chain, time) >= front.dropped or any(beats(other, time) for other in times)
 
 
-def check_good(chain: Chain, best: list[Times], cap: int | None) -> None:
+def check_good(chain: Chain, best: list[Times]) -> None:
     """A path that is met soon fits and is what it says; the bound beside it holds."""
-    path, least = good_path(chain, cap)
+    path, least = good_path(chain)
     assert not best or least <= weighted(chain, best[0])
     if path is not None:
         assert moments_peak(chain, path.choices) <= chain.room
@@ -152,7 +152,7 @@ def test_every_sequence(seed: int) -> None:
         best = pareto([time for time in fitting if cap is None or weighted(chain, time) <= cap])
         check(own, pareto_paths(own, cap, draw.choice([None, None, 1, 2, 5])), best)
         if criteria == 1:
-            check_good(own, best, cap)
+            check_good(own, best)
             check_near(own, best, cap)
 
 
@@ -197,7 +197,7 @@ def test_runs_of_equal_layers(seed: int) -> None:
         best = plain_labels(own)
         check(own, pareto_paths(own), best)
         if len(own.weights) == 1:
-            check_good(own, best, None)
+            check_good(own, best)
 
 
 def test_the_same_answer_again() -> None:

@@ -19,9 +19,9 @@ from galvatron_lite.plans.schema import Cyclic, Plan, Proof, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.result import plan_of
-from galvatron_lite.search.session import Session
-from galvatron_lite.search.space import Fixed
-from galvatron_lite.search.ways import Delay, PlanTask, with_ways
+from galvatron_lite.search.shapes import Session
+from galvatron_lite.search.space import Delay, Fixed
+from galvatron_lite.search.ways import PlanTask, with_ways
 from tests.factories import random_profile
 
 ROOM = 2**40

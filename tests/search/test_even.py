@@ -14,8 +14,7 @@ from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.best_first import SolvedPlan, search
 from galvatron_lite.search.planner import find_plan, request_of
 from galvatron_lite.search.problem import Problem, even_cuts
-from galvatron_lite.search.session import Session
-from galvatron_lite.search.shapes import settled
+from galvatron_lite.search.shapes import Session, with_edges, with_ties
 from galvatron_lite.search.space import Fixed
 from tests.factories import random_profile
 
@@ -31,7 +30,7 @@ def by_hand(problem: Problem) -> float:
     """Picoseconds of the best even plan of two stages: every best way of each, in every combination."""
     cuts = even_cuts(problem.graph, 2)
     best = float("inf")
-    for child in settled(problem):
+    for child in (child for tied in with_ties(problem) for child in with_edges(tied)):
         first, second = (child.plans(stage, range(cuts[stage], cuts[stage + 1]), 2**61)[0] for stage in (0, 1))
         for one in first:
             for other in second:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.search.best_first import finished, search
-from galvatron_lite.search.infeasible import leanest
 from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.refusals import leanest
 from galvatron_lite.search.space import Space
 from tests.schedules import SIMPLE
 from tests.search.brute import Brute, bound_of, brute_of, every_plan
@@ -21,7 +21,7 @@ from tests.search.instances import Instance, random_instance, uniform_instance
 
 QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
 TIMES = int(os.environ.get("EXACT_TIMES", "1"))
-"""How many times as many random instances; 5 for 300 of each kind."""
+"""How many times as many random instances; 12 for 300 of each kind."""
 
 
 def check(asked: Instance, brute: Brute, budget: int) -> None:
@@ -41,7 +41,7 @@ def check(asked: Instance, brute: Brute, budget: int) -> None:
     assert bound_of(asked.profile, plan) == pytest.approx(best.seconds, rel=1e-9)
 
 
-@settings(max_examples=60 * TIMES, **QUIET)
+@settings(max_examples=24 * TIMES, **QUIET)
 @given(st.integers(0, 10**9))
 def test_equals_brute_force(seed: int) -> None:
     asked, draw = random_instance(seed), random.Random(seed)
@@ -54,7 +54,7 @@ def test_equals_brute_force(seed: int) -> None:
     check(asked, brute, draw.choice([peaks[0], peaks[len(peaks) // 8], draw.choice(peaks), peaks[-1]]))
 
 
-@settings(max_examples=60 * TIMES, **QUIET)
+@settings(max_examples=24 * TIMES, **QUIET)
 @given(st.integers(0, 10**9))
 def test_equals_brute_force_where_groups_run_several_stages(seed: int) -> None:
     asked, draw = uniform_instance(seed), random.Random(seed)
@@ -72,16 +72,16 @@ def test_equals_brute_force_where_it_once_did_not(seed: int) -> None:
         check(asked, brute, budget)
 
 
-@settings(max_examples=25, **QUIET)
+@settings(max_examples=10, **QUIET)
 @given(st.integers(0, 10**9))
 def test_the_leanest_plan_needs_the_least_that_any_plan_needs(seed: int) -> None:
     for asked in (random_instance(seed), uniform_instance(seed)):
         peaks = brute_of(asked).peaks()
         lean = leanest(asked.request(0), LayerPricer(asked.profile))
-        assert (lean.budget.most if lean else None) == (peaks[0] if peaks else None)
+        assert (lean[1].most if lean else None) == (peaks[0] if peaks else None)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_planner_names_the_least_that_any_plan_of_the_whole_space_needs(seed: int) -> None:
     asked = random_instance(seed)
     whole = Space(asked.profile.graph, asked.profile.cluster.levels[0].size)
@@ -92,7 +92,7 @@ def test_the_planner_names_the_least_that_any_plan_of_the_whole_space_needs(seed
     assert error.value.smallest_budget == least
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_brute_force_equals_the_evaluator_plan_by_plan(seed: int) -> None:
     asked = random_instance(seed, most=3)
     brute = brute_of(asked)

@@ -99,8 +99,8 @@ def test_quick_searches_that_meet_nothing_are_not_the_last_word(seed: int, monke
     profile = random_profile(random.Random(seed), devices=2, blocks=2)
     best = find_plan(profile, devices=2, global_batch=4, budget=2**50)
 
-    def blind(*args: object, exact: bool = True, **given: object) -> object:
-        return search(*args, exact=exact, **given) if exact else None  # type: ignore[arg-type]
+    def blind(*args: object, below: int | None = None, **given: object) -> object:
+        return search(*args, below=below, **given) if below is None else None  # type: ignore[arg-type]
 
     monkeypatch.setattr(planner, "search", blind)
     found = find_plan(profile, devices=2, global_batch=4, budget=2**50, effort=0)

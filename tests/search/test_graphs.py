@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from galvatron_lite.cost.memory import MemoryTerms, worst_moment
-from galvatron_lite.search import nets as graphs
 from galvatron_lite.search.chain import Chain, ChainLayer, Path
-from galvatron_lite.search.chain_labels import pareto_paths
-from galvatron_lite.search.nets import good_way, net_paths
+from galvatron_lite.search.chain_labels import Net as GraphNet
+from galvatron_lite.search.chain_labels import good_way, net_paths, pareto_paths
 from tests.search.nets import Net, Node, best_in_order, time_of
 
 CHAIN = [(i, i + 1) for i in range(5)]
@@ -54,7 +53,7 @@ def random_net(edges: list[tuple[int, int]], draw: random.Random, layers: int = 
     return Net(nodes, costs, 10**6)
 
 
-def as_stage(net: Net, later: list[np.ndarray] | None = None) -> graphs.Net:
+def as_stage(net: Net, later: list[np.ndarray] | None = None) -> GraphNet:
     """The same as the search takes it; ``later``: a second criterion of each layer, in which moves do not count."""
     layers = []
     for place, node in enumerate(net.nodes):
@@ -64,7 +63,7 @@ def as_stage(net: Net, later: list[np.ndarray] | None = None) -> graphs.Net:
         layers.append(ChainLayer(time, *node.memory.T, move, node.group))
     ones = np.ones(1 if later is None else 2, dtype=np.int64)
     chain = Chain(tuple(layers), ones * np.array([1, 0][: len(ones)]), ones, net.room)
-    return graphs.Net(chain, {(i, j): cost for (i, j), cost in net.edges.items() if j > i + 1})
+    return GraphNet(chain, {(i, j): cost for (i, j), cost in net.edges.items() if j > i + 1})
 
 
 def peak(net: Net, choices: tuple[int, ...]) -> int:

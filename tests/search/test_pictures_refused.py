@@ -39,9 +39,19 @@ def asked(*pins: str) -> Plan:
         (("before.channels=2",), "before.channels", 2, "3 -> 64 channels cannot be shared evenly by 2"),
         (("after.channels=2",), "after.channels", 2, "ends in a loss.*offers 1"),
         (("width=3",), "width", 3, "must divide the 8 devices"),
-        (("before.width=2", "before.filters=2"), "before.width", "2, 2", r"one of pixels .*, filters and channels"),
-        (("stages.0.0.channels=2", "stages.0.0.filters=2"), "stages.0.0.filters", "2, 2", "one of pixels"),
-        (("stages.0.0.width=2", "stages.0.0.tp=2"), "stages.0.0.tensor", "2, 2", "has no tensor beside it"),
+        (("before.width=2", "before.filters=2"), "before.width", "2, 2", r"has all that is pinned.* it offers filters"),
+        (
+            ("stages.0.0.channels=2", "stages.0.0.filters=2"),
+            "stages.0.0.filters",
+            "2, 2",
+            "pins it offers filters 1",
+        ),
+        (
+            ("stages.0.0.width=2", "stages.0.0.tp=2"),
+            "stages.0.0.tensor",
+            "2, 2",
+            "pins it offers tensor 1",
+        ),
         (
             ("stages.0.0.width=2", "stages.0.0.dp=8"),
             "stages.0.0.width",

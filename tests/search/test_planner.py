@@ -17,7 +17,7 @@ from galvatron_lite.model.shapes import load_model
 from galvatron_lite.plans.schema import Plan, Proof, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.search.planner import compare, find_plan
-from galvatron_lite.search.session import Session
+from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
 from tests.branchy import plain_profile
 from tests.factories import random_profile
@@ -127,7 +127,7 @@ def test_compare_sorts_by_time() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    code = "import sys, galvatron_lite.search.planner, galvatron_lite.search.programme.ilp; print('torch' in sys.modules, 'pulp' in sys.modules)"  # noqa: E501
+    code = "import sys, galvatron_lite.search.planner, galvatron_lite.search.ilp; print('torch' in sys.modules, 'pulp' in sys.modules)"  # noqa: E501
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

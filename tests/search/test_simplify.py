@@ -10,13 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.layout import layout
-from galvatron_lite.plans.schema import Schedule
+from galvatron_lite.search.alternatives import SLACK, most_runs, simplest
 from galvatron_lite.search.best_first import finished, search
-from galvatron_lite.search.shapes import Request
-from galvatron_lite.search.simplify import SLACK, _allowed, most_runs, simplest
-from galvatron_lite.search.space import Fixed, Space
-from tests.factories import random_profile
 from tests.search.brute import bound_of, brute_of
 from tests.search.instances import random_instance, uniform_instance
 from tests.search.test_exact import QUIET
@@ -68,22 +63,3 @@ def test_the_best_plan_of_few_runs_is_what_brute_force_finds(seed: int, runs: in
             plan = finished(request, pricer, found)
             assert most_runs(request, found) <= runs
             assert bound_of(asked.profile, plan) == pytest.approx(best.seconds, rel=1e-9)
-
-
-def test_replacements_keep_one_layout_at_every_boundary() -> None:
-    profile = random_profile(random.Random(5), devices=8, blocks=4)
-    request = Request(
-        profile.graph, 8, 16, 10**9, Fixed(pipeline=4), (Schedule.ONE_F_ONE_B,), Space(profile.graph, 8)
-    )  # fmt: skip
-    found = search(request, LayerPricer(profile))
-    assert found is not None
-    own = [strategy for stage in found.partition.stages for strategy in stage.strategies]
-    assert _allowed(request, found, own)
-    beside = {place for cut in found.partition.cuts[1:-1] for place in (cut - 1, cut)}
-    tried = set()
-    for place in beside:
-        for other in request.space.strategies(profile.graph.layers[place].kind, 2, Fixed()):
-            if layout(other) != layout(own[place]) and found.problem.shape.microbatch % other.batch_degree == 0:
-                tried.add(place)
-                assert not _allowed(request, found, [*own[:place], other, *own[place + 1 :]])
-    assert tried == beside

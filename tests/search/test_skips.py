@@ -17,8 +17,8 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.ilp import certify
 from galvatron_lite.search.planner import find_plan
-from galvatron_lite.search.programme.ilp import certify
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed
 from tests.factories import random_points, random_profile

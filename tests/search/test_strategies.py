@@ -14,8 +14,7 @@ from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import ANY, GALVATRON, Backend
 from galvatron_lite.parallelism.registry import choosing
 from galvatron_lite.parallelism.strategy import Offload, Strategy
-from galvatron_lite.search.space import Fixed, Space
-from galvatron_lite.search.strategies import Narrowed, strategies_for
+from galvatron_lite.search.space import Fixed, Narrowed, Space, strategies_for
 from tests.factories import make_graph, make_kind
 
 PLAIN = make_kind("block", 1200, tensor_degrees=12, recompute=[Recompute.NONE, Recompute.FULL])

@@ -17,11 +17,10 @@ from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.parallelism.backends import ANY, GALVATRON, Backend
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import LayerPoint
-from galvatron_lite.search.checks import unprofiled
-from galvatron_lite.search.pareto import pareto_rows, pareto_within
+from galvatron_lite.search.refusals import unprofiled
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
-from galvatron_lite.search.tables import Store
+from galvatron_lite.search.tables import Store, pareto_rows, pareto_within
 from tests.factories import random_profile
 from tests.search.test_strategies import ATTENTION, BARE, MIXTURE, PLAIN
 
@@ -50,7 +49,7 @@ def test_pinned_tables_are_the_same_beside_those_without_pins(seed: int, pins: t
             one, other = alone.table(kind, asked, fixed), beside.table(kind, asked, fixed)
             assert one.strategies == other.strategies
             assert one.layouts == other.layouts
-            assert np.array_equal(one.memory_keys, other.memory_keys)
+            assert np.array_equal(one.figures.memory, other.figures.memory)
             assert np.array_equal(one.both, other.both)
 
 

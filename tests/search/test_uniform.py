@@ -10,10 +10,9 @@ from itertools import pairwise, product
 import pytest
 
 from galvatron_lite import api
-from galvatron_lite.cost.groups import groups_of, limit_memory, price_stages
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.stage import Shape
-from galvatron_lite.cost.step import bound_seconds
+from galvatron_lite.cost.step import bound_seconds, groups_of, limit_memory, price_stages
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.backends import ANY
@@ -21,9 +20,9 @@ from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.plans.schema import Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.best_first import finished, search
+from galvatron_lite.search.problem import cuts_of
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
-from galvatron_lite.search.uniform import cuts_of
 from tests.factories import random_profile
 from tests.search.instances import Few, varied
 

@@ -11,7 +11,7 @@ from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.plans.schema import Alternative, BranchPlacement, Plan
 from galvatron_lite.search.planner import find_plan, request_of
-from galvatron_lite.search.session import Session
+from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
 from galvatron_lite.search.ways import PlanTask, with_ways
 from tests.factories import random_profile

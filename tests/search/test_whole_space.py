@@ -17,7 +17,7 @@ from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.strategy import Offload
 from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.profiler.estimate import estimate_profile
-from galvatron_lite.search.session import Session
+from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
 
 DEVICES = 32

@@ -76,12 +76,6 @@ def test_slow_kernels_are_learnt_and_runs_that_were_not_seen_gain(tmp_path: Path
     assert found.calibration.origins["stacks/nanotron"].rows == 5
 
 
-def test_one_factor_is_enough_where_it_is_the_truth(tmp_path: Path) -> None:
-    names = ("matmul", "attention", "memory", "optimizer")
-    found = learnt(made_by(elsewhere(**dict.fromkeys(names, 1.3)), SETTINGS[:3]), tmp_path)
-    assert found.left_out["common factor"] < 0.4 * found.left_out["unchanged"]
-
-
 def test_runs_as_predicted_leave_the_constants(tmp_path: Path) -> None:
     found = learnt(made_by(BASE), tmp_path)
     assert found.kind == "unchanged"
@@ -101,7 +95,7 @@ def test_noise_does_not_make_runs_that_were_not_seen_worse(tmp_path: Path) -> No
 
 def test_leaving_out_is_what_a_fit_without_the_run_gives(tmp_path: Path) -> None:
     """The straight-line formula against fits that really begin anew."""
-    runs = made_by(elsewhere(matmul=1.2, memory=1.4))
+    runs = made_by(elsewhere(matmul=1.2, memory=1.4), SETTINGS[:4])
     found, _ = read_observations([written(runs, tmp_path / "runs.jsonl")], BASE)
     anew = []
     for place, run in enumerate(runs):
@@ -111,10 +105,13 @@ def test_leaving_out_is_what_a_fit_without_the_run_gives(tmp_path: Path) -> None
     assert whole.left_out[whole.kind] == pytest.approx(fmean(anew), abs=0.005)
 
 
-def test_runs_that_repeat_one_another_are_left_out_together(tmp_path: Path) -> None:
-    runs = made_by(elsewhere(matmul=1.2), SETTINGS[:3])
+def test_one_factor_and_runs_that_repeat_one_another(tmp_path: Path) -> None:
+    """One factor is enough where it is the truth; runs of one setting are left out together."""
+    names = ("matmul", "attention", "memory", "optimizer")
+    runs = made_by(elsewhere(**dict.fromkeys(names, 1.3)), SETTINGS[:3])
     found = learnt([*runs, *(replace(run, run_id="again") for run in runs)], tmp_path)
-    assert (found.runs, found.settings) == (6, 3)
+    assert (found.runs, found.settings, found.models) == (6, 3, {"gpt"})
+    assert found.left_out["common factor"] < 0.4 * found.left_out["unchanged"]
 
 
 def test_too_few_and_what_is_not_priced(tmp_path: Path) -> None:

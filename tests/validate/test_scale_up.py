@@ -50,9 +50,15 @@ def test_families_without_both_sizes_are_not_scored() -> None:
 
 
 def test_another_model_is_told_apart() -> None:
-    family, _ = scale_up_scores([*runs(BASE, SMALL), *runs(BASE, LARGE, "another")], BASE)
+    """Of one model alone, what it takes longer may be that model's."""
+    slow = elsewhere(matmul=1.3, memory=1.3, attention=1.3, optimizer=1.3)
+    family, _ = scale_up_scores([*runs(slow, SMALL), *runs(slow, LARGE, "another")], BASE)
     assert family.seen == (False, False)
     assert family.seen_error is None
+    assert family.errors == family.before
+    several = [*runs(slow, SMALL), *runs(slow, SMALL[:2], "a third"), *runs(slow, LARGE, "another")]
+    family, _ = scale_up_scores(several, BASE)
+    assert family.error < 0.3 * family.prior_error
 
 
 def test_command(tmp_path: Path) -> None:

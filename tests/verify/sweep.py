@@ -26,8 +26,9 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.verify.checks import held_against, run_all
+from galvatron_lite.verify.checks import held_against
 from galvatron_lite.verify.dry.mode import DryRunError
+from galvatron_lite.verify.dry.roles import run_roles
 from galvatron_lite.verify.dry.step import subject_of
 from galvatron_lite.verify.schema import Check, Verdict
 from tests.equivalence.families import FAMILIES, PICTURES, build_family
@@ -50,7 +51,7 @@ def verify(family: str, plan: Plan) -> list[Check]:
     """Every check of the dry run; what the model or torch raises is a check that failed."""
     model, batch, graph = subject(family)
     try:
-        runs = run_all(subject_of(model, plan, batch), plan, lambda *_: None, chained=not graph.tensors)
+        runs = run_roles(subject_of(model, plan, batch), plan, chained=not graph.tensors)
         return held_against(runs, plan, graph, profile_of(family, plan.devices))
     except DryRunError as error:
         return [Check("dry run", Verdict.SKIPPED, str(error))]

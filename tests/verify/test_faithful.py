@@ -26,7 +26,7 @@ from galvatron_lite.verify.conformance.memory import BUDGET, MEMORY, memory_chec
 from galvatron_lite.verify.dry.step import Subject, dry_run, subject_of
 from galvatron_lite.verify.dry.world import _LOG
 from galvatron_lite.verify.match.meeting import FIT, PROGRESS, folded, match
-from galvatron_lite.verify.schema import Check, RoleRun, Verdict
+from galvatron_lite.verify.schema import Check, During, RoleRun, Sample, Verdict
 from tests.equivalence.plans import write_plan
 
 CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, sequence=16)
@@ -238,6 +238,17 @@ def test_memory_over_the_budget_and_unlike_the_prediction() -> None:
     assert BUDGET in failed(more, priced(DATA, runs, total))
     little = [replace(run, peak=more_of(run.peak, 40)) for run in runs]
     assert "--mem" in failed(little, priced(DATA, runs, total))[BUDGET].said
+
+
+def test_categories_are_compared_at_the_moment_that_was_predicted() -> None:
+    """The optimizer's moment and one of backward may take as many bytes, of other kinds."""
+    updating = MemoryBreakdown(parameters=2**30, optimizer=2**29)
+    backward = replace(updating, optimizer=0, activations=2**29)
+    samples = (Sample(1, During.BACKWARD, 0, "", backward), Sample(2, During.OPTIMIZER, -1, "", updating))
+    run = replace(right_runs(DATA)[0], peak=backward, samples=samples)
+    for memory, verdict in ((updating, Verdict.PASSED), (replace(backward, parameters=2**29), Verdict.FAILED)):
+        predicted = priced(DATA, [replace(run, peak=memory)], 2**40)
+        assert memory_checks([run], predicted)[0].verdict is verdict
 
 
 def test_what_the_default_budget_leaves_free() -> None:

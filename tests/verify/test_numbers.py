@@ -10,7 +10,7 @@ from galvatron_lite.model.zoo import build
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.plans.written import parse_strategy
 from galvatron_lite.verify.numbers.check import check_numbers
-from galvatron_lite.verify.numbers.train import TrainingFork
+from galvatron_lite.verify.numbers.train import training_fork
 from galvatron_lite.verify.schema import Check, Verdict
 from galvatron_lite.verify.source import ModelSource, factory_source, named_source
 from tests.equivalence.plans import write_plan
@@ -27,7 +27,7 @@ def plan_for(source: ModelSource, text: str, *, stages: int = 1, devices: int, *
 
 
 def checked(source: ModelSource, plan: Plan, **options: object) -> Check:
-    with TrainingFork(source, patience=120) as fork:
+    with training_fork(source, patience=120) as fork:
         return check_numbers(source, plan, fork, timeout=240, **options)  # type: ignore[arg-type]
 
 

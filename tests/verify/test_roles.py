@@ -54,11 +54,6 @@ UNLIKE = {
     "edges": dict.fromkeys(EDGES, Strategy(data=2, tensor=4)),
     "tokens": {"blocks.1": Strategy(zero=4, zero_stage=3, context=2)}
     | dict.fromkeys(EDGES, Strategy(data=4, tensor=2)),
-    "tokens and tensor": dict.fromkeys(NAMES, Strategy(data=2, context=2, tensor=2)),
-    "tokens and stages": dict.fromkeys(NAMES, Strategy(data=2, context=2, tensor=2))
-    | dict.fromkeys(NAMES[2:3], Strategy(zero=2, zero_stage=1, context=2, tensor=2)),
-    "tokens of all": dict.fromkeys(NAMES, Strategy(zero=4, zero_stage=1, context=2)),
-    "sequence": {"blocks.0": Strategy(data=4, tensor=2, sequence_parallel=True), "blocks.1": Strategy(data=8)},
     "shared tokens and edges": dict.fromkeys(NAMES, Strategy(data=2, context=2, tensor=2, sequence_parallel=True))
     | dict.fromkeys(EDGES, Strategy(data=2, context=2, tensor=2)),
     "wider tensor groups": dict.fromkeys(NAMES, Strategy(data=2, context=2, tensor=2, sequence_parallel=True))
@@ -71,13 +66,13 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize(("name", "stages"), list(zip(UNLIKE, (1, 1, 1, 2, 1, 1, 1, 2, 1), strict=True)))
+@pytest.mark.parametrize(("name", "stages"), list(zip(UNLIKE, (1, 1, 1, 2, 1), strict=True)))
 def test_every_rank_of_a_role_does_the_same(name: str, stages: int) -> None:
     """Each rank is run, and compared with the one that stands for it."""
     strategies = dict.fromkeys(NAMES, Strategy(zero=8, zero_stage=3)) | UNLIKE[name]
     cut = [NAMES] if stages == 1 else [NAMES[:2], NAMES[2:]]
-    plan = write_plan(cut, strategies, devices=8 * stages, batch=16, microbatches=2)
-    subject, said = subject_of(model(), plan, random_tokens(16, 16, 64)), dict[int, Announced]()
+    plan = write_plan(cut, strategies, devices=8 * stages, batch=8 * stages, microbatches=stages)
+    subject, said = subject_of(model(), plan, random_tokens(8 * stages, 16, 64)), dict[int, Announced]()
     runs = {}
     for rank in range(plan.devices):
         own: Announced = {}
@@ -127,11 +122,9 @@ def test_stages_that_go_round_hear_one_another() -> None:
         cut, strategies, devices=2, batch=8, microbatches=2, schedule=Schedule.INTERLEAVED, virtual=2
     )  # fmt: skip
     told: list[int] = []
-    runs = run_roles(
-        subject_of(model(), plan, random_tokens(8, 16, 64)), plan, each=lambda run, _: told.append(run.rank)
-    )
+    runs = run_roles(subject_of(model(), plan, random_tokens(8, 16, 64)), plan, lambda done, *_: told.append(done))
     assert [run.rank for run in runs] == [0, 1]
-    assert sorted(told) == [0, 1]
+    assert told == [1, 2]
     for source, target in ((0, 1), (1, 0)):
         sent = [one.shape for one in runs[source].messages if one.kind is MessageType.SEND and one.peer == target]
         got = [one.shape for one in runs[target].messages if one.kind is MessageType.RECEIVE and one.peer == source]

@@ -14,7 +14,7 @@ from galvatron_lite.plans.execution import check_runs
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.plans.written import parse_strategy
-from galvatron_lite.search.strategies import Narrowed, strategies_for
+from galvatron_lite.search.space import Narrowed, strategies_for
 from galvatron_lite.verify.numbers.shrink_plan import (
     Spot,
     choose_size,

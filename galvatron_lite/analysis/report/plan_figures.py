@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from galvatron_lite.model.graph import Recompute
-from galvatron_lite.model.sides import SIDES
-from galvatron_lite.parallelism.ranks import expert_slices, strides_of
+from galvatron_lite.parallelism.ranks import expert_slices
 from galvatron_lite.parallelism.registry import in_words
-from galvatron_lite.parallelism.strategy import Offload, Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy, degree_names
 from galvatron_lite.plans.schema import LayerRun, Plan
 from galvatron_lite.svg import element, figure, rectangle, text
 
@@ -167,8 +166,12 @@ def groups_in(plan: Plan, node: int) -> list[DeviceGroups]:
         for name, degree, stride in dimensions_of(strategy):
             if name not in seen:
                 seen.add(name)
-                group_of = _grouping(degree, stride, strategy.devices)
-                found.append(_groups(name, layers, plan.devices, node, group_of))
+
+                def first(rank: int, degree: int = degree, stride: int = stride, stage: int = strategy.devices) -> int:
+                    """The least rank of a rank's group."""
+                    return rank - (rank % stage) // stride % degree * stride
+
+                found.append(_groups(name, layers, plan.devices, node, first))
     return found
 
 
@@ -183,24 +186,12 @@ def _frequent(plan: Plan) -> list[tuple[Strategy, str]]:
 
 def dimensions_of(strategy: Strategy) -> list[tuple[str, int, int]]:
     """Dimensions that split a layer: name, degree, and ranks from one member to the next."""
-    strides = strides_of(strategy)
-    found = [(name, int(getattr(strategy, name)), int(strides[name])) for name in ("data", "zero", "context", "tensor")]
-    found.append(("expert", strategy.expert, int(expert_slices(strategy))))
-    inner = strategy.slices
-    for side in reversed(SIDES):
-        found.append((side, int(getattr(strategy, side)), inner))
-        inner *= int(getattr(strategy, side))
-    found += [("filters", strategy.filters, strategy.channels), ("channels", strategy.channels, 1)]
-    return [one for one in found if one[1] > 1]
-
-
-def _grouping(degree: int, stride: int, stage: int) -> GroupOf:
-    """The least rank of a rank's group."""
-
-    def group_of(rank: int) -> int:
-        return rank - (rank % stage) // stride % degree * stride
-
-    return group_of
+    inner, found = 1, [("expert", strategy.expert, int(expert_slices(strategy)))]
+    for name in reversed(degree_names()):  # ranks are row-major, the last degree innermost
+        degree = int(getattr(strategy, name))
+        found.append((name, degree, inner))
+        inner *= degree
+    return [one for one in reversed(found) if one[1] > 1]
 
 
 def _groups(name: str, layers: str, devices: int, node: int, group_of: GroupOf) -> DeviceGroups:

@@ -17,7 +17,7 @@ from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderDecoderShape, VitShape
 from galvatron_lite.model.shapes.images.flow import ImageFlow
-from galvatron_lite.model.shapes.records import Division
+from galvatron_lite.model.shapes.records import FP32, Division
 from galvatron_lite.model.shapes.tape import Tape, assemble, blocks, chained
 from galvatron_lite.model.shapes.transformer import (
     NOT_SPLIT,
@@ -51,25 +51,15 @@ def vit_graph(shape: VitShape, precision: str, item_bytes: int, kernels: Kernels
         seq_len=tokens,
         dropout=shape.dropout,
     )
-    kinds: tuple[LayerKind, ...] = (
-        _patches(shape, tokens, item_bytes),
-        _unmasked(pre_norm_block(stack, tokens, item_bytes, causal=False, kernels=kernels)),
-        _classifier(shape, stack, tokens, item_bytes),
-    )
+    block = pre_norm_block(stack, tokens, item_bytes, causal=False, kernels=kernels)
+    # every patch sees every other, so that plain attention has no mask
+    block = replace(block, operators=tuple(one for one in block.operators if one.name != "attention.mask"))
+    kinds = [_patches(shape, tokens, item_bytes), block, _classifier(shape, stack, tokens, item_bytes)]
     layers = blocks("layers", "block", shape.layers)
-    if kernels.autocast and item_bytes < ops.FP32:
-        kinds = tuple(_copied(kind, item_bytes) for kind in kinds)
+    if kernels.autocast and item_bytes < FP32:
+        # weights' half-precision copies, which autocast keeps from forward to backward whatever the batch
+        kinds = [replace(one, buffer_bytes=one.buffer_bytes + item_bytes * one.parameters.total) for one in kinds]
     return assemble(shape.name, kinds, layers, sequence=tokens, precision=precision)
-
-
-def _copied(kind: LayerKind, item_bytes: int) -> LayerKind:
-    """With the weights' half-precision copies, which autocast keeps from forward to backward whatever the batch."""
-    return replace(kind, buffer_bytes=kind.buffer_bytes + item_bytes * kind.parameters.total)
-
-
-def _unmasked(kind: LayerKind) -> LayerKind:
-    """Without plain attention's mask: every patch sees every other."""
-    return replace(kind, operators=tuple(operator for operator in kind.operators if operator.name != "attention.mask"))
 
 
 def _patches(shape: VitShape, tokens: int, item_bytes: int) -> LayerKind:

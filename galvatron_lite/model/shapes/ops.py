@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.model.shapes.records import FP32, INDEX, Division, ShapeCall, Value
+from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 _RMS_PASSES = (7, 23)
@@ -149,29 +149,6 @@ def _inplace(tape: Tape, name: str, logits: Value, labels: Value) -> Value:
     return tape.record(ShapeCall((logits, labels), loss, saved=(logits,), inplace=True), operator)
 
 
-__all__ = [
-    "FP32",
-    "INDEX",
-    "activation",
-    "add",
-    "cast_input",
-    "cross_entropy",
-    "dropout",
-    "embedding",
-    "gated",
-    "layer_norm",
-    "linear",
-    "multiply",
-    "positions",
-    "reshape",
-    "residual",
-    "rms_norm",
-    "rotary",
-    "scale",
-    "swiglu",
-]
-
-
 def linear(
     tape: Tape,
     name: str,
@@ -216,7 +193,8 @@ def linear(
         sharding, precision=narrow_precision(tape) if fp8 else "",
     )  # fmt: skip
     rebuilt = (x,) if tape.regathers(x) else ()
-    saved = (_share(tape, kept, x),)
+    # a share where the gathered input is gathered again
+    saved = (replace(kept, part=tape.kept_form(x).part) if tape.regathers(x) else kept,)
     # our own selective recomputation keeps the sum of a row-split matmul's products, of which each device has a share
     summed = part is Division.SEQUENCE and tape.kernels.selective == "operators"
     anchor = replace(out, part=Division.SEQUENCE) if summed else out
@@ -240,11 +218,6 @@ def _adapted(tape: Tape, name: str, x: Value, base: Value, sizes: tuple[int, int
     operator = memory_operator(f"{name}.lora_scale", update, 2 * update.bytes, 2 * update.bytes)
     tape.record(ShapeCall((update,), scaled, fusible=True), operator)
     return add(tape, f"{name}.lora_sum", base, scaled)
-
-
-def _share(tape: Tape, kept: Value, x: Value) -> Value:
-    """What is kept of a matmul's input: a share where it is gathered again."""
-    return replace(kept, part=tape.kept_form(x).part) if tape.regathers(x) else kept
 
 
 def cast_input(tape: Tape, name: str, x: Value, out: Value, weight: int) -> Value:

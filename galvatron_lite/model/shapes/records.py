@@ -264,11 +264,10 @@ def _without_rebuilt(records: Sequence[Record], inputs: Sequence[Value]) -> list
         sources = {value.key for value in call.inputs if value.grad}
         if call.fusible and call.output.key not in sources | wanted and sources <= saved:
             again.add(call.output.key)
-    return [(_rebuilding(call, again), operator) for call, operator in records]
-
-
-def _rebuilding(call: ShapeCall, again: set[int]) -> ShapeCall:
-    return replace(call, saved=tuple(value for value in call.saved if value.key not in again))
+    return [
+        (replace(call, saved=tuple(value for value in call.saved if value.key not in again)), operator)
+        for call, operator in records
+    ]
 
 
 def _readers(records: Sequence[Record]) -> dict[int, list[int]]:

@@ -60,18 +60,14 @@ def build_graph(
         raise InputError("precision", precision, f"Choose one of {', '.join(ITEM_BYTES)}.")
     whole = complete(shape if sequence is None else _with_sequence(shape, sequence))
     chosen = kernels or replace(EAGER, fused_norm=getattr(shape, "fused_norm", True))
-    how = _running(precision, chosen)
+    chosen = replace(chosen, fp8=True) if precision == "fp8" else chosen
+    how = activation_bytes(precision), chosen
     if trainable is None:
         return _graph(whole, precision, *how)
     if isinstance(whole, PictureShape) and not isinstance(whole, VitShape):
         remedy = "Networks of convolutions by name train whole: give the model itself, FILE.py:FACTORY."
         raise InputError("--freeze", ", ".join(trainable.freeze) or None, remedy)
     return with_trainable(lambda: _graph(whole, precision, *how), trainable)
-
-
-def _running(precision: str, kernels: Kernels) -> tuple[int, Kernels]:
-    """Bytes of an activation item and the kernels at a precision."""
-    return activation_bytes(precision), replace(kernels, fp8=True) if precision == "fp8" else kernels
 
 
 def _with_sequence(shape: Shape, sequence: int) -> Shape:

@@ -30,6 +30,7 @@ from galvatron_lite.model.graph import (
 )
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes.records import (
+    FP32,
     Division,
     Record,
     ShapeCall,
@@ -48,6 +49,7 @@ from galvatron_lite.model.shapes.records import (
 )
 from galvatron_lite.model.trainable import LayerTraining, layer_training
 
+_UNSHARED = {Sharding.SEQUENCE: Sharding.NONE}  # where tokens are not shared
 _SHARDING = {Division.TENSOR: Sharding.TENSOR, Division.SEQUENCE: Sharding.SEQUENCE, Division.WHOLE: Sharding.NONE}
 
 
@@ -173,6 +175,10 @@ class Tape:
             self._casts[value.key] = self.value(value.items, value.part, 1)
         return self._casts[value.key], new
 
+    def widened(self, value: Value) -> Value:
+        """A copy of a tensor in fp32; itself where it is."""
+        return value if value.item_bytes == FP32 else self.value(value.items, value.part, FP32)
+
     def extra(self, operator: Operator) -> None:
         """Add the cost of a kernel that works for the next call and makes nothing that outlives it."""
         nothing = self.value(0, Division.WHOLE, grad=False)
@@ -210,7 +216,8 @@ class Tape:
         calls = [call for call, _ in records]
         lasting = selected(records, self.inputs, "norms") if self.kernels.remade else saved_by(calls)
         saved = self._kept([*lasting, *self.lent])
-        forward, backward = forward_peak(calls, self.inputs, outputs), backward_peak(calls, outputs)
+        forward = [*forward_peak(calls, self.inputs, outputs), *self.lent]
+        backward = [*backward_peak(calls, outputs), *self.lent]
         kept = {Recompute.NONE: saved} | (self._recomputed(records, saved) if recomputed else {})
         operators = merged(records, self.kernels if recomputed else None)
         return LayerKind(
@@ -218,7 +225,9 @@ class Tape:
             parameters=TensorSplit(tensor=self.weights[Division.TENSOR], whole=self.weights[Division.WHOLE]),
             frozen=TensorSplit(tensor=self.frozen[Division.TENSOR], whole=self.frozen[Division.WHOLE]),
             frozen_experts=self.frozen_experts,
-            operators=operators if sequence_parallel else tuple(_unshared(operator) for operator in operators),
+            operators=operators
+            if sequence_parallel
+            else tuple(replace(one, sharding=_UNSHARED.get(one.sharding, one.sharding)) for one in operators),
             kept=kept if sequence_parallel else {choice: whole_tokens(split) for choice, split in kept.items()},
             working=whole_tokens(excess(self._kept(backward), saved)),
             forward_working=whole_tokens(excess(self._kept(forward), saved), sum(value.bytes for value in outputs)),
@@ -260,10 +269,6 @@ class Tape:
             del choices[Recompute.SELECTIVE]
         told = self.kernels.compiled or self.kernels.selective != "operators"
         return {choice: kept for choice, kept in choices.items() if told or kept.total <= saved.total}
-
-
-def _unshared(operator: Operator) -> Operator:
-    return replace(operator, sharding=Sharding.NONE) if operator.sharding is Sharding.SEQUENCE else operator
 
 
 def sharding_of(value: Value) -> Sharding:

@@ -19,7 +19,7 @@ from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.attention import Heads, attention, latent_attention, view
 from galvatron_lite.model.shapes.fields import DecoderShape, EncoderShape, MoeShape, TransformerShape
-from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
+from galvatron_lite.model.shapes.records import FP32, INDEX, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, assemble, blocks, memory_operator, narrow, sharding_of, widen
 
 NOT_SPLIT = "nothing in it is split: every device of a tensor group does all of its work"
@@ -44,7 +44,7 @@ def many_ways(rows: int = _MANY_WAYS << 6) -> int:
 
 def embed(tape: Tape, shape: TransformerShape, tokens: int, *, tied: bool = False) -> Value:
     """Token table (``tied``: another layer's), learned positions, dropout: token indices to (tokens, hidden)."""
-    indices = tape.enter(tokens, Division.WHOLE, ops.INDEX, grad=False)
+    indices = tape.enter(tokens, Division.WHOLE, INDEX, grad=False)
     part = Division.TENSOR if shape.splits_vocabulary else Division.WHOLE
     table = shape.entries * shape.hidden * (not tied)
     x = ops.embedding(tape, "embedding", indices, shape.hidden, table=table, part=part)
@@ -58,7 +58,7 @@ def embedding_kind(shape: TransformerShape, tokens: int, item_bytes: int, kernel
     tape = Tape(item_bytes, kernels)
     x = embed(tape, shape, tokens)
     if isinstance(shape, EncoderShape):
-        segments = tape.enter(tokens, Division.WHOLE, ops.INDEX, grad=False)
+        segments = tape.enter(tokens, Division.WHOLE, INDEX, grad=False)
         named = ops.embedding(tape, "segments", segments, shape.hidden, table=shape.segments * shape.hidden)
         x = ops.add(tape, "segments.sum", x, named)
         x = norm(tape, shape, "norm", x)
@@ -219,7 +219,7 @@ def _choose(tape: Tape, shape: MoeShape, logits: Value) -> Value:
         tape.record(ShapeCall((logits,), scores, saved=(scores,)), operator)
     tape.buffer_bytes += FP32 * shape.n_experts * (shape.router == "sigmoid")
     chosen = tape.value(tokens * shape.moe_topk, logits.part, FP32)
-    indices = tape.value(chosen.items, logits.part, ops.INDEX, grad=False)
+    indices = tape.value(chosen.items, logits.part, INDEX, grad=False)
     passes = 1 + (shape.expert_groups > 1)  # limited to groups, scores are read again for the best groups
     moved = passes * scores.bytes + chosen.bytes + indices.bytes
     operator = memory_operator("router.topk", chosen, moved, moved, count=passes * _TOP_K)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,25 +48,33 @@ def random_tokens(samples: int, sequence: int, vocab: int) -> dict[str, Tensor]:
     return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
 
-class SelfAttention(nn.Module):
-    """Causal self-attention with separate projections; maps (samples, tokens, hidden) to the same shape."""
+def rotate(channels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn (samples, heads, tokens, head size) by the angles whose cosine and sine are (tokens, head size)."""
+    first, second = channels.chunk(2, dim=-1)
+    return channels * cos + torch.cat((-second, first), dim=-1) * sin
 
-    def __init__(self, config: GPTConfig) -> None:
+
+class SelfAttention(nn.Module):
+    """Causal grouped-query attention with separate projections; maps (samples, tokens, hidden) to the same shape."""
+
+    def __init__(self, config: Any, bias: bool = True) -> None:
         super().__init__()
         self.head_size = config.hidden // config.heads
         kv_hidden = self.head_size * (config.kv_heads or config.heads)
-        self.q_proj = nn.Linear(config.hidden, config.hidden)
-        self.k_proj = nn.Linear(config.hidden, kv_hidden)
-        self.v_proj = nn.Linear(config.hidden, kv_hidden)
-        self.o_proj = nn.Linear(config.hidden, config.hidden)
+        self.q_proj = nn.Linear(config.hidden, config.hidden, bias=bias)
+        self.k_proj = nn.Linear(config.hidden, kv_hidden, bias=bias)
+        self.v_proj = nn.Linear(config.hidden, kv_hidden, bias=bias)
+        self.o_proj = nn.Linear(config.hidden, config.hidden, bias=bias)
         self.dropout = config.dropout
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:2], -1, self.head_size).transpose(1, 2)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Attend over earlier tokens."""
+    def forward(self, hidden: Tensor, *angles: Tensor) -> Tensor:
+        """Attend over earlier tokens; ``angles`` are cosine and sine of rotary positions, where there are any."""
         q, k, v = (self._heads(projection(hidden)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        if angles:
+            q, k = rotate(q, *angles), rotate(k, *angles)
         dropout = self.dropout if self.training else 0.0
         grouped = k.shape[1] != q.shape[1]
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
@@ -107,12 +116,27 @@ class GPTBlock(nn.Module):
         return summed
 
 
-class GPT(nn.Module):
+class LanguageModel(nn.Module):
+    """What decoder language models share; keeps its config."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # the name that transformers uses too: how a model on the meta device gets its initial values
+        initialise(module)
+
+    def example_batch(self, samples: int) -> dict[str, Tensor]:
+        """Random inputs of the longest sample."""
+        return random_tokens(samples, self.config.sequence, self.config.vocab)
+
+
+class GPT(LanguageModel):
     """Decoder language model whose head shares the token embedding's weight."""
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.embed = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.sequence, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
@@ -135,14 +159,6 @@ class GPT(nn.Module):
             hidden = block(hidden)
         logits: Tensor = self.head(self.norm(hidden))
         return logits if labels is None else language_loss(logits, labels)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        # the name that transformers uses too: how a model on the meta device gets its initial values
-        initialise(module)
-
-    def example_batch(self, samples: int) -> dict[str, Tensor]:
-        """Random inputs of the longest sample."""
-        return random_tokens(samples, self.config.sequence, self.config.vocab)
 
 
 def initialise(module: nn.Module) -> None:

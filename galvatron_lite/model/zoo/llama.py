@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
-from galvatron_lite.model.zoo.gpt import check_heads, initialise, language_loss, random_tokens
+from galvatron_lite.model.zoo.gpt import LanguageModel, SelfAttention, check_heads, language_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,39 +37,6 @@ def rotary_angles(tokens: int, head_size: int, theta: float, device: torch.devic
     return torch.cat((angles, angles), dim=-1)
 
 
-def rotate(channels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (samples, heads, tokens, head size) by the angles whose cosine and sine are (tokens, head size)."""
-    first, second = channels.chunk(2, dim=-1)
-    return channels * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-class LlamaAttention(nn.Module):
-    """Causal grouped-query attention with rotary positions; maps (samples, tokens, hidden) to the same shape."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.head_size = config.hidden // config.heads
-        kv_hidden = self.head_size * config.kv_heads
-        self.q_proj = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.k_proj = nn.Linear(config.hidden, kv_hidden, bias=False)
-        self.v_proj = nn.Linear(config.hidden, kv_hidden, bias=False)
-        self.o_proj = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.dropout = config.dropout
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        return projected.view(*projected.shape[:2], -1, self.head_size).transpose(1, 2)
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend over earlier tokens."""
-        q, k, v = (self._heads(projection(hidden)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        dropout = self.dropout if self.training else 0.0
-        grouped = k.shape[1] != q.shape[1]
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
-        merged: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return merged
-
-
 class LlamaMLP(nn.Module):
     """Gated SiLU MLP; maps (samples, tokens, hidden) to the same shape."""
 
@@ -95,7 +61,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.attention = LlamaAttention(config)
+        self.attention = SelfAttention(config, bias=False)
         self.norm2 = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.mlp = self.inner(config)
 
@@ -106,14 +72,13 @@ class LlamaBlock(nn.Module):
         return summed
 
 
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """Decoder language model; the head is untied unless the config ties it."""
 
     block: type[nn.Module] = LlamaBlock
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.embed = nn.Embedding(config.vocab, config.hidden)
         self.blocks = nn.ModuleList(self.block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
@@ -140,11 +105,3 @@ class Llama(nn.Module):
             hidden = block(hidden, cos, sin)
         logits: Tensor = self.head(self.norm(hidden))
         return logits if labels is None else language_loss(logits, labels)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        # the name that transformers uses too: how a model on the meta device gets its initial values
-        initialise(module)
-
-    def example_batch(self, samples: int) -> dict[str, Tensor]:
-        """Random inputs of the longest sample."""
-        return random_tokens(samples, self.config.sequence, self.config.vocab)

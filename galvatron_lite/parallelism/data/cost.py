@@ -40,7 +40,6 @@ class DataDimension(Dimension):
         StrategyField("data", "data", ("ddp", "replicas"), "replicas that hold all states"),
     )
     forbids = MappingProxyType({"data": ("data",), "ddp": ("data",)})
-    parts = MappingProxyType({"data": ("data",)})
     examples = "data4"
 
     def in_words(self, strategy: Strategy) -> str:

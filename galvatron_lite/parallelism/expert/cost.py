@@ -50,7 +50,6 @@ class ExpertDimension(Dimension):
         StrategyField("expert_tensor", "expert_tensor", ("etp",), "tensor degree of experts"),
     )
     forbids = MappingProxyType({"expert": ("expert",), "ep": ("expert",)})
-    parts = MappingProxyType({"expert": ("expert",)})
     examples = "expert4, expert4-whole"
 
     def word(self, strategy: Strategy) -> str:

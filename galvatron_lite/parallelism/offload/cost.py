@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from galvatron_lite.arrays import Real, largest, where
 from galvatron_lite.cluster.cluster import Device
@@ -49,8 +48,6 @@ class OffloadDimension(Dimension):
                       {**{choice.value: choice for choice in Offload},
                        "off": Offload.NONE, "on": Offload.ALL, "optimizer": Offload.STATES}),
     )  # fmt: skip
-    forbids = MappingProxyType({"offload": ("offload",)})
-    parts = MappingProxyType({"offload": ("offload",)})
     examples = "offload, offload-states, offload-activations"
 
     def word(self, strategy: Strategy) -> str:

@@ -1,4 +1,4 @@
-"""Runs the stages of one rank in the order of the table.
+"""Runs the stages of one rank in the order of the table; activations and gradients on their way between stages.
 
 Why not the schedules of ``torch.distributed.pipelining`` (read in torch 2.13): they keep a receive buffer for every
 micro-batch of the step instead of those in flight, so 1F1B loses its memory bound; they learn shapes by running the
@@ -27,9 +27,6 @@ from galvatron_lite.parallelism.pipeline.schedule import Action, Pass
 from galvatron_lite.parallelism.pipeline.stage import StageModel, check_known
 from galvatron_lite.parallelism.pipeline.table import Link, Pipeline, RankSchedule, rank_schedule, receiver, sender
 from galvatron_lite.parallelism.process_groups import ProcessGroups
-
-# Activations and their gradients on their way between stages.
-
 
 Value = Any
 """What a layer returns: a tensor, or a tuple, list or mapping of tensors and plain values."""

@@ -1,6 +1,6 @@
 """Pipeline schedules: each knows all there is to know of it, and the registry knows each.
 
-Pure: no torch, no communication. Zero-bubble orders depend on the seconds of each pass: see ``greedy``;
+Pure: no torch, no communication. Zero-bubble orders depend on the seconds of each pass: see ``table``;
 ``table.actions_of`` has the order of every schedule.
 """
 
@@ -109,7 +109,7 @@ class Schedule(str):
         executable: whether pipelines run it; cyclic data parallelism has an engine of its own.
         virtual_stages: stages of each group of devices; None: as many as a plan says, more than one.
         splits_backward: whether backward is split into the gradient of the input and that of the weights
-            (``greedy`` orders the passes).
+            (``table`` orders the passes).
         no_better_than: name of a schedule under which no plan takes longer or holds more; the search leaves this one
             out beside it.
         settles: whether a group holds as many micro-batches at once in a long step as in one of a few rounds.

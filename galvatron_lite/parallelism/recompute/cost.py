@@ -47,7 +47,6 @@ class RecomputeDimension(Dimension):
                       {**{choice.value: choice for choice in Recompute}, "off": Recompute.NONE, "on": Recompute.FULL}),
     )  # fmt: skip
     forbids = MappingProxyType({"recompute": ("recompute",), "ckpt": ("recompute",)})
-    parts = MappingProxyType({"recompute": ("recompute",)})
     examples = "recompute, selective"
 
     def word(self, strategy: Strategy) -> str:

@@ -32,7 +32,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def gather_dims(tensor: Tensor, specs: Iterable[ShardSpec]) -> Tensor:
     """A shard gathered along some dims, within ``locals_only``; a plain tensor, or itself where there are none."""
     for spec in specs:
-        tensor = _linear(tensor, partial(gathered, spec=spec), partial(scattered, spec=spec))
+        tensor = linear_map(tensor, partial(gathered, spec=spec), partial(scattered, spec=spec))
     return tensor
 
 
@@ -40,13 +40,13 @@ def full_replica(tensor: Tensor) -> Tensor:
     """``full_tensor`` for code in which each rank has the complete gradient: in backward it takes its shard of it."""
     full = to_local(tensor)
     for spec in specs_of(tensor):
-        full = _linear(full, partial(gathered, spec=spec), partial(local_part, spec=spec))
+        full = linear_map(full, partial(gathered, spec=spec), partial(local_part, spec=spec))
     return full
 
 
 def scatter_sum(partial_sum: Tensor, spec: ShardSpec) -> Tensor:
     """This rank's shard, a plain tensor, of the sum of the ranks' full tensors; gradients are gathered."""
-    return _linear(partial_sum, partial(scattered, spec=spec), partial(gathered, spec=spec))
+    return linear_map(partial_sum, partial(scattered, spec=spec), partial(gathered, spec=spec))
 
 
 def local_part(tensor: Tensor, spec: ShardSpec, dim: int | None = None) -> Tensor:
@@ -64,21 +64,21 @@ def distribute(tensor: Tensor, specs: ShardSpecs, rules: Rules) -> Tensor:
 def sum_over(tensor: Tensor, groups: Iterable[AxisGroup]) -> Tensor:
     """The sum of a plain tensor over the ranks of groups, on each of them; so are the gradients."""
     for group in groups:
-        tensor = _linear(tensor, group.all_reduce, group.all_reduce)
+        tensor = linear_map(tensor, group.all_reduce, group.all_reduce)
     return tensor
 
 
 def enter(tensor: Tensor, groups: Iterable[AxisGroup]) -> Tensor:
     """A full tensor comes from code in which every rank has its complete gradient: sums the gradient's parts."""
     for group in groups:
-        tensor = _linear(tensor, _same, group.all_reduce)
+        tensor = linear_map(tensor, _same, group.all_reduce)
     return tensor
 
 
 def leave(tensor: Tensor, groups: Iterable[AxisGroup]) -> Tensor:
     """A full tensor goes to code in which every rank has its complete gradient: each rank takes its part of it."""
     for group in groups:
-        tensor = _linear(tensor, _same, partial(torch.div, other=group.size))
+        tensor = linear_map(tensor, _same, partial(torch.div, other=group.size))
     return tensor
 
 
@@ -89,13 +89,13 @@ def redistribute(
     if held == wanted:
         return local
     there = partial(exchange_rows, dim=dim, held=held, wanted=wanted, group=group)
-    return _linear(local, there, partial(exchange_rows, dim=dim, held=wanted, wanted=held, group=group))
+    return linear_map(local, there, partial(exchange_rows, dim=dim, held=wanted, wanted=held, group=group))
 
 
 LinearMap = Callable[[Tensor], Tensor]
 
 
-def _linear(tensor: Tensor, function: LinearMap, adjoint: LinearMap) -> Tensor:
+def linear_map(tensor: Tensor, function: LinearMap, adjoint: LinearMap) -> Tensor:
     """A linear function of a tensor whose backward is its adjoint."""
     result: Tensor = _Linear.apply(tensor, function, adjoint)  # type: ignore[no-untyped-call]
     return result
@@ -140,10 +140,10 @@ def exchange_rows(
     incoming = {peer: _common(wanted[rank], held[peer]) for peer in peers}
     sent = [(peer, take_pieces(local, dim, rows).contiguous()) for peer, rows in outgoing.items() if rows]
     arriving: list[Parcel] = [
-        (peer, local.new_empty(_resized(local, dim, length_of(rows)))) for peer, rows in incoming.items() if rows
+        (peer, local.new_empty(resized(local, dim, length_of(rows)))) for peer, rows in incoming.items() if rows
     ]
     arrival = group.exchange(sent, arriving) if group else None
-    result = local.new_zeros(_resized(local, dim, length_of(wanted[rank])))
+    result = local.new_zeros(resized(local, dim, length_of(wanted[rank])))
     _add_pieces(
         result, dim, _common(wanted[rank], held[rank]), take_pieces(local, dim, _common(held[rank], wanted[rank]))
     )
@@ -171,8 +171,11 @@ def _add_pieces(target: Tensor, dim: int, pieces: Pieces, rows: Tensor) -> None:
         place += stop - start
 
 
-def _resized(tensor: Tensor, dim: int, extent: int) -> list[int]:
-    return [extent if one == dim else length for one, length in enumerate(tensor.shape)]
+def resized(tensor: Tensor, dim: int, extent: int) -> list[int]:
+    """The shape of a tensor with another extent along a dim."""
+    shape = list(tensor.shape)
+    shape[dim] = extent
+    return shape
 
 
 def gathered(local: Tensor, spec: ShardSpec) -> Tensor:

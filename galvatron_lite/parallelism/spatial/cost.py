@@ -71,7 +71,6 @@ class SpatialDimension(Dimension):
         StrategyField("height", "height", (), "devices that share the rows of a picture", splits=True),
         StrategyField("width", "width", (), "devices that share the columns of a picture", splits=True),
     )
-    forbids = MappingProxyType({"spatial": ("spatial",)})
     parts = MappingProxyType({"spatial": ("depth", "height", "width")})
     examples = "spatial2x4 (rows x columns; spatial2x2x4: planes x rows x columns)"
 

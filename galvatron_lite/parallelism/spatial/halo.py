@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.sharded.collectives import resized
 from galvatron_lite.parallelism.sharded.groups import Arrival, AxisGroup, ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import (
     PIXELS,
@@ -214,12 +215,6 @@ def padded(tensor: Tensor, sides: Sequence[HaloSide], pads: Sequence[tuple[int, 
     return functional.pad(tensor, amounts).contiguous(memory_format=layout_of(tensor))
 
 
-def _resized(tensor: Tensor, dim: int, extent: int) -> list[int]:
-    shape = list(tensor.shape)
-    shape[dim] = extent
-    return shape
-
-
 def _unframed(tensor: Tensor, side: HaloSide) -> Tensor:
     for dim, before, _, length in side.framed:
         tensor = tensor.narrow(dim, before, length)
@@ -289,15 +284,15 @@ class Borrowing:
         parts = [*borders[: side.below], part, *borders[side.below :]]
         before, after = side.outside
         if before:
-            parts.insert(0, image.new_full(_resized(image, dim, before), self.fill))
+            parts.insert(0, image.new_full(resized(image, dim, before), self.fill))
         if after:
-            parts.append(image.new_full(_resized(image, dim, after), self.fill))
+            parts.append(image.new_full(resized(image, dim, after), self.fill))
         if len(parts) == 1:
             self.image = part
         elif (layout := layout_of(image)) is torch.contiguous_format:
             self.image = torch.cat(parts, dim)
         else:
-            shape = _resized(image, dim, side.needed[1] - side.needed[0])
+            shape = resized(image, dim, side.needed[1] - side.needed[0])
             room = torch.empty(shape, dtype=image.dtype, device=image.device, memory_format=layout)
             self.image = torch.cat(parts, dim, out=room)
 
@@ -338,7 +333,7 @@ def _returning(gradient: Tensor, halo: Halo) -> Iterator[Tensor]:
         if side.travels:
             inside, mine = _unframed(gradient, side), _unframed(own, side)
             sent = [(one.peer, inside.narrow(dim, one.start, one.length).contiguous()) for one in side.borrowed]
-            wanted = [(one.peer, mine.new_empty(_resized(mine, dim, one.length))) for one in side.lent]
+            wanted = [(one.peer, mine.new_empty(resized(mine, dim, one.length))) for one in side.lent]
             arrival = group.exchange(sent, wanted)
         yield gradient
         gradient = own if side.used is None else padded(own, (side,), [(start, side.held - start - length)])

@@ -3,9 +3,8 @@
 As convolutions do, they borrow borders and return their gradients. A max pool keeps which place of each window was the
 largest, and neither the shard nor the borders; a mean keeps nothing.
 
-Along a sharded side a pool to an output size is one of three things. To 1: every rank pools its shard, and the results
-are summed, or gathered and pooled again; every rank has them. To an extent that divides the image's: a pool of equal
-windows. Where windows differ, or there are fewer of them than ranks, the image is gathered.
+Along a sharded side a pool to an output size comes to 1 (every rank pools its shard, and the results are summed, or
+gathered and pooled again; every rank has them) or leaves the side as it is; to other sizes the image is gathered.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from galvatron_lite.parallelism.sharded.tensor import (
     Call,
     Handler,
     ShardSpec,
-    ShardSpecs,
     from_local,
     global_shape,
     specs_of,
     to_local,
 )
-from galvatron_lite.parallelism.spatial.grids import SideWindow, needed, output_extent, window_refusal
+from galvatron_lite.parallelism.spatial.grids import SideWindow, needed, output_extent
 from galvatron_lite.parallelism.spatial.halo import (
     Borrowing,
     Halo,
@@ -176,7 +174,7 @@ def _with_places(call: Call) -> Any:
     return wrap_like(call, on_locals(call), image) if _has_full_pixels(image, call) else call.rules.otherwise(call)
 
 
-UNEQUAL = "gathers pictures of this size by design, as its windows are unlike or fewer than ranks"
+UNEQUAL = "gathers pictures of this size by design"
 
 
 def adaptive_pool(call: Call) -> Any:
@@ -203,18 +201,12 @@ def adaptive_pool(call: Call) -> Any:
     specs = specs_of(image)
     reduced = tuple(spec for spec in specs if targets[spec.dim - PIXELS] == 1)
     left = tuple(spec for spec in specs if spec not in reduced)
-    windows = _equal_windows(left, targets)
-    if windows is None:
+    if any(targets[spec.dim - PIXELS] != spec.extent for spec in left):
         return call.rules.otherwise(call._replace(because=UNEQUAL))
-    local = to_local(image)
-    if any(window.kernel > 1 for window in windows):
-        pool = _pool_of(image, call.name.removeprefix("adaptive_"), windows)
-        local = _apply(_MaxPool, image, pool) if largest else _apply(_MeanPool, image, pool, True, None)
-    left = specs_after(left, windows)
     lengths = {spec.dim: spec.length for spec in left}
     local_sizes = tuple(lengths.get(dim, target) for dim, target in enumerate(targets, PIXELS))
     function: Callable[..., Tensor] = getattr(functional, call.name)
-    local = function(local, local_sizes)
+    local = function(to_local(image), local_sizes)
     if largest:
         for spec in reduced:
             local = function(gather_dims(local, [ShardSpec(spec.dim, spec.group.size, spec.group)]), local_sizes)
@@ -222,18 +214,6 @@ def adaptive_pool(call: Call) -> Any:
         weight = prod(spec.length / spec.extent for spec in reduced)
         local = sum_over(local * weight, [spec.group for spec in reduced])
     return from_local(local, left, call.rules)
-
-
-def _equal_windows(specs: ShardSpecs, targets: Sequence[int]) -> tuple[SideWindow, ...] | None:
-    """Equal windows along the sharded sides, one a side of the image; None where there are none."""
-    windows = [SideWindow()] * len(targets)
-    for spec in specs:
-        target = targets[spec.dim - PIXELS]
-        size = spec.extent // max(target, 1)
-        windows[spec.dim - PIXELS] = SideWindow(size, max(size, 1))
-        if size * target != spec.extent or window_refusal(windows[spec.dim - PIXELS], spec.extent, spec.group.size):
-            return None
-    return tuple(windows)
 
 
 class _MaxPool(Function):

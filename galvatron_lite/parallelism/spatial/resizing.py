@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional
 
 from galvatron_lite.errors import InputError
@@ -28,8 +27,8 @@ from galvatron_lite.parallelism.sharded.calls import (
     on_locals,
     wrap_like,
 )
-from galvatron_lite.parallelism.sharded.collectives import exchange_rows, redistribute
-from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, shards_of
+from galvatron_lite.parallelism.sharded.collectives import exchange_rows, linear_map, redistribute, resized
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, shards_of
 from galvatron_lite.parallelism.sharded.tensor import (
     PIXELS,
     Call,
@@ -161,13 +160,9 @@ class ResampledSide:
     align: bool | None  # whether the corners of first and last pixels are aligned; None: the mode has no such choice
 
 
-@dataclass(frozen=True, slots=True)
-class Taps:
-    """What output rows of a rank are made of."""
-
-    rows: Range  # the input rows that they need
-    places: Tensor  # input rows of each tap of each output row, counted from the first of ``rows`` (taps, outputs)
-    weights: Tensor | None  # of those (taps, outputs); None where all are one
+Taps = tuple[Tensor, Tensor | None]
+"""What output rows of a rank are made of, (taps, outputs): input rows, counted from the first that it needs, and their
+weights; None where all are one."""
 
 
 def interpolate(call: Call) -> Any:
@@ -193,11 +188,11 @@ def interpolate(call: Call) -> Any:
     local = to_local(tensor) if options["mode"] == "area" else as_autocast(to_local(tensor))
     sides, shared = _resampled_sides(options, shape, result), {spec.dim for spec in pixels}
     for spec in pixels:
-        local = _Resample.apply(local, spec.dim, sides[spec.dim - PIXELS], spec.group)  # type: ignore[no-untyped-call]
+        local = _resampled(local, spec.dim, sides[spec.dim - PIXELS], spec.group)
     others = [dim for dim in range(PIXELS, len(shape)) if dim not in shared]
     if prod(local.shape) == 0:  # which torch refuses
         for dim in others:
-            local = _Resample.apply(local, dim, sides[dim - PIXELS], None)  # type: ignore[no-untyped-call]
+            local = _resampled(local, dim, sides[dim - PIXELS], None)
     elif others:
         local = functional.interpolate(local, **_without_sides(options, shared, local.shape, result))
     return from_local(local, [ShardSpec(spec.dim, result[spec.dim], spec.group) for spec in specs], call.rules)
@@ -280,7 +275,7 @@ def _taps(side: ResampledSide, degree: int, rank: int, dtype: torch.dtype, devic
         # taps that an output row does not have: its first once more, of no weight
         places = torch.where(weights == 0, places[:1], places)
         plain = count == 1 and bool((weights == 1).all())
-        return Taps(rows, places.to(device), None if plain else weights.to(device))
+        return places.to(device), None if plain else weights.to(device)
 
 
 def _weights_device(device: torch.device) -> str:
@@ -288,45 +283,32 @@ def _weights_device(device: torch.device) -> str:
     return "cpu" if device.type == "meta" else str(device)
 
 
-def _along(weights: Tensor, dim: int, dims: int) -> Tensor:
-    """Weights of rows, to multiply an image with."""
-    return weights.view([-1 if one == dim else 1 for one in range(dims)])
-
-
-class _Resample(Function):
+def _resampled(local: Tensor, dim: int, side: ResampledSide, group: AxisGroup | None) -> Tensor:
     """Along one side, sharded by a group or (None) full."""
+    dtype = torch.promote_types(local.dtype, torch.float32)
+    degree, rank = (group.size, group.rank) if group else (1, 0)
+    taps, weights = _taps(side, degree, rank, dtype, local.device)
+    held = tuple((shard_range(side.extent, degree, one),) for one in range(degree))
+    wanted = _needed_rows(side, degree, dtype, _weights_device(local.device))
+    form = [-1 if one == dim else 1 for one in range(local.dim())]
 
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, side: ResampledSide, group: AxisGroup | None) -> Tensor:
-        dtype = torch.promote_types(local.dtype, torch.float32)
-        degree, rank = (group.size, group.rank) if group else (1, 0)
-        taps = _taps(side, degree, rank, dtype, local.device)
-        held = tuple((shard_range(side.extent, degree, one),) for one in range(degree))
-        wanted = _needed_rows(side, degree, dtype, _weights_device(local.device))
-        ctx.how = (dim, held, wanted, group, taps)
-        rows = exchange_rows(local, dim, held, wanted, group)
-        shape = list(local.shape)
-        shape[dim] = taps.places.shape[1]
-        total = rows.new_zeros(shape, dtype=local.dtype if taps.weights is None else dtype)
-        for tap, places in enumerate(taps.places):
-            part = rows.index_select(dim, places)
-            if taps.weights is None:
-                return part
-            total.addcmul_(part.to(dtype), _along(taps.weights[tap], dim, local.dim()))
-        return total.to(local.dtype)
+    def blend(shard: Tensor) -> Tensor:
+        rows = exchange_rows(shard, dim, held, wanted, group)
+        if weights is None:
+            return rows.index_select(dim, taps[0])
+        total = rows.new_zeros(resized(rows, dim, taps.shape[1]), dtype=dtype)
+        for places, weight in zip(taps, weights, strict=True):
+            total.addcmul_(rows.index_select(dim, places).to(dtype), weight.view(form))
+        return total.to(rows.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        dim, held, wanted, group, taps = ctx.how
-        shape = list(gradient.shape)
-        shape[dim] = taps.rows[1] - taps.rows[0]
-        total = gradient.new_zeros(shape, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        for tap, places in enumerate(taps.places):
-            part = gradient.to(total.dtype)
-            if taps.weights is not None:
-                part = part * _along(taps.weights[tap], dim, gradient.dim())
-            total.index_add_(dim, places, part)
-        return exchange_rows(total.to(gradient.dtype), dim, wanted, held, group), None, None, None
+    def spread(gradient: Tensor) -> Tensor:
+        total = gradient.new_zeros(resized(gradient, dim, length_of(wanted[rank])), dtype=dtype)
+        wide = gradient.to(dtype)
+        for number, places in enumerate(taps):
+            total.index_add_(dim, places, wide if weights is None else wide * weights[number].view(form))
+        return exchange_rows(total.to(gradient.dtype), dim, wanted, held, group)
+
+    return linear_map(local, blend, spread)
 
 
 HANDLERS: Mapping[str, Handler] = {

@@ -7,7 +7,7 @@ Convention: the gradient of a replicated activation is replicated, that is, alre
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.parallelism.recompute.sums import kept_sum
+from galvatron_lite.parallelism.sharded.collectives import gathered
+from galvatron_lite.parallelism.sharded.groups import AxisGroup
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, ShardSpec, from_local, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.group import TensorGroup
@@ -66,17 +68,6 @@ def gather_last(tensor: Tensor, group: TensorGroup, extent: int) -> Tensor:
     The columns are shared out as ``share`` says: the first ``extent % size`` devices hold one more.
     """
     return _apply(_GatherLast, tensor, group, extent)
-
-
-def gather_shares(local: Tensor, group: TensorGroup, extent: int, dim: int) -> Tensor:
-    """The whole tensor from shares along ``dim`` that may differ by one in length. No autograd."""
-    if extent % group.size == 0:
-        return group.all_gather(local, dim)
-    longest = share(extent, group.size, 0)[1]
-    padding = [0, 0] * (local.dim() - 1 - dim % local.dim()) + [0, longest - local.shape[dim]]
-    gathered = group.all_gather(torch.nn.functional.pad(local, padding), dim)
-    lengths = [share(extent, group.size, rank)[1] for rank in range(group.size)]
-    return torch.cat([gathered.narrow(dim, rank * longest, length) for rank, length in enumerate(lengths)], dim)
 
 
 def _apply(function: type[Function], tensor: Tensor, *more: Any) -> Tensor:
@@ -147,7 +138,8 @@ class _GatherLast(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, extent: int) -> Tensor:
         ctx.start, ctx.length = share(extent, group.size, group.rank)
-        return gather_shares(tensor, group, extent, -1)
+        # of the group only its number, the own place and all-gathers are asked for
+        return gathered(tensor, ShardSpec(tensor.dim() - 1, extent, cast("AxisGroup", group)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.parallelism.shares import share
-from galvatron_lite.parallelism.tensor.functions import gather_shares
-from galvatron_lite.parallelism.tensor.group import TensorGroup
 
 
 class Placement(StrEnum):
@@ -60,15 +58,3 @@ def slice_full(full: Tensor, shard: ParameterShard) -> Tensor:
     if shard.placement is not Placement.SHARDED:
         return full
     return torch.cat([full.narrow(shard.dim, start, length) for start, length in shard.ranges], shard.dim)
-
-
-def gather_full(local: Tensor, shard: ParameterShard, group: TensorGroup) -> Tensor:
-    """The whole tensor from every device's part; all devices of the group must call it.
-
-    Replicated and partial tensors come back as they are: sum a partial gradient over the group first.
-    """
-    if shard.placement is not Placement.SHARDED:
-        return local
-    pieces = torch.split(local, [length for _, length in shard.ranges], shard.dim)
-    gathered = [gather_shares(piece, group, n, shard.dim) for piece, n in zip(pieces, shard.parts, strict=True)]
-    return torch.cat(gathered, shard.dim)

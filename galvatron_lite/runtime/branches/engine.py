@@ -64,7 +64,8 @@ def set_up_branches(
     tensor = tensor_plans(model, everything, batch) if options.tensor_plans is None else options.tensor_plans
     splits = layer_plans(model, [part.stage for part in parts], tensor, batch)
     paths = [(), *(entrances(model, part.roots, batch) for part in parts[1:])]
-    meshes = build_part_meshes([part.mesh for part in parts], options.device.type)
+    groups = [(part.first, part.devices, [placed.strategy for placed in part.stage]) for part in parts]
+    meshes = build_part_meshes(groups, options.device.type)
     channel = BranchChannel(options.device, timeout)
     broadcast_values(model, options.device)
     seed = int(of_rank_zero(torch.randint(2**31, (1,)), options.device))

@@ -23,7 +23,6 @@ from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage
 from galvatron_lite.runtime.activations.layout import AxisSplit, Boxes, Layout, nothing
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.branches.pending import resolved
-from galvatron_lite.runtime.mesh import MeshPart
 
 TRUNK = "trunk"
 
@@ -47,11 +46,6 @@ class PlacedPart:
     def layers(self) -> tuple[Layer, ...]:
         """Its layers."""
         return tuple(placed.layer for placed in self.stage)
-
-    @property
-    def mesh(self) -> MeshPart:
-        """What process groups are made for."""
-        return MeshPart(self.first, self.devices, tuple(placed.strategy for placed in self.stage))
 
     def entering(self, shape: tuple[int, ...]) -> AxisSplit:
         """How a tensor of the samples lies that enters."""

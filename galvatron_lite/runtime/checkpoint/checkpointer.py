@@ -22,6 +22,7 @@ from galvatron_lite.folders import Content, begin_folder, content_of, put_in_pla
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.checkpoint.manifest import (
     CONFIG,
+    FIELD,
     FORMAT,
     META,
     PLAN,
@@ -30,14 +31,17 @@ from galvatron_lite.runtime.checkpoint.manifest import (
     Lineage,
     Manifest,
     TensorRecord,
+    check_arrived,
     checked,
     content_errors,
     layout_digest,
     process_file,
     read_manifest,
+    read_together,
     survey,
     tensors_file,
     write_sealed,
+    write_together,
 )
 from galvatron_lite.runtime.checkpoint.optimizer import (
     blank_states,
@@ -77,7 +81,6 @@ from galvatron_lite.world import SAVER
 
 TIMEOUT = 1800.0
 """Seconds after which a silent rank is an error: more than a slow disk takes."""
-FIELD = "checkpoint"
 ROOM = (
     "Free some space, or save elsewhere. Earlier checkpoints are unchanged, nothing is left of this attempt, and "
     "training can go on."
@@ -229,16 +232,13 @@ class Checkpointer:
         }
 
     def _write(self, place: Path, snapshot: Snapshot, keep: int | None) -> None:
-        peers = self._peers
-        folder = at_first(peers, lambda: _begin(place), FIELD)
-        try:
-            with _advised(place, ROOM):
-                written = together(peers, lambda: write_files(folder, snapshot, peers.rank), FIELD)
-                at_first(peers, lambda: self._complete(folder, place, snapshot, written, keep), FIELD)
-        except GalvatronError:
-            if peers.rank == 0:
-                remove_folder(folder)
-            raise
+        with _advised(place, ROOM):
+            write_together(
+                self._peers,
+                lambda: _begin(place),
+                lambda folder: write_files(folder, snapshot, self._peers.rank),
+                lambda folder, written: self._complete(folder, place, snapshot, written, keep),
+            )
 
     def _complete(
         self,
@@ -250,9 +250,7 @@ class Checkpointer:
     ) -> None:
         """Write the manifest, move the folder to its place, and delete this training's oldest checkpoints."""
         files = {name: content for contents, _ in written for name, content in contents.items()}
-        for name in files:
-            if not (folder / name).is_file():
-                raise InputError(FIELD, place, f"{name} is missing. Use a folder shared by all ranks.")
+        check_arrived(folder, place, files)
         write_value(folder / PLAN, snapshot.plan)
         files[PLAN] = content_of(folder / PLAN)
         if snapshot.config is not None:
@@ -278,10 +276,7 @@ class Checkpointer:
                     checked(folder, manifest, name)
             return manifest
 
-        manifest, *others = together(peers, read, FIELD)
-        if any(other.digest != manifest.digest for other in others):
-            raise InputError(FIELD, folder, "Processes see different ones under this name. Use a shared folder.")
-        return manifest
+        return read_together(peers, folder, read)
 
     def _load(self, folder: Path, manifest: Manifest, state: ExtraState) -> Resumed:
         """Load a checkpoint with intact files. Ranks agree before anything is changed, and before tensors are."""

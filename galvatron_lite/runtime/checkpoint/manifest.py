@@ -13,18 +13,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from galvatron_lite.errors import FileFormatError, GalvatronError
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
 from galvatron_lite.files import Strict, read_value, to_data, write_value
-from galvatron_lite.folders import Content, check_file
+from galvatron_lite.folders import Content, check_file, remove_folder
 from galvatron_lite.limits import Devices, Size
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.peers import Peers, at_first, together
 
 META = "meta.json"
 TORN = "The checkpoint is damaged: delete it and resume from the one before, which load_latest(folder) finds."
@@ -32,6 +33,8 @@ _CHECKPOINT_FILE = re.compile(r"meta\.json|(rank|process|stage)-\d+\.(pt|safeten
 """Names of files that make a folder a checkpoint, damaged or not."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
+FIELD = "checkpoint"
+Part = TypeVar("Part")
 Kind = TypeVar("Kind")
 """A manifest: a frozen dataclass with ``format``, ``step``, ``sequence``, ``files`` and ``digest``."""
 
@@ -243,3 +246,41 @@ def layout_digest(plan: Plan) -> str:
     passes = [plan.microbatches, plan.schedule.value, plan.virtual_stages, order]
     data = [plan.devices, plan.precision, *passes, runs, branches]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def write_together(
+    peers: Peers,
+    begin: Callable[[], Path],
+    write: Callable[[Path], Part],
+    complete: Callable[[Path, list[Part]], None],
+) -> None:
+    """Write a checkpoint of all ranks: rank 0 begins its folder and completes it, every rank writes its files.
+
+    Raises:
+        InputError: a rank could not; nothing is left of the attempt.
+        LaunchError: a process is gone.
+    """
+    folder = at_first(peers, begin, FIELD)
+    try:
+        parts = together(peers, lambda: write(folder), FIELD)
+        at_first(peers, lambda: complete(folder, parts), FIELD)
+    except GalvatronError:
+        if peers.rank == 0:
+            remove_folder(folder)
+        raise
+
+
+def check_arrived(folder: Path, place: Path, files: Iterable[str]) -> None:
+    """Raise ``InputError`` where rank 0 does not see a file that another rank wrote."""
+    for name in files:
+        if not (folder / name).is_file():
+            raise InputError(FIELD, place, f"{name} is missing. Use a folder shared by all ranks.")
+
+
+def read_together(peers: Peers, folder: Path, read: Callable[[], Part]) -> Part:
+    """The manifest that all ranks read; raises ``InputError`` where a rank cannot, or ranks see different ones."""
+    manifests: list[Any] = together(peers, read, FIELD)
+    if any(other.digest != manifests[0].digest for other in manifests):
+        raise InputError(FIELD, folder, "Processes see different ones under this name. Use a shared folder.")
+    first: Part = manifests[0]
+    return first

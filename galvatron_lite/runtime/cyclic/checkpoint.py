@@ -21,15 +21,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
+from galvatron_lite.errors import FileFormatError, InputError
 from galvatron_lite.files import STRICT
-from galvatron_lite.folders import Content, begin_folder, put_in_place, remove_folder
+from galvatron_lite.folders import Content, begin_folder, put_in_place
 from galvatron_lite.model.batch import map_tensors
 from galvatron_lite.parallelism.cyclic.executor import SeededDraws
 from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicRule, CyclicSetting
 from galvatron_lite.parallelism.cyclic.stages import StageStates
-from galvatron_lite.runtime.checkpoint.manifest import check_all, checked, read_sealed, survey, write_sealed
+from galvatron_lite.runtime.checkpoint.manifest import (
+    FIELD,
+    check_all,
+    check_arrived,
+    checked,
+    read_sealed,
+    read_together,
+    survey,
+    write_sealed,
+    write_together,
+)
 from galvatron_lite.runtime.checkpoint.plain import (
     alone,
     check_plain,
@@ -39,14 +49,12 @@ from galvatron_lite.runtime.checkpoint.plain import (
     write_plain,
 )
 from galvatron_lite.runtime.cyclic.setup import CyclicRuntime, between, loose_buffers
-from galvatron_lite.runtime.peers import Peers, at_first, together
+from galvatron_lite.runtime.peers import Peers, together
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
 
 FORMAT = 1
-FIELD = "checkpoint"
-"""What errors name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +139,16 @@ class CyclicCheckpointer:
 
     def write(self, place: Path, step: int) -> None:
         """Write a checkpoint before training step ``step``; all processes call it."""
-        folder = at_first(self.peers, lambda: begin_folder(place), FIELD)
-        try:
-            parts = together(self.peers, lambda: self._write_files(folder, step), FIELD)
-            at_first(self.peers, lambda: self._finish(folder, place, step, parts), FIELD)
-        except GalvatronError:
-            if self.peers.rank == 0:
-                remove_folder(folder)
-            raise
+        write_together(
+            self.peers,
+            lambda: begin_folder(place),
+            lambda folder: self._write_files(folder, step),
+            lambda folder, parts: self._finish(folder, place, step, parts),
+        )
 
     def read(self, folder: Path) -> int:
         """Take a checkpoint; returns its training step. All processes call it."""
-        manifest, *others = together(self.peers, lambda: self._checked(folder), FIELD)
-        if any(other.digest != manifest.digest for other in others):
-            raise InputError(FIELD, folder, "Processes see different ones under this name. Give all the same folder.")
+        manifest = read_together(self.peers, folder, lambda: self._checked(folder))
         together(self.peers, lambda: self._take(folder, manifest), FIELD)
         return manifest.step
 
@@ -160,9 +164,7 @@ class CyclicCheckpointer:
 
     def _finish(self, folder: Path, place: Path, step: int, parts: list[_Written]) -> None:
         files = {name: content for part in parts for name, content in part.files.items()}
-        for name in files:
-            if not (folder / name).is_file():
-                raise InputError(FIELD, place, f"{name} is missing. Use a folder shared by all ranks.")
+        check_arrived(folder, place, files)
         stages = {stage: record for part in parts for stage, record in part.stages.items()}
         programme, draws = self.runtime.executor.programme, self.runtime.executor.draws
         sequence = 1 + max((one.sequence for _, one in survey(CyclicManifest, place.parent, FORMAT)[0]), default=0)

@@ -21,7 +21,8 @@ from galvatron_lite.parallelism.cyclic.stages import OptimizerFactory, Scheduler
 from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import check_samples
-from galvatron_lite.runtime.cyclic.checkpoint import FIELD, CyclicCheckpointer, latest
+from galvatron_lite.runtime.checkpoint.manifest import FIELD
+from galvatron_lite.runtime.cyclic.checkpoint import CyclicCheckpointer, latest
 from galvatron_lite.runtime.cyclic.setup import CyclicOptions, even_out, full_state, load_full_state, set_up
 from galvatron_lite.runtime.loss.weights import LossWeight, check_even, check_reduction, share_scales
 from galvatron_lite.runtime.mesh import join_world
@@ -96,25 +97,18 @@ class CyclicModel(Observable, nn.Module):
     ``torch.initial_seed()``, the stage and the micro-batch alone: it is the same in every setting.
 
     Args:
-        model: the user's model, changed in place. Real parameters are made equal to rank 0's; a model on the meta
-            device is given initial values.
-        plan: of cyclic data parallelism, for this model and this world.
-        layers: of the model, from ``discover_layers``.
+        plan: of cyclic data parallelism.
         batch: an example batch; needed where layers of different stages read more than what the layer before them made.
-        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
-        loss_weight, loss_reduction: as for ``auto_parallelize``; batches whose micro-batches weigh unlike are refused.
-        device: of this rank; its GPU or the CPU if not given.
+        loss_weight, loss_reduction: batches whose micro-batches weigh unlike are refused.
         precision: ``fp32`` or ``bf16`` compute; the plan's if not given.
         max_grad_norm: refused: no process ever has the whole gradient.
-        init_fn: initial values of one module of a model on the meta device.
-        seed: of those values.
         timeout: seconds after which a message that does not come is an error.
         early_release: backward passes of a time step come before its forward passes (``single``): at most N*N/2 + 1
             stages' activations are kept instead of N(N+1)/2.
 
+    All other arguments are those of ``ParallelModel``.
+
     Attributes:
-        module: the user's model.
-        plan: the plan.
         step: training steps begun.
         runtime: what this process is made of.
 

@@ -47,26 +47,13 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     ``outputs`` come after that. Checkpoints are those of all plans; see ``DeepSpeedSaver``.
 
     Args:
-        model: the user's model, changed in place. Real parameters are made equal to rank 0's; a model on the meta
-            device is given initial values, one layer at a time.
-        plan: for this model and this world, with one ZeRO stage for all layers.
-        layers: of the model, from ``discover_layers``.
-        batch: an example batch; not needed.
-        loss_fn: ``loss_fn(output, batch)``; see ``model.batch.loss_of``.
-        loss_weight: as for ``ParallelModel``.
-        loss_reduction: as for ``ParallelModel``.
-        device: of this rank; its GPU or the CPU if not given.
-        precision: ``fp32``, ``bf16`` or ``fp16``, of parameters and compute, beside float32 master copies; the plan's
-            if not given.
-        max_grad_norm: clip the gradient to this norm; None: do not clip.
-        init_fn: initial values of one module of a model on the meta device.
-        seed: of those values.
+        plan: with one ZeRO stage for all layers.
+        precision: of parameters and compute, beside float32 master copies.
+
+    All other arguments are those of ``ParallelModel``; no example batch is needed.
 
     Attributes:
-        module: the user's model.
-        plan: the plan.
         config: DeepSpeed's configuration, by dotted keys.
-        watch: reports where this rank is in its step, and why a step fails.
 
     Raises:
         LaunchError: the world's size is not the plan's, or DeepSpeed is missing.
@@ -172,13 +159,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         return mean
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for a global batch, without gradients, on every rank.
-
-        Tensors without samples (a loss) are means over the ranks' shares of the samples.
-
-        Raises:
-            InputError: there is no optimizer yet, or the batch cannot be shared evenly.
-        """
+        """The model's outputs for a global batch, without gradients, on every rank; see ``ParallelModel.outputs``."""
         engine = self._ready()
         (part,) = self._parts(batch_of_call(args, kwargs), 1)
         rows = batch_size(part)
@@ -187,21 +168,12 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
 
     @observed
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
-        """One optimizer step on a global batch, in the plan's micro-batches.
+        """One optimizer step on a global batch, in the plan's micro-batches; see ``ParallelModel.train_step``.
 
         Args:
             batch: the same global batch on every rank.
             optimizer: from ``optimizer``; or one made over ``parameters()``, which the engine takes over.
             max_grad_norm: clip the gradient to this norm; that of the constructor if not given.
-
-        Returns:
-            The batch's loss, the same on every rank.
-
-        Raises:
-            InputError: the batch cannot be shared evenly, or the optimizer is another one.
-            NonFiniteLossError: the loss or the gradient's norm is NaN or infinite; the parameters are unchanged. Under
-                fp16 a norm alone only lowers the loss scale.
-            PeerError: another rank is gone, failed or hangs.
         """
         if not self._engines:
             self._bind(optimizer)
@@ -267,11 +239,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         return full_state_dict(self.module, self.dtypes, bound=bool(self._engines))
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set this rank's shards from a full state, of any plan or of the unsplit model; every rank gives all of it.
-
-        Raises:
-            InputError: an entry is missing, or has another shape.
-        """
+        """Set this rank's shards from a full state, of any plan or of the unsplit model; every rank gives all of it."""
         load_full_state_dict(self.module, state)
 
     def _watched(self, phase: StepPhase = StepPhase.SAVING) -> AbstractContextManager[None]:

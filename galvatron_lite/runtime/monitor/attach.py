@@ -24,7 +24,18 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.store import write_profile
 from galvatron_lite.runs.read import PROFILE
-from galvatron_lite.runs.schema import RUN_VERSION, RankRecord, Record, RunDevice, RunHeader
+from galvatron_lite.runs.schema import (
+    RUN_VERSION,
+    CollectiveRecord,
+    EndRecord,
+    PlanRecord,
+    RankHeader,
+    RankRecord,
+    Record,
+    RunDevice,
+    RunHeader,
+    StepRecord,
+)
 from galvatron_lite.runtime.engine import ParallelModel
 from galvatron_lite.runtime.monitor.adaptive import Monitor
 from galvatron_lite.runtime.monitor.clock import LayerClock, StepClock
@@ -39,7 +50,6 @@ from galvatron_lite.runtime.monitor.sinks import (
     RecordWriter,
     Scalars,
     Sink,
-    run_files,
     scalar_writer,
 )
 from galvatron_lite.runtime.monitor.traces import Tracer
@@ -153,8 +163,11 @@ def _sinks(
 def _run_files(folder: Path, head: RunHeader) -> list[LineFiles]:
     """The files of this rank; an error on all ranks where any cannot make its own."""
     rank, files, reason = dist.get_rank(), list[LineFiles](), ""
+    own = RankHeader(RUN_VERSION, rank, head.digest, head.time, head.step)
     try:
-        files = run_files(folder, rank, head)
+        files.append(LineFiles(folder, f"rank-{rank:05d}", own, (RankHeader, RankRecord, CollectiveRecord)))
+        if rank == 0:
+            files.append(LineFiles(folder, "steps", head, (StepRecord, PlanRecord, EndRecord)))
     except OSError as error:
         reason = f"{error.strerror} (rank {rank})"
     reasons = [text for text in everyone(reason) if text]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -40,7 +41,7 @@ class LayerClock:
 
     def __init__(self, parallel: ParallelModel) -> None:
         self.running = False
-        self._mark = _event if parallel.device.type == "cuda" else perf_counter
+        self._mark = partial(moment, parallel.device)
         self._starts: dict[str, list[Any]] = {}
         self._passes: dict[str, list[tuple[Any, Any]]] = {}
         self._handles: list[RemovableHandle] = []
@@ -68,7 +69,7 @@ class LayerClock:
         self._starts.clear()
         for end in (end for marks in passes.values() for _, end in marks if not isinstance(end, float)):
             end.synchronize()
-        return {name: median(_between(*marks) for marks in own) for name, own in passes.items()}
+        return {name: median(between(*marks) for marks in own) for name, own in passes.items()}
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -84,7 +85,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._mark: Callable[[], Any] = _event if device.type == "cuda" else perf_counter
+        self._mark = partial(moment, device)
         self._marks: list[tuple[StepPart, Any]] = []
         self.on_part: Callable[[str], None] | None = None
 
@@ -130,17 +131,17 @@ class StepMarks:
     @property
     def seconds(self) -> float:
         """Of the step."""
-        return _between(self._marks[0][1], self._marks[-1][1])
+        return between(self._marks[0][1], self._marks[-1][1])
 
     def since(self, earlier: StepMarks | None) -> float:
         """Seconds from the end of an earlier step to the beginning of this one."""
-        return 0.0 if earlier is None else max(_between(earlier._marks[-1][1], self._marks[0][1]), 0.0)
+        return 0.0 if earlier is None else max(between(earlier._marks[-1][1], self._marks[0][1]), 0.0)
 
     def parts(self) -> dict[StepPart, float]:
         """Seconds by part; they add up to those of the step."""
         seconds: dict[StepPart, float] = {}
         for (part, start), (_, end) in pairwise(self._marks):
-            seconds[part] = seconds.get(part, 0.0) + _between(start, end)
+            seconds[part] = seconds.get(part, 0.0) + between(start, end)
         return seconds
 
 
@@ -155,7 +156,7 @@ class Scalar:
         if self._value.is_cuda:
             host = torch.empty_like(self._value, device="cpu", pin_memory=True)
             self._value = host.copy_(self._value, non_blocking=True)
-            self._event = _event()
+            self._event = moment(value.device)
 
     @property
     def is_ready(self) -> bool:
@@ -167,13 +168,15 @@ class Scalar:
         return float(self._value)
 
 
-def _event() -> torch.cuda.Event:
+def moment(device: torch.device) -> Any:
+    """Now: on the host in seconds, on a GPU an event of its present stream."""
+    if device.type != "cuda":
+        return perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
-def _between(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return float(end - start)
-    return float(start.elapsed_time(end)) / 1e3
+def between(start: Any, end: Any) -> float:
+    """Seconds between two moments; a GPU has to have reached both."""
+    return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1e3

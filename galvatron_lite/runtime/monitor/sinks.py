@@ -20,12 +20,8 @@ from galvatron_lite.files import to_data
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runs.schema import (
     RECENT,
-    RUN_VERSION,
-    CollectiveRecord,
-    EndRecord,
     PlanRecord,
     RankHeader,
-    RankRecord,
     Record,
     RunHeader,
     StepFigures,
@@ -199,15 +195,6 @@ def _line_of(record: Record) -> str:
         items = ((item, getattr(record, item.name)) for item in fields(record))
         data = {item.name: value for item, value in items if value != item.default}
     return json.dumps({"kind": record.kind, **data}, allow_nan=False) + "\n"
-
-
-def run_files(folder: Path, rank: int, head: RunHeader) -> list[LineFiles]:
-    """The files of a rank; raises ``OSError`` where they cannot be made."""
-    own = RankHeader(RUN_VERSION, rank, head.digest, head.time, head.step)
-    files = [LineFiles(folder, f"rank-{rank:05d}", own, (RankHeader, RankRecord, CollectiveRecord))]
-    if rank == 0:
-        files.append(LineFiles(folder, "steps", head, (StepRecord, PlanRecord, EndRecord)))
-    return files
 
 
 def scalar_writer(folder: Path) -> Any:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from galvatron_lite.runs.read import TRACES
 from galvatron_lite.runs.schema import LAYER, METADATA, PART, STEP, CollectiveRecord
-from galvatron_lite.runtime.monitor.clock import StepClock
+from galvatron_lite.runtime.monitor.clock import StepClock, between, moment
 
 
 class Tracer:
@@ -189,7 +188,7 @@ class CollectiveTimer:
         sized = [one.nbytes for one in tensors]
         group = kwargs.get("group") or next((one for one in args if isinstance(one, dist.ProcessGroup)), None)
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        begin = _moment(tensors[0].device)
+        begin = moment(tensors[0].device)
         self._inside = True
         try:
             work = plain(*args, **kwargs)
@@ -207,24 +206,11 @@ class CollectiveTimer:
 def _span(work: Any, begin: Any, device: torch.device) -> Callable[[], float] | None:
     """Gives the seconds until a collective has completed; None where its backend does not tell when."""
     if work is None:  # it has completed, or the stream waits for it
-        end = _moment(device)
-        return lambda: _between(begin, end)
+        end = moment(device)
+        return lambda: between(begin, end)
     ends: list[Any] = []
     try:
-        work.get_future().add_done_callback(lambda _: ends.append(_moment(device)))
+        work.get_future().add_done_callback(lambda _: ends.append(moment(device)))
     except RuntimeError:
         return None
-    return lambda: _between(begin, ends[0]) if ends else 0.0
-
-
-def _moment(device: torch.device) -> Any:
-    """Now, on the host; on CUDA in the present stream."""
-    if device.type != "cuda":
-        return perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _between(begin: Any, end: Any) -> float:
-    return float(end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3
+    return lambda: between(begin, ends[0]) if ends else 0.0

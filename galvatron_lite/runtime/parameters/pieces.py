@@ -67,14 +67,6 @@ class Parallel(Protocol):
         """The modules of each of these parts, under the names of the full model."""
 
 
-class Stateful(Protocol):
-    """An optimizer, or what will be its states."""
-
-    @property
-    def state(self) -> Mapping[Tensor, Any]:
-        """Entries by parameter."""
-
-
 def entries_of(model: nn.Module, layers: Sequence[Layer]) -> Entries:
     """The entries of a full model's state; call it before the model is split."""
     state: dict[str, object] = model.state_dict(keep_vars=True)
@@ -115,8 +107,8 @@ def held_gradients(parallel: Parallel) -> list[LocalShard]:
     ]
 
 
-def held_states(parallel: Parallel, optimizer: Stateful) -> list[LocalShard]:
-    """What this rank holds of the tensors of an optimizer's state, named ``PARAMETER/exp_avg``.
+def held_states(parallel: Parallel, optimizer: Any) -> list[LocalShard]:
+    """What this rank holds of the tensors of an optimizer's ``state`` (by parameter), named ``PARAMETER/exp_avg``.
 
     Entries that are neither of the parameter's shape, nor of it with some extents 1, are whole on every rank. Entries
     that are no tensors are left out.

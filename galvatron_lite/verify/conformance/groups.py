@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from galvatron_lite.model.graph import ModelGraph
@@ -20,7 +19,7 @@ from galvatron_lite.verify.conformance.layers import (
     together,
 )
 from galvatron_lite.verify.match.meeting import rank_list, where
-from galvatron_lite.verify.schema import Check, During, LayerSplit, Message, MessageType, ParameterSplit, RoleRun
+from galvatron_lite.verify.schema import Check, During, Message, MessageType, ParameterSplit, RoleRun
 
 GROUPS = "groups are the plan's"
 _SIDES = ("depth", "height", "width")
@@ -85,16 +84,6 @@ COPIES = "shared parameters"
 _AFTER = (During.BACKWARD, During.WEIGHTS, During.GRADIENTS)
 
 
-@dataclass(frozen=True, slots=True)
-class Needed:
-    """A sum that a layer's parameters need."""
-
-    layer: str  # whose
-    ranks: Ranks  # over which
-    scattered: bool | None  # whether each rank needs its share of the sum only (ZeRO); None: either
-    items: int  # of whole gradients, in a step
-
-
 def gradients_summed(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> Check:
     """Whether all sums that the plan needs were made."""
     planned = PlannedLayers(plan, graph)
@@ -104,17 +93,21 @@ def gradients_summed(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> 
 
 
 def _missing(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
-    needed: dict[tuple[Ranks, bool | None], list[Needed]] = defaultdict(list)
+    needed: dict[tuple[Ranks, bool | None], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for split in run.splits:
-        if split.layer in planned.strategies:
-            for one in _needed(run, split, planned):
-                needed[one.ranks, one.scattered].append(one)
+        strategy = planned.strategies.get(split.layer)
+        if strategy is None:
+            continue
+        for one in split.parameters:
+            for ranks, scattered, items in _sums_of(run, one, strategy, planned) if one.trains else ():
+                if len(ranks) > 1:
+                    needed[ranks, scattered][split.layer] += items
     given = _summed_items(run)
-    for (ranks, scattered), wanted in sorted(needed.items(), key=_strictest):
-        items = sum(one.items for one in wanted)
+    for (ranks, scattered), by_layer in sorted(needed.items(), key=_strictest):
+        items = sum(by_layer.values())
         left = items - _take(given, ranks, scattered, items)
         if left > 0:
-            yield _missing_text(run, wanted, ranks, left, items)
+            yield _missing_text(run, by_layer, ranks, left, items)
 
 
 def _strictest(needed: tuple[tuple[Ranks, bool | None], object]) -> tuple[bool, int]:
@@ -123,10 +116,7 @@ def _strictest(needed: tuple[tuple[Ranks, bool | None], object]) -> tuple[bool, 
     return scattered is None, -len(ranks)
 
 
-def _missing_text(run: RoleRun, wanted: Sequence[Needed], ranks: Ranks, left: int, items: int) -> str:
-    by_layer: dict[str, int] = defaultdict(int)
-    for one in wanted:
-        by_layer[one.layer] += one.items
+def _missing_text(run: RoleRun, by_layer: Mapping[str, int], ranks: Ranks, left: int, items: int) -> str:
     alone = [name for name, own in by_layer.items() if own == left]
     names = alone[:1] if len(alone) == 1 else list(by_layer)
     of = names[0] if len(names) == 1 else f"one of {names[0]} .. {names[-1]}"
@@ -160,15 +150,9 @@ _SIZES = {"float64": 8, "bfloat16": 2, "float16": 2}
 """Bytes of an item, by dtype; 4 of others. Shapes do not tell items where a scatter's parts are a list."""
 
 
-def _needed(run: RoleRun, split: LayerSplit, planned: PlannedLayers) -> Iterator[Needed]:
-    strategy = planned.strategies[split.layer]
-    for one in (one for one in split.parameters if one.trains):
-        for ranks, scattered, items in _sums_of(run, one, strategy, planned):
-            if len(ranks) > 1:
-                yield Needed(split.layer, ranks, scattered, items)
-
-
 Sums = Iterator[tuple[Ranks, bool | None, int]]
+"""Sums that a parameter's gradient needs: over which ranks, whether each needs its share of the sum only (ZeRO; None:
+either), and items of the gradient in a step."""
 
 
 def _sums_of(run: RoleRun, one: ParameterSplit, strategy: Strategy, planned: PlannedLayers) -> Sums:

@@ -28,24 +28,15 @@ OTHERS = ("data", "zero", "context", "spatial")
 """Dimensions whose ranks see other samples, tokens or pixels, besides those that are added."""
 
 
-def degrees_of(strategy: Strategy) -> dict[str, int]:
-    """Ranks in each dimension that ``strides_of`` knows."""
-    return {
-        "channel": strategy.slices,
-        "spatial": strategy.spatial,
-        "tensor": strategy.tensor,
-        "context": strategy.context,
-        "zero": strategy.zero,
-        "data": strategy.data,
-        **{name: getattr(strategy, name) for name in ADDED},
-    }
-
-
 def together(strategy: Strategy, rank: int, names: Iterable[str]) -> tuple[int, ...]:
     """World ranks, ascending, that differ from one in these dimensions only; those that are added go with data."""
-    strides, degrees = strides_of(strategy), degrees_of(strategy)
+    strides = {name: int(stride) for name, stride in strides_of(strategy).items()}  # the innermost first
+    degrees = {
+        name: outer // inner
+        for (name, inner), outer in zip(strides.items(), [*strides.values(), strategy.devices][1:], strict=True)
+    }
     wanted = tuple(names)
-    steps = [(int(strides[name]), degrees[name]) for name in (*(ADDED if "data" in wanted else ()), *wanted)]
+    steps = [(strides[name], degrees[name]) for name in (*(ADDED if "data" in wanted else ()), *wanted)]
     return line_of(strategy.devices, rank, steps)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.layout import layout, received
-from galvatron_lite.cost.sharing import sharing_of
+from galvatron_lite.cost.stage import sharing_of
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
 from galvatron_lite.parallelism.pipeline.schedule import group_of

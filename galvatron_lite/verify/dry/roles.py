@@ -9,7 +9,7 @@ from math import gcd, lcm
 
 from torch import Tensor
 
-from galvatron_lite.errors import InputError
+from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.graph import Role as LayerRole
 from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of
@@ -75,7 +75,7 @@ def _layer_list(names: Sequence[str]) -> str:
     return f"Its layers are: {', '.join(shown)}."
 
 
-Each = Callable[[RoleRun, int], None]  # told of every role that was run, and how many there are
+Progress = Callable[[int, int, str], None]  # told how many roles were run, of how many, and the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,8 @@ def _repeats(strategies: Sequence[Strategy]) -> int:
 def run_roles(
     subject: Subject,
     plan: Plan,
+    progress: Progress = lambda *_: None,
     *,
-    each: Each | None = None,
     chained: bool = False,
 ) -> list[RoleRun]:
     """Run one rank of each role of a plan, in this process, in the order in which what is announced goes.
@@ -188,13 +188,17 @@ def run_roles(
     """
     roles = roles_of(plan, _is_even(subject, plan), chained, apart=not _shards_alike(subject, plan))
     try:
-        return _run_roles(subject, plan, roles, each, brief=True)
+        return _run_roles(subject, plan, roles, progress, brief=True)
     except UnlikeError:
-        return _run_roles(subject, plan, roles, each, brief=False)
+        return _run_roles(subject, plan, roles, progress, brief=False)
+    except (GalvatronError, MemoryError):
+        raise
+    except Exception as error:  # whatever an operator, or a user's model, does that has no meaning without data
+        raise DryRunError(f"{type(error).__name__}: {error}") from error
 
 
 def _run_roles(
-    subject: Subject, plan: Plan, roles: Sequence[RankClass], each: Each | None, *, brief: bool
+    subject: Subject, plan: Plan, roles: Sequence[RankClass], progress: Progress, *, brief: bool
 ) -> list[RoleRun]:
     runs: dict[int, RoleRun] = {}
     announced: dict[int, Announced] = {}
@@ -216,8 +220,7 @@ def _run_roles(
                 late.append(role)
             else:
                 runs[role.rank] = replace(run, role=role.text, ranks=role.ranks)
-                if each is not None:
-                    each(runs[role.rank], len(roles))
+                progress(len(runs), len(roles), f"rank {role.rank}")
             announced[role.rank] = words
         if late and _amount(announced) == before:
             raise DryRunError("Ranks wait for what others announce, and none comes any further.")

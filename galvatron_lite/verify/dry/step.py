@@ -28,7 +28,7 @@ from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_record import Recorder
 from galvatron_lite.model.trace_run import shapes_only
 from galvatron_lite.parallelism.pipeline.tied import layer_of
-from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
+from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.traffic import LayoutTensor
 from galvatron_lite.runtime.assignment import place_layers
 from galvatron_lite.runtime.engine import ParallelModel
@@ -266,7 +266,6 @@ class _Run:
         whole = map_tensors(subject.batch, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=DEVICE))
         ledger.forget(tensors_of(whole))  # a loop's data are in host memory, until a rank takes its own of them
         self.batch = _first_of(whole, plan.global_batch)
-        _check_kind(plan)
         self.parallel: Any = ParallelModel(
             model,
             plan,
@@ -371,17 +370,6 @@ class _Run:
             one.is_zero, one.host is not None, tuple(one.parameter.shape),
             not self.subject.unreached.issuperset(one.names),
         )  # fmt: skip
-
-
-def _check_kind(plan: Plan) -> None:
-    if plan.cyclic is not None:
-        raise DryRunError("Plans of cyclic data parallelism have no dry run yet.")
-    if plan.branches:
-        raise DryRunError("Plans that give branches devices of their own have no dry run yet.")
-    if plan.backend is not TrainedBy.GALVATRON:
-        raise DryRunError(f"What {plan.backend.value} does with a plan has no dry run.")
-    if plan.mode is not Mode.TRAINING:
-        raise DryRunError("Plans of inference have no dry run: it is a training step.")
 
 
 def _shape(value: Any) -> tuple[int, ...]:

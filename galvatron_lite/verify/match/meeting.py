@@ -17,7 +17,6 @@ from galvatron_lite.verify.match.replay import RankMessage, Replay, StartedMessa
 from galvatron_lite.verify.schema import NOBODY, Check, During, Message, MessageType, RoleRun, Verdict
 
 _MOST = 8  # lines of one sort that are shown
-_NEXT = 3  # messages that must be alike for one before them to count as left out
 _WHAT = {
     "kind": "are of other kinds",
     "dtype": "have other dtypes",
@@ -59,35 +58,16 @@ def mismatch_text(ended: Replay) -> tuple[str, list[str]]:
     assert ended.meeting is not None
     clash, (group, way, count) = ended.clash, ended.meeting
     stream = ended.streams[group]
-    odd = clash.odd[0]
     names = rank_list([one.rank for one in clash.odd])
     common = f"What {names} and rank {clash.other.rank} give one another" if way else f"What {names} and others give"
     said = f"{common} as message {count} of {rank_list(stream[1])} ({stream[0]}) {_WHAT[clash.what]}."
     lines = [f"expected: {_described(clash.other, stream)}", *(_described(one, stream) for one in clash.odd[:_MOST])]
-    hint = _left_out(ended, stream, odd, clash.other, count) if way is None else ""
-    return said, [*lines, hint] if hint else lines
+    return said, lines
 
 
 def _described(one: RankMessage, stream: Stream) -> str:
     parts = f", parts {one.message.sent}" if one.message.sent else ""
     return f"rank {one.rank} ({where(one.stage, one.message)}): {what(one.message, stream, one.peer)}{parts}"
-
-
-def _left_out(ended: Replay, stream: Stream, odd: RankMessage, other: RankMessage, count: int) -> str:
-    """Whether one of two ranks has left a message out, or two are in another order."""
-    own, theirs = (_looks(ended.actors[rank].part, stream)[count - 1 :] for rank in (odd.rank, other.rank))
-    if len(own) > 1 and own[:2] == theirs[1::-1]:
-        return f"rank {odd.rank} gives this message and the one after it in the other order."
-    for rank, short, long in ((odd.rank, own, theirs), (other.rank, theirs, own)):
-        if len(long) > 1 and short[:_NEXT] == long[1 : _NEXT + 1]:
-            return f"rank {rank} has left one out: what it gives here is what others give next."
-    return ""
-
-
-def _looks(part: RankRole, stream: Stream) -> list[tuple[object, ...]]:
-    pairs = zip(part.script.lines, part.script.messages, strict=True)
-    own = [message for line, message in pairs if part.streams[line] == stream and message.kind not in PAIRED]
-    return [(one.kind, one.shape, one.dtype, one.layer, one.microbatch) for one in own]
 
 
 def missing_group_text(ended: Replay) -> tuple[str, list[str]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from galvatron_lite.plans.schema import Mode, Plan, TrainedBy
+from galvatron_lite.plans.schema import Plan
+from galvatron_lite.verify.launched import ForkedServer
 from galvatron_lite.verify.numbers.shrink import Recipe, TooLargeError, shrink
-from galvatron_lite.verify.numbers.train import ALONE, HANGS, Result, TrainingFork
+from galvatron_lite.verify.numbers.train import GRACE, HANGS, Result
 from galvatron_lite.verify.schema import Check, Verdict
 from galvatron_lite.verify.source import ModelSource
 
@@ -20,50 +19,33 @@ _HANGING: Result = {"error": HANGS}
 
 
 def check_numbers(
-    source: ModelSource, plan: Plan, fork: TrainingFork, processes: int | None = None, timeout: float = TIMEOUT
+    source: ModelSource, plan: Plan, training: ForkedServer, processes: int | None = None, timeout: float = TIMEOUT
 ) -> Check:
     """Train a small model under a small plan on gloo processes, and hold loss, gradients and weights against one."""
-    reason = _not_run(plan)
-    if reason:
-        return Check(NAME, Verdict.SKIPPED, reason)
     try:
         recipe = shrink(source, plan, processes)
     except TooLargeError as error:
         return Check(NAME, Verdict.SKIPPED, f"{error} Nothing was run.")
-    with tempfile.TemporaryDirectory(prefix="galvatron-numbers-") as folder:
-        results = fork.train(recipe, Path(folder), timeout)
-    return _judged(recipe, results)
+    try:
+        return _judged(recipe, training.ask((recipe, timeout), timeout + 4 * GRACE))
+    except TimeoutError:
+        return _broken(dict.fromkeys(range(recipe.plan.devices), _HANGING), recipe.plan.devices, recipe.changes)
 
 
-def _not_run(plan: Plan) -> str:
-    """Why a plan's numbers are not compared; empty where they are."""
-    if plan.cyclic is not None:
-        return "Gradients are delayed under the plan: it is not meant to train like one process."
-    if plan.branches:
-        return "Branches on devices of their own are not run by this check."
-    if plan.backend is not TrainedBy.GALVATRON:
-        return f"{plan.backend.value} trains under the plan, which this check does not run."
-    if plan.mode is not Mode.TRAINING:
-        return "The plan is for inference: there are no gradients or updates to compare."
-    return ""
-
-
-def _judged(recipe: Recipe, results: Mapping[int, Result]) -> Check:
-    details, alone = recipe.changes, results.get(ALONE, _HANGING)
-    if "error" in alone:
-        text = f"The small model does not train in one process either: {alone['error']} Nothing was compared."
-        return Check(NAME, Verdict.SKIPPED, text, (*details, *_trace(alone)))
-    if alone["draws"]:
+def _judged(recipe: Recipe, ranks: Mapping[int, Result]) -> Check:
+    details, first = recipe.changes, ranks[0]
+    if alone := first.get("alone"):
+        text = f"The small model does not train in one process either: {alone} Nothing was compared."
+        return Check(NAME, Verdict.SKIPPED, text, (*details, *_trace(first)))
+    failed = {rank: result for rank, result in ranks.items() if "error" in result}
+    if first.get("draws"):
         text = "The model draws random numbers that dropout does not explain: two runs of it differ."
         return Check(NAME, Verdict.SKIPPED, f"{text} Nothing was compared.", details)
-    ranks = {rank: results.get(rank, _HANGING) for rank in range(recipe.plan.devices)}
-    failed = {rank: result for rank, result in ranks.items() if "error" in result}
     if failed:
         return _broken(failed, len(ranks), details)
     wrong = {rank: lines for rank, result in ranks.items() if (lines := result["wrong"])}
-    missing = _missing(alone, list(ranks.values()))
-    if wrong or missing:
-        return _different(wrong, missing, details)
+    if wrong or first["missing"]:
+        return _different(wrong, first["missing"], details)
     lost = f" Not kept small: {', '.join(recipe.lost)}." if recipe.lost else ""
     processes = f"{len(ranks)} gloo process{'es' * (len(ranks) > 1)}"
     text = f"Loss, gradients and updated weights of a shrunken plan on {processes} equal those of one process.{lost}"
@@ -96,17 +78,3 @@ def _different(wrong: Mapping[int, Sequence[str]], missing: Sequence[str], detai
     text = f"The shrunken plan does not train like one process: {what} differ {where}."
     more = [f"... and {len(lines) - _MOST} more"] * (len(lines) > _MOST)
     return Check(NAME, Verdict.FAILED, text, (*missing, *by_rank[:_MOST], *more, *details))
-
-
-def _missing(alone: Result, ranks: Sequence[Result]) -> list[str]:
-    """Tensors that all ranks together do not have whole."""
-    lines = []
-    for what in ranks[0]["held"]:
-        for name, items in alone["items" if what.startswith("weights") else "graded"].items():
-            boxes: dict[str, int] = {}
-            for result in ranks:
-                boxes |= result["held"][what].get(name, {})
-            held = sum(boxes.values())
-            if held < items:
-                lines.append(f"{what}: of {name} all ranks together have {held} of {items} items")
-    return lines

@@ -13,7 +13,7 @@ from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Offload, Strategy, changed, degree_names
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
-from galvatron_lite.search.strategies import Narrowed, strategies_for
+from galvatron_lite.search.space import Narrowed, strategies_for
 
 REPEATS = 2  # equal layers with equal strategies that are kept next to each other in a stage
 MOST_LAYERS = 24  # layers beyond which only one is kept of such

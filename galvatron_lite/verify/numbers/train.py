@@ -6,11 +6,13 @@ import faulthandler
 import json
 import os
 import signal
+import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,9 +38,7 @@ RELATIVE = 1e-5
 EPSILON = torch.finfo(torch.float32).eps
 PATIENCE = 60.0  # seconds that a rank waits for another one
 GRACE = 3.0  # seconds that the others are given once one rank has failed
-REFERENCE = "reference.pt"
 HANGS = "hangs"  # error of a process that did not end
-ALONE = -1  # in place of the rank: the one process that trains by plain PyTorch
 
 Tensors = Mapping[str, Tensor]
 Result = Mapping[str, Any]
@@ -98,8 +98,8 @@ def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining
     """Train under the plan, on every rank of its world.
 
     Returns:
-        ``wrong``: what differs from the reference, a line each. ``held``: by what was compared and the tensor's name,
-        the boxes that this rank has and items in them.
+        ``draws``: of the reference. ``wrong``: what differs from it, a line each. ``missing``: tensors that all ranks
+        together do not have complete.
     """
     small.model.load_state_dict(reference.initial)
     # shares weigh as auto_parallelize lets them weigh: by their counts of labels, where the loss is a mean over these
@@ -109,13 +109,11 @@ def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining
         loss_weight=findings.weight,
     )  # fmt: skip
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
-    relative, wrong, held = RELATIVE * small.relative, list[str](), dict[str, Any]()
+    relative, wrong, missing = RELATIVE * small.relative, list[str](), list[str]()
 
     def compare(what: str, parts: list[LocalShard], expected: Tensors) -> None:
-        boxes = held.setdefault(what, {})
-        for one in parts:
-            boxes.setdefault(one.name, {}).update({str(box.whole.ranges): box.whole.items for box in one.chunks})
         wrong.extend(f"{what}: {line}" for line in _differences(parts, expected, relative))
+        missing.extend(f"{what}: {line}" for line in _incomplete(parts, expected))
 
     first, *others, final = small.batches
     losses = [_global(parallel.backward_step(first))]
@@ -135,7 +133,21 @@ def train_under_plan(small: SmallModel, plan: Plan, reference: ReferenceTraining
         for number, (loss, wanted) in pairs
         if not abs(loss - wanted) <= relative * abs(wanted)
     ]
-    return {"wrong": [*off, *wrong], "held": held}
+    return {"draws": reference.draws, "wrong": [*off, *wrong], "missing": missing}
+
+
+def _incomplete(parts: list[LocalShard], expected: Tensors) -> Iterator[str]:
+    """Tensors of which all ranks together do not have every item; all ranks call it."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        every, {(one.name, str(box.whole.ranges)): box.whole.items for one in parts for box in one.chunks}
+    )
+    items = Counter[str]()
+    for (name, _), size in {box: size for some in every for box, size in some.items()}.items():
+        items[name] += size
+    for name, tensor in expected.items():
+        if items[name] < tensor.numel():
+            yield f"of {name} all ranks together have {items[name]} of {tensor.numel()} items"
 
 
 def _global(part: Tensor) -> float:
@@ -169,101 +181,69 @@ def _differences(held: list[LocalShard], expected: Tensors, relative: float) -> 
             yield f"{one.name} is off by {error:.3g} where the largest entry is {scale:.3g}"
 
 
-class TrainingFork(ForkedServer):
-    """A fork of this process that starts the processes of small plans, each a fork of it.
+def training_fork(source: ModelSource, patience: float = PATIENCE) -> ForkedServer:
+    """A fork of this process that starts the ranks of small plans, each a fork of it; ask it for (recipe, timeout).
+
+    It answers with what each rank returned, by rank: see ``train_under_plan``; or ``error`` and ``trace``.
 
     Args:
         source: of the model; it need not be something that can be pickled.
         patience: seconds that a rank waits for another one.
     """
-
-    def __init__(self, source: ModelSource, patience: float = PATIENCE) -> None:
-        super().__init__(partial(_train, source, patience))
-
-    def train(self, recipe: Recipe, folder: Path, timeout: float) -> dict[int, Result]:
-        """Train by a recipe; ``timeout`` is for the reference, and again for the ranks.
-
-        Returns:
-            By rank, ``ALONE`` included: what ``train_under_plan`` and ``_alone`` return, or ``error`` and ``trace``.
-        """
-        try:
-            results: dict[int, Result] = self.ask((recipe, folder, timeout), 2 * timeout + 4 * GRACE)
-        except TimeoutError:
-            return {}
-        return results
+    return ForkedServer(partial(_train, source, patience))
 
 
 def _train(
-    source: ModelSource, patience: float, request: tuple[Recipe, Path, float], gone: Callable[[], bool]
+    source: ModelSource, patience: float, request: tuple[Recipe, float], gone: Callable[[], bool]
 ) -> dict[int, Result]:
-    """The reference first, then the ranks, which read it."""
-    recipe, folder, timeout = request
-    ranks = range(recipe.plan.devices)
-    _run({ALONE: partial(_alone, recipe, folder, source)}, folder, timeout, gone)
-    if (folder / REFERENCE).exists():
-        work = {rank: partial(_under_plan, rank, recipe, folder, source, patience) for rank in ranks}
-        _run(work, folder, timeout, gone)
-    return {number: _result(folder, number) for number in (ALONE, *ranks)}
+    """Run every rank in a process; those that do not end in time, or long after another has failed, are ended."""
+    recipe, timeout = request
+    ranks, deadline = range(recipe.plan.devices), time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="galvatron-numbers-") as name:
+        folder = Path(name)
+        running = {fork(partial(_guarded, rank, recipe, folder, source, patience)): rank for rank in ranks}
+        while running and time.monotonic() < deadline and not gone():
+            time.sleep(0.02)
+            for pid in list(running):
+                if os.waitpid(pid, os.WNOHANG)[0] and "error" in _result(folder, running.pop(pid)):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        for pid in running:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3 if running else 0.0)
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return {rank: _result(folder, rank) for rank in ranks}
 
 
-Work = Callable[[], Result]
-
-
-def _run(works: Mapping[int, Work], folder: Path, timeout: float, gone: Callable[[], bool]) -> None:
-    """Run each in a process; those that do not end in time, or long after another has failed, are ended."""
-    running = {fork(partial(_guarded, work, folder, number)): number for number, work in works.items()}
-    deadline = time.monotonic() + timeout
-    while running and time.monotonic() < deadline and not gone():
-        time.sleep(0.02)
-        for pid in list(running):
-            if os.waitpid(pid, os.WNOHANG)[0] and "error" in _result(folder, running.pop(pid)):
-                deadline = min(deadline, time.monotonic() + GRACE)
-    for pid in running:
-        os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.3 if running else 0.0)
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def _guarded(work: Work, folder: Path, number: int) -> None:
-    """Do the work and write its result; on SIGUSR1 write where the process is."""
-    faulthandler.register(signal.SIGUSR1, file=(folder / f"{number}.stack").open("w"))
-    os.dup2(os.open(folder / f"{number}.stderr", os.O_WRONLY | os.O_CREAT, 0o644), 2)
+def _guarded(rank: int, recipe: Recipe, folder: Path, source: ModelSource, patience: float) -> None:
+    """Do a rank's work and write its result; on SIGUSR1 write where the process is."""
+    faulthandler.register(signal.SIGUSR1, file=(folder / f"{rank}.stack").open("w"))
+    os.dup2(os.open(folder / f"{rank}.stderr", os.O_WRONLY | os.O_CREAT, 0o644), 2)
     torch.set_num_threads(1)
+    result: Result = {}
     try:
-        result = work()
+        small, world = make_small(source, recipe), recipe.plan.devices
+        try:
+            reference = train_alone(small, recipe.plan)
+        except Exception as error:
+            result = {"alone": f"{type(error).__name__}: {error}"}
+            raise
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
+        result = train_under_plan(make_small(source, recipe), recipe.plan, reference)
     except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    (folder / f"{number}.part").write_text(json.dumps(result))
-    (folder / f"{number}.part").rename(folder / f"{number}.json")
+        result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), **result}
+    (folder / f"{rank}.part").write_text(json.dumps(result))
+    (folder / f"{rank}.part").rename(folder / f"{rank}.json")
     if dist.is_initialized() and "error" not in result:
         dist.barrier()  # no rank may close its connections while another still reads from them
 
 
-def _result(folder: Path, number: int) -> Result:
+def _result(folder: Path, rank: int) -> Result:
     with suppress(FileNotFoundError):
-        found: Result = json.loads((folder / f"{number}.json").read_text())
+        found: Result = json.loads((folder / f"{rank}.json").read_text())
         return found
-    stack = folder / f"{number}.stack"
+    stack = folder / f"{rank}.stack"
     return {"error": HANGS, "trace": stack.read_text(errors="replace") if stack.exists() else ""}
-
-
-def _alone(recipe: Recipe, folder: Path, source: ModelSource) -> Result:
-    """Save the reference; ``items`` and ``graded`` are the sizes of parameters and of their first gradients."""
-    reference = train_alone(make_small(source, recipe), recipe.plan)
-    torch.save(asdict(reference), folder / f"{REFERENCE}.part")
-    (folder / f"{REFERENCE}.part").rename(folder / REFERENCE)
-    items, graded = (
-        {name: one.numel() for name, one in tensors.items()} for tensors in (reference.parameters, reference.first)
-    )
-    return {"draws": reference.draws, "items": items, "graded": graded}
-
-
-def _under_plan(rank: int, recipe: Recipe, folder: Path, source: ModelSource, patience: float) -> Result:
-    world = recipe.plan.devices
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
-    reference = ReferenceTraining(**torch.load(folder / REFERENCE, weights_only=True))
-    return train_under_plan(make_small(source, recipe), recipe.plan, reference)

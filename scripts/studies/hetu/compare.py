@@ -28,7 +28,7 @@ from galvatron_lite.peers.hetu.profile import to_profile
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.search.best_first import plain, search
 from galvatron_lite.search.planner import find_plan, request_of
-from galvatron_lite.search.session import Session
+from galvatron_lite.search.shapes import Session
 from galvatron_lite.search.space import Fixed
 from studies.hetu.common import backend_of, pins_of, with_edges_alike
 from studies.hetu.formulas import price
@@ -138,7 +138,7 @@ class Bench:
             request = request_of(
                 session, asked.devices, asked.batch, budget * MB, fixed, (Schedule.ONE_F_ONE_B,), backend_of(asked)
             )
-            found = search(request, session.pricer, exact=degree == 1, below=below)
+            found = search(request, session.pricer, below=below)
         except InputError:
             return None
         return None if found is None else (plain(request, found), found.partition.time)
@@ -188,7 +188,7 @@ def _whole_space(bench: Bench) -> Priced | None:
     request = request_of(
         session, asked.devices, asked.batch, asked.usable * MB, fixed, (Schedule.ONE_F_ONE_B,), ANY
     )  # fmt: skip
-    found = search(request, session.pricer, exact=asked.nodes == 1)
+    found = search(request, session.pricer)
     return None if found is None else bench.priced(plain(request, found), process_time() - started)
 
 

@@ -228,4 +228,6 @@ def test_a_narrow_window_does_not_scroll_sideways(browser: Browser, place: Path)
     browser.size(390, 800)
     opened(browser, place / "two.html")
     assert browser.run("return document.documentElement.scrollWidth <= 390")
+    fits = "return [...document.querySelectorAll('.scroll')].every((one) => one.scrollWidth <= one.clientWidth)"
+    assert browser.run(fits)
     browser.size(1280, 900)

@@ -4,32 +4,109 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
+from galvatron_lite import folders
 from galvatron_lite.cli import app
-from galvatron_lite.errors import FileFormatError, InputError
+from galvatron_lite.errors import FileFormatError, GalvatronError, InputError
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.checkpoint.manifest import META, check_files
+from galvatron_lite.runtime.checkpoint.manifest import META, check_files, checkpoints_of
 from galvatron_lite.runtime.checkpoint.plain import read_plain
 from galvatron_lite.runtime.checkpoint.unsplit import load_into
 from tests.pool import WorkerPool
-from tests.runtime.checkpoint.fault_jobs import (
-    from_the_last,
-    full_disk,
-    killed_while_saving,
-    on_a_tiny_disk,
-    without_a_break,
-)
 from tests.runtime.checkpoint.jobs import Case, go_on, groups_of, load, make_net, make_run, save
 from tests.runtime.cyclic.launched import launch
+
+PAIR = Case([Strategy(zero=2, zero_stage=3)] * 5)
+SMALL = 4096
+
+
+def killed_while_saving(folder: str, asynchronous: bool) -> None:
+    """Rank 1 is killed when it has written half of what it has to write of the second checkpoint."""
+    run = make_run(PAIR)
+    go_on(run, 1)
+    save(run, Path(folder, "step-1"))
+    go_on(run, 1)
+    write = folders.FileSink.write
+
+    def half(sink: folders.FileSink, data: Any) -> int:
+        if dist.get_rank() == 1:
+            write(sink, memoryview(data)[: memoryview(data).nbytes // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(sink, data)
+
+    with patch.object(folders.FileSink, "write", half):
+        save(run, Path(folder, "step-2"), asynchronous=asynchronous)
+        run[0].finish_saving()
+
+
+def full_disk(folder: str, asynchronous: bool) -> tuple[str, list[float], list[float]]:
+    """Rank 1's files may not grow; what it is told, and how training goes on, beside a run that saved nothing."""
+    run, other = make_run(PAIR), make_run(PAIR)
+    random = rewound(run, folder)
+    told = ""
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, before[1]))
+    try:
+        save(run, Path(folder, "step-2"), asynchronous=asynchronous)
+        run[0].finish_saving()
+    except GalvatronError as error:
+        told = f"{type(error).__name__}: {error}"
+    finally:
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    losses = go_on(run, 2)
+    load(other, Path(random))
+    return told, losses, go_on(other, 2)
+
+
+def rewound(run: Any, folder: str) -> str:
+    """Two steps, and a checkpoint of them."""
+    go_on(run, 2)
+    place = Path(folder, "step-1")
+    save(run, place, step=1)
+    return str(place)
+
+
+def from_the_last(folder: str) -> tuple[str, list[float]]:
+    """Which checkpoint is found, and the losses after it."""
+    run = make_run(PAIR, seed=4)
+    parallel, optimizer, scheduler, data = run
+    found = parallel.load_latest(folder, optimizer, scheduler=scheduler, data=data)
+    assert found is not None
+    return found.folder.name, go_on(run, 2)
+
+
+def without_a_break() -> list[float]:
+    return go_on(make_run(PAIR), 3)[2:]
+
+
+def on_a_tiny_disk(folder: str) -> tuple[str, list[str], list[str]]:
+    """Checkpoints until the disk is full: the error, the whole checkpoints then, and what else was left."""
+    run = make_run(PAIR)
+    go_on(run, 1)
+    try:
+        for number in range(20):
+            save(run, Path(folder, f"step-{number}"), step=number)
+    except GalvatronError as error:
+        found = [place.name for place in checkpoints_of(Path(folder)) if check_files(place)]
+        return str(error), found, sorted(one.name for one in Path(folder).iterdir() if one.name.startswith("."))
+    return "nothing went wrong", [], []
+
 
 ALONE = Case([Strategy()] * 5)
 

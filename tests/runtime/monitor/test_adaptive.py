@@ -2,25 +2,217 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from galvatron_lite.capture.trace import trace
+from galvatron_lite.cost.plan import evaluate
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.zoo.gpt import GPT, GPTConfig
+from galvatron_lite.profiler.estimate import estimate_profile
+from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.runtime.engine import ParallelModel
+from galvatron_lite.runtime.monitor import adaptive
+from galvatron_lite.runtime.monitor.adaptive import Monitor, link_probes, measure_links
 from galvatron_lite.runtime.monitor.attach import earlier_corrections
+from galvatron_lite.runtime.monitor.correct import link_factors
 from galvatron_lite.runtime.monitor.log import read_log, replay
-from galvatron_lite.runtime.monitor.schema import Adapt, AdaptAction, Exhausted
+from galvatron_lite.runtime.monitor.schema import Adapt, AdaptAction, Decision, Exhausted, LinkFactor, Planner
+from galvatron_lite.search.planner import find_plan
+from galvatron_lite.search.space import Fixed
+from tests.known_time import Clock, KnownClock
 from tests.pool import WorkerPool
-from tests.runtime.monitor.jobs import (
-    FACTOR,
-    LESS,
-    SETTINGS,
-    WINDOW,
-    run_out_of_memory,
-    slow_profile,
-    train_alone,
-    train_over_slow_link,
-    work_alone,
-)
+from tests.runtime.monitor import slow_link
+from tests.runtime.monitor.slow_link import Link
+from tests.runtime.monitor.workers import Workers, pair, profile_of, worked_batch
+from tests.undisturbed import undisturbed
+
+CONFIG = GPTConfig(vocab=64, layers=4, hidden=128, heads=4, sequence=16)
+BATCH = 16
+BANDWIDTH = 1e8
+WORK = 1e-3
+"""Seconds of a block's forward pass of a sample."""
+FACTOR, LESS = 24.0, 6.0
+"""How many times longer a byte takes; and how many times on the machine's clock, so that a transfer ends between two
+moments at which the machine is elsewhere."""
+WINDOW = 5
+REALLY = 3
+"""Steps under each plan by the machine's clock, of which the quickest counts."""
+SETTINGS = Adapt(window=WINDOW, warm_up=2, threshold=0.25, cool_down=5 * WINDOW, steps=5000, planner=Planner.INLINE)
+
+
+@dataclass(frozen=True)
+class SlowLinkRun:
+    """What happened.
+
+    Attributes:
+        known: seconds of steps over the slow link, under the first plan and under the last one.
+        really: the same by the machine's clock.
+        links: what is found by that.
+        decisions: of the monitor.
+        losses: of every step.
+    """
+
+    known: tuple[float, float]
+    really: tuple[float, float]
+    links: tuple[LinkFactor, ...]
+    decisions: list[Decision]
+    losses: list[float]
+
+
+def make_batch(step: int) -> dict[str, Tensor]:
+    """The global batch of a step."""
+    rows = torch.randint(0, CONFIG.vocab, (BATCH, CONFIG.sequence + 1), generator=torch.Generator().manual_seed(step))
+    return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+
+
+def make_model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONFIG)
+
+
+def slow_profile() -> Profile:
+    """An estimate for two processes over the link, of a processor that is not this one's."""
+    return estimate_profile(trace(make_model(), make_batch(0)), pair(BANDWIDTH, 1e-5), precision="fp32", name="gpt")
+
+
+def pace(_number: int, samples: int) -> tuple[float, float]:
+    return WORK * samples, 2 * WORK * samples
+
+
+def known_profile() -> Profile:
+    return profile_of(pace, BATCH, pair(BANDWIDTH, 1e-3))
+
+
+def train_over_slow_link(folder: str, quick: int, slow: int) -> SlowLinkRun:
+    """So many steps over a quick link, then over one that is slower by a known factor, on a clock that knows both.
+
+    Then some more over the slow link, on the machine's own clock.
+    """
+    slow_link.join(Path(folder), BANDWIDTH, clock := KnownClock())
+    with clock.told():
+        run = _Run(str(Path(folder) / "log.jsonl"))
+        first = run.parallel.plan
+        for step in range(quick + slow):
+            Link.per_byte = (1.0 if step < quick else FACTOR) / BANDWIDTH
+            run.train(step)
+    known = median(run.seconds[quick + 1 : quick + WINDOW]), median(run.seconds[-WINDOW:])
+    run.parallel.steering, Link.clock = None, Clock()
+    links = undisturbed(run.links)
+    after = undisturbed(run.seconds_really)
+    run.parallel.switch(first, run.optimizer)
+    really = undisturbed(run.seconds_really), after
+    return SlowLinkRun(known, really, links, list(run.monitor.decisions), run.losses)
+
+
+class _Run:
+    """A model that trains under a monitor.
+
+    Attributes:
+        probes: of the link.
+        seconds: of every step, by the link's clock.
+        losses: of them.
+    """
+
+    def __init__(self, log: str) -> None:
+        profile = known_profile()
+        self.probes = link_probes(profile)
+        plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31)
+        model, example = Workers(pace), worked_batch(BATCH, 0)
+        self.parallel = ParallelModel(model, plan, discover_layers(model, example), example, device="cpu")
+        self.parallel.steering = self.monitor = Monitor(self.parallel, profile, replace(SETTINGS, log=log))
+        self.optimizer = self.parallel.optimizer(torch.optim.SGD, lr=0.1)
+        self.seconds, self.losses = list[float](), list[float]()
+
+    def train(self, step: int) -> None:
+        """One step."""
+        dist.barrier()
+        before = Link.clock.now()
+        self.losses.append(float(self.parallel.train_step(worked_batch(BATCH, step), self.optimizer)))
+        self.seconds.append(Link.clock.now() - before)
+
+    def seconds_really(self) -> float:
+        """The quickest of some steps by the machine's clock: nothing makes one quicker."""
+        count = len(self.seconds)
+        for step in range(REALLY):
+            self.train(count + step)
+        return min(self.seconds[count:])
+
+    def links(self) -> tuple[LinkFactor, ...]:
+        """What the monitor would find by the machine's clock, of a link that is slower by ``LESS``."""
+        before, Link.per_byte = Link.per_byte, LESS / BANDWIDTH
+        found = link_factors(measure_links(self.probes, torch.device("cpu")), SETTINGS.threshold)
+        Link.per_byte = before
+        return found
+
+
+def train_alone(steps: int) -> list[float]:
+    """The losses of plain PyTorch."""
+    return _losses(make_model(), make_batch, steps)
+
+
+def work_alone(steps: int) -> list[float]:
+    """The same of the other model."""
+    return _losses(Workers(pace), partial(worked_batch, BATCH), steps)
+
+
+def _losses(model: Any, batches: Callable[[int], dict[str, Tensor]], steps: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        loss = model(**batches(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def run_out_of_memory(folder: str, everywhere: bool) -> tuple[list[float], list[int], str]:
+    """Five steps, in the third of which a block fails to get memory under the first plan; on rank 1 alone, or on both.
+
+    Returns:
+        The losses, the predicted bytes of the plan of each step, and what the error says.
+    """
+    profile, model = slow_profile(), make_model()
+    # stages of a pipeline would wait for one another before they fail
+    single = Fixed(pipeline=1)
+    plan = find_plan(profile, devices=2, global_batch=BATCH, budget=2**31, fixed=single)
+    parallel = ParallelModel(model, plan, discover_layers(model, make_batch(0)), make_batch(0), device="cpu")
+    settings = Adapt(planner=Planner.INLINE, log=str(Path(folder) / "log.jsonl"))
+    # how long ranks wait for one another: a constant of the package, which no user sets
+    with patch.object(adaptive, "PATIENCE", timedelta(seconds=10 if everywhere else 2)):
+        parallel.steering = monitor = Monitor(parallel, profile, settings)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+
+    def fail(*_: object) -> None:
+        if monitor.step == 2 and parallel.plan is plan:
+            if everywhere or dist.get_rank() == 1:
+                raise torch.OutOfMemoryError("as injected")
+            raise EOFError  # it would wait in a collective for rank 1
+
+    next(iter(parallel.structures)).register_forward_pre_hook(fail)
+    losses, bytes_of = list[float](), list[int]()
+    for step in range(5):
+        try:
+            losses.append(float(parallel.train_step(make_batch(step), optimizer)))
+        except (MemoryError, EOFError) as error:
+            return losses, bytes_of, str(error)
+        prediction = evaluate(profile, parallel.plan).prediction
+        bytes_of.append(0 if prediction is None else prediction.peak_memory)
+    return losses, bytes_of, ""
+
 
 QUICK, SLOW = 2 + 3 * WINDOW, 8 * WINDOW
 

@@ -10,7 +10,6 @@ et al. 2020 (arXiv:2003.13678); Liu et al. 2022 (ConvNeXt); Simonyan and Zisserm
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 
 from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER, Kernels
@@ -228,27 +227,6 @@ def _heads(flow: ImageFlow, boxes: int) -> None:
     """Places and classes of the boxes of one map, with their losses in fp32."""
     for columns in (4 * boxes, CLASSES * boxes):
         flow.fork().convolve(columns, 3, bias=True).mix("loss", (6, 6), count=4)
-
-
-LINES: dict[str, tuple[int, float, float, int, int]] = {
-    "x_002": (24, 36.44, 2.49, 8, 13), "x_004": (24, 24.48, 2.54, 16, 22), "x_006": (48, 36.97, 2.24, 24, 16),
-    "x_008": (56, 35.73, 2.28, 16, 16), "x_016": (80, 34.01, 2.25, 24, 18), "x_032": (88, 26.31, 2.25, 48, 25),
-    "x_040": (96, 38.65, 2.43, 40, 23), "x_064": (184, 60.83, 2.07, 56, 17), "x_080": (80, 49.56, 2.88, 120, 23),
-    "x_120": (168, 73.36, 2.37, 112, 19), "x_160": (216, 55.59, 2.1, 128, 22), "x_320": (320, 69.86, 2.0, 168, 23),
-    "y_002": (24, 36.44, 2.49, 8, 13), "y_004": (48, 27.89, 2.09, 8, 16), "y_006": (48, 32.54, 2.32, 16, 15),
-    "y_008": (56, 38.84, 2.4, 16, 14), "y_016": (48, 20.71, 2.65, 24, 27), "y_032": (80, 42.63, 2.66, 24, 21),
-    "y_040": (96, 31.41, 2.24, 64, 22), "y_064": (112, 33.22, 2.27, 72, 25), "y_080": (192, 76.82, 2.19, 56, 17),
-    "y_120": (168, 73.36, 2.37, 112, 19), "y_160": (200, 106.23, 2.48, 112, 18), "y_320": (232, 115.89, 2.53, 232, 20),
-}  # fmt: skip
-"""RegNets: first width, slope, quantisation step, channels a group, blocks (table 8 and 9 of the paper's appendix)."""
-
-
-def widths_of(line: tuple[int, float, float, int, int]) -> list[int]:
-    """Channels of every block of a RegNet, each a multiple of the group's (equations 2 to 4)."""
-    start, slope, step, group, blocks = line
-    powers = (round(log((start + slope * index) / start) / log(step)) for index in range(blocks))
-    widths = [round(start * step**power / 8) * 8 for power in powers]
-    return [max(1, round(width / min(group, width))) * min(group, width) for width in widths]
 
 
 def _regnet(net: NetworkBuilder, shape: RegNetShape, precision: str) -> ModelGraph:

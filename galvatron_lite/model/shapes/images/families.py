@@ -20,7 +20,7 @@ from galvatron_lite.model.graph import ModelGraph
 from galvatron_lite.model.kernels import EAGER
 from galvatron_lite.model.shapes.images.flow import Activation, ImageFlow, rounded
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify
-from galvatron_lite.model.shapes.ops import FP32
+from galvatron_lite.model.shapes.records import FP32
 
 End = Callable[[ImageFlow], object]
 """What comes before the classifier in the last layer."""

@@ -12,7 +12,7 @@ from typing import Literal
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Operator, OperatorClass
 from galvatron_lite.model.shapes import ops
-from galvatron_lite.model.shapes.records import Division, ShapeCall, Value
+from galvatron_lite.model.shapes.records import FP32, INDEX, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
 
 Activation = Literal["relu", "relu6", "silu", "gelu", "none"]
@@ -116,9 +116,9 @@ class ImageFlow:
         """Batch normalisation in training: keeps its input (statistics are a batch's, not a sample's)."""
         x, statistics = self.value, 2 * self.channels
         self.tape.count(statistics)
-        self.tape.buffer_bytes += statistics * ops.FP32 + ops.INDEX
+        self.tape.buffer_bytes += statistics * FP32 + INDEX
         out = self.tape.value(x.items, x.part)
-        operator = memory_operator(self._name("norm"), x, 3 * x.bytes, 5 * x.bytes, statistics * ops.FP32)
+        operator = memory_operator(self._name("norm"), x, 3 * x.bytes, 5 * x.bytes, statistics * FP32)
         self.value = self.tape.record(ShapeCall((x,), out, saved=(x,)), replace(operator, statistics=statistics))
         return self
 
@@ -128,9 +128,9 @@ class ImageFlow:
         Passes in half precision: cast 3, norm 6, activation 4, cast 3; one more read each for the backward of both.
         """
         self.tape.count(2 * self.channels)
-        if self.value.item_bytes >= ops.FP32:
+        if self.value.item_bytes >= FP32:
             return self.mix("norm", (5, 8), count=2)
-        x, kept = self.value, tuple(self.tape.value(self.value.items, Division.WHOLE, ops.FP32) for _ in range(2))
+        x, kept = self.value, tuple(self.tape.value(self.value.items, Division.WHOLE, FP32) for _ in range(2))
         operator = memory_operator(self._name("norm"), x, 16 * x.bytes, 20 * x.bytes, count=4)
         self.value = self.tape.record(ShapeCall((x,), self.tape.value(x.items, Division.WHOLE), saved=kept), operator)
         return self
@@ -217,7 +217,7 @@ class ImageFlow:
         pad = kernel // 2 if padding is None else padding
         after = _windowed(self.extent, (kernel,) * len(self.extent), stride, (pad,) * len(self.extent))
         out = self.tape.value(self.channels * prod(after), Division.WHOLE)
-        places = (self.tape.value(out.items, Division.WHOLE, ops.INDEX, grad=False),) if maximum else ()
+        places = (self.tape.value(out.items, Division.WHOLE, INDEX, grad=False),) if maximum else ()
         return self._pooled(out, after, (kernel, stride, pad), places)
 
     def shrink(self, side: int) -> ImageFlow:

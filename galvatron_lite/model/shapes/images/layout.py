@@ -33,15 +33,16 @@ from galvatron_lite.model.shapes.tape import Tape, assemble
 
 def channels_last(graph: ModelGraph) -> ModelGraph:
     """The same graph, every convolution of which reads and writes pictures channels last (NHWC)."""
-    return replace(graph, kinds={name: _turned(kind) for name, kind in graph.kinds.items()})
+    return replace(
+        graph,
+        kinds={
+            name: replace(kind, operators=tuple(map(_turned, kind.operators))) for name, kind in graph.kinds.items()
+        },
+    )
 
 
-def _turned(kind: LayerKind) -> LayerKind:
-    return replace(kind, operators=tuple(_operator(operator) for operator in kind.operators))
-
-
-def _operator(operator: Operator) -> Operator:
-    return replace(operator, channels_last=True) if operator.kind is OperatorClass.CONVOLUTION else operator
+def _turned(one: Operator) -> Operator:
+    return replace(one, channels_last=True) if one.kind is OperatorClass.CONVOLUTION else one
 
 
 def fused_norms(graph: ModelGraph) -> ModelGraph:
@@ -53,7 +54,10 @@ def _fused(kind: LayerKind) -> LayerKind:
     found: list[Operator] = list(kind.operators[:1])
     for before, one in pairwise(kind.operators):
         if _is(one, "add") and _is(before, "norm"):
-            found.append(_shortcut(one))
+            # One pass of three in forward; in backward gradients are added up where the shortcut begins, and it has
+            # its own to be written
+            item = one.moved // 3
+            found.append(replace(one, moved=item, backward_moved=one.backward_moved + item, count=0))
         elif not (_is(one, "relu") and (_is(before, "norm") or _is(before, "add"))):
             found.append(one)
     return replace(kind, operators=tuple(found))
@@ -61,13 +65,6 @@ def _fused(kind: LayerKind) -> LayerKind:
 
 def _is(one: Operator, name: str) -> bool:
     return one.kind is OperatorClass.MEMORY and one.name.rstrip("0123456789").rsplit(".", 1)[-1] == name
-
-
-def _shortcut(one: Operator) -> Operator:
-    """One pass of three in forward; in backward gradients are added up where the shortcut begins, and it has its own
-    to be written."""
-    item = one.moved // 3
-    return replace(one, moved=item, backward_moved=one.backward_moved + item, count=0)
 
 
 def partitioned(graph: ModelGraph, balance: Sequence[int]) -> ModelGraph:
@@ -116,7 +113,7 @@ def _joined(name: str, kinds: Sequence[LayerKind]) -> LayerKind:
     return LayerKind(
         name=name,
         parameters=TensorSplit(whole=sum(kind.parameters.total for kind in kinds)),
-        operators=_operators(kinds),
+        operators=tuple(operator for kind in kinds for operator in kind.operators),
         kept={Recompute.NONE: TensorSplit(whole=kept), Recompute.FULL: TensorSplit(whole=kinds[0].input_bytes)},
         working=TensorSplit(whole=_beyond(kept, kinds, [kind.working.total for kind in kinds])),
         forward_working=TensorSplit(whole=_beyond(kept, kinds, [kind.forward_working.total for kind in kinds])),
@@ -132,7 +129,3 @@ def _beyond(kept: int, kinds: Sequence[LayerKind], live: Sequence[int]) -> int:
     """Bytes at the worst moment of any layer, all before it kept, beyond what all keep."""
     prefixes = accumulate(kind.kept[Recompute.NONE].total for kind in kinds)
     return max(0, max(prefix + more for prefix, more in zip(prefixes, live, strict=True)) - kept)
-
-
-def _operators(kinds: Sequence[LayerKind]) -> tuple[Operator, ...]:
-    return tuple(operator for kind in kinds for operator in kind.operators)

@@ -17,7 +17,7 @@ from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role,
 from galvatron_lite.model.shapes.fields import PerceptionShape, UNetShape
 from galvatron_lite.model.shapes.images.flow import ImageFlow
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step, classify, compare
-from galvatron_lite.model.shapes.records import Division, ShapeCall, Value
+from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
 from galvatron_lite.model.shapes.tape import Tape, memory_operator
 
 
@@ -254,25 +254,26 @@ def _up(flow: ImageFlow, more: int, skip: int, widths: Sequence[int], kernel: in
 
 def _loss(flow: ImageFlow) -> None:
     """Differences of both networks' pictures from their targets, and of their edges; the first one's picture is the
-    second one's target."""
+    second one's target. Autocast runs each of the two kinds of differences on copies in fp32 of its own."""
     tape, rebuilt = flow.tape, flow.value
     segmented = tape.value(rebuilt.items, Division.WHOLE)
-    targets, aim = (replace(value, grad=False) for value in (tape.value(rebuilt.items, Division.WHOLE), segmented))
+    targets, aim = tape.value(rebuilt.items, Division.WHOLE, FP32, grad=False), replace(segmented, grad=False)
     height, width = flow.extent
     inner = (height - 2) * (width - 2)
     for picture, target in ((segmented, targets), (rebuilt, aim)):
         edges = [_edges(tape, value, inner) for value in (picture, target)]
         for first, second in ((picture, target), edges):
-            loss = tape.value(1, Division.WHOLE)
+            saved = [one for _ in range(2) for one in map(tape.widened, (first, second))]
             operator = memory_operator("loss", first, 4 * first.bytes, 8 * first.bytes, count=2)
-            flow.value = tape.record(ShapeCall((first, second), loss, saved=(first, second)), operator)
+            made = ShapeCall((first, second), tape.value(1, Division.WHOLE), saved=tuple(saved))
+            flow.value = tape.record(made, operator)
 
 
 def _edges(tape: Tape, picture: Value, inner: int) -> Value:
     """Sums of neighbours along both sides, slopes across them, and the slopes' length at ``inner`` pixels; the latter
     two are kept where the picture is trained."""
     sizes = (2 * picture.items, 2 * inner, inner)
-    sums, slopes, steep = (tape.value(items, Division.WHOLE, grad=picture.grad) for items in sizes)
+    sums, slopes, steep = (tape.value(items, Division.WHOLE, picture.item_bytes, picture.grad) for items in sizes)
     back = 16 * picture.bytes * picture.grad
     tape.record(ShapeCall((picture,), sums), memory_operator("sums", picture, 16 * picture.bytes, back, count=6))
     operator = memory_operator("slopes", slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3)

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
+from galvatron_lite.files import read_data
+from galvatron_lite.folders import config_folder
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.model.shapes.fields import ConvNextShape, RegNetShape, VggShape, VitShape
+from galvatron_lite.model.shapes.fields import ConvNextShape, RegNetShape, Shape, VggShape, VitShape
 from galvatron_lite.model.shapes.images.convnets import (
-    LINES,
     Residual,
     detector_graph,
     picture_graph,
     residual_graph,
-    widths_of,
 )
 from galvatron_lite.model.shapes.images.evolved import evolved_graph
 from galvatron_lite.model.shapes.images.families import family_of
 from galvatron_lite.model.shapes.images.mirrored import MEDICAL, medical_graph, pooled_graph
 from galvatron_lite.model.shapes.images.mobile import mobile_graph, mobile_of
+from galvatron_lite.model.shapes.registry import shape_from_data
 
 _TRAINED = r"(?:_(?:in1k|in21k|in22k|in22ft1k|in21ft1k|384|miil|ra|a1h|tv|hnf|ols))*"
 _DEPTHS = {
@@ -38,7 +40,6 @@ _RESNET = (
     r"(?P<depth>(?:rs)?\d+)(?:_?v?1?(?P<variant>b|c|d|s|t))?(?P<wide2>_2)?(?:_(?P<groups>\d+)x(?P<width>\d+)d)?"
 )
 _STEMS = {"c": (32, 32, 64), "d": (32, 32, 64), "s": (64, 64, 128), "t": (24, 32, 64)}
-_VGG = {"11": (1, 1, 2, 2, 2), "13": (2, 2, 2, 2, 2), "16": (2, 2, 3, 3, 3), "19": (2, 2, 4, 4, 4)}
 Builder = Callable[[int, int, str, int], ModelGraph]
 """The graph from side, classes, precision and bytes of an item."""
 
@@ -77,21 +78,16 @@ def residual_of(name: str) -> Residual | None:
     )  # fmt: skip
 
 
-_CONVNEXT = {
-    "atto": ((2, 2, 6, 2), 40), "femto": ((2, 2, 6, 2), 48), "pico": ((2, 2, 6, 2), 64), "nano": ((2, 2, 8, 2), 80),
-    "tiny": ((3, 3, 9, 3), 96), "small": ((3, 3, 27, 3), 96), "base": ((3, 3, 27, 3), 128),
-    "large": ((3, 3, 27, 3), 192), "xlarge": ((3, 3, 27, 3), 256),
-}  # fmt: skip
+@cache
+def _listed() -> dict[str, Shape]:
+    data = read_data(config_folder("networks") / "shapes.yaml")
+    return {name: shape_from_data({"name": name} | fields) for name, fields in data.items()}
 
 
 def convnext_of(name: str, side: int = 224, classes: int = 1000) -> ConvNextShape | None:
-    """The ConvNeXt that a name means (Liu et al. 2022, section 3); None: none of this family."""
-    found = re.fullmatch(r"convnext_(\w+?)" + _TRAINED, name)
-    if not found or found[1] not in _CONVNEXT:
-        return None
-    depths, width = _CONVNEXT[found[1]]
-    widths = tuple(width * 2**stage for stage in range(4))
-    return ConvNextShape(name=name, depths=depths, widths=widths, image_size=side, classes=classes)
+    """The ConvNeXt that a name means; None: none of this family."""
+    shape = _listed().get(re.sub(_TRAINED + "$", "", name))
+    return replace(shape, name=name, image_size=side, classes=classes) if isinstance(shape, ConvNextShape) else None
 
 
 _TOKENS = re.compile(r"vit|deit|beit|swin|mixer|mlp|cait|xcit|pit|nest|volo|twins|tnt|pvt|former|levit|coat|sequencer")
@@ -168,23 +164,11 @@ def builder_of(name: str) -> Builder | None:
     if found := re.fullmatch(r"unet_b(\d+)_c(\d+)", name):
         count, base = int(found[1]), int(found[2])
         return lambda side, _, precision, size: pooled_graph(name, count, base, side, precision, size)
-    if (found := re.fullmatch(r"regnet([xy]_\d{3})", name)) and found[1] in LINES:
-        return partial(_regnet_named, name, found[1])
-    if found := re.fullmatch(r"(?:tv_)?vgg(11|13|16|19)", name):
-        return partial(_vgg_named, name, _VGG[found[1]])
-    return None
+    shape = _listed().get(name.removeprefix("tv_"))
+    return _builder(replace(shape, name=name)) if isinstance(shape, (RegNetShape, VggShape)) else None
 
 
-def _regnet_named(name: str, key: str, side: int, classes: int, precision: str, item_bytes: int) -> ModelGraph:
-    shape = RegNetShape(
-        name=name, widths=tuple(widths_of(LINES[key])), group=LINES[key][3], squeeze=key.startswith("y"),
-        image_size=side, classes=classes,
-    )  # fmt: skip
-    return picture_graph(shape, precision, item_bytes, autocast=True)
-
-
-def _vgg_named(
-    name: str, depths: tuple[int, ...], side: int, classes: int, precision: str, item_bytes: int
-) -> ModelGraph:
-    shape = VggShape(name=name, depths=depths, image_size=side, classes=classes)
-    return picture_graph(shape, precision, item_bytes, autocast=True)
+def _builder(shape: RegNetShape | VggShape) -> Builder:
+    return lambda side, classes, precision, item_bytes: picture_graph(
+        replace(shape, image_size=side, classes=classes), precision, item_bytes, autocast=True
+    )

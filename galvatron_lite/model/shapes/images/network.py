@@ -13,7 +13,7 @@ from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, Recompute, 
 from galvatron_lite.model.kernels import EAGER, Kernels
 from galvatron_lite.model.shapes import ops
 from galvatron_lite.model.shapes.images.flow import Extent, ImageFlow
-from galvatron_lite.model.shapes.records import Division, Value
+from galvatron_lite.model.shapes.records import FP32, Division, Value
 from galvatron_lite.model.shapes.tape import Tape, assemble
 from galvatron_lite.model.sides import SIDES
 
@@ -82,14 +82,14 @@ class NetworkBuilder:
         x = tape.enter(self.channels * prod(self.extent), Division.WHOLE, grad=grad)
         if self.held:
             tape.keep(x)
-        if not grad and self.autocast and self.item_bytes < ops.FP32:
-            tape.keep(tape.value(x.items, Division.WHOLE, ops.FP32, grad=False))
+        if not grad and self.autocast and self.item_bytes < FP32:
+            tape.keep(tape.value(x.items, Division.WHOLE, FP32, grad=False))
         return ImageFlow(tape, x, self.channels, self.extent)
 
     def _kind(self, flow: ImageFlow, name: str) -> LayerKind:
         sides = dict(zip(SIDES[-len(self.extent) :], self.extent, strict=True))
         dims = SplitDims(in_channels=self.channels, out_channels=flow.channels, **sides)
-        if (self.autocast or self.kernels.autocast) and self.item_bytes < ops.FP32:
+        if (self.autocast or self.kernels.autocast) and self.item_bytes < FP32:
             # weights' copies in half precision, kept from forward to backward whatever the batch
             flow.tape.buffer_bytes += self.item_bytes * flow.tape.weights[Division.WHOLE]
         recomputed = name not in ("before", "after")

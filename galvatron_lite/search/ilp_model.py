@@ -18,6 +18,10 @@ A plan is a path through nodes (layer l, stage g, layout a), one layer a step. V
 Where tensors skip layers, boundaries are given, and the flow f is one of every exchange inside a stage
 (``ModelGraph.exchanges``): from each layout of the layer that makes what goes to each of the one that reads it.
 
+Of a schedule that runs several stages on each group of devices boundaries are given, and so is which blocks have one
+strategy: all, or those of two sets that only recompute differently. Time is added up by groups, and memory is that of
+``cost.memory.group_memory``.
+
 Where layer l is not in stage g, its moment is one that l's neighbours have too, or less (see ``MemoryTerms``: peak is
 at least prefix and pending), so that the constraints of every (l, g) hold together.
 """
@@ -25,25 +29,41 @@ at least prefix and pending), so that the constraints of every (l, g) hold toget
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import numpy as np
+
 from galvatron_lite.cost.layer import ALONE, LayerPricer
-from galvatron_lite.cost.layout import of_layout
-from galvatron_lite.cost.sharing import sharing_of, tied_groups
-from galvatron_lite.cost.stage import transfer_seconds
-from galvatron_lite.model.graph import Role
-from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes
-from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.cost.layout import Layout, of_layout
+from galvatron_lite.cost.memory import resting
+from galvatron_lite.cost.stage import sharing_of, tied_groups, transfer_seconds
+from galvatron_lite.model.graph import ModelGraph, Recompute, Role
+from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
+from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import HostOverhead
 from galvatron_lite.search.problem import Problem, is_glued
-from galvatron_lite.search.programme.pulp_adapter import IntegerProgramme
-from galvatron_lite.search.tables import PREFIX, REST, TICKS, Layout, StrategyTable, glue_of
+from galvatron_lite.search.tables import PREFIX, REST, TICKS, StrategyTable, glue_of
 
 Terms = dict[int, float]
 SCALE = 1e4
 """Objective and memory are scaled to this, far above solvers' absolute tolerances (1e-6)."""
+
+
+@dataclass(slots=True)
+class IntegerProgramme:
+    """A mixed-integer programme: variables are numbers, constraints are ``expression <= bound`` or ``== bound``."""
+
+    binary: list[bool] = field(default_factory=list)  # per variable, whether it is 0 or 1; else at least 0
+    objective: dict[int, float] = field(default_factory=dict)  # to be minimised
+    at_most: list[tuple[dict[int, float], float]] = field(default_factory=list)  # at_most, equal: constraints
+    equal: list[tuple[dict[int, float], float]] = field(default_factory=list)
+
+    def variable(self, binary: bool) -> int:
+        """A new variable's number."""
+        self.binary.append(binary)
+        return len(self.binary) - 1
 
 
 @dataclass(slots=True)
@@ -398,3 +418,73 @@ def added(*terms: tuple[Terms, float]) -> Terms:
         for number, value in term.items():
             total[number] = total.get(number, 0.0) + factor * value
     return total
+
+
+def first_blocks(graph: ModelGraph, strategies: Sequence[Strategy]) -> frozenset[int]:
+    """The blocks of a plan that have the strategy of the first."""
+    blocks = [place for place, layer in enumerate(graph.layers) if layer.role is Role.BLOCK]
+    return frozenset(place for place in blocks if strategies[place] == strategies[blocks[0]])
+
+
+@dataclass(slots=True)
+class UniformModel(ShapeModel):
+    """``ShapeModel`` of a schedule with virtual stages; ``cuts`` must be given."""
+
+    first: frozenset[int] = frozenset()  # blocks that have a strategy of their own
+
+    def _places(self, group: int) -> list[int]:
+        return [place for place, stage in self.layers_in_order if self._group(stage) == group]
+
+    @property
+    def layers_in_order(self) -> list[tuple[int, int]]:
+        """(layer, its stage)."""
+        return [(place, next(self._stages_of(place))) for place in range(self.count)]
+
+    def _table(self, place: int, stage: int) -> StrategyTable:
+        layer = self.problem.graph.layers[place]
+        sharing = sharing_of(self.problem.graph, self._places(self._group(stage))).get(place, ALONE)
+        return self.problem.tables[self._group(stage)].unpruned(layer.kind, layer.name, sharing)
+
+    def _across(self, layout: Layout, others: Iterable[Layout]) -> list[Layout]:  # noqa: ARG002
+        """Any: what arrives is redistributed."""
+        return list(others)
+
+    def _add_wire(self) -> None:
+        """None is asked for."""
+
+    def _add_agreements(self) -> None:
+        """As for every shape; and one strategy for all layers of a role, or of two sets of them."""
+        super(UniformModel, self)._add_agreements()
+        layers = self.problem.graph.layers
+        for role in Role:
+            places = [place for place, layer in enumerate(layers) if layer.role is role]
+            self._agree(places, lambda table, row: replace(table.strategies[row], recompute=Recompute.NONE))
+            for inside in (True, False):
+                same = [place for place in places if (place in self.first) is inside]
+                self._agree(same, lambda table, row: table.strategies[row])
+
+    def _add_memory(self, group: int) -> None:
+        shape = self.problem.shape
+        stages = [stage_at(shape.schedule, shape.stages, group, chunk) for chunk in range(shape.virtual)]
+        held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
+        buffers = added(*((self._stages[stage].buffers, 1.0) for stage in stages))
+        room = self.problem.budgets[group] - self._pricer(stages[0]).profile.cluster.device.context
+        self._within([buffers, *(self._column(place, stage, 6) for place, stage in self._in(stages))], room)
+        for own, counts in held:
+            resting = [self._resting(other, counts[at]) for at, other in enumerate(stages) if at != own]
+            self._add_moments(stages[own], max(counts[own], 1), [buffers, *resting], room)
+
+    def _in(self, stages: list[int]) -> list[tuple[int, int]]:
+        return [(place, stage) for place, stage in self.layers_in_order if stage in stages]
+
+    def _resting(self, stage: int, count: int) -> Terms:
+        total: Terms = {}
+        shape = self.problem.shape
+        for place, _ in self._in([stage]):
+            table, numbers = self.layers[place, stage]
+            layer = self.problem.graph.layers[place]
+            sharing = sharing_of(self.problem.graph, self._places(self._group(stage))).get(place, ALONE)
+            cost = self._pricer(stage).price_many(layer.kind, table.strategies, shape.microbatch, shape.stages, sharing)
+            bytes_ = resting(cost, shape.microbatches) + count * cost.kept
+            total |= row_of(numbers, np.asarray(bytes_ + (cost.gathered if count else 0)))
+        return total

@@ -1,1 +1,0 @@
-"""The certificate: the same problem as an integer programme, solved by another method."""
