@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,19 +190,6 @@ def test_an_import_says_where_it_is_and_is_the_last_profile(tmp_path: Path, monk
     assert where is not None
     assert (tmp_path / where[1]).is_file()
     assert (tmp_path / "profiles" / "last").read_text().strip() == where[1].removeprefix("profiles/")
-
-
-@pytest.mark.parametrize("model", ["swin-huge", "t5-3B"])
-def test_sizes_that_files_do_not_hold_are_offered(model: str, tmp_path: Path) -> None:
-    asked = ("profile", "import", "--from", "hetu", FOLDER / model)
-    with pytest.raises(InputError, match=r"Give --layers [\d,]+ --hidden [\d,]+: ") as refused:
-        run(*asked)
-    offered = refused.value.remedy.split("Give ")[1].split(":")[0].split()
-    assert run(*asked, *offered, "-o", tmp_path / "made.yaml").exit_code == 0
-    alone = tmp_path / model
-    shutil.copytree(FOLDER / model, alone)
-    with pytest.raises(InputError, match="They are in the model's configuration"):
-        run("profile", "import", "--from", "hetu", alone)
 
 
 @pytest.mark.parametrize(

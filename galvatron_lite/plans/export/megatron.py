@@ -26,12 +26,12 @@ from galvatron_lite.plans.export.fields import (
     parse_yaml,
     same,
 )
-from galvatron_lite.plans.export.settings import Settings, StageCut, World, filled
+from galvatron_lite.plans.export.settings import Settings, StageBlocks, World, filled
 
 _SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 
-def layout(stages: Sequence[StageCut]) -> str:
+def layout(stages: Sequence[StageBlocks]) -> str:
     """The layers of every stage in Megatron Core's letters: ``Ettt|ttt|tttL`` (E embedding, t block, L loss)."""
     return "|".join("E" * one.before + "t" * one.blocks + "L" * one.after for one in stages)
 
@@ -42,7 +42,7 @@ def _stages(value: Any) -> dict[str, Any]:
         text = longer
     if not re.fullmatch(r"E?[t|]*L?", text):
         raise ValueError("Give the embedding as E, blocks as t, the loss as L and | between stages.")
-    return {"stages": [StageCut(part.count("t"), "E" in part, "L" in part) for part in text.split("|")]}
+    return {"stages": [StageBlocks(part.count("t"), "E" in part, "L" in part) for part in text.split("|")]}
 
 
 def _repeated(match: re.Match[str]) -> str:

@@ -21,7 +21,7 @@ _OF_BLOCKS = ("recompute", "expert", "expert_tensor", "sequence_parallel")
 
 
 @dataclass(frozen=True, slots=True)
-class StageCut:
+class StageBlocks:
     """One pipeline stage: how many blocks it has, and whether the layers before and after them are in it."""
 
     blocks: int
@@ -42,7 +42,7 @@ class Settings:
     recomputed: int = 0  # blocks of each stage that compute all again; 0: all of them, where the strategy says so
     schedule: Schedule = Schedule.ONE_F_ONE_B
     virtual: int = 1  # stages of each group of devices
-    stages: tuple[StageCut, ...] = ()
+    stages: tuple[StageBlocks, ...] = ()
     deepspeed: bool = False  # whether DeepSpeed's engine trains, whatever the tool
 
     @property
@@ -118,14 +118,16 @@ def main_strategy(plan: Plan) -> Strategy:
     return counts.most_common(1)[0][0] if counts else Strategy()
 
 
-def cuts(plan: Plan) -> tuple[StageCut, ...]:
+def cuts(plan: Plan) -> tuple[StageBlocks, ...]:
     """The pipeline's stages in the order of the model; one for delayed gradients."""
     stages = []
     for parts in _parts(plan):
         names = {part.edge for part in parts}
-        stages.append(StageCut(sum(part.count for part in parts if not part.edge), *(name in names for name in EDGES)))
+        stages.append(
+            StageBlocks(sum(part.count for part in parts if not part.edge), *(name in names for name in EDGES))
+        )
     if plan.cyclic is not None:
-        return (StageCut(sum(stage.blocks for stage in stages), before=True, after=True),)
+        return (StageBlocks(sum(stage.blocks for stage in stages), before=True, after=True),)
     return tuple(stages)
 
 
@@ -241,7 +243,7 @@ class World:
     batch: int = 0  # samples a step, for files that do not say; 0: unknown
 
 
-def filled(stated: Mapping[str, object], world: World, stages: Sequence[StageCut] = ()) -> Settings:
+def filled(stated: Mapping[str, object], world: World, stages: Sequence[StageBlocks] = ()) -> Settings:
     """Settings from what a file says, the rest as the software derives it: ZeRO and replicas take the devices that are
     left, and of batch, samples and micro-batches the third follows from two.
 
@@ -308,7 +310,7 @@ def _batch(stated: Mapping[str, object], world: World, replicas: int) -> tuple[i
     return batch, samples, count
 
 
-def even_stages(world: World, count: int, first: int = 0, last: int = 0) -> tuple[StageCut, ...]:
+def even_stages(world: World, count: int, first: int = 0, last: int = 0) -> tuple[StageBlocks, ...]:
     """Blocks in so many stages, the ends smaller by ``first`` and ``last``, the first stages with one more.
 
     Raises:
@@ -320,4 +322,4 @@ def even_stages(world: World, count: int, first: int = 0, last: int = 0) -> tupl
     sizes[-1] -= last
     if count > 1 and min(sizes) < 0:
         raise InputError(f"{world.file}, stages", count, f"The model has {world.blocks} blocks.")
-    return tuple(StageCut(size, place == 0, place == count - 1) for place, size in enumerate(sizes))
+    return tuple(StageBlocks(size, place == 0, place == count - 1) for place, size in enumerate(sizes))

@@ -19,7 +19,7 @@ from galvatron_lite.model.shapes.registry import shape_from_data
 from galvatron_lite.parallelism.backends import TARGETS
 from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.peers.plan_files import priced
-from galvatron_lite.plans.export.settings import Settings, StageCut, World, even_stages, plan_from
+from galvatron_lite.plans.export.settings import Settings, StageBlocks, World, even_stages, plan_from
 from galvatron_lite.plans.export.tools import TOOLS, export, read_settings
 from galvatron_lite.plans.io import check_plan
 from galvatron_lite.plans.schema import Plan, Schedule
@@ -72,7 +72,7 @@ def sampled(tool: str, arch: str, seed: int, count: int) -> Iterator[Plan]:
         if pipeline > 1 and stages[0].blocks > 1 and tool in ("megatron", "nemo") and rng.random() < 0.5:
             sizes = [stage.blocks for stage in stages]
             sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] + 1
-            stages = tuple(StageCut(size, place == 0, place == len(sizes) - 1) for place, size in enumerate(sizes))
+            stages = tuple(StageBlocks(size, place == 0, place == len(sizes) - 1) for place, size in enumerate(sizes))
         schedule = Schedule.INTERLEAVED if virtual > 1 else Schedule.ONE_F_ONE_B
         if virtual == 1 < pipeline and Schedule.GPIPE in backend.schedules:
             schedule = rng.choice((Schedule.ONE_F_ONE_B, Schedule.GPIPE))
