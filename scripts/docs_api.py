@@ -42,7 +42,7 @@ SECTIONS = (
     )),
     Section("What `auto_parallelize` returns", "Which of them depends on the plan.", (
         "runtime.engine.ParallelModel", "runtime.cyclic.model.CyclicModel", "runtime.branches.engine.BranchedModel",
-        "runtime.deepspeed.engine.DeepSpeedModel", "runtime.parameters.copies.InferenceModel",
+        "runtime.deepspeed.engine.DeepSpeedModel", "runtime.parameters.use.InferenceModel",
     ), TRAIN + STATE + CHANGE),
     Section("Checkpoints outside a run", "", (
         "runtime.checkpoint.unsplit.load_into", "runtime.checkpoint.huggingface.load_safetensors",
