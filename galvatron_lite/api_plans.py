@@ -219,7 +219,8 @@ def verify_plan(
         batch: an example batch, for a module.
         loss_fn: ``loss_fn(output, batch)``, for a module whose output is not or does not hold its loss.
         sequence: tokens a sample, for a model by name.
-        trainable: for a model by name: which parameters train, as for ``plan``, and as the plan was made with.
+        trainable: for a model by name: which parameters train, as for ``plan``; as the plan says if neither this nor
+            ``freeze`` is given.
         freeze: the same: names of what gets no gradient.
         checks: ``dry``: one rank of each role does a whole step without data; what it sends is matched across all
             ranks, and its memory is told beside the prediction. ``numbers``: a small model is trained under a small
@@ -239,7 +240,8 @@ def verify_plan(
     wanted = checks_named(checks)
     if processes is not None and processes < 2:
         raise InputError("--processes", processes, "At least 2 are needed to split anything.")
-    source = _find_source(found, model, batch, loss_fn, sequence, Trainable.parse(trainable, texts("freeze", freeze)))
+    trains = Trainable.parse(trainable, texts("freeze", freeze))
+    source = _find_source(found, model, batch, loss_fn, sequence, trains)
     known = profile if profile is None or isinstance(profile, Profile) else read_profile(Path(profile))
     progress = progress or (lambda *_: None)
     return run_checks(source, found, wanted, processes=processes, progress=progress, profile=known)
@@ -269,6 +271,9 @@ def _find_source(
     if model is None:
         remedy = f"The plan is for {plan.model}, which is no model known here: --model NAME or SCRIPT.py:FACTORY."
         raise InputError("--model", None, remedy)
+    if trainable is None and plan.provenance is not None and plan.provenance.trains:
+        how, *frozen = plan.provenance.trains
+        trainable = Trainable.parse(how, frozen)
     if trainable is None:
         return named_source(model, sequence)
     return factory_source(lambda: make_trainable(build_named(model, sequence), trainable), model)

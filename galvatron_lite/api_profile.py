@@ -304,4 +304,5 @@ def _candidates(plan: Plan, made_from: Provenance) -> Iterator[Profile]:
             yield find_profile(
                 model=plan.model, cluster=made_from.cluster, gpus=plan.devices, sequence=sequence,
                 precision=plan.precision, stack=made_from.stack,
+                trainable=next(iter(made_from.trains), None), freeze=made_from.trains[1:],
             )  # fmt: skip

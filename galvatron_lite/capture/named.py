@@ -6,6 +6,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,13 @@ def graph_named(
         InputError: no such name: tells all.
         FileFormatError: the file cannot be read.
     """
+    graph = _graph_of(name, sequence, precision, kernels, trainable)
+    return graph if trainable is None else replace(graph, trains=trainable.options)
+
+
+def _graph_of(
+    name: str, sequence: int | None, precision: str, kernels: Kernels | None, trainable: Trainable | None
+) -> ModelGraph:
     if is_factory(name):
         if sequence is not None:
             raise InputError("--seq", sequence, f"{name} decides how long its samples are: leave --seq out.")

@@ -291,6 +291,8 @@ class ModelGraph(Strict):
         whole: why the layers cannot be on several pipeline stages; empty where they can.
         dead: parameters that train nothing.
         undivided: why several micro-batches train something else than one; empty where they do not.
+        trains: of a closed form, which parameters train: what ``--trainable`` says, then the patterns of ``--freeze``;
+            empty where all do.
         folded: the argument of a block that has samples times something else along dim 0, so that all layers must have
             the same samples; empty where there is none.
     """
@@ -308,6 +310,7 @@ class ModelGraph(Strict):
     dead: tuple[DeadParameters, ...] = ()
     undivided: str = ""
     folded: str = ""
+    trains: tuple[str, ...] = ()
 
     def kind_of(self, layer: Layer) -> LayerKind:
         """The kind of a layer."""

@@ -47,6 +47,12 @@ class Trainable:
             raise InputError("--trainable", trainable, "The rank r is a whole number from 1: lora:r=16.")
         return cls(int(rank), tuple(fields.get("targets", "*").split("+")), tuple(freeze))
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What ``--trainable`` says, then the patterns of ``--freeze``."""
+        targets = "" if self.targets == ("*",) else f",targets={'+'.join(self.targets)}"
+        return (f"lora:r={self.rank}{targets}" if self.rank else "all", *self.freeze)
+
     def freezes(self, name: str) -> bool:
         """Whether a parameter or module of the model as it was is frozen."""
         return self.rank > 0 or any(_covers(pattern, name) for pattern in self.freeze)
@@ -127,7 +133,7 @@ def with_trainable(build: Callable[[], ModelGraph], trainable: Trainable) -> Mod
         layers.append(replace(layer, kind=labels[layer.kind, setting]))
     frozen = {layer.name for layer, setting in zip(layers, settings, strict=True) if "embedding" in setting.frozen}
     ties = tuple(replace(tie, frozen=tie.parameters if tie.first in frozen else 0) for tie in graph.ties)
-    return replace(graph, layers=tuple(layers), kinds=kinds, ties=ties)
+    return replace(graph, layers=tuple(layers), kinds=kinds, ties=ties, trains=trainable.options)
 
 
 def _settings(graph: ModelGraph, trainable: Trainable) -> Iterator[LayerTraining]:

@@ -93,4 +93,5 @@ def provenance(profile: Profile, budget: int | Budget, gap: float, tolerance: fl
         gap=gap,
         parameters=profile.graph.parameters,
         stack=profile.stack,
+        trains=profile.graph.trains,
     )
