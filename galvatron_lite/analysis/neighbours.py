@@ -308,10 +308,12 @@ def _runner_rank(other: RunnerUp) -> tuple[bool, float]:
 
 def _best(session: Session, request: Request, plan: Plan, pin: Pinned) -> RunnerUp | None:
     name, chosen, instead, fixed = pin
+    schedules = request.schedules if fixed.schedule is None else (fixed.schedule,)
+    pinned_request = replace(request, fixed=fixed, schedules=schedules)
     try:
         soon = partial(search, pricer=session.pricer, effort=QUICK, below=ANY_TIME)
-        fitting = soon(replace(request, fixed=fixed))
-        other = fitting or soon(replace(request, fixed=fixed, budget=UNBOUNDED))
+        fitting = soon(pinned_request)
+        other = fitting or soon(replace(pinned_request, budget=UNBOUNDED))
     except InputError:
         return None
     if other is None:

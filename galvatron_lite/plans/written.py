@@ -62,13 +62,21 @@ def _remedy() -> str:
     return f"Write parts such as {', '.join(examples)}; or {UNSPLIT}."
 
 
-def _check_keys(data: Data, keys: Collection[str], field: str, needed: Sequence[str] = ()) -> None:
-    """Whether a mapping has all keys that it needs and no others; ``field`` with what joins it to a key."""
+def _check_keys(
+    data: Data, keys: Collection[str], field: str, needed: Sequence[str] = (), lists: Collection[str] = ()
+) -> None:
+    """Whether a mapping has all keys that it needs and no others; ``field`` with what joins it to a key.
+
+    Where a key is unknown, ``lists`` that hold a plain value are named too: their items may stand under that key.
+    """
     missing = [key for key in needed if key not in data]
     unknown = next((key for key in data if key not in keys), None)
     if unknown is not None:
         hint = suggestion(str(unknown), keys, {word: ours for word, ours in OTHER_WORDS.items() if ours in keys})
         lacks = f" {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing." if missing else ""
+        for key in lists:
+            if isinstance(data.get(key), str | int | float):
+                lacks += f" Nor can {key}: {data[key]!r} be used: a list is needed."
         remedy = f"There is no such key. {hint or 'Known: ' + ', '.join(sorted(keys)) + '.'}{lacks}"
         if isinstance(data[unknown], list | Mapping):  # no value to show
             raise InputError(field.rstrip("., ") or "key", str(unknown), remedy)
@@ -84,7 +92,7 @@ def spelled_out(data: Data, field: str) -> dict[str, Any]:
         FileFormatError: a key or a word of a strategy that does not exist.
     """
     try:
-        _check_keys(data, _KEYS[Plan], f"{field}, ")
+        _check_keys(data, _KEYS[Plan], f"{field}, ", lists=_PARTS)
         return dict(data) | {
             name: [_part(one, kind, f"{field}, {name}.{number}") for number, one in enumerate(data[name])]
             for name, kind in _PARTS.items()

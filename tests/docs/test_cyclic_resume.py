@@ -84,7 +84,7 @@ def test_the_errors_are_as_printed() -> None:
     """What the page shows of errors is in the code that raises them."""
     sources = "".join(
         text_of(f"galvatron_lite/{name}.py").replace("\n", " ")
-        for name in ("parallelism/cyclic/mailbox", "folders", "runtime/checkpoint/sealed")
+        for name in ("parallelism/cyclic/mailbox", "folders", "runtime/checkpoint/manifest")
     )
     for said in (
         "Training has stopped. Start all processes again and resume from the last checkpoint (load_latest).",
