@@ -346,7 +346,7 @@ def _finalist(request: Request, pricer: LayerPricer, name: str, result: SolvedPl
 SLACK = 0.5
 """Share of the tolerance that the search over everything may leave open."""
 _MOST_RUNS = 3
-_NEAR, _WORK = 0.5, 400_000
+_NEAR, _WORK = 0.5, 4_000_000
 """The same of searches for simpler plans, and labels that each of them may look at; counted, not timed, so that
 results repeat."""
 
