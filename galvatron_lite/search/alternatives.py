@@ -22,6 +22,7 @@ from galvatron_lite.cost.stage import Shape
 from galvatron_lite.cost.step import bound_seconds, price_stages, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.pipeline.schedule import Schedule
 from galvatron_lite.parallelism.registry import SHAPES
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Alternative, Plan
 from galvatron_lite.profiler.schema import LayerPoint, OriginKind, Profile
@@ -179,12 +180,15 @@ def finalists(
     close = [other for other in others if other.partition.time <= best.partition.time * (1.0 + _REACH)]
     for other in dict.fromkeys([*close, *others[:wanted]]):
         _add(options, _finalist(request, pricer, _name(other.problem.shape), other))
-    whole = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
-    if first.plan.schedule.splits_backward and whole:
-        # its closed form leaves out waits that simulation shows, which those of other schedules have
+    if first.plan.schedule.splits_backward:
+        # closed forms of such schedules leave out waits that simulation shows, each others
         fixed = replace(request.fixed, pipeline=best.problem.shape.stages)
         below = int(best.partition.time * (1.0 + _REACH))
-        _add(options, _best_of(replace(request, fixed=fixed, schedules=whole), pricer, "", below))
+        for schedules in _beside(request.schedules, first.plan.schedule):
+            other = _best_of(replace(request, fixed=fixed, schedules=schedules), pricer, "", below)
+            # a slower plan of the same kind would take a runner-up's place that another kind tells more in
+            if other is not None and (other.seconds < first.seconds or not other.plan.schedule.splits_backward):
+                _add(options, other)
     for shape in _near_shapes(request, pricer, best, near):
         below = int(best.partition.time * (1.0 + _reach(shape)))
         _add(options, _best_of(_shaped(request, shape), pricer, _name(shape), below))
@@ -201,6 +205,13 @@ def finalists(
             own = replace(request, fixed=fixed)
             _add(options, _best_of(own, pricer, name) or _best_of(own, pricer, name, budget=UNBOUNDED))
     return tuple(options)
+
+
+def _beside(schedules: Sequence[Schedule], own: Schedule) -> list[tuple[Schedule, ...]]:
+    """Other schedules to compare one with that splits backward: those that do so too, each by itself, and the rest."""
+    split = [(one,) for one in schedules if one.splits_backward and one is not own]
+    rest = tuple(one for one in schedules if not one.splits_backward)
+    return [*split, rest] if rest else split
 
 
 def _reach(shape: Shape) -> float:

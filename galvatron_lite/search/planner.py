@@ -189,7 +189,9 @@ def _ordinary(
     proven = found.partition.time * (1.0 - found.gap)
     gap = found.gap if chosen is options[0] else max(1.0 - proven / chosen.found.partition.time, 0.0)
     shown = max(1.0 - least / chosen.seconds, 0.0)
-    simulated = tolerance > 0.0 and len(chosen.plan.stages) > 1 and shown < gap
+    # a step that simulates below all closed forms shows that these bound no simulated step here
+    bounded = all(option.seconds >= least for option in options if option.fits)
+    simulated = tolerance > 0.0 and len(chosen.plan.stages) > 1 and shown < gap and bounded
     return replace(
         chosen.plan,
         mode=kept.mode,

@@ -181,14 +181,13 @@ fit."""
 def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     """The error for a budget that is too small: the smallest that fits, and what would have to give."""
     slack = 0.0 if len(request.graph.layers) <= _EXACT_LAYERS else _SLACK
-    lean = leanest(request, pricer, slack)
-    if lean is None:
+    least = least_budget(request, pricer, slack)
+    if least is None:
         return InfeasibleError(
             f"No plan of {request.graph.name} exists on {request.devices} devices with a batch of "
             f"{request.global_batch}: no way to split its layers divides the batch and has figures in the profile. "
             + (_unglued(request) or "Give another batch, other devices, or profile more tensor degrees.")
         )
-    _, least = lean
     share, asked = 1.0 - request.margin, as_budget(request.budget)
     before = asked.scaled(1.0 / share).plus(1) if request.margin else asked
     shares = " and ".join(f"{format_budget(size)} ({name})" for name, size in before.own)
@@ -207,9 +206,9 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     )
 
 
-def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> tuple[str, Budget] | None:
-    """A plan of the space that needs little memory, in a line, and the least that it fits, in the proportion of the
-    budget asked for; None where the space is empty.
+def least_budget(request: Request, pricer: LayerPricer, slack: float = 0.0) -> Budget | None:
+    """The least memory that a plan of the space fits, in the proportion of the budget asked for; None where the space
+    is empty.
 
     Args:
         request: what is asked for; of its budget only the proportion between types of devices matters.
@@ -220,7 +219,7 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> tuple[
     unit = asked.scaled(1.0) if asked.own else Budget(1)
     exact = _EFFORT // len(request.graph.layers)
 
-    def fitting(budget: Budget, effort: int = exact) -> tuple[str, Budget] | None:
+    def fitting(budget: Budget, effort: int = exact) -> Budget | None:
         wanted = replace(request, budget=budget if asked.own else budget.least)
         result = search(wanted, pricer, slack=1.0, effort=effort, below=ANY_TIME)
         if result is None:
@@ -229,17 +228,17 @@ def leanest(request: Request, pricer: LayerPricer, slack: float = 0.0) -> tuple[
         factor = max(stage.memory.total / unit.of(stage.device) for stage in plan.stages)
         if not plan.schedule.simple:  # a search counts more than is priced
             factor = min(2.0 * factor, budget.most / unit.most)
-        return summary(plan), unit.scaled(factor).plus(bool(asked.own))
+        return unit.scaled(factor).plus(bool(asked.own))
 
     best, low = fitting(unit.scaled(_BOUNDLESS / unit.most)), 0
     if best is None:
         return None
-    while (high := best[1].most) - low > _SLACK * high:  # by quick searches, which prove nothing
+    while (high := best.most) - low > _SLACK * high:  # by quick searches, which prove nothing
         middle = (low + high) // 2
         found = fitting(unit.scaled(middle / unit.most), QUICK)
         best, low = (best, middle) if found is None else (found, low)
     low, step = 0, max(slack, _SLACK)
-    while (high := best[1].most) - low > max(1, ceil(slack * high)):
+    while (high := best.most) - low > max(1, ceil(slack * high)):
         middle = max((low + high) // 2, int((1.0 - step) * high)) if slack or not low else (low + high) // 2
         found = fitting(unit.scaled(middle / unit.most))
         best, low = (best, middle) if found is None else (found, low)

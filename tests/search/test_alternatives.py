@@ -15,7 +15,7 @@ from galvatron_lite.plans.schema import Proof, Schedule
 from galvatron_lite.search import planner
 from galvatron_lite.search.alternatives import Finalist, alternatives_to, finalists, quickest, traits
 from galvatron_lite.search.best_first import search
-from galvatron_lite.search.refusals import leanest
+from galvatron_lite.search.refusals import least_budget
 from galvatron_lite.search.shapes import Request
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import random_profile
@@ -74,7 +74,7 @@ def test_runners_up_are_of_the_declared_space(seed: int) -> None:
     pricer = LayerPricer(profile)
     found = search(request, pricer)
     assert found is not None
-    least = leanest(request, pricer)
+    least = least_budget(request, pricer)
     assert least is not None
     for option in finalists(request, pricer, found, 8):
         devices = 4 // len(option.plan.stages)
@@ -82,7 +82,7 @@ def test_runners_up_are_of_the_declared_space(seed: int) -> None:
         kinds = {layer.name: layer.kind for layer in profile.graph.layers}
         assert all(run.strategy in space.strategies(kinds[run.first], devices, Fixed()) for run in runs)
         assert option.plan.prediction is not None
-        assert option.plan.prediction.peak_memory >= least[1].most
+        assert option.plan.prediction.peak_memory >= least.most
         assert all(run.strategy.zero > 1 or run.strategy.zero_stage == 0 for run in runs)
 
 
@@ -121,9 +121,9 @@ def test_where_the_plan_found_does_not_fit_after_all_another_one_does(schedules:
     found = search(request, pricer)
     assert found is not None
     peak = finalists(request, pricer, found, 0)[0].alternative.peak_memory
-    least = leanest(request, pricer)
+    least = least_budget(request, pricer)
     assert least is not None
-    tight = replace(request, budget=(peak + least[1].most) // 2)
+    tight = replace(request, budget=(peak + least.most) // 2)
     first, *others = finalists(tight, pricer, found, 0)
     assert not first.fits
     assert {one.plan.schedule for one in others} <= set(schedules)

@@ -13,7 +13,7 @@ from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.errors import InfeasibleError
 from galvatron_lite.search.best_first import finished, search
 from galvatron_lite.search.planner import find_plan
-from galvatron_lite.search.refusals import leanest
+from galvatron_lite.search.refusals import least_budget
 from galvatron_lite.search.space import Space
 from tests.schedules import SIMPLE
 from tests.search.brute import Brute, bound_of, brute_of, every_plan
@@ -74,11 +74,11 @@ def test_equals_brute_force_where_it_once_did_not(seed: int) -> None:
 
 @settings(max_examples=10, **QUIET)
 @given(st.integers(0, 10**9))
-def test_the_leanest_plan_needs_the_least_that_any_plan_needs(seed: int) -> None:
+def test_the_least_budget_is_the_least_that_any_plan_needs(seed: int) -> None:
     for asked in (random_instance(seed), uniform_instance(seed)):
         peaks = brute_of(asked).peaks()
-        lean = leanest(asked.request(0), LayerPricer(asked.profile))
-        assert (lean[1].most if lean else None) == (peaks[0] if peaks else None)
+        least = least_budget(asked.request(0), LayerPricer(asked.profile))
+        assert (least.most if least else None) == (peaks[0] if peaks else None)
 
 
 @pytest.mark.parametrize("seed", range(4))
