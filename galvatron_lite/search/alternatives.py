@@ -185,10 +185,10 @@ def finalists(
         fixed = replace(request.fixed, pipeline=best.problem.shape.stages)
         below = int(best.partition.time * (1.0 + _REACH))
         for schedules in _beside(request.schedules, first.plan.schedule):
-            other = _best_of(replace(request, fixed=fixed, schedules=schedules), pricer, "", below)
+            rival = _best_of(replace(request, fixed=fixed, schedules=schedules), pricer, "", below)
             # a slower plan of the same kind would take a runner-up's place that another kind tells more in
-            if other is not None and (other.seconds < first.seconds or not other.plan.schedule.splits_backward):
-                _add(options, other)
+            if rival and (rival.seconds < first.seconds or not rival.plan.schedule.splits_backward):
+                _add(options, rival)
     for shape in _near_shapes(request, pricer, best, near):
         below = int(best.partition.time * (1.0 + _reach(shape)))
         _add(options, _best_of(_shaped(request, shape), pricer, _name(shape), below))
@@ -209,7 +209,7 @@ def finalists(
 
 def _beside(schedules: Sequence[Schedule], own: Schedule) -> list[tuple[Schedule, ...]]:
     """Other schedules to compare one with that splits backward: those that do so too, each by itself, and the rest."""
-    split = [(one,) for one in schedules if one.splits_backward and one is not own]
+    split: list[tuple[Schedule, ...]] = [(one,) for one in schedules if one.splits_backward and one is not own]
     rest = tuple(one for one in schedules if not one.splits_backward)
     return [*split, rest] if rest else split
 
