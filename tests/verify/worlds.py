@@ -98,7 +98,8 @@ class World:
         for number, one in enumerate(own):
             alone = number + 1 + (number in ringed)
             wait = self.draw.choice((alone, alone, alone, self.draw.randint(alone, len(own)), NOBODY))
-            own[number] = replace(one, number=number, waited=wait)
+            # nobody waits between the two messages of a ring, which start together
+            own[number] = replace(one, number=number, waited=wait + (wait - 1 in ringed))
 
     @property
     def runs(self) -> list[RoleRun]:
