@@ -44,24 +44,24 @@ _CORRELATIONS = ("spearman", "group_spearman")
 
 def validate_command(
     runs: Path | None = typer.Argument(
-        None, help="Published runs, one JSON object a line; - reads standard input; those that ship if not given."
+        None, help="File of published runs, one JSON object a line, or - for standard input. Default: the shipped runs."
     ),
-    by: str = typer.Option("family", "--by", help=f"Score by: {', '.join(_GROUPINGS)}."),
-    family: list[str] | None = typer.Option(None, "--family", help="Only runs of this family; may be given again."),
+    by: str = typer.Option("family", "--by", help=f"Group scores by {', '.join(_GROUPINGS)}."),
+    family: list[str] | None = typer.Option(None, "--family", help="Only runs of this family. Repeatable."),
     quality: str | None = typer.Option(
-        None, "--quality", help="Only these grades: A, or AB; A brings A-mem. C never counts."
+        None, "--quality", help="Only runs of these grades: A (with A-mem) or AB. C never counts."
     ),
     calibration: Path | None = typer.Option(
-        None, "--calibration", help="Folder of calibrated constants in place of the shipped one."
+        None, "--calibration", help="Folder of calibrated constants to use instead of the shipped ones."
     ),
-    worst: int = typer.Option(0, "--worst", min=0, help="Show so many runs predicted worst."),
+    worst: int = typer.Option(0, "--worst", min=0, help="Number of worst predictions to show."),
     plot: options.Plot = None,
-    skipped: int = typer.Option(3, "--skipped", min=0, help="Show so many rows that are not scored, and why."),
+    skipped: int = typer.Option(3, "--skipped", min=0, help="Number of unscored rows to show, with the reason."),
     transfer: bool = typer.Option(
-        False, "--transfer", help="Score profiles carried to another device, on pairs of runs."
+        False, "--transfer", help="Score `profile transfer` on pairs of runs on two devices."
     ),
     scale_up: bool = typer.Option(
-        False, "--scale-up", help="Score runs of 256 GPUs and more, predicted from those of up to 64."
+        False, "--scale-up", help="Score runs of 256 GPUs and more, predicted from runs of at most 64."
     ),
     as_json: options.Json = False,
 ) -> None:
@@ -227,8 +227,8 @@ _UNCHANGED = "Calibration does not help: runs that it did not see are predicted 
 
 
 def calibrate_command(
-    runs: list[Path] = typer.Argument(..., help="Files of runs, one JSON object a line, and folders that log= wrote."),
-    output: Path = typer.Option(..., "-o", "--output", help="Folder that the constants are written to."),
+    runs: list[Path] = typer.Argument(..., help="Files of runs, one JSON object a line, or folders that log= wrote."),
+    output: Path = typer.Option(..., "-o", "--output", help="Folder to write the constants to."),
     calibration: options.Calibration = None,
     as_json: options.Json = False,
 ) -> None:

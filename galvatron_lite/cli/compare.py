@@ -28,11 +28,11 @@ def evaluate_command(
     trainable: options.Trainable = None,
     freeze: options.Freeze = None,
     mem: str | None = typer.Option(
-        None, "--mem", help="Budget a device to hold it against: 40GB, 40GiB or 80%; 95% if not given."
+        None, "--mem", help="Memory budget per GPU to compare with: 40GB, 40GiB or 80%. Default: 95%."
     ),
     calibration: options.Calibration = None,
     target: str | None = typer.Option(
-        None, "--for", help="PLAN holds settings of megatron, nemo, torchtitan, deepspeed or accelerate."
+        None, "--for", help="PLAN is a settings file of megatron, nemo, torchtitan, deepspeed or accelerate."
     ),
     as_json: options.Json = False,
     output: options.Output = None,
@@ -73,7 +73,8 @@ def _runs(plan: Plan) -> str:
 
 def compare_command(
     plans: list[Path] = typer.Argument(
-        ..., help="Plan files, two or more: ours, by hand (docs/evaluate.md), Hetu-Galvatron's."
+        ...,
+        help="Two or more plan files: of `galvatron plan`, by hand (docs/evaluate.md), or JSON of Hetu-Galvatron.",
     ),
     profile: options.Profile = None,
     model: options.Model = None,

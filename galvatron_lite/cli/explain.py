@@ -28,10 +28,10 @@ def explain_command(
     freeze: options.Freeze = None,
     mem: options.Memory = None,
     no_what_if: bool = typer.Option(
-        False, "--no-what-if", help="Search for nothing: no runner-ups, no what-ifs; answers at once."
+        False, "--no-what-if", help="Skip the searches for runners-up and what-ifs, and answer at once."
     ),
     seconds: float = typer.Option(
-        120.0, "--seconds", min=0, max=1e6, help="For these searches; what there is no time for is skipped."
+        120.0, "--seconds", min=0, max=1e6, help="Time limit of these searches in seconds; the rest is skipped."
     ),
     fix: options.Fix = None,
     forbid: options.Forbid = None,

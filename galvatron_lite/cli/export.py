@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 def export_command(
     plan: options.OurPlan,
     tool: str = typer.Option(
-        ..., "--for", "--to", help="For whom: deepspeed, megatron, torchtitan, accelerate or nemo."
+        ...,
+        "--for",
+        "--to",
+        help="Software to write settings for: deepspeed, megatron, torchtitan, accelerate or nemo.",
     ),
     output: options.Output = None,
-    strict: bool = typer.Option(False, "--strict", help="Fail where the tool's file cannot say all of the plan."),
+    strict: bool = typer.Option(False, "--strict", help="Fail if the settings cannot express all of the plan."),
     as_json: options.Json = False,
 ) -> None:
     """Write a plan as the configuration of another tool.
@@ -50,27 +53,31 @@ def export_command(
 
 PEERS = ("hetu",)
 
-From = Annotated[str, typer.Option("--from", help="Whose files: hetu (Hetu-Galvatron).")]
-EngineName = Annotated[str, typer.Option("--engine", help="Whose communication counts: main or v2.4.0.")]
+From = Annotated[str, typer.Option("--from", help="Software that wrote the files: hetu (Hetu-Galvatron).")]
+EngineName = Annotated[
+    str, typer.Option("--engine", help="Version whose communication volumes to use: main or v2.4.0.")
+]
 
 
 def profile_import_command(
-    folder: Annotated[Path, typer.Argument(help="Folder with a model's computation and memory profile.")],
+    folder: Annotated[Path, typer.Argument(help="Folder with the computation and memory profile of a model.")],
     peer: From,
     hardware: Path | None = typer.Option(
-        None, "--hardware", help="Folder of the hardware profile; looked for nearby if not given."
+        None, "--hardware", help="Folder of the hardware profile. Default: searched for nearby."
     ),
-    nodes: int = typer.Option(1, "--nodes", help="Nodes of the cluster.", min=1),
-    gpus: int = typer.Option(8, "--gpus-per-node", help="GPUs of each node.", min=1),
+    nodes: int = typer.Option(1, "--nodes", help="Number of nodes.", min=1),
+    gpus: int = typer.Option(8, "--gpus-per-node", help="GPUs per node.", min=1),
     layers: str = typer.Option(
-        "", "--layers", help="Layers of each layer type (24,24); not needed for a model that ships."
+        "",
+        "--layers",
+        help="Number of layers of each layer type (24,24). Not needed for models that ship with Hetu-Galvatron.",
     ),
     hidden: str = typer.Option("", "--hidden", help="Hidden size of each layer type."),
     sequence: str = typer.Option(
-        "", "--seq", help="Tokens a sample of each layer type; the least profiled if not given."
+        "", "--seq", help="Sequence length of each layer type. Default: the shortest one profiled."
     ),
     engine: EngineName = "main",
-    memory: str = typer.Option("80GiB", "--device-memory", help="Of one GPU, which the files do not say."),
+    memory: str = typer.Option("80GiB", "--device-memory", help="Memory of one GPU (not in the files)."),
     output: options.ProfileOutput = None,
     profiles: options.Folder = options.PROFILES,
     as_json: options.Json = False,
@@ -98,10 +105,10 @@ def plan_import_command(
     path: Annotated[Path, typer.Argument(help="The plan's JSON file (galvatron_config_*.json).")],
     peer: From,
     profile: Path | None = typer.Option(
-        None, "--profile", help="Profile of the model, to name its layers and to price it."
+        None, "--profile", help="Profile of the model, for layer names and predictions."
     ),
-    gpus: int = typer.Option(0, "--gpus", help="GPUs, for files without world_size."),
-    batch: int = typer.Option(0, "--batch", help="Samples a step, for files without global_bsz."),
+    gpus: int = typer.Option(0, "--gpus", help="Number of GPUs, for files without world_size."),
+    batch: int = typer.Option(0, "--batch", help="Global batch size, for files without global_bsz."),
     output: Path = typer.Option(Path("plan.yaml"), "-o", "--output", help="Write the plan to this file."),
 ) -> None:
     """Turn another planner's plan into ours."""
@@ -130,7 +137,7 @@ def plan_import_command(
 
 def plan_export_command(
     path: options.OurPlan,
-    peer: str = typer.Option(..., "--to", help="For whom: hetu (Hetu-Galvatron)."),
+    peer: str = typer.Option(..., "--to", help="Software to write for: hetu (Hetu-Galvatron)."),
     output: Path = typer.Option(..., "-o", "--output", help="Write the JSON to this file."),
 ) -> None:
     """Turn a plan of ours into another planner's, where its files can say it."""

@@ -16,25 +16,29 @@ SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 def launch_command(
     program: list[str] = typer.Argument(
-        ..., help="SCRIPT and its arguments; -m MODULE; or profile MODEL, to measure on this world."
+        ..., help="SCRIPT with its arguments, -m MODULE, or `profile MODEL` to measure on these processes."
     ),
-    plan: Path | None = typer.Option(None, "--plan", help="Plan file; auto_parallelize finds it by itself. Or --gpus."),
-    gpus: int | None = typer.Option(None, "--gpus", help="Processes, for a script that plans at its start."),
-    per_node: int | None = typer.Option(None, "--per-node", help="Processes of a node."),
-    hostfile: Path | None = typer.Option(None, "--hostfile", help="Lines `NAME slots=N`: the hosts, reached by ssh."),
+    plan: Path | None = typer.Option(
+        None, "--plan", help="Plan file, which auto_parallelize then uses. Alternatively --gpus."
+    ),
+    gpus: int | None = typer.Option(
+        None, "--gpus", help="Number of processes, for a script that plans when it starts."
+    ),
+    per_node: int | None = typer.Option(None, "--per-node", help="Processes per node."),
+    hostfile: Path | None = typer.Option(
+        None, "--hostfile", help="File of hosts, one `NAME slots=N` a line, reached by ssh."
+    ),
     through: str | None = typer.Option(
-        None, "--through", help="local, ssh, slurm or ray; slurm inside an allocation, else local."
+        None, "--through", help="Launcher: local, ssh, slurm or ray. Default: slurm inside an allocation, else local."
     ),
     srun: list[str] | None = typer.Option(
-        None, "--srun", help="An option for srun: --srun=--partition=gpu. May be repeated."
+        None, "--srun", help="Option passed to srun: --srun=--partition=gpu. Repeatable."
     ),
-    port: int = typer.Option(29500, "--port", help="Of the first node, where processes meet."),
-    restarts: int = typer.Option(
-        0, "--max-restarts", help="How often the job starts again when a process dies.", min=0
-    ),
-    check: bool = typer.Option(True, "--check/--no-check", help="Look at all nodes before the start."),
-    timeout: float = typer.Option(60.0, "--timeout", min=1, max=86400, help="Seconds a node has to answer."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print the command, start nothing."),
+    port: int = typer.Option(29500, "--port", help="Port of the first node, for the rendezvous."),
+    restarts: int = typer.Option(0, "--max-restarts", help="How often to restart the job after a process dies.", min=0),
+    check: bool = typer.Option(True, "--check/--no-check", help="Check all nodes before the start."),
+    timeout: float = typer.Option(60.0, "--timeout", min=1, max=86400, help="Seconds to wait for each node."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the command without running it."),
 ) -> None:
     """Start a training script under a plan, on one or many nodes.
 

@@ -39,38 +39,49 @@ def _option(name: str, text: str, panel: str | None = None, **more: Any) -> Any:
 
 
 PlanFile = Annotated[
-    Path, typer.Argument(help="Plan file: ours, written by hand (docs/evaluate.md), or Hetu-Galvatron's JSON.")
+    Path,
+    typer.Argument(
+        help="Plan file: of `galvatron plan`, written by hand (docs/evaluate.md), or JSON of Hetu-Galvatron."
+    ),
 ]
-OurPlan = Annotated[Path, typer.Argument(help="Plan file of galvatron.")]
+OurPlan = Annotated[Path, typer.Argument(help="Plan file written by `galvatron plan -o`.")]
 Model = Annotated[
     str | None,
-    _option("--model", "Name (llama2-7b) or YAML file; its costs are estimated.", autocompletion=complete_models),
+    _option("--model", "Model name (llama2-7b) or YAML file. Its costs are estimated.", autocompletion=complete_models),
 ]
 Cluster = Annotated[
     str | None,
-    _option("--cluster", "Name (a100-80gb) or YAML file; needed with --model.", autocompletion=_complete_clusters),
+    _option(
+        "--cluster", "Cluster name (a100-80gb) or YAML file. Required with --model.", autocompletion=_complete_clusters
+    ),
 ]
-Sequence = Annotated[int | None, _option("--seq", "Tokens a sample, for a model by name.")]
-Precision = Annotated[str | None, _option("--precision", "Of compute: bf16, fp16, fp32; for a model by name.")]
+Sequence = Annotated[int | None, _option("--seq", "Sequence length in tokens (for a model given by name).")]
+Precision = Annotated[
+    str | None, _option("--precision", "Compute precision: bf16, fp16 or fp32 (for a model given by name).")
+]
 Trainable = Annotated[
-    str | None, _option("--trainable", "Of a model by name: all, or adapters alone: lora:r=16,targets=q+v.")
+    str | None,
+    _option("--trainable", "What trains in a model given by name: all, or LoRA adapters: lora:r=16,targets=q+v."),
 ]
 Freeze = Annotated[
-    list[str] | None, _option("--freeze", "Of a model by name, no gradients of: before, layers.[0-9].*; repeatable.")
+    list[str] | None,
+    _option("--freeze", "Freeze these layers of a model given by name: before, layers.[0-9].*. Repeatable."),
 ]
-Profile = Annotated[Path | None, _option("--profile", "Profile to price with; default: the one the plan names.")]
-Gpus = Annotated[int | None, _option("--gpus", "Devices of the cluster; default: all.")]
-Batch = Annotated[int | None, _option("--batch", "Samples a step, in the plan's micro-batches; default: the plan's.")]
+Profile = Annotated[
+    Path | None, _option("--profile", "Profile to predict from. Default: the one the plan was made from.")
+]
+Gpus = Annotated[int | None, _option("--gpus", "Number of GPUs to use. Default: all of the cluster.")]
+Batch = Annotated[int | None, _option("--batch", "Global batch size in samples. Default: the plan's.")]
 Memory = Annotated[
-    str | None, _option("--mem", "Budget a device: 40GB, 40GiB or 80%; default: that of the (first) plan.")
+    str | None, _option("--mem", "Memory budget per GPU: 40GB, 40GiB or 80%. Default: that of the (first) plan.")
 ]
 Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="Print memory of every stage, all runner-ups and all notes.")
+    bool, typer.Option("-v", "--verbose", help="Also print the memory of every stage, all runners-up and all notes.")
 ]
 Json = Annotated[bool, _option("--json", "Print the result as JSON.")]
-Folder = Annotated[Path, _option("--folder", "Where profiles are kept.")]
+Folder = Annotated[Path, _option("--folder", "Folder of profiles.")]
 PROFILES = Path("profiles")
-Plot = Annotated[Path | None, _option("--plot", "Draw the result to this file (SVG).")]
+Plot = Annotated[Path | None, _option("--plot", "Draw the result to this SVG file.")]
 
 
 def _output(text: str) -> Any:
@@ -78,7 +89,9 @@ def _output(text: str) -> Any:
 
 
 Output = Annotated[Path | None, _output("Write the result to this file.")]
-ProfileOutput = Annotated[Path | None, _output("Write it here; else among the profiles, as the last one.")]
+ProfileOutput = Annotated[
+    Path | None, _output("Write the profile to this file. Default: the folder of profiles, as the most recent one.")
+]
 
 
 def _estimate_with(context: typer.Context, folder: Path | None) -> Path | None:
@@ -92,7 +105,9 @@ def _estimate_with(context: typer.Context, folder: Path | None) -> Path | None:
 Calibration = Annotated[
     Path | None,
     typer.Option(
-        "--calibration", callback=_estimate_with, help="Constants to estimate with: what galvatron calibrate wrote."
+        "--calibration",
+        callback=_estimate_with,
+        help="Folder of constants that `galvatron calibrate` wrote, for estimates.",
     ),
 ]
 
@@ -109,20 +124,26 @@ _pin = partial(_option, panel="Restrict the search")
 ask = partial(typer.Option, rich_help_panel="Ask another question (one at a time)")
 shape = partial(typer.Option, rich_help_panel="Describe the model by its shape (instead of --model)")
 
-Fix = Annotated[list[str] | None, _pin("--fix", "Keep this: pp=4, zero=3, layers.3.recompute=full; repeatable.")]
-Forbid = Annotated[list[str] | None, _pin("--forbid", "Do without: tp, pipeline, recompute …; repeatable.")]
+Fix = Annotated[list[str] | None, _pin("--fix", "Fix a choice: pp=4, zero=3, layers.3.recompute=full. Repeatable.")]
+Forbid = Annotated[list[str] | None, _pin("--forbid", "Exclude a choice: tp, pipeline, recompute … Repeatable.")]
 _SOME = ", ".join(dict.fromkeys((DEFAULT_SCHEDULE, *schedules()[:1])))
-Schedule = Annotated[list[str] | None, _pin("--schedule", f"Of the pipeline: {_SOME} …; repeatable.")]
-Backend = Annotated[str, _pin("--backend", "What runs the plan: galvatron, deepspeed, or any: all that is priced.")]
+Schedule = Annotated[list[str] | None, _pin("--schedule", f"Pipeline schedules to consider: {_SOME} … Repeatable.")]
+Backend = Annotated[
+    str, _pin("--backend", "What runs the plan: galvatron, deepspeed, or any (whatever can be priced).")
+]
 For = Annotated[
     str | None,
     _pin(
         "--for",
-        "Plan for megatron, nemo, torchtitan, deepspeed or accelerate; -o writes its settings.",
+        "Plan for other software: megatron, nemo, torchtitan, deepspeed or accelerate. -o writes its settings.",
         autocompletion=_complete_tools,
     ),
 ]
-Mode = Annotated[str, _pin("--mode", "training, or inference: forward passes only.")]
+Mode = Annotated[str, _pin("--mode", "training, or inference (forward passes only).")]
 AllowDelay = Annotated[
-    bool, _pin("--allow-delay", "Gradients may come a step late (cyclic data parallelism): the training rule changes.")
+    bool,
+    _pin(
+        "--allow-delay",
+        "Allow cyclic data parallelism: gradients arrive one step late, which changes the training rule.",
+    ),
 ]

@@ -23,38 +23,42 @@ _WORDS = "serial, data, spatial, layer, pipeline, filter, channel, data+filter, 
 
 def oracle_command(
     model: str | None = typer.Argument(
-        None, help="Name (resnet50, vgg16, cosmoflow-512), model file or table of layers."
+        None, help="Model name (resnet50, vgg16, cosmoflow-512), model file or table of layers."
     ),
-    cluster: str | None = typer.Option(None, "--cluster", help="Name (abci, v100) or YAML file; not with --check."),
-    gpus: str = typer.Option("1..1024", "--gpus", help="64, or 4,8,12, or 1..1024 (doubling)."),
+    cluster: str | None = typer.Option(
+        None, "--cluster", help="Cluster name (abci, v100) or YAML file. Not with --check."
+    ),
+    gpus: str = typer.Option("1..1024", "--gpus", help="Numbers of GPUs: 64, or 4,8,12, or 1..1024 (doubling)."),
     formulas: str = typer.Option(
-        "galvatron", "--formulas", help="galvatron: the planner's cost model; paradl: the paper's closed forms."
+        "galvatron",
+        "--formulas",
+        help="Formulas: galvatron (the planner's cost model) or paradl (closed forms of the paper).",
     ),
-    strategies: str | None = typer.Option(None, "--strategies", help=f"Some of {_WORDS}, with commas."),
+    strategies: str | None = typer.Option(None, "--strategies", help=f"Comma-separated strategies, out of {_WORDS}."),
     strategy: list[str] | None = typer.Option(
-        None, "--strategy", help="Any strategy, such as 'data8 spatial2x1'; may be given again."
+        None, "--strategy", help="A strategy, such as 'data8 spatial2x1'. Repeatable."
     ),
     batch: int | None = typer.Option(
         None,
         "--batch",
-        help="Samples of a replica: a GPU (data), a group (hybrids), all GPUs (others); those of the model's table "
-        "of layers, or 32, if not given.",
+        help="Samples per replica: a GPU (data), a group (hybrids) or all GPUs (others). Default: from the table of "
+        "layers, else 32.",
     ),
-    samples: int | None = typer.Option(None, "--samples", help="Samples of an epoch."),
-    group: int = typer.Option(0, "--group", help="GPUs of a group of a hybrid; a node's if not given."),
-    segments: int = typer.Option(0, "--segments", help="Micro-batches of a pipeline; as many as stages if not given."),
-    precision: str | None = typer.Option(None, "--precision", help="Of compute, of the default formulas."),
-    image: str | None = typer.Option(None, "--image", help="Pixels of a picture, of models of the planner: 512x1024."),
+    samples: int | None = typer.Option(None, "--samples", help="Samples per epoch."),
+    group: int = typer.Option(0, "--group", help="GPUs per group of a hybrid strategy. Default: those of a node."),
+    segments: int = typer.Option(0, "--segments", help="Micro-batches of a pipeline. Default: the number of stages."),
+    precision: str | None = typer.Option(None, "--precision", help="Compute precision (default formulas only)."),
+    image: str | None = typer.Option(None, "--image", help="Image size in pixels: 512x1024."),
     network: str | None = typer.Option(
-        None, "--network", help="Setting of the links with --formulas paradl: plx-15us, plx-20us."
+        None, "--network", help="Link parameters for --formulas paradl: plx-15us or plx-20us."
     ),
     quirk: list[str] | None = typer.Option(
-        None, "--quirk", help="What the released oracle does otherwise, with --formulas paradl; or all."
+        None, "--quirk", help="Reproduce a deviation of the released oracle (or all), with --formulas paradl."
     ),
     contention: bool = typer.Option(
-        True, "--contention/--no-contention", help="With --formulas paradl: flows share links."
+        True, "--contention/--no-contention", help="Let flows share links, with --formulas paradl."
     ),
-    check: bool = typer.Option(False, "--check", help="Hold both formulas against measured epochs."),
+    check: bool = typer.Option(False, "--check", help="Compare both formulas with measured epochs."),
     as_json: options.Json = False,
     plot: options.Plot = None,
 ) -> None:

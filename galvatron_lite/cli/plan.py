@@ -36,31 +36,35 @@ plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @plan_app.callback(invoke_without_command=True)
 def plan_command(
     context: typer.Context,
-    mem: str = typer.Option("95%", "--mem", help="Memory budget a device: 40GB (decimal), 40GiB (binary) or 80%."),
+    mem: str = typer.Option("95%", "--mem", help="Memory budget per GPU: 40GB (decimal), 40GiB (binary) or 80%."),
     batch: int | None = typer.Option(
-        None, "--batch", help="Samples a step over all devices; default: 8 a device (32 pictures)."
+        None, "--batch", help="Global batch size in samples. Default: 8 per GPU (32 for images)."
     ),
     gpus: opts.Gpus = None,
     cluster: opts.Cluster = None,
     model: str | None = typer.Option(
         None,
         "--model",
-        help="Name (llama2-7b), YAML file, transformers' config.json or FILE.py:FACTORY; estimated.",
+        help="Model name (llama2-7b), YAML file, config.json of transformers or FILE.py:FACTORY, to estimate.",
         autocompletion=opts.complete_models,
     ),
     profile: Path | None = typer.Option(
-        None, "--profile", help="Profile to plan from; default: the last one made here."
+        None, "--profile", help="Profile to plan from. Default: the most recent one in profiles/."
     ),
     sequence: opts.Sequence = None,
-    image: str | None = typer.Option(None, "--image", help="Pixels of a picture, with --model of pictures: 512x1024."),
+    image: str | None = typer.Option(None, "--image", help="Image size in pixels, for image models: 512x1024."),
     precision: opts.Precision = None,
-    best: int | None = typer.Option(None, "--best", min=0, help="How many other plans to show; default: 5."),
-    certify: bool = typer.Option(False, "--certify", help="Solve it as an integer programme too, and compare."),
+    best: int | None = typer.Option(None, "--best", min=0, help="Number of runners-up. Default: 5."),
+    certify: bool = typer.Option(
+        False, "--certify", help="Also solve the search as an integer linear program and compare."
+    ),
     tolerance: str = typer.Option(
-        "1%", "--tolerance", help="How much slower the plan may be, to be simpler; 0: the fastest."
+        "1%",
+        "--tolerance",
+        help="How much slower than the optimum the plan may be in exchange for simplicity. 0: the optimum.",
     ),
     margin: str | None = typer.Option(
-        None, "--margin", help="Share of the budget to keep free; default: the predictions' error."
+        None, "--margin", help="Share of the budget to keep free. Default: the usual error of predicted memory."
     ),
     calibration: opts.Calibration = None,
     as_json: opts.Json = False,
@@ -75,34 +79,44 @@ def plan_command(
     target: opts.For = None,
     mode: opts.Mode = "training",
     allow_delay: opts.AllowDelay = False,
-    best_batch: bool = opts.ask(False, "--best-batch", help="Which batch has the greatest throughput?"),
-    max_batch: int | None = opts.ask(None, "--max-batch", help="With --best-batch: the largest; default: 64 a device."),
-    fewest: bool = opts.ask(False, "--fewest", help="How few GPUs, up to --gpus, fit the model?"),
-    step: str | None = opts.ask(None, "--step", help="How few GPUs take so long a step? 2s, 300ms."),
-    rate: str | None = opts.ask(None, "--rate", help="How few GPUs train so many samples/s? 1000, 2K."),
-    tokens: str | None = opts.ask(None, "--tokens", help="How few GPUs train so many tokens/s? 1M."),
-    price: float | None = opts.ask(None, "--price", help="How many GPUs are cheapest at so much a GPU-hour?"),
-    tokens_total: str | None = opts.ask(None, "--tokens-total", help="With --price: tokens of the run; default: 1M."),
-    samples_total: str | None = opts.ask(None, "--samples-total", help="With --price: samples of the run."),
-    steps: str | None = opts.ask(None, "--steps", help="With --price: steps of the run, of --batch samples."),
-    within: str | None = opts.ask(None, "--within", help="With --price: the run must end in this time: 30d."),
-    pareto: bool = opts.ask(False, "--pareto", help="Which is the fastest plan for every budget below --mem?"),
+    best_batch: bool = opts.ask(False, "--best-batch", help="Which batch size has the highest throughput?"),
+    max_batch: int | None = opts.ask(
+        None, "--max-batch", help="Largest batch size to try with --best-batch. Default: 64 per GPU."
+    ),
+    fewest: bool = opts.ask(
+        False, "--fewest", help="What is the smallest number of GPUs, up to --gpus, that fits the model?"
+    ),
+    step: str | None = opts.ask(None, "--step", help="How few GPUs reach this step time? 2s, 300ms."),
+    rate: str | None = opts.ask(None, "--rate", help="How few GPUs reach this many samples/s? 1000, 2K."),
+    tokens: str | None = opts.ask(None, "--tokens", help="How few GPUs reach this many tokens/s? 1M."),
+    price: float | None = opts.ask(
+        None, "--price", help="Which number of GPUs is cheapest at this price per GPU-hour?"
+    ),
+    tokens_total: str | None = opts.ask(
+        None, "--tokens-total", help="Length of the run in tokens, with --price. Default: 1M."
+    ),
+    samples_total: str | None = opts.ask(None, "--samples-total", help="Length of the run in samples, with --price."),
+    steps: str | None = opts.ask(None, "--steps", help="Length of the run in steps, with --price."),
+    within: str | None = opts.ask(None, "--within", help="Deadline of the run, with --price: 30d."),
+    pareto: bool = opts.ask(False, "--pareto", help="What is the fastest plan for each budget up to --mem?"),
     memory_step: str | None = opts.ask(
-        None, "--memory-step", help="With --pareto: least step of the budget; default: 1/32."
+        None, "--memory-step", help="Smallest difference between budgets, with --pareto. Default: 1/32 of --mem."
     ),
     plot: opts.Plot = None,
-    phases: Path | None = opts.ask(None, "--phases", help="Plan every phase of a run (docs/adapting.md)."),
-    layers: int | None = opts.shape(None, "--layers", help="Repeated blocks."),
+    phases: Path | None = opts.ask(
+        None, "--phases", help="Plan each phase of a run from this file (docs/adapting.md)."
+    ),
+    layers: int | None = opts.shape(None, "--layers", help="Number of layers."),
     hidden: int | None = opts.shape(None, "--hidden", help="Hidden size."),
-    heads: int | None = opts.shape(None, "--heads", help="Attention heads."),
-    kv_heads: int | None = opts.shape(None, "--kv-heads", help="Key-value heads."),
+    heads: int | None = opts.shape(None, "--heads", help="Number of attention heads."),
+    kv_heads: int | None = opts.shape(None, "--kv-heads", help="Number of key-value heads."),
     ffn: int | None = opts.shape(None, "--ffn", help="Hidden size of the MLP."),
     vocab: int | None = opts.shape(None, "--vocab", help="Vocabulary size."),
-    gated: bool = opts.shape(False, "--gated", help="Gated MLP, as in Llama."),
-    tied: bool = opts.shape(False, "--tied", help="Head shares the embedding."),
-    arch: str | None = opts.shape(None, "--arch", help="decoder (default), encoder, moe, vit …"),
-    experts: int | None = opts.shape(None, "--experts", help="Experts, for moe."),
-    topk: int | None = opts.shape(None, "--topk", help="Experts a token takes, for moe."),
+    gated: bool = opts.shape(False, "--gated", help="Use a gated MLP, as Llama does."),
+    tied: bool = opts.shape(False, "--tied", help="The output head shares the embedding."),
+    arch: str | None = opts.shape(None, "--arch", help="Architecture: decoder (default), encoder, moe, vit …"),
+    experts: int | None = opts.shape(None, "--experts", help="Number of experts (moe)."),
+    topk: int | None = opts.shape(None, "--topk", help="Experts per token (moe)."),
 ) -> None:
     """Find the fastest plan that fits the memory budget."""
     if context.invoked_subcommand is None:

@@ -29,20 +29,22 @@ INTERRUPTED = "interrupted; finished measurements are kept, the same command goe
 def profile_command(
     model: str = typer.Argument(
         ...,
-        help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); "
-        "or a name (gpt-tiny, llama2-7b) or YAML file.",
+        help="FILE.py:FACTORY that returns model, (model, batch) or (model, batch, loss_fn); "
+        "a model name (gpt-tiny, llama2-7b); or a YAML file.",
     ),
-    cluster: str | None = typer.Option(None, "--cluster", help="With --estimate: name (a100-80gb) or YAML file."),
-    gpus: int | None = typer.Option(None, "--gpus", help="With --estimate: devices."),
-    estimate: bool = typer.Option(False, "--estimate", help="From data sheets, without running anything."),
+    cluster: str | None = typer.Option(
+        None, "--cluster", help="Cluster name (a100-80gb) or YAML file, with --estimate."
+    ),
+    gpus: int | None = typer.Option(None, "--gpus", help="Number of GPUs, with --estimate."),
+    estimate: bool = typer.Option(False, "--estimate", help="Estimate from data sheets instead of measuring."),
     sequence: options.Sequence = None,
     precision: options.Precision = None,
     trainable: options.Trainable = None,
     freeze: options.Freeze = None,
     samples: int | None = typer.Option(
-        None, "--max-samples", min=1, max=SAMPLES, help="Most samples on one device to measure."
+        None, "--max-samples", min=1, max=SAMPLES, help="Largest number of samples to measure on one device."
     ),
-    name: str | None = typer.Option(None, "--name", help="Of the profile; from the model if not given."),
+    name: str | None = typer.Option(None, "--name", help="Name of the profile. Default: that of the model."),
     folder: options.Folder = options.PROFILES,
     calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
     as_json: options.Json = False,
@@ -75,10 +77,12 @@ def profile_command(
 
 
 def profile_transfer_command(
-    profile: Path = typer.Argument(..., help="A measured profile (YAML or JSON)."),
-    target: str = typer.Option(..., "--to", help="Cluster (h100, FILE.yaml) or device (RTX-4090)."),
-    gpus: int | None = typer.Option(None, "--gpus", help="Devices there; the profile's if not given."),
-    precision: str | None = typer.Option(None, "--precision", help="Of matmuls, where the profile does not say: tf32."),
+    profile: Path = typer.Argument(..., help="Measured profile (YAML or JSON)."),
+    target: str = typer.Option(..., "--to", help="Target: a cluster (h100, FILE.yaml) or a device (RTX-4090)."),
+    gpus: int | None = typer.Option(None, "--gpus", help="Number of GPUs of the target. Default: as in the profile."),
+    precision: str | None = typer.Option(
+        None, "--precision", help="Precision of matmuls where the profile does not record it: tf32."
+    ),
     output: options.ProfileOutput = None,
     folder: options.Folder = options.PROFILES,
     as_json: options.Json = False,

@@ -16,14 +16,20 @@ if TYPE_CHECKING:
 
 
 def report_command(
-    plans: list[Path] = typer.Argument(..., help="Plan files; several are shown side by side."),
-    output: Path | None = typer.Option(None, "-o", "--output", help="HTML file; default: report.html."),
+    plans: list[Path] = typer.Argument(..., help="Plan files. Several are shown side by side."),
+    output: Path | None = typer.Option(None, "-o", "--output", help="HTML file to write. Default: report.html."),
     trace: Path | None = typer.Option(
         None, "--trace", help="Also write the steps as Trace Event JSON, for ui.perfetto.dev."
     ),
-    run: Path | None = typer.Option(None, "--run", help="Folder of a training run: measured beside predicted."),
+    run: Path | None = typer.Option(
+        None, "--run", help="Folder of a training run, to show measured beside predicted times."
+    ),
     search: float = typer.Option(
-        30.0, "--search", min=0, max=1e6, help="Seconds for the front and prices of each plan; 0: none."
+        30.0,
+        "--search",
+        min=0,
+        max=1e6,
+        help="Seconds of search per plan for the memory-time front and the cost of each choice. 0: none.",
     ),
     profile: options.Profile = None,
     model: options.Model = None,

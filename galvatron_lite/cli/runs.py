@@ -21,20 +21,18 @@ if TYPE_CHECKING:
     from galvatron_lite.runtime.checkpoint.manifest import Manifest
     from galvatron_lite.runtime.monitor.log import Replayed
 
-_Checkpoints = Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of several.")]
+_Checkpoints = Annotated[Path, typer.Argument(help="Folder of one or several checkpoints.")]
 
 
 def diagnose_command(
     run: Path = typer.Argument(
-        ..., help="Folder of auto_parallelize(..., log=FOLDER); or a trace of torch.profiler, or a folder."
+        ..., help="Folder that auto_parallelize(..., log=FOLDER) wrote, or traces of torch.profiler."
     ),
     profile: Path | None = typer.Option(
-        None, "--profile", help="What the plan was made from, where it is not found by itself."
+        None, "--profile", help="Profile that the plan was made from, if it is not found."
     ),
-    plan: Path | None = typer.Option(None, "--plan", help="The plan, with traces alone."),
-    update: Path | None = typer.Option(
-        None, "--update", help="Write the profile, as the run has shown it to be, to this file."
-    ),
+    plan: Path | None = typer.Option(None, "--plan", help="Plan file, if RUN holds only traces."),
+    update: Path | None = typer.Option(None, "--update", help="Write the profile, corrected by the run, to this file."),
     as_json: options.Json = False,
 ) -> None:
     """Find where a training run differs from its prediction."""
@@ -150,9 +148,9 @@ def check_command(folder: _Checkpoints) -> None:
 
 @checkpoint_app.command("export")
 def export_command(
-    folder: Path = typer.Argument(..., help="Folder of the checkpoint."),
-    target: Path = typer.Argument(..., help="New folder, for from_pretrained."),
-    largest: str = typer.Option("5GB", "--largest", help="File: larger weights go into several."),
+    folder: Path = typer.Argument(..., help="Checkpoint folder."),
+    target: Path = typer.Argument(..., help="New folder, readable by from_pretrained."),
+    largest: str = typer.Option("5GB", "--largest", help="Largest size of one weight file."),
 ) -> None:
     """Write the weights of a checkpoint, of any plan, as safetensors that transformers loads."""
     from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors
@@ -178,7 +176,7 @@ def adapt_command() -> None:
 
 @adapt_app.command("replay")
 def replay_command(
-    log: Path = typer.Argument(..., help="Log of decisions, of auto_parallelize(..., adapt=Adapt(log=FILE))."),
+    log: Path = typer.Argument(..., help="Log of decisions that auto_parallelize(..., adapt=Adapt(log=FILE)) wrote."),
     as_json: options.Json = False,
 ) -> None:
     """Take all decisions of a log again, from what was measured; exit status 1 where one comes out otherwise."""

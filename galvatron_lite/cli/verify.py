@@ -110,23 +110,23 @@ def verify_command(
     model: str | None = typer.Option(
         None,
         "--model",
-        help="FILE.py:FACTORY returning the model, (model, batch) or (model, batch, loss_fn); or a name "
-        "(gpt-tiny, llama3-70b); what the plan was made from if not given.",
+        help="FILE.py:FACTORY that returns model, (model, batch) or (model, batch, loss_fn), or a model name. "
+        "Default: what the plan was made from.",
     ),
     sequence: options.Sequence = None,
     trainable: options.Trainable = None,
     freeze: options.Freeze = None,
-    checks: str | None = typer.Option(
-        None, "--checks", help="Some of the checks, with commas between; all if not given."
-    ),
+    checks: str | None = typer.Option(None, "--checks", help="Comma-separated checks to run. Default: all."),
     profile: Path | None = typer.Option(
-        None, "--profile", help="Profile to price messages with; the one the plan was made from if not given."
+        None, "--profile", help="Profile to predict communication from. Default: the one the plan was made from."
     ),
     processes: int | None = typer.Option(
-        None, "--processes", help="The most that numbers starts; 4, or 8 where the plan needs them."
+        None,
+        "--processes",
+        help="Largest number of processes for the check `numbers`. Default: 4, or 8 if the plan needs them.",
     ),
     moments: bool = typer.Option(
-        False, "--steps", help="Show memory of the fullest role step by step, layer after layer."
+        False, "--steps", help="Show the memory of the fullest device over one step, layer by layer."
     ),
     calibration: options.Calibration = None,  # noqa: ARG001  its callback chooses the constants
     as_json: options.Json = False,
