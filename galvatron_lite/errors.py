@@ -142,7 +142,7 @@ class InfeasibleError(GalvatronError):
 
     Args:
         message: what was asked for and what would have to give.
-        smallest_budget: bytes a device that the leanest plan needs; None where no budget would do.
+        smallest_budget: bytes a device that the plan of least memory needs; None where no budget would do.
     """
 
     def __init__(self, message: str, smallest_budget: int | None = None) -> None:

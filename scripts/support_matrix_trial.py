@@ -176,7 +176,7 @@ def _measured(family: Family, graph: ModelGraph, way: Way, reference: Reference)
 
 
 def _train_measured(family: Family, reference: Reference, folder: Path) -> tuple[str, float]:
-    """Measure, choose a budget that the leanest plan keeps and plain data parallelism does not, and train."""
+    """Measure, choose a budget that the plan of least memory keeps and plain data parallelism does not, and train."""
     warnings.simplefilter("ignore")
     quick = partial(measure.measure_profile, rule=TimingRule(warmup=1, least=2, most=2, seconds=0.02))
     batches = batches_of(family)
@@ -192,7 +192,7 @@ def _train_measured(family: Family, reference: Reference, folder: Path) -> tuple
 
 
 def _tight(folder: Path, batch: int) -> int:
-    """The middle between what the leanest plan and what plain data parallelism need, in bytes a device."""
+    """The middle between what the plan of least memory and what plain data parallelism need, in bytes a device."""
     profile = read_profile(last_profile(folder))
     dp = {"data": profile.cluster.devices, "zero": 0, "pp": 1, "recompute": "none"}
     plain = plan(profile, batch=batch, fix=dp, forbid=("offload",), runners_up=0)

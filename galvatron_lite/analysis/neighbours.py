@@ -225,7 +225,7 @@ def _offered(space: Space, kinds: Sequence[str], devices: int) -> list[Strategy]
 
 
 def _neighbours(priced: PricedStages, alike: _Alike, offered: Sequence[Strategy], fits: Fits) -> Iterator[Neighbour]:
-    """The neighbours; of those of a dimension and degree the quickest that fits, or the leanest."""
+    """The neighbours; of those of a dimension and degree the quickest that fits, or the one of least memory."""
     chosen = alike.runs[0].strategy
     places = _tied(priced, alike.places)
     by_axis = groupby(_steps_from(chosen, offered), key=lambda step: step.axis.name)

@@ -341,7 +341,7 @@ class ParetoFront:
     # largest for which its plan was found to be the fastest
     points: tuple[Point, ...]
     step: int  # bytes; budgets of less than this below a point's peak were not looked at
-    # bytes a device that the leanest plan needs, as the search names it; None where that is not known
+    # bytes a device that the plan of least memory needs, as the search names it; None where that is not known
     least: int | None
     complete: bool  # whether it goes down to the least
 
@@ -389,6 +389,6 @@ def _budget_points(
         point = look(setting, devices, samples, whole.within(budget), searching)
         yield replace(point, budget=budget)
         if point.plan is None:
-            # The leanest plan lies less than a step below the last one: a search there takes long and tells little.
+            # The plan of least memory lies less than a step below the last one: a search there takes long and tells little.
             return
         budget = int((point.peak - step) / (1.0 - setting.margin))

@@ -129,7 +129,7 @@ def prepare(seed: int, ranks: int, kind: str, dtype: torch.dtype) -> Prepared | 
 
 
 def budget(profile: Profile, seed: int) -> int | str:
-    """All of the device, what the leanest plan needs, or the middle between that and the fastest plan."""
+    """All of the device, what the plan of least memory needs, or the middle between that and the fastest plan."""
     if seed % 3 == 0:
         return "95%"
     try:

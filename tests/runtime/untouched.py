@@ -184,7 +184,7 @@ def automatic(family: str, folder: str, tight: bool = False) -> tuple[Any, str]:
     Args:
         family: see ``untouched``.
         folder: of profiles.
-        tight: whether memory is what the leanest plan takes.
+        tight: whether memory is what the plan of least memory takes.
     """
     batch = batch_for(family)
     expected = trained_plainly(untouched(family), batch)
@@ -193,12 +193,12 @@ def automatic(family: str, folder: str, tight: bool = False) -> tuple[Any, str]:
         return auto_parallelize(untouched(family), batch, mem=mem, folder=Path(folder))
 
     with measuring_briefly():
-        made = parallel(_leanest(parallel) if tight else "95%")
+        made = parallel(_least_memory(parallel) if tight else "95%")
     recomputed = {one.strategy.recompute.value for stage in made.plan.stages for one in stage.runs}
     return sorted(recomputed), difference(made, batch, expected)
 
 
-def _leanest(parallel: Callable[[int | str], Any]) -> int:
+def _least_memory(parallel: Callable[[int | str], Any]) -> int:
     """Bytes of the smallest budget that a plan fits."""
     try:
         parallel(1)

@@ -270,7 +270,7 @@ def _front_words(shown: PlanView) -> str:
     if shown.front is None:
         return "The front itself was not looked for (--search SECONDS): this plan and its runners-up alone are shown."
     if not shown.front.complete:
-        return "The time for the search ended before the leanest plan: with less memory there may be more plans."
+        return "The search ran out of time: there may be plans that need less memory."
     return f"Between plans of the front, budgets less than {format_bytes(shown.front.step)} apart were not looked at."
 
 
