@@ -389,6 +389,6 @@ def _budget_points(
         point = look(setting, devices, samples, whole.within(budget), searching)
         yield replace(point, budget=budget)
         if point.plan is None:
-            # The plan of least memory lies less than a step below the last one: a search there takes long and tells little.
+            # The plan of least memory lies less than a step below: a search there takes long and adds little.
             return
         budget = int((point.peak - step) / (1.0 - setting.margin))

@@ -252,7 +252,7 @@ def with_less(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: 
 
 
 def with_stairs(price: MemoryPrice, setting: PlanSetting, clock: TimeLimit, plan: Plan, budget: Budget) -> MemoryPrice:
-    """The price with the fastest plans between the two budgets, that of least memory first; fewer where the time is over."""
+    """The price with the fastest plans between the two budgets, by memory; fewer where the time is over."""
     found: list[MemoryStep] = list(price.steps)
     alike = not budget.own  # budgets of unlike devices have no one order
     while alike and found and len(found) <= MOST_STAIRS and found[0].budget_bytes - 1 > budget.least:
