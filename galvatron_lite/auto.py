@@ -18,7 +18,7 @@ from galvatron_lite.analysis.uncaptured import check_uncaptured, uncaptured_plan
 from galvatron_lite.errors import LOG, InputError, TraceError
 from galvatron_lite.launch.commands import PLAN_VARIABLE
 from galvatron_lite.launch.error_reports import listen
-from galvatron_lite.model.batch import batch_size
+from galvatron_lite.model.batch import batch_size, check_entries
 from galvatron_lite.model.discover import Watched, discover_layers, watch_model
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import ModelGraph, dead_note
@@ -81,7 +81,7 @@ def auto_parallelize(
     init_fn: Callable[[nn.Module], None] | None = None,
     seed: int = 0,
     device: str = "auto",
-    folder: Path = Path("profiles"),
+    folder: Path | str = "profiles",
     mode: Mode | str | None = None,
     delay: str | None = None,
     backend: str | None = None,
@@ -117,7 +117,8 @@ def auto_parallelize(
         global_batch: samples a step; those of ``batch`` (of all ranks' with ``local_batch``) if not given.
         local_batch: whether each rank gives batches of its own, of equal shapes, as a ``DistributedSampler`` draws
             them: a step's batch is theirs in the order of ranks. If not, every rank gives the same global batch.
-        loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss.
+        loss_fn: ``loss_fn(output, batch)``, for a model whose output is not or does not hold its loss. Entries of the
+            batch that the model's ``forward`` does not take, such as labels, are for this function alone.
         blocks: where the repeated blocks are, if they are not found.
         precision: ``fp32``, ``bf16`` or ``fp16`` compute; that of the parameters if not given.
         init_fn: initialises one module of a model on the meta device.
@@ -167,6 +168,7 @@ def auto_parallelize(
         VerificationError: ``verify``, and a check failed; on every rank.
     """
     check_model(model)
+    check_entries(model, batch, loss_fn)
     listen()
     verifier = launched_verifier(model, batch, loss_fn) if verify else None  # it forks: before the world is joined
     place, seen = pick_device(device), observer_options(log, live, profile_steps)
@@ -204,7 +206,7 @@ def auto_parallelize(
     profiled = None
     if uncaptured is None and (chosen is None or settings is not None):
         goal = _goal(loss_fn, trains, model, example)
-        profiled = _profile(profile, model, example, goal, blocks, precision, folder, watched)
+        profiled = _profile(profile, model, example, goal, blocks, precision, Path(folder), watched)
     watched = None  # its copy of the model is not needed any more
     if chosen is None:
         pins = {"fix": texts("fix", fix), "forbid": texts("forbid", forbid)}

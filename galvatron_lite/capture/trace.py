@@ -34,6 +34,7 @@ from galvatron_lite.model.balancing import undivided_reason
 from galvatron_lite.model.batch import (
     LossFn,
     batch_size,
+    check_entries,
     loss_of,
     map_tensors,
     places,
@@ -97,6 +98,7 @@ def trace(
         InputError: no loss can be found in the output.
     """
     check_model(model)
+    check_entries(model, batch, loss_fn)
     twin = watched.twin if watched is not None and precision is None else meta_copy(model, precision)
     batches = [_example(batch, samples, precision) for samples in SAMPLES]
     try:

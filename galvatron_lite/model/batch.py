@@ -1,11 +1,13 @@
 """The example batch and the loss: how a model is called and what training minimises.
 
 A batch is a mapping (``model(**batch)``), a tuple or list (``model(*batch)``) or one tensor (``model(batch)``). The
-samples lie along dim 0 of its tensors. The loss is a mean over samples.
+samples lie along dim 0 of its tensors. The loss is a mean over samples. What ``forward`` does not take, such as the
+labels of ``loss_fn(output, batch)``, is not passed to the model.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -28,12 +30,53 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
     Its own checkpoints run what they hold (see ``trace_meta.left_to_the_plan``).
     """
+    inputs = model_inputs(model, batch)
     with left_to_the_plan():
-        if isinstance(batch, Mapping):
-            return model(**batch)
-        if isinstance(batch, (tuple, list)):
-            return model(*batch)
-        return model(batch)
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        if isinstance(inputs, (tuple, list)):
+            return model(*inputs)
+        return model(inputs)
+
+
+def model_inputs(model: nn.Module, batch: Any) -> Any:
+    """The entries of a batch that the model's ``forward`` takes; the others are for ``loss_fn`` alone."""
+    names, positions = _parameters_of(model.forward)
+    if isinstance(batch, Mapping):
+        return batch if names is None else {key: value for key, value in batch.items() if key in names}
+    return batch[:positions] if isinstance(batch, (tuple, list)) else batch
+
+
+def check_entries(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> None:
+    """Refuse entries of a batch that neither the model nor a loss function takes.
+
+    Raises:
+        InputError: naming them; without this check, a misspelled entry would be left out silently.
+    """
+    inputs = model_inputs(model, batch)
+    if loss_fn is not None or inputs is batch or len(inputs) == len(batch):
+        return
+    surplus = (
+        [key for key in batch if key not in inputs] if isinstance(batch, Mapping) else range(len(inputs), len(batch))
+    )
+    remedy = "Rename the entry, or pass loss_fn, which is called with the output and the batch."
+    raise InputError(
+        "batch", ", ".join(map(str, surplus)), f"{type(model).__name__}.forward takes no such entry. {remedy}"
+    )
+
+
+def _parameters_of(forward: Callable[..., Any]) -> tuple[frozenset[str] | None, int | None]:
+    """Names that a function takes by keyword, and how many arguments by position; None: any."""
+    kind = inspect.Parameter
+    parameters = inspect.signature(forward).parameters.values()
+    kinds = {one.kind for one in parameters}
+    named = (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)
+    placed = (kind.POSITIONAL_OR_KEYWORD, kind.POSITIONAL_ONLY)
+    names = frozenset(one.name for one in parameters if one.kind in named)
+    return (
+        None if kind.VAR_KEYWORD in kinds else names,
+        None if kind.VAR_POSITIONAL in kinds else sum(one.kind in placed for one in parameters),
+    )
 
 
 def batch_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

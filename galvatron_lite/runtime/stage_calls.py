@@ -16,6 +16,7 @@ from galvatron_lite.model.batch import (
     LossFn,
     batch_size,
     call_model,
+    check_entries,
     loss_of,
     map_tensors,
     slice_batch,
@@ -135,6 +136,7 @@ class Calls:
         traffic, place = runtime.traffic, runtime.meshes.index_in_stage
         ((top, bottom),) = traffic.glue.samples((rows,)).box(place, (rows,)).ranges
         samples = batch_size(batch)
+        check_entries(runtime.model, batch, self.loss_fn)
         starts, shares = range(0, samples, rows), traffic.glue.batch
         scales: list[ShareScale] = []
         if runtime.is_last:

@@ -10,6 +10,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import (
     batch_size,
     call_model,
+    check_entries,
     loss_of,
     map_tensors,
     move_batch,
@@ -30,6 +31,15 @@ def test_a_batch_is_passed_as_it_is_built() -> None:
     assert call_model(Echo(), {"y": y, "x": x}) == (x, y)
     assert call_model(Echo(), (x, y)) == (x, y)
     assert call_model(Echo(), x) == (x, None)
+
+
+def test_what_forward_does_not_take_is_for_the_loss_alone() -> None:
+    x, y, labels = torch.zeros(2), torch.ones(2), torch.ones(2)
+    for batch in ({"x": x, "y": y, "labels": labels}, (x, y, labels)):
+        assert call_model(Echo(), batch) == (x, y)
+        check_entries(Echo(), batch, lambda output, batch: output[0].sum())
+        with pytest.raises(InputError, match=r"batch: '(labels|2)' cannot be used. Echo.forward takes no such entry"):
+            check_entries(Echo(), batch, None)
 
 
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: SimpleNamespace(loss=t), lambda t: {"loss": t}])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from types import NoneType
 from typing import Any
 
@@ -97,7 +97,7 @@ class StageModel:
             module = model.get_submodule(path)
             drop_parameters(module)
             module.forward = self._stop
-        model.forward = partial(self._run_to_end, model.forward)
+        model.forward = update_wrapper(partial(self._run_to_end, model.forward), model.forward)
 
     def attach(self) -> None:
         """Install the hooks that feed and read the stage. Call it after every other hook of its layers is in place:

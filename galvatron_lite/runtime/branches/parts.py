@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -259,4 +260,9 @@ def resolve_outside(model: nn.Module, paths: Sequence[str]) -> None:
     for path in paths:
         model.get_submodule(path).register_forward_pre_hook(resolve, prepend=True, with_kwargs=True)
     forward = model.forward
-    model.forward = lambda *args, **kwargs: map_tensors(forward(*args, **kwargs), resolved)
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return map_tensors(forward(*args, **kwargs), resolved)
+
+    model.forward = run

@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError, NonFiniteLossError
-from galvatron_lite.model.batch import LossFn, batch_of_call, batch_size, call_model, loss_of, map_tensors, slice_batch
+from galvatron_lite.model.batch import (
+    LossFn,
+    batch_of_call,
+    batch_size,
+    call_model,
+    loss_of,
+    map_tensors,
+    model_inputs,
+    slice_batch,
+)
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy, prepare_for_training
 from galvatron_lite.parallelism.backends import DEEPSPEED
@@ -164,7 +173,9 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         (part,) = self._parts(batch_of_call(args, kwargs), 1)
         rows = batch_size(part)
         with torch.no_grad():
-            return map_tensors(call_model(engine, part), lambda tensor: self._gathered(tensor, rows))
+            return map_tensors(
+                call_model(engine, model_inputs(engine.module, part)), lambda tensor: self._gathered(tensor, rows)
+            )
 
     @observed
     def train_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
@@ -273,7 +284,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
     def _local_loss(self, part: Any) -> Tensor:
         scale = self._scales[id(part)]
         with scale.inside():
-            loss = loss_of(call_model(self.engine, part), part, self._loss_fn)
+            loss = loss_of(call_model(self.engine, model_inputs(self.engine.module, part)), part, self._loss_fn)
         return weighted(loss, scale.total)
 
     def _mean(self, loss: Tensor) -> Tensor:
