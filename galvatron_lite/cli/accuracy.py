@@ -232,7 +232,7 @@ def calibrate_command(
     calibration: options.Calibration = None,
     as_json: options.Json = False,
 ) -> None:
-    """Correct the constants of estimates by your runs, and say what was learnt and how sure it is."""
+    """Correct the constants behind estimates with your own runs."""
     from galvatron_lite.calibration.store import load_calibration, write_calibration
     from galvatron_lite.validate.calibrate import calibrate, read_observations
 

@@ -38,7 +38,7 @@ def evaluate_command(
     output: options.Output = None,
     verbose: options.Verbose = False,
 ) -> None:
-    """Predict step time and memory of a given plan."""
+    """Predict the step time and memory of a plan."""
     setup = options.arguments(locals())
     from galvatron_lite import api
     from galvatron_lite.cli.plan_output import accuracy, print_plan
@@ -87,7 +87,7 @@ def compare_command(
     mem: options.Memory = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compare plans of one model, all priced with the same profile."""
+    """Compare plans of one model, predicted from the same profile."""
     setup = options.arguments(locals())
     from galvatron_lite import api_plans
 

@@ -41,8 +41,9 @@ def explain_command(
 ) -> None:
     """Explain a plan: what limits it, and what each choice gains.
 
-    Also where the time goes, and what would change the plan. Searches again with --fix, --forbid and --schedule: give
-    those that the plan was made with.
+    Shows where the time goes and what would change the plan.
+
+    Pass the --fix, --forbid and --schedule options that the plan was made with: it searches again with them.
     """
     setup = options.arguments(locals())
     from galvatron_lite import api_plans

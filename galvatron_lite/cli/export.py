@@ -28,9 +28,9 @@ def export_command(
     strict: bool = typer.Option(False, "--strict", help="Fail if the settings cannot express all of the plan."),
     as_json: options.Json = False,
 ) -> None:
-    """Write a plan as the configuration of another tool.
+    """Write a plan as settings of other training software.
 
-    What the tool's configuration cannot express is listed.
+    Lists what those settings cannot express.
     """
     from galvatron_lite.files import write_text
     from galvatron_lite.plans.export.tools import export
@@ -82,7 +82,7 @@ def profile_import_command(
     profiles: options.Folder = options.PROFILES,
     as_json: options.Json = False,
 ) -> None:
-    """Make a profile of another planner's measurements, so that both plan on the very same ones."""
+    """Convert the measurements of another planner to a profile."""
     from galvatron_lite.cli.profile import show_profile
     from galvatron_lite.peers.hetu.profile import import_profile, sizes_for
     from galvatron_lite.profiler.store import save_profile, write_profile
@@ -111,7 +111,7 @@ def plan_import_command(
     batch: int = typer.Option(0, "--batch", help="Global batch size, for files without global_bsz."),
     output: Path = typer.Option(Path("plan.yaml"), "-o", "--output", help="Write the plan to this file."),
 ) -> None:
-    """Turn another planner's plan into ours."""
+    """Convert a plan of another planner."""
     from galvatron_lite.files import read_data
     from galvatron_lite.peers.hetu.plan import read_hetu_plan, to_plan
     from galvatron_lite.peers.plan_files import priced
@@ -140,7 +140,7 @@ def plan_export_command(
     peer: str = typer.Option(..., "--to", help="Software to write for: hetu (Hetu-Galvatron)."),
     output: Path = typer.Option(..., "-o", "--output", help="Write the JSON to this file."),
 ) -> None:
-    """Turn a plan of ours into another planner's, where its files can say it."""
+    """Convert a plan for another planner, if its files can express it."""
     from galvatron_lite.files import write_data
     from galvatron_lite.peers.hetu.plan import exported
     from galvatron_lite.plans.io import read_plan

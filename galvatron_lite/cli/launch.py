@@ -42,8 +42,9 @@ def launch_command(
 ) -> None:
     """Start a training script under a plan, on one or many nodes.
 
-    Nodes are started here, over ssh, by Slurm or by Ray. Prints the exact command, checks that every node has the same
-    plan, the same package versions and enough memory, and runs it.
+    Starts processes on this machine, over ssh, by Slurm or by Ray.
+
+    First checks that all nodes have the same plan, the same package versions and enough memory.
     """
     from galvatron_lite.launch.commands import shown
     from galvatron_lite.launch.jobs import LaunchRequest, Through, launch_of

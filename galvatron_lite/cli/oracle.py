@@ -62,7 +62,7 @@ def oracle_command(
     as_json: options.Json = False,
     plot: options.Plot = None,
 ) -> None:
-    """Forecast how ways to split a convolutional network scale."""
+    """Forecast how a convolutional network scales under each way to split it."""
     if check:
         _check(as_json)
         return

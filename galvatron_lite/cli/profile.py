@@ -51,7 +51,7 @@ def profile_command(
 ) -> None:
     """Measure or estimate what each layer costs.
 
-    Measures on this machine, alone or under torchrun; with --estimate costs come from data sheets.
+    Measures on this machine, alone or under torchrun. With --estimate, costs come from data sheets.
     """
     # memory tracking makes the allocator warn of every tensor that is older than it; nothing a user can act on
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -87,7 +87,7 @@ def profile_transfer_command(
     folder: options.Folder = options.PROFILES,
     as_json: options.Json = False,
 ) -> None:
-    """Carry a measured profile to another device, by operator class, from both data sheets."""
+    """Convert a measured profile to another device, using both data sheets."""
     from galvatron_lite.profiler.store import read_profile, save_profile, write_profile
     from galvatron_lite.profiler.transfer import class_ratios, machines, transfer_profile
 

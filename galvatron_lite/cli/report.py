@@ -45,7 +45,7 @@ def report_command(
 ) -> None:
     """Write an HTML report of plans.
 
-    It shows layers, the timeline of a step, memory, devices and other plans, and opens offline.
+    Shows layers, the timeline of a step, memory, devices and other plans. Opens offline.
     """
     setup = options.arguments(locals())
     from galvatron_lite.analysis.report.gather import PlanView, check_priced, with_answers, with_run, with_timeline

@@ -127,7 +127,7 @@ checkpoint_app = typer.Typer(help="Show, check or export a checkpoint.")
 
 @checkpoint_app.command("show")
 def show_command(folder: _Checkpoints) -> None:
-    """Say what a checkpoint holds, or which checkpoints a folder has, the newest first."""
+    """Show what a checkpoint holds, or list the checkpoints in a folder, newest first."""
     from galvatron_lite.runtime.checkpoint.manifest import checkpoints_of, read_manifest
 
     several = checkpoints_of(folder)
@@ -137,7 +137,7 @@ def show_command(folder: _Checkpoints) -> None:
 
 @checkpoint_app.command("check")
 def check_command(folder: _Checkpoints) -> None:
-    """Read every file of a checkpoint and hold it against its checksum; exit status 1 where one is damaged."""
+    """Compare every file of a checkpoint with its checksum. Exit status 1 if one is damaged."""
     from galvatron_lite.runtime.checkpoint.manifest import check_files, checkpoints_of
 
     several = checkpoints_of(folder)
@@ -152,7 +152,7 @@ def export_command(
     target: Path = typer.Argument(..., help="New folder, readable by from_pretrained."),
     largest: str = typer.Option("5GB", "--largest", help="Largest size of one weight file."),
 ) -> None:
-    """Write the weights of a checkpoint, of any plan, as safetensors that transformers loads."""
+    """Write the weights of a checkpoint as safetensors, readable by transformers."""
     from galvatron_lite.runtime.checkpoint.huggingface import export_safetensors
 
     for name in export_safetensors(folder, target, largest):
@@ -179,7 +179,7 @@ def replay_command(
     log: Path = typer.Argument(..., help="Log of decisions that auto_parallelize(..., adapt=Adapt(log=FILE)) wrote."),
     as_json: options.Json = False,
 ) -> None:
-    """Take all decisions of a log again, from what was measured; exit status 1 where one comes out otherwise."""
+    """Repeat all decisions of a log. Exit status 1 if one differs."""
     from galvatron_lite.files import to_data
     from galvatron_lite.runtime.monitor.log import read_log, replay
 

@@ -133,7 +133,7 @@ def verify_command(
 ) -> None:
     """Check a plan without its cluster.
 
-    Runs it without data and compares with its predictions: one verdict a check. Exit status 1 if a check fails.
+    Runs the plan without data and compares it with its predictions. Exit status 1 if a check fails.
     """
     import os
 
