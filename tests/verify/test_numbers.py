@@ -96,3 +96,25 @@ def test_shares_with_unlike_counts_of_labels_weigh_as_in_training() -> None:
     for plan in (plan_for(source, "data2", devices=2), plan_for(source, "whole", devices=1, microbatches=2)):
         check = checked(source, plan)
         assert check.verdict is Verdict.PASSED, check
+
+
+class Convolutions(torch.nn.Module):
+    """A network without blocks; sums over pixels are compared in float64, so its float32 batch is converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3)
+        )
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(pixels)
+        return output
+
+
+def test_a_plain_convolutional_network_is_trained() -> None:
+    source = factory_source(
+        lambda: (Convolutions(), {"pixels": torch.randn(8, 3, 8, 8)}, lambda output, _: output.square().mean())
+    )
+    check = checked(source, plan_for(source, "data2", devices=2))
+    assert check.verdict is Verdict.PASSED, check

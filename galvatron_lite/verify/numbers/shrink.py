@@ -213,8 +213,8 @@ def make_small(source: ModelSource, recipe: Recipe) -> SmallModel:
     convolves = sum(isinstance(module, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)) for module in small.modules()) > 1
     precision = torch.float64 if convolves else torch.float32
     small = small.to(precision)
-    layers = discover_layers(small, batch)
     batch = map_tensors(batch, lambda one: one.to(precision) if one.is_floating_point() else one)
+    layers = discover_layers(small, batch)
     batches = tuple(slice_batch(batch, number * each, (number + 1) * each) for number in range(STEPS))
     return SmallModel(small, batches, loss_fn, layers, 10.0 if convolves else 1.0, normed)
 
