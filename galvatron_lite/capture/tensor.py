@@ -150,6 +150,23 @@ class TensorFigures:
         """The parts of a figure of ``RegionFigures`` by how they are divided."""
         return self.parts(*(getattr(region, figure) for region in (self.whole, self.share, self.tokens)))
 
+    def with_whole(self, more: RegionFigures | None, times: int) -> TensorFigures:
+        """With a region that is not split and runs so many times beside it."""
+        if more is None:
+            return self
+        whole, share, tokens = (
+            replace(
+                one,
+                calls=one.calls + more.calls * times,
+                kept=one.kept + more.kept * times,
+                selective=one.selective + more.selective * times,
+                working=max(one.working, more.working),
+                forward_working=max(one.forward_working, more.forward_working),
+            )
+            for one in (self.whole, self.share, self.tokens)
+        )
+        return replace(self, whole=whole, share=share, tokens=tokens)
+
     def parts(self, total: int, share: int, tokens: int) -> TensorSplit:
         """The parts of a figure that has these three values.
 

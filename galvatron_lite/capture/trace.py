@@ -346,6 +346,8 @@ class _Capture:
         wholes = [figures(*pair) for pair in zip(*runs, strict=True)]
         modules = [before.modules, after.modules]
         first, last = split_edges(self.twin, modules, batches, self.calls, loss_fn, wholes)
+        for path in before.modules:
+            first = first.with_whole(*self._between(path))
         kept = replace(first.split("kept"), whole=first.split("kept").whole + side)
         batch = _slope([_bytes(tensors_of(example)) for example in batches])
         entry, leave = self._boundary()
@@ -354,6 +356,19 @@ class _Capture:
         opening = self._kind(before, first, {Recompute.NONE: kept}, (batch, entry), given)
         closing = self._kind(after, last, {Recompute.NONE: last.split("kept")}, (leave, 0), handed)
         return (opening, wholes[0]), (closing, wholes[1])
+
+    def _between(self, path: str) -> tuple[RegionFigures | None, int]:
+        """Figures of a module that runs several times, and how often it does between blocks, where edges do not run."""
+        blocks = {layer.name for layer in self.layers if layer.role is Role.BLOCK}
+        order = self.seen[1].order
+        places = [place for place, name in enumerate(order) if name in blocks]
+        times = order[places[0] : places[-1]].count(path) if places else 0
+        if not times:
+            return None, 0
+        calls = [next(call for call in one.calls if call.path == path) for one in self.seen]
+        chains = [range(len(call.inputs)) for call in calls]
+        block = self.twin.get_submodule(path)
+        return figures(*(run_block(block, call, chain) for call, chain in zip(calls, chains, strict=True))), times
 
     def _boundary(self) -> tuple[int, int]:
         """Bytes per sample that enter the first block and leave the last one."""

@@ -232,7 +232,8 @@ def discover_layers(model: nn.Module, batch: Any = None, blocks: BlockNames | No
     Without repeated blocks every child of a Sequential is a block; any other model becomes one layer, ``before``, and
     an empty ``after``. Modules with parameters, and pooling and interpolation,
     that run between two blocks are layers of role BLOCK, too. Parameters
-    that no layer's modules hold belong to ``before``.
+    that no layer's modules hold belong to ``before``. What runs several times in a forward pass is part of ``before``:
+    a layer runs once, and so it is priced.
 
     Raises:
         TraceError: an unknown block, or a model that does not run on the batch.
@@ -259,21 +260,17 @@ def arrange_layers(
     ran = _first_runs(units, order)
     places = [place for place, path in enumerate(ran) if path in set(blocks)]
     first, last = (places[0], places[-1]) if places else (len(ran), len(ran))
-    once = {path for path, calls in Counter(order or ()).items() if calls == 1}
-    seen = set(order or ran)
-    middle = [
-        path
-        for path in ran[first : last + 1]
-        if path in set(blocks)
-        or (path in seen and any(True for _ in model.get_submodule(path).parameters()))
-        or (path in once and (type(model.get_submodule(path)).__module__ in _RESIZING))
-    ]
+    calls = Counter(order or ran)
+    inner = ran[first : last + 1]
+    between = [path for path in inner if path not in set(blocks) and _is_layer(model.get_submodule(path))]
+    again = [path for path in between if calls[path] > 1]
+    middle = [path for path in inner if path in set(blocks) or (path in between and calls[path] == 1)]
     keys = [(signatures or {}).get(path) or signature(model.get_submodule(path)) for path in middle]
     kinds = kind_names(keys)
-    before = Layer("before", "before", Role.BEFORE, tuple(ran[:first]))
+    before = Layer("before", "before", Role.BEFORE, (*ran[:first], *again))
     after = Layer("after", "after", Role.AFTER, tuple(ran[last + 1 :]))
-    inner = [Layer(path, kind, Role.BLOCK, (path,)) for path, kind in zip(middle, kinds, strict=True)]
-    return (before, *inner, after)
+    found = [Layer(path, kind, Role.BLOCK, (path,)) for path, kind in zip(middle, kinds, strict=True)]
+    return (before, *found, after)
 
 
 def _first_runs(units: list[str], order: list[str] | None) -> list[str]:
@@ -286,6 +283,11 @@ def _first_runs(units: list[str], order: list[str] | None) -> list[str]:
         if path not in ran:
             ran.insert(ran.index(units[place - 1]) + 1 if place else 0, path)
     return ran
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module between two blocks is a layer of its own."""
+    return any(True for _ in module.parameters()) or type(module).__module__ in _RESIZING
 
 
 _RESIZING = ("torch.nn.modules.pooling", "torch.nn.modules.upsampling")
@@ -319,11 +321,19 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
     paths, flow = find_blocks(twin, blocks), DataFlow(twin, batch)
     seen = observe(twin, batch, unit_paths(twin, paths), flow)
     forked = None
+    calls = Counter(seen.order)
+    again = [path for path in paths if calls[path] > 1]
+    if blocks is not None and again:
+        remedy = (
+            f"It runs {calls[again[0]]} times in a forward pass, a layer once: leave it out, or name what holds it."
+        )
+        raise TraceError("block", again[0], remedy)
+    paths = [path for path in paths if path not in again]
     if blocks is None:
         paths = [path for path in paths if path in flow.ran]  # not dicts of modules, which only hold what runs
         forked = forked_blocks(twin, flow, seen.order, paths)
     chosen = paths if forked is None else forked
-    as_is = seen if forked is None and not flow.copied else observe(twin, batch, unit_paths(twin, chosen))
+    as_is = seen if forked is None and not again and not flow.copied else observe(twin, batch, unit_paths(twin, chosen))
     return Watched(twin, chosen, as_is, seen.output, flow, forked is not None)
 
 

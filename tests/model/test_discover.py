@@ -3,7 +3,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import Layer, Role
@@ -99,3 +101,33 @@ def test_an_unknown_block_is_an_error(blocks: Any) -> None:
 def test_blocks_that_differ_in_a_setting_are_of_two_kinds() -> None:
     model = nn.Sequential(*(nn.TransformerEncoderLayer(8, heads, 16) for heads in (2, 2, 4)))
     assert [layer.kind for layer in discover_layers(model)[1:-1]] == ["block0", "block0", "block1"]
+
+
+class Looped(nn.Module):
+    """Runs the same blocks several times, one more often than all others, as weight-sharing transformers do."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+        self.between, self.times = nn.Linear(4, 4), 1 if shared else 5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = self.between(block(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_runs_several_times_is_no_layer_and_is_counted_as_often(shared: bool) -> None:
+    model, batch = Looped(shared), torch.randn(2, 4)
+    graph = trace(model, batch)
+    names = [layer.name for layer in graph.layers]
+    assert names == (["before", "blocks.0", "blocks.1", "blocks.2", "after"] if shared else ["before", "after"])
+    assert "between" in graph.layers[0].modules
+    with FlopCounterMode(display=False) as counter:
+        model(batch).backward()
+    assert graph.flops == pytest.approx(counter.get_total_flops() / 2)
+    if not shared:
+        with pytest.raises(TraceError, match=r"blocks.0' cannot be used. It runs 5 times in a forward pass"):
+            trace(model, batch, blocks="blocks")
