@@ -201,6 +201,7 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         if not is_alone(self.plan) and any(tensor.requires_grad for tensor in tensors_of(batch)):
             remedy = "Ranks and micro-batches work on shares of the batch, whose gradients stay with them: detach it."
             raise InputError("batch", "a tensor that requires a gradient", remedy)
+        self.note_call()
         if torch.is_grad_enabled() and self.training and self._steps_when_called():
             return self._stepped(batch)
         if len(self.plan.stages) > 1:
@@ -287,6 +288,7 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
     def plain_step(self, batch: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Tensor:
         """``train_step`` under the plan as it is."""
         self._optimizers.check(optimizer)
+        self._called = False
         loss = self.backward_step(batch)
         largest = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         try:
@@ -466,7 +468,7 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         if trains:
             self.use.check()
         if self._calls.draws is not None:
-            self._calls.draws.begin_step(self.step, trains)
+            self._calls.draws.begin_step(self.step - self._looped, trains)
         for runtime in self.runtimes:
             runtime.updates.begin()
         if self.use.has_changed():

@@ -135,6 +135,7 @@ class OptimizerSteps:
             for runtime in parallel.runtimes:  # one of several optimizers may have stepped before
                 runtime.updates.due = runtime.updates.is_needed
             parallel.publish()
+            parallel.note_update()
 
 
 def _check_parameters(

@@ -172,7 +172,9 @@ class StageSplitter:
         strategy, done = layers[0].strategy, self.done
         mesh = self.meshes.groups(strategy).zero_mesh
         modules = [self.model.get_submodule(path) for placed in layers for path in placed.layer.modules]
-        holding = [module for module in modules if next(module.parameters(), None) is not None]
+        # what cannot run (a ParameterList) would never be gathered: its parameters stay whole, as those of the root do
+        runs = [module for module in modules if type(module).forward is not nn.Module.forward]
+        holding = [module for module in runs if next(module.parameters(), None) is not None]
         if mesh is None or not holding or strategy.zero_stage == 1:
             return
         partial = [name for name, shard in done.shards.items() if shard.placement is Placement.PARTIAL]

@@ -96,7 +96,8 @@ class Network(nn.Module):
         if self.kind == "contrastive":
             one, other = (F.normalize(half.mean(1), dim=-1) for half in hidden.chunk(2, dim=1))
             return F.cross_entropy(5 * one @ other.T, torch.arange(len(one), device=one.device))
-        logits = self.head(hidden) if self.kind != "tied by hand" else hidden @ self.embed.weight.T
+        by_hand = {"tied by hand": self.embed, "head by hand": self.head}.get(self.kind)
+        logits = self.head(hidden) if by_hand is None else hidden @ by_hand.weight.T
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1)
         if self.kind.startswith("masked"):
             return (each * mask.flatten()).sum() / mask.sum().clamp(min=0 if self.kind == "masked 0/0" else 1)

@@ -102,6 +102,18 @@ def accumulating(model: nn.Module) -> list[float]:
     return losses
 
 
+def counting(model: nn.Module) -> list[float]:
+    """Steps are counted, whatever else calls the model."""
+    optimizer, counts = adamw(model), []
+    for seed in range(2):
+        model(**batch_of(seed)).backward()
+        step(model, optimizer, seed)
+        with torch.no_grad():
+            model(**batch_of(9))
+        counts.append(float(model.step if isinstance(model, ParallelModel) else seed + 1))
+    return counts
+
+
 def zeroing_before_backward(model: nn.Module) -> list[float]:
     optimizer, losses = adamw(model), []
     for seed in range(3):
@@ -280,6 +292,7 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "schedulers": (schedulers, ""),
     "closures": (closures, ""),
     "accumulating": (accumulating, ""),
+    "counting": (counting, ""),
     "zeroing before backward": (zeroing_before_backward, ""),
     "several losses": (several_losses, ""),
     "weighted by a parameter": (weighted_by_a_parameter, ""),

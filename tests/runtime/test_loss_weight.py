@@ -53,6 +53,7 @@ def test_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any],
         ("loose buffer", ("pipeline",), "Code between layers updates these buffers"),
         ("penalty", ("zero3", "pipeline", "tensor"), "weight_decay"),
         ("tied by hand", ("zero3", "pipeline", "tensor"), "outside of their layers"),
+        ("head by hand", ("zero3",), "outside of their layers"),
     ],
 )
 def test_refused_before_the_first_step(pool: WorkerPool, kind: str, names: tuple[str, ...], said: str) -> None:

@@ -98,6 +98,9 @@ class SavableModel(Parallel, Protocol):
     scaler: LossScaler | None
     steering: Steering | None
 
+    def resume_at(self, step: int) -> None:
+        """See ``saving.Saving``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -300,7 +303,7 @@ class Checkpointer:
         for runtime in parallel.runtimes:
             runtime.updates.take()
         self._lineage.follow(manifest)
-        parallel.step = manifest.step
+        parallel.resume_at(manifest.step)
         if parallel.steering is not None:
             parallel.steering.step = contents.training["steered"]
         return Resumed(folder, manifest.step, contents.own["data"], contents.training["extra"], exact)

@@ -39,8 +39,23 @@ class Resumed:
 class Saving:
     """Saves and loads a model with the state of its training: a mixin of the models that are trained."""
 
-    step: int = 0  # training steps done: those of ``train_step``, on top of those of the checkpoint that was loaded
+    step: int = 0  # training steps done, on top of those of the checkpoint that was loaded
+    _looped: int = 0  # those among them of a loop that calls the model, ``backward`` and the optimizer itself
+    _called: bool = False  # whether such a loop has called the model to train since the optimizer's last step
     _checkpoints: Checkpointer | None = None
+
+    def note_call(self) -> None:
+        """The model is called by itself: if it trains, the optimizer's next step is a training step."""
+        self._called |= torch.is_grad_enabled() and bool(self.training)  # type: ignore[attr-defined]
+
+    def note_update(self) -> None:
+        """An optimizer has stepped."""
+        if self._called:
+            self.step, self._looped, self._called = self.step + 1, self._looped + 1, False
+
+    def resume_at(self, step: int) -> None:
+        """So many training steps were done when a checkpoint was written that is loaded now."""
+        self.step, self._looped, self._called = step, 0, False
 
     def save(
         self,

@@ -43,6 +43,10 @@ class ModelView:
     steering: Any = None
     streams: Sequence[Any] = ()
 
+    def resume_at(self, step: int) -> None:
+        """See ``saving.Saving``."""
+        self.step = step
+
 
 def unsplit(model: nn.Module) -> ModelView:
     """A plain model, seen as one that is split over one process."""

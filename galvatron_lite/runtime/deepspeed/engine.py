@@ -160,6 +160,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         engine = self._ready()
         (part,) = self._parts(batch_of_call(args, kwargs), 1)
         engine.set_gradient_accumulation_boundary(True)
+        self.note_call()
         loss = self._local_loss(part)
         if not torch.is_grad_enabled():
             return self._mean(loss)
@@ -191,6 +192,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         inner = optimizer.inner if isinstance(optimizer, EngineOptimizer) else optimizer
         if inner is not self.engine.basic_optimizer:
             raise InputError("optimizer", type(inner).__name__, "The engine was made with another one: give that.")
+        self._called = False
         with self.watch.explained(self.step, self.plan, 0):
             loss = self._mean(self._accumulate(batch))
             self._pending = max_grad_norm, loss
@@ -232,6 +234,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
                 f"The loss or the gradient's norm is not finite (loss {value}). The step was not taken. "
                 "Look at the batch, lower the learning rate, or clip the gradient (max_grad_norm)."
             )
+        self.note_update()
 
     def _clipped(self, engine: Any, largest: float, loss: Tensor | None) -> bool:
         """Clip the gradient; False where it was not finite, and is dropped."""

@@ -259,7 +259,7 @@ class DeepSpeedSaver(Checkpointer):
     def _take(self, inner: torch.optim.Optimizer | None, resumed: Resumed) -> None:
         """Load the mirror into DeepSpeed."""
         model, module = self._model, self._mirror.module
-        model.step = resumed.step
+        model.resume_at(resumed.step)
         model.load_full_state_dict(module.state_dict())
         if inner is None:
             return

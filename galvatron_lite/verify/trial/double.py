@@ -246,7 +246,6 @@ class CallObserver(TorchFunctionMode):
         super().__init__()
         self.seen, self._model = ObservedPass(), double.model
         self._running: list[str] = []
-        self._ran: set[str] = set()
         self._read: dict[str, tuple[tuple[str, ...], bool]] = {}
         layers = [path for layer in double.layers for path in layer.modules]
         self._holders: dict[int, tuple[str, list[str], list[str]]] = {}
@@ -269,11 +268,14 @@ class CallObserver(TorchFunctionMode):
                 stack.callback(leave.remove)
             with self:
                 yield
-        self.seen.outside.extend(name for name, direct in self._found.items() if not direct or self._ran & {*direct})
+        self.seen.outside.extend(name for name, direct in self._found.items() if not direct or self._can_run(direct))
+
+    def _can_run(self, paths: Sequence[str]) -> bool:
+        """Whether any is a module with a forward; what has none only holds parameters for others, as the root does."""
+        return any(type(self._model.get_submodule(path)).forward is not nn.Module.forward for path in paths)
 
     def _enter(self, path: str, *_: Any) -> None:
         self._running.append(path)
-        self._ran.add(path)
 
     def _leave(self, *_: Any) -> None:
         self._running.pop()

@@ -72,7 +72,7 @@ def train_logged(folder: str) -> dict[str, list[float]]:
         parallel.train()
         recorder.finish()
         found[name] = losses
-        parallel.step = 3  # as a checkpoint sets it; loops of the user's own do not count steps
+        parallel.step = 3  # as a checkpoint sets it
         recorder = observe(parallel, ObserverOptions(Path(folder) / name))  # it goes on in the same folder
         assert recorder is not None
         losses += [step(parallel, optimizer)]
