@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import OperatorClass
 
 _SHAPES_ONLY = "This operator has shapes only; it is for tensors on the meta device."
@@ -107,8 +108,10 @@ class ShapesOnly(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace these calls, pass every other on."""
+        """Replace these calls, pass every other on; the user's constants (weights of a loss) join the meta device."""
         kwargs = kwargs or {}
+        if len({tensor.is_meta for tensor in tensors_of((args, kwargs))}) > 1:
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to("meta"))
         if func is F.scaled_dot_product_attention:
             return _fused(*args, **kwargs)
         if func is F.multi_head_attention_forward:

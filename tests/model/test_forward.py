@@ -30,3 +30,15 @@ def test_a_model_without_a_loss_is_captured() -> None:
     graph = trace(*MODELS["pair"](), loss_fn=mean_of_outputs)
     assert [branch.roots for branch in find_regions(graph)[0].branches] == [("left",), ("right",)]
     assert graph.dead == ()
+
+
+def test_a_loss_may_hold_tensors_on_the_cpu() -> None:
+    """Weights of classes are the user's; the model runs on the meta device while it is traced."""
+    weighted = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    batch = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
+    found = [
+        trace(model, batch, loss_fn=lambda output, batch, loss=loss: loss(output, batch[1])).flops
+        for loss in (torch.nn.functional.cross_entropy, weighted)
+    ]
+    assert found[0] == found[1]
