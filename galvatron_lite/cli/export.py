@@ -45,7 +45,7 @@ def export_command(
         print_json({"tool": made.tool, "file": where, "text": made.text, **lists})
         return
     for line in made.left_out:
-        typer.echo(f"not said for {tool}: {line}", err=True)
+        typer.echo(f"not expressed for {tool}: {line}", err=True)
     for line in made.by_hand:
         typer.echo(f"left to you, {line}", err=True)
     typer.echo(made.text if output is None else f"Written to {output}.", nl=output is not None)

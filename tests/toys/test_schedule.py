@@ -51,9 +51,9 @@ def test_it_is_planned_with_pinned_printed_exported_and_explained(tmp_path: Path
     assert "2 stages (eager-1f1b)" in text
     assert read_plan(Path(saved)).schedule is EAGER
     assert "eager-1f1b" in run("explain", saved)
-    assert "schedule eager-1f1b: here 1f1b" in run("export", saved, "--to", "torchtitan", "-o", settings)
+    assert "schedule eager-1f1b (these settings: 1f1b)" in run("export", saved, "--to", "torchtitan", "-o", settings)
     said = run("export", saved, "--to", "megatron", "-o", settings)
-    assert "schedule eager-1f1b: here 1f1b; Megatron runs 1f1b" in said
+    assert "schedule eager-1f1b (these settings: 1f1b); Megatron runs 1f1b" in said
 
 
 @pytest.mark.usefixtures("eager")

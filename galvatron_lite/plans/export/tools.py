@@ -57,7 +57,7 @@ def export(plan: Plan, tool: str, *, strict: bool = False) -> Exported:
         remedy = f"{tool} cannot be told of it{more}: leave --strict out, or plan for it: galvatron plan --for {tool}."
         raise InputError("--strict", left_out[0], remedy)
     first = f"{plan.model} on {plan.devices} devices, batch {plan.global_batch}, for {target.software}"
-    head = commented([first, *(f"not said here: {line}" for line in left_out), *by_hand]) if target.comments else ""
+    head = commented([first, *(f"not expressed here: {line}" for line in left_out), *by_hand]) if target.comments else ""
     return Exported(tool, head + body, left_out, by_hand)
 
 
@@ -79,7 +79,9 @@ def _unsaid(target: Tool, settings: Settings, text: str) -> Iterator[str]:
         if again[name] != value:
             hint = f"; {target.hints[name]}" if name in target.hints else ""
             said = _WORDS.get(name, name.replace("_", " "))
-            yield f"{said} {getattr(value, 'value', value)}: here {getattr(again[name], 'value', again[name])}{hint}"
+            instead = getattr(again[name], "value", again[name])
+            instead = "not set" if instead in (None, "") else instead
+            yield f"{said} {getattr(value, 'value', value)} (these settings: {instead}){hint}"
 
 
 def read_settings(
