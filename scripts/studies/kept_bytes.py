@@ -1,0 +1,146 @@
+"""Bytes that a block keeps for backward, a token, beside what Megatron-Core keeps of the same block.
+
+python scripts/studies/kept_bytes.py
+
+Megatron-Core's are those of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), tensor by tensor in half precision:
+inputs of norms and matmuls, queries, keys, values and output of flash attention, inputs of the activation. Of a gated
+MLP it keeps both projections and their product, and makes the activated gate again; of a mixture the same of each
+token's copies, and what its experts give, which the router's weights scale. Its selective recomputation is that of
+attention's core, of which flash attention keeps nothing anyway: one figure stands beside both of ours. Ours are those of
+a dry run (``verify.dry``) and of the price (``capture``), and those of compiled blocks what AOTAutograd's partitioner
+saves of a small block on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from galvatron_lite.capture.trace import trace
+from galvatron_lite.model.discover import discover_layers
+from galvatron_lite.model.example import example_batch
+from galvatron_lite.model.graph import ModelGraph, Recompute, Role
+from galvatron_lite.model.zoo import build
+from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
+from galvatron_lite.verify.dry.step import dry_run, subject_of
+
+HALF, FULL, INDEX = 2, 4, 8  # bytes of an item
+TOKENS, SAMPLES, TENSOR = 256, 2, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a block."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    gated: bool = True
+    experts: int = 0
+    choices: int = 1
+
+    def kept(self) -> float:
+        """Bytes a token by Megatron-Core."""
+        kv = self.hidden // self.heads * self.kv_heads
+        norms = 2 * 2 * HALF * self.hidden
+        attention = HALF * (2 * self.hidden + 2 * kv) + FULL * self.heads
+        inner = self.choices * HALF * self.ffn * (3 if self.gated else 2)
+        routed = self.choices * 2 * HALF * self.hidden + FULL * self.experts if self.experts else 0
+        return norms + attention + inner + routed
+
+
+LLAMA = Sizes(4096, 32, 8, 14336)
+GPT = Sizes(4096, 32, 32, 16384, gated=False)
+MIXTRAL = Sizes(4096, 32, 8, 14336, experts=8, choices=2)
+SMALL = {"vocab": 256, "layers": 3, "sequence": TOKENS}
+
+
+def _zoo(name: str, sizes: Sizes, **fields: int) -> nn.Module:
+    known = {"hidden": sizes.hidden, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "ffn_hidden": sizes.ffn}
+    return build(name, **SMALL, **known, **fields)
+
+
+def _transformers(name: str, sizes: Sizes, **fields: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=sizes.hidden, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, use_cache=False,
+        intermediate_size=sizes.ffn, num_hidden_layers=3, vocab_size=256, max_position_embeddings=TOKENS, **fields,
+    )  # fmt: skip
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+    return model
+
+
+MODELS: dict[str, tuple[Sizes, Callable[[Sizes], nn.Module]]] = {
+    "GPT": (GPT, lambda sizes: _zoo("gpt-tiny", sizes)),
+    "Llama": (LLAMA, lambda sizes: _zoo("llama-tiny", sizes)),
+    "Mixtral": (MIXTRAL, lambda sizes: _zoo("moe-tiny", sizes, experts=sizes.experts, choices=sizes.choices)),
+    "transformers' Llama": (LLAMA, lambda sizes: _transformers("Llama", sizes)),
+    "transformers' Qwen3": (LLAMA, lambda sizes: _transformers("Qwen3", sizes, head_dim=sizes.hidden // sizes.heads)),
+    "transformers' Mixtral": (MIXTRAL, lambda sizes: _transformers("Mixtral", sizes, num_local_experts=sizes.experts)),
+}
+
+
+def plan_of(model: nn.Module, batch: Any, block: Strategy) -> tuple[Plan, list[str]]:
+    """All blocks by one strategy, on one stage; and the blocks' names."""
+    edge = replace(block, recompute=Recompute.NONE, sequence_parallel=False)
+    layers = discover_layers(model, batch)
+    runs = [LayerRun(one.name, one.name, 1, block if one.role is Role.BLOCK else edge) for one in layers]
+    plan = Plan(
+        PLAN_VERSION, "study", block.devices, SAMPLES, 1, Schedule.ONE_F_ONE_B, "bf16", (Stage(tuple(runs)),)
+    )
+    return plan, [one.name for one in layers if one.role is Role.BLOCK]
+
+
+def in_dry_run(model: nn.Module, batch: Any, block: Strategy) -> float:
+    """Bytes a token of the second block."""
+    plan, names = plan_of(model, batch, block)
+    run, _ = dry_run(subject_of(model, plan, batch), plan, 0)
+    return run.kept[names[1]] / (SAMPLES * TOKENS)
+
+
+def priced(graph: ModelGraph, block: Strategy) -> float:
+    """Bytes a token of a block."""
+    kind = next(graph.kind_of(layer) for layer in graph.layers if layer.role is Role.BLOCK)
+    kept, shared = kind.kept[block.recompute], block.sequence_parallel
+    tokens = kept.sequence / block.tensor if shared else kept.sequence
+    return (kept.tensor / block.tensor + tokens + kept.whole) / TOKENS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="models whose name holds this text")
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    table = Table("block", "split", "recompute", "Megatron-Core", "dry run", "share", "price", "price/dry run", box=None)
+    for name, (sizes, make) in MODELS.items():
+        if chosen.only not in name:
+            continue
+        with torch.device("meta"):
+            model = make(sizes)
+        batch = {key: value[:SAMPLES, :TOKENS] for key, value in example_batch(model).items()}
+        batch = {key: value.expand(SAMPLES, -1) if len(value) < SAMPLES else value for key, value in batch.items()}
+        graph = trace(model, batch, precision="bf16")
+        for tensor in (1, TENSOR):
+            for recompute in (Recompute.NONE, Recompute.SELECTIVE):
+                block = Strategy(tensor=tensor, sequence_parallel=tensor > 1, recompute=recompute)
+                theirs, seen, said = sizes.kept() / tensor, in_dry_run(model, batch, block), priced(graph, block)
+                table.add_row(
+                    name, f"tensor {tensor}", recompute.value, f"{theirs:,.0f}", f"{seen:,.0f}",
+                    f"{seen / theirs:.3f}", f"{said:,.0f}", f"{said / seen:.3f}",
+                )  # fmt: skip
+    Console(highlight=False, width=200).print(table)
+
+
+if __name__ == "__main__":
+    main()
