@@ -2,13 +2,11 @@
 
 python scripts/studies/kept_bytes.py
 
-Megatron-Core's are those of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), tensor by tensor in half precision:
-inputs of norms and matmuls, queries, keys, values and output of flash attention, inputs of the activation. Of a gated
-MLP it keeps both projections and their product, and makes the activated gate again; of a mixture the same of each
-token's copies, and what its experts give, which the router's weights scale. Its selective recomputation is that of
-attention's core, of which flash attention keeps nothing anyway: one figure stands beside both of ours. Ours are those of
-a dry run (``verify.dry``) and of the price (``capture``), and those of compiled blocks what AOTAutograd's partitioner
-saves of a small block on this machine.
+Megatron-Core's are those of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), tensor by tensor in half
+precision: inputs of norms and matmuls, queries, keys, values and output of flash attention, input of the activation. Of
+a gated MLP it keeps both projections and their product; of a mixture that of each token's copies, their inputs, and
+what experts give, which the router's weights scale. Its selective recomputation is that of attention's core, of which
+flash attention keeps nothing: one figure stands beside both of ours, those of a dry run and of the price of a capture.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.discover import discover_layers
@@ -96,9 +94,7 @@ def plan_of(model: nn.Module, batch: Any, block: Strategy) -> tuple[Plan, list[s
     edge = replace(block, recompute=Recompute.NONE, sequence_parallel=False)
     layers = discover_layers(model, batch)
     runs = [LayerRun(one.name, one.name, 1, block if one.role is Role.BLOCK else edge) for one in layers]
-    plan = Plan(
-        PLAN_VERSION, "study", block.devices, SAMPLES, 1, Schedule.ONE_F_ONE_B, "bf16", (Stage(tuple(runs)),)
-    )
+    plan = Plan(PLAN_VERSION, "study", block.devices, SAMPLES, 1, Schedule.ONE_F_ONE_B, "bf16", (Stage(tuple(runs)),))
     return plan, [one.name for one in layers if one.role is Role.BLOCK]
 
 
@@ -122,7 +118,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models whose name holds this text")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
-    table = Table("block", "split", "recompute", "Megatron-Core", "dry run", "share", "price", "price/dry run", box=None)
+    table = Table(
+        "block", "split", "recompute", "Megatron-Core", "dry run", "share", "price", "price/dry run", box=None
+    )
     for name, (sizes, make) in MODELS.items():
         if chosen.only not in name:
             continue
