@@ -231,7 +231,9 @@ def flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -
     """
     name = name_of(func)
     if func.namespace == "galvatron_lite":
-        return 2 * prod(_rows(args)) if name in _GROUPED else _attention_flops(name, args)
+        if name in _ATTENTIONS:
+            return _attention_flops(name, args)
+        return 2 * prod(_rows(args)) if name in _GROUPED else 0
     if name == "_grouped_mm":
         return int(2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1])
     if name == "convolution_backward":
