@@ -104,7 +104,7 @@ def narrow_norms(model: nn.Module) -> None:
             if _is_plain(module):
                 module.forward = partial(_normed, module)  # type: ignore[method-assign]
         elif _may_be_rms(module):
-            kind = (type(module), tuple(module.weight.shape), *_floats(module))
+            kind = (type(module), module.get_parameter("weight").shape, *_floats(module))
             if kind not in known:
                 known[kind] = _eps_of(module)
             if (eps := known[kind]) is not None:
@@ -115,7 +115,8 @@ def _may_be_rms(module: nn.Module) -> bool:
     """Whether a module has one parameter, ``weight`` of one dim, and nothing else."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     inner = [*module.children(), *module.buffers(recurse=False)]
-    return names == ["weight"] and module.weight.dim() == 1 and not inner and "forward" not in vars(module)
+    flat = names == ["weight"] and module.get_parameter("weight").dim() == 1
+    return flat and not inner and "forward" not in vars(module)
 
 
 def _floats(module: nn.Module) -> tuple[float, ...]:
@@ -124,16 +125,17 @@ def _floats(module: nn.Module) -> tuple[float, ...]:
 
 def _eps_of(module: nn.Module) -> float | None:
     """What a module adds to mean squares, if it computes RMSNorm; None if not. Told by running it."""
+    forward: Any = type(module).forward
     draw = partial(torch.rand, generator=torch.Generator().manual_seed(0))
     # private: modes of a run without data, which has no values to compare
     with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
-        weight = 0.5 + draw(module.weight.shape)
+        weight = 0.5 + draw(module.get_parameter("weight").shape)
         rows = (draw(2, len(weight)) - 0.5) * torch.tensor([[1.0], [1e-3]])
         try:
             with _standing_in(module, {"weight": weight}):
-                found = type(module).forward(module, rows)
+                found = forward(module, rows)
             with _standing_in(module, {"weight": weight.bfloat16()}):
-                narrow = type(module).forward(module, rows.bfloat16())
+                narrow = forward(module, rows.bfloat16())
         except Exception:  # whatever the user's code does
             return None
         if not isinstance(found, Tensor) or found.shape != rows.shape or narrow.dtype is not torch.bfloat16:
@@ -146,8 +148,9 @@ def _eps_of(module: nn.Module) -> float | None:
 
 
 def _root_normed(norm: nn.Module, eps: float, value: Tensor) -> Tensor:
+    weight = norm.get_parameter("weight").to(value.dtype)
     with nullcontext() if value.is_meta else torch.autocast(value.device.type, enabled=False):
-        return functional.rms_norm(value, norm.weight.shape, norm.weight.to(value.dtype), eps)
+        return functional.rms_norm(value, weight.shape, weight, eps)
 
 
 def _is_plain(norm: nn.LayerNorm | nn.RMSNorm) -> bool:

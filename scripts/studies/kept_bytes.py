@@ -5,8 +5,9 @@ python scripts/studies/kept_bytes.py
 Megatron-Core's are those of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), tensor by tensor in half
 precision: inputs of norms and matmuls, queries, keys, values and output of flash attention, input of the activation. Of
 a gated MLP it keeps both projections and their product; of a mixture that of each token's copies, their inputs, and
-what experts give, which the router's weights scale. Its selective recomputation is that of attention's core, of which
-flash attention keeps nothing: one figure stands beside both of ours, those of a dry run and of the price of a capture.
+what experts give, which the router's weights scale. The copies are gathered over a tensor group, all else is split. Its
+selective recomputation is that of attention's core, of which flash attention keeps nothing: one figure stands beside
+both of ours, those of a dry run and of the price of a capture.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ class Sizes:
     experts: int = 0
     choices: int = 1
 
-    def kept(self) -> float:
-        """Bytes a token by Megatron-Core."""
+    def kept(self, tensor: int) -> float:
+        """Bytes a token by Megatron-Core, with so many ways of tensor and sequence parallelism."""
         kv = self.hidden // self.heads * self.kv_heads
         norms = 2 * 2 * HALF * self.hidden
         attention = HALF * (2 * self.hidden + 2 * kv) + FULL * self.heads
         inner = self.choices * HALF * self.ffn * (3 if self.gated else 2)
-        routed = self.choices * 2 * HALF * self.hidden + FULL * self.experts if self.experts else 0
-        return norms + attention + inner + routed
+        copies = self.choices * HALF * self.hidden * bool(self.experts)
+        return (norms + attention + inner + copies + FULL * self.experts) / tensor + copies
 
 
 LLAMA = Sizes(4096, 32, 8, 14336)
@@ -132,7 +133,7 @@ def main() -> None:
         for tensor in (1, TENSOR):
             for recompute in (Recompute.NONE, Recompute.SELECTIVE):
                 block = Strategy(tensor=tensor, sequence_parallel=tensor > 1, recompute=recompute)
-                theirs, seen, said = sizes.kept() / tensor, in_dry_run(model, batch, block), priced(graph, block)
+                theirs, seen, said = sizes.kept(tensor), in_dry_run(model, batch, block), priced(graph, block)
                 table.add_row(
                     name, f"tensor {tensor}", recompute.value, f"{theirs:,.0f}", f"{seen:,.0f}",
                     f"{seen / theirs:.3f}", f"{said:,.0f}", f"{said / seen:.3f}",
