@@ -8,6 +8,9 @@ a gated MLP it keeps both projections and their product; of a mixture that of ea
 what experts give, which the router's weights scale. The copies are gathered over a tensor group, all else is split. Its
 selective recomputation is that of attention's core, of which flash attention keeps nothing: one figure stands beside
 both of ours, those of a dry run and of the price of a capture.
+
+Of compiled blocks AOTAutograd's partitioner decides, with inductor's decompositions; what it saves is told by a
+sixteenth of the block on this machine, beside Megatron-Core's figure for that.
 """
 
 from __future__ import annotations
@@ -16,24 +19,34 @@ import argparse
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.capture.trace import trace
+from galvatron_lite.model.batch import call_model, map_tensors
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.example import example_batch
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
 from galvatron_lite.model.zoo import build
+from galvatron_lite.parallelism.precision import narrow_experts, narrow_norms
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.tensor.infer_probe import find_hidden
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
 from galvatron_lite.verify.dry.step import dry_run, subject_of
 
-HALF, FULL, INDEX = 2, 4, 8  # bytes of an item
+HALF, FULL = 2, 4  # bytes of an item
 TOKENS, SAMPLES, TENSOR = 256, 2, 8
+PART, FEW, ODD = 16, 23, 3  # of compiled blocks: by what widths are divided; tokens and samples, which divide no weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,20 @@ MIXTRAL = Sizes(4096, 32, 8, 14336, experts=8, choices=2)
 SMALL = {"vocab": 256, "layers": 3, "sequence": TOKENS}
 
 
+def make_small(name: str) -> tuple[Sizes, nn.Module, dict[str, Tensor]]:
+    """A sixteenth of a model, with values, and a batch of few tokens."""
+    sizes, make = MODELS[name]
+    heads, kv_heads = sizes.heads // 8, max(sizes.kv_heads // 8, 1)
+    small = replace(sizes, hidden=sizes.hidden // PART, ffn=sizes.ffn // PART, heads=heads, kv_heads=kv_heads)
+    model = make(small)
+    return small, model, batch_for(model, ODD, FEW)
+
+
+def batch_for(model: nn.Module, samples: int, tokens: int) -> dict[str, Tensor]:
+    """So many tokens of so many samples."""
+    return {key: value[:1, :tokens].expand(samples, -1).contiguous() for key, value in example_batch(model).items()}
+
+
 def _zoo(name: str, sizes: Sizes, **fields: int) -> nn.Module:
     known = {"hidden": sizes.hidden, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "ffn_hidden": sizes.ffn}
     return build(name, **SMALL, **known, **fields)
@@ -80,13 +107,19 @@ def _transformers(name: str, sizes: Sizes, **fields: Any) -> nn.Module:
     return model
 
 
+def _mixtral(sizes: Sizes) -> nn.Module:
+    model: Any = _transformers("Mixtral", sizes, num_local_experts=sizes.experts)
+    model.set_experts_implementation("grouped_mm")
+    return model  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, tuple[Sizes, Callable[[Sizes], nn.Module]]] = {
     "GPT": (GPT, lambda sizes: _zoo("gpt-tiny", sizes)),
     "Llama": (LLAMA, lambda sizes: _zoo("llama-tiny", sizes)),
     "Mixtral": (MIXTRAL, lambda sizes: _zoo("moe-tiny", sizes, experts=sizes.experts, choices=sizes.choices)),
     "transformers' Llama": (LLAMA, lambda sizes: _transformers("Llama", sizes)),
     "transformers' Qwen3": (LLAMA, lambda sizes: _transformers("Qwen3", sizes, head_dim=sizes.hidden // sizes.heads)),
-    "transformers' Mixtral": (MIXTRAL, lambda sizes: _transformers("Mixtral", sizes, num_local_experts=sizes.experts)),
+    "transformers' Mixtral": (MIXTRAL, lambda sizes: _mixtral(sizes)),
 }
 
 
@@ -106,6 +139,37 @@ def in_dry_run(model: nn.Module, batch: Any, block: Strategy) -> float:
     return run.kept[names[1]] / (SAMPLES * TOKENS)
 
 
+def when_compiled(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    """Bytes a token that the second block saves, once compiled."""
+    block = model.get_submodule([one.name for one in discover_layers(model, batch) if one.role is Role.BLOCK][1])
+    narrow_norms(model)
+    narrow_experts(model)
+    caught: list[Any] = []
+    handle = block.register_forward_pre_hook(lambda _, args, kwargs: caught.append((args, kwargs)), with_kwargs=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        call_model(model, batch)
+    handle.remove()
+    entering = find_hidden(*caught[0])
+    hidden = entering.detach().bfloat16().requires_grad_()
+    args, kwargs = map_tensors(caught[0], lambda one: hidden if one is entering else one.detach())
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    saved: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.numel() % (ODD * FEW) == 0:
+            saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(keep, lambda tensor: tensor):
+        torch.compile(block.forward, backend=backend)(*args, **kwargs)
+    return sum(one.untyped_storage().nbytes() for one in saved.values()) / (ODD * FEW)
+
+
 def priced(graph: ModelGraph, block: Strategy) -> float:
     """Bytes a token of a block."""
     kind = next(graph.kind_of(layer) for layer in graph.layers if layer.role is Role.BLOCK)
@@ -114,30 +178,34 @@ def priced(graph: ModelGraph, block: Strategy) -> float:
     return (kept.tensor / block.tensor + tokens + kept.whole) / TOKENS
 
 
+def compare(name: str, tensor: int, recompute: Recompute) -> tuple[float, float, float]:
+    """Bytes a token of a model's block: by Megatron-Core, in a dry run, and by the price of a capture."""
+    sizes, make = MODELS[name]
+    with torch.device("meta"):
+        model = make(sizes)
+    batch = batch_for(model, SAMPLES, TOKENS)
+    block = Strategy(tensor=tensor, sequence_parallel=tensor > 1, recompute=recompute)
+    said = priced(trace(model, batch, precision="bf16"), block)
+    return sizes.kept(tensor), in_dry_run(model, batch, block), said
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="models whose name holds this text")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
-    table = Table(
-        "block", "split", "recompute", "Megatron-Core", "dry run", "share", "price", "price/dry run", box=None
-    )
-    for name, (sizes, make) in MODELS.items():
-        if chosen.only not in name:
-            continue
-        with torch.device("meta"):
-            model = make(sizes)
-        batch = {key: value[:SAMPLES, :TOKENS] for key, value in example_batch(model).items()}
-        batch = {key: value.expand(SAMPLES, -1) if len(value) < SAMPLES else value for key, value in batch.items()}
-        graph = trace(model, batch, precision="bf16")
-        for tensor in (1, TENSOR):
-            for recompute in (Recompute.NONE, Recompute.SELECTIVE):
-                block = Strategy(tensor=tensor, sequence_parallel=tensor > 1, recompute=recompute)
-                theirs, seen, said = sizes.kept(tensor), in_dry_run(model, batch, block), priced(graph, block)
-                table.add_row(
-                    name, f"tensor {tensor}", recompute.value, f"{theirs:,.0f}", f"{seen:,.0f}",
-                    f"{seen / theirs:.3f}", f"{said:,.0f}", f"{said / seen:.3f}",
-                )  # fmt: skip
+    heads = "block", "split", "recompute", "Megatron-Core", "dry run", "share", "price", "price/dry run"
+    table = Table(*heads, box=None)
+    for name in [one for one in MODELS if chosen.only in one]:
+        for tensor, recompute in product((1, TENSOR), (Recompute.NONE, Recompute.SELECTIVE)):
+            theirs, seen, said = compare(name, tensor, recompute)
+            table.add_row(
+                name, f"tensor {tensor}", recompute.value, f"{theirs:,.0f}", f"{seen:,.0f}", f"{seen / theirs:.3f}",
+                f"{said:,.0f}", f"{said / seen:.3f}",
+            )  # fmt: skip
+        small, model, batch = make_small(name)
+        theirs, seen = small.kept(1), when_compiled(model, batch)
+        table.add_row(name, f"1/{PART}", "compiled", f"{theirs:,.0f}", f"{seen:,.0f}", f"{seen / theirs:.3f}", "", "")
     Console(highlight=False, width=200).print(table)
 
 
