@@ -101,20 +101,22 @@ class _Gating(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _ACTIVATIONS and (func not in _PRODUCTS or not self._activated):
+            return func(*args, **kwargs)
         wrapping = next(filter(_wraps, types), None)
         if wrapping is not None:
             with self:  # calls on what its tensors hold come here again
                 return wrapping.__torch_function__(func, types, args, kwargs)
-        if func in _ACTIVATIONS and not kwargs.get("inplace"):
-            result = func(*args, **kwargs)
-            self._activated.append(_Activated(result, args[0], partial(func, **kwargs)))
-            return result
-        if func in _PRODUCTS and self._activated:
+        if func in _PRODUCTS:
             for place, one in enumerate(self._activated):
                 if args[0] is one.result or args[1] is one.result:
                     self.found = True
                     return _multiplied(func, self._activated.pop(place), args, kwargs)
-        return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if not kwargs.get("inplace"):
+            self._activated.append(_Activated(result, args[0], partial(func, **kwargs)))
+        return result
 
 
 def _wraps(kind: Any) -> bool:
