@@ -6,7 +6,8 @@ again in fp32 where the loss makes a copy.
 FLOPs count a multiply-add as two. A matmul's backward pass is two matmuls of the same size. Bytes moved count every
 tensor read and written once, weights apart. What is kept is what ``torch.autograd.graph.saved_tensors_hooks`` shows on
 a CUDA device: a Linear keeps its input, LayerNorm its input and two fp32 statistics a row, SiLU and GELU their input,
-ReLU its output, a product both factors, dropout a mask of one byte an item, log-softmax its output.
+ReLU its output, a product both factors (our runtime of an activated gate its source, see ``Kernels.remade_gates``),
+dropout a mask of one byte an item, log-softmax its output.
 """
 
 from __future__ import annotations
