@@ -6,6 +6,7 @@ more in backward, as in Megatron-Core's fused SwiGLU, at the price of one elemen
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,11 +57,13 @@ def keeping_gates(module: nn.Module) -> Iterator[None]:
 
 
 def _is_activation(module: nn.Module) -> bool:
-    """Whether a module is one of the functions, told by what autograd notes of it."""
+    """Whether a module is one of the functions; one of the model's own is told by what autograd notes of a copy."""
+    if type(module).__module__.startswith("torch.nn."):
+        return isinstance(module, (nn.SiLU, nn.GELU))
     sample = torch.zeros(1, requires_grad=True)
     try:
-        with torch.enable_grad():
-            node = module(sample).grad_fn
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            node = copy.copy(module)(sample).grad_fn
     except Exception:  # whatever the user's code does
         return False
     return node is not None and node.name() in _NODES
@@ -126,7 +129,10 @@ def _wraps(kind: Any) -> bool:
 
 
 def _multiplied(func: Function, one: _Activated, args: Any, kwargs: Any) -> Any:
-    # private, as there is no other way to let hooks around this one (offloading, recomputation) have what is kept
+    # private, as there is no other way to let hooks around this one (offloading, recomputation) have what is kept;
+    # transforms of torch.func allow none
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return func(*args, **kwargs)
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     with saved_tensors_hooks(partial(_pack, one, outer), _unpack):
         product = func(*args, **kwargs)

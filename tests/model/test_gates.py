@@ -84,6 +84,32 @@ def test_what_does_not_gate_runs_as_it_is() -> None:
     assert "forward" not in vars(relu)
 
 
+class Counting(nn.Module):
+    """An activation function of a model's own, which draws and counts."""
+
+    calls = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += 1
+        torch.rand(1)
+        return nn.functional.silu(rows)
+
+
+def test_a_function_of_the_models_own_is_told_without_a_trace() -> None:
+    module, state = Gated(Counting()), torch.random.get_rng_state()
+    keep_gates(module)
+    assert "forward" in vars(module)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert module.act.calls == 0
+
+
+def test_transforms_of_functions_run_as_without() -> None:
+    module, rows = Gated(nn.SiLU()), torch.randn(ROWS, WIDTH)
+    expected = torch.func.grad(lambda value: module(value).sum())(rows)
+    keep_gates(module)
+    assert torch.equal(torch.func.grad(lambda value: module(value).sum())(rows), expected)
+
+
 def test_a_copy_runs_on_its_own_weights_and_leaving_restores() -> None:
     module, rows = Gated(nn.SiLU()), torch.randn(ROWS, WIDTH)
     with keeping_gates(module):
