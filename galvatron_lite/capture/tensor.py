@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from galvatron_lite.capture.shared import items_of
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
+from galvatron_lite.model.gates import keeping_gates
 from galvatron_lite.model.graph import OperatorClass, Routing, Sharding, TensorSplit
 from galvatron_lite.model.shapes.fields import AUXILIARY_LOSS, CORRECTED_SCORES
 from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
@@ -100,6 +101,7 @@ def run_edges(
     blocks = {call.path: twin.get_submodule(call.path) for call in calls}
     stand_in = _LeftOut(twin, recorder, calls, after)
     with (
+        keeping_gates(twin),
         explaining("", twin),
         shapes_only(recorder),
         recorder.watching(twin),

@@ -61,6 +61,7 @@ from galvatron_lite.model.trace_flow import Needs
 from galvatron_lite.model.trace_meta import check_model, dtype_of, meta_copy, precision_of
 from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, garbage_waits, observe, run_block
 from galvatron_lite.parallelism.channel.infer import infer_channels
+from galvatron_lite.parallelism.precision import narrow_norms
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 
 
@@ -101,6 +102,8 @@ def trace(
     check_entries(model, batch, loss_fn)
     twin = watched.twin if watched is not None and precision is None else meta_copy(model, precision)
     batches = [_example(batch, samples, precision) for samples in SAMPLES]
+    if precision_of(twin) in ("bf16", "fp16"):
+        narrow_norms(twin)  # as training has it
     try:
         watched = watched if watched is not None and precision is None else watch(twin, batches[1], blocks)
         fewer = observe(twin, batches[0], unit_paths(twin, watched.blocks))

@@ -35,6 +35,9 @@ class Kernels(Strict):
     fused_norm: bool = True  # a normalisation is one kernel
     # bias and activation (GELU, SwiGLU's product too) are one kernel that keeps its input only
     fused_activation: bool = False
+    # of an activation function's result and its product with another tensor the product alone keeps something: the
+    # function's input, of which the result is made again in backward (``model.gates``)
+    remade_gates: bool = False
     fused_residual: bool = False  # bias, dropout and residual addition are one kernel
     fused_rotary: bool = False  # rotary positions are one kernel
     # query, key and value are one matmul, and so are a gated MLP's gate and up projections
@@ -75,5 +78,5 @@ class Kernels(Strict):
     selective: Selective = "operators"  # what selective recomputation means
 
 
-EAGER = Kernels(regather=True)
+EAGER = Kernels(regather=True, remade_gates=True)
 """PyTorch's own kernels on a CUDA device, no extensions; as the runtime splits them."""

@@ -100,8 +100,48 @@ def _backward_experts(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor
 grouped.register_autograd(_backward_experts, setup_context=_keep_experts)
 
 
+@torch.library.custom_op("galvatron_lite::rms_norm", mutates_args=())
+def rms_norm(value: Tensor, weight: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+    """Output, and reciprocal roots (rows) in float32. Shapes only."""
+    raise NotImplementedError(_SHAPES_ONLY)
+
+
+@rms_norm.register_fake
+def _norm_shapes(value: Tensor, _weight: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(value), value.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.custom_op("galvatron_lite::rms_norm_backward", mutates_args=())
+def rms_norm_backward(gradient: Tensor, value: Tensor, weight: Tensor | None, roots: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the input and of the weight (empty without one). Shapes only."""
+    raise NotImplementedError(_SHAPES_ONLY)
+
+
+@rms_norm_backward.register_fake
+def _norm_backward_shapes(
+    _gradient: Tensor, value: Tensor, weight: Tensor | None, _roots: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(value), value.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    value, weight, _ = inputs
+    ctx.save_for_backward(value, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward_norm(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    value, weight, roots = ctx.saved_tensors
+    to_value, to_weight = rms_norm_backward(gradient, value, weight, roots)
+    return to_value, to_weight if weight is not None and ctx.needs_input_grad[1] else None, None
+
+
+rms_norm.register_autograd(_backward_norm, setup_context=_keep_norm)
+
+
 class ShapesOnly(TorchFunctionMode):
-    """While it is entered, ``scaled_dot_product_attention`` and ``grouped_mm`` on meta tensors are the operators above.
+    """While it is entered, ``scaled_dot_product_attention``, ``rms_norm`` and ``grouped_mm`` on meta tensors are the
+    operators above, as accelerators have them.
 
     Modes do not see calls inside a function they were asked about; inside ``multi_head_attention_forward``
     (``nn.MultiheadAttention``) attention is therefore replaced by name.
@@ -114,6 +154,8 @@ class ShapesOnly(TorchFunctionMode):
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to("meta"))
         if func is F.scaled_dot_product_attention:
             return _fused(*args, **kwargs)
+        if func is F.rms_norm:
+            return _normed(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             F.scaled_dot_product_attention = _fused  # type: ignore[assignment]
             try:
@@ -140,6 +182,17 @@ def _fused(
         return lifted.squeeze(1)
     output: Tensor = attention(query, key, value, attn_mask, is_causal)[0]
     return output
+
+
+def _normed(
+    func: Any, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None  # noqa: A002
+) -> Tensor:  # fmt: skip
+    """Of operands of two precisions it is in steps."""
+    if not input.is_meta or (weight is not None and weight.dtype != input.dtype):
+        plain: Tensor = func(input, normalized_shape, weight, eps)
+        return plain
+    made: Tensor = rms_norm(input, weight, input.numel() // prod(normalized_shape))[0]
+    return made
 
 
 def _shaped(func: Any, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
@@ -181,7 +234,9 @@ def flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -
     """
     name = name_of(func)
     if func.namespace == "galvatron_lite":
-        return 2 * prod(_rows(args)) if name in _GROUPED else _attention_flops(name, args)
+        if name in _ATTENTIONS:
+            return _attention_flops(name, args)
+        return 2 * prod(_rows(args)) if name in _GROUPED else 0
     if name == "_grouped_mm":
         return int(2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1])
     if name == "convolution_backward":

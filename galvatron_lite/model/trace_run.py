@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from galvatron_lite.errors import GalvatronError, InputError, TraceError
 from galvatron_lite.model.batch import call_model, loss_of, map_tensors, places, resize_batch, tensors_of
+from galvatron_lite.model.gates import keeping_gates
 from galvatron_lite.model.trace_flow import DataFlow
 from galvatron_lite.model.trace_meta import left_to_the_plan, meta_copy
 from galvatron_lite.model.trace_operators import ShapesOnly
@@ -208,7 +209,10 @@ def run_block(block: nn.Module, call: BlockCall, chain: Sequence[int]) -> Region
     inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.inputs]
     supply = iter(entered(tensor) for tensor in inputs)
     args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(supply))
-    with explaining(call.path, block), shapes_only(recorder), recorder.watching(block), left_to_the_plan():
+    modes = keeping_gates(block), explaining(call.path, block), shapes_only(recorder), recorder.watching(block)
+    with ExitStack() as stack:
+        for mode in (*modes, left_to_the_plan()):
+            stack.enter_context(mode)
         recorder.target = recording
         numbers = [recorder.number(tensor) for tensor in inputs]
         output = block(*args, **kwargs)

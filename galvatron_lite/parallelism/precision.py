@@ -8,7 +8,8 @@ Norms compute in it, too (``narrow_norms``). On accelerators autocast runs ``lay
 (``AT_FORALL_FP32`` in ATen's autocast_mode.h): it keeps a wide copy of their input, returns a wide output, and each
 matmul behind them keeps a copy of that of its own. Where tokens are shared, twice the bytes are gathered. Their kernels
 take half precision as it is and compute in float32 inside, which is how other frameworks run them; so do CPUs under
-autocast.
+autocast. A model's own module that computes what ``rms_norm`` does is run as that: in steps of its own it would keep
+its input and the normalised input in float32, and hand on a product with a float32 weight, which is float32, too.
 
 So do experts that are stacked in one parameter (``narrow_experts``). They are multiplied by ``grouped_mm``, which
 autocast does not know: their rows would be widened to the fp32 of the parameters, with twice the bytes and a fraction
@@ -18,7 +19,7 @@ pass of layers computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial, update_wrapper
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.expert.find import find_mixtures
@@ -90,14 +92,65 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 def narrow_norms(model: nn.Module) -> None:
-    """Let norms compute in the dtype of what they are given, in place; those with a forward of their own stay as are.
+    """Let norms compute in the dtype of what they are given, in place; those with a forward of their own stay as are,
+    unless that is RMSNorm (as in Llama of transformers).
 
     Args:
         model: that runs inside autocast.
     """
+    known: dict[Hashable, float | None] = {}
     for module in model.modules():
-        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and _is_plain(module):
-            module.forward = partial(_normed, module)  # type: ignore[method-assign]
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            if _is_plain(module):
+                module.forward = partial(_normed, module)  # type: ignore[method-assign]
+        elif _may_be_rms(module):
+            kind = (type(module), module.get_parameter("weight").shape, *_floats(module))
+            if kind not in known:
+                known[kind] = _eps_of(module)
+            if (eps := known[kind]) is not None:
+                module.forward = partial(_root_normed, module, eps)
+
+
+def _may_be_rms(module: nn.Module) -> bool:
+    """Whether a module has one parameter, ``weight`` of one dim, and nothing else."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    inner = [*module.children(), *module.buffers(recurse=False)]
+    flat = names == ["weight"] and module.get_parameter("weight").dim() == 1
+    return flat and not inner and "forward" not in vars(module)
+
+
+def _floats(module: nn.Module) -> tuple[float, ...]:
+    return tuple(value for value in vars(module).values() if isinstance(value, float))
+
+
+def _eps_of(module: nn.Module) -> float | None:
+    """What a module adds to mean squares, if it computes RMSNorm; None if not. Told by running it."""
+    forward: Any = type(module).forward
+    draw = partial(torch.rand, generator=torch.Generator().manual_seed(0))
+    # private: modes of a run without data, which has no values to compare
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
+        weight = 0.5 + draw(module.get_parameter("weight").shape)
+        rows = (draw(2, len(weight)) - 0.5) * torch.tensor([[1.0], [1e-3]])
+        try:
+            with _standing_in(module, {"weight": weight}):
+                found = forward(module, rows)
+            with _standing_in(module, {"weight": weight.bfloat16()}):
+                narrow = forward(module, rows.bfloat16())
+        except Exception:  # whatever the user's code does
+            return None
+        if not isinstance(found, Tensor) or found.shape != rows.shape or narrow.dtype is not torch.bfloat16:
+            return None
+        squares = rows.double().square().mean(-1, keepdim=True)
+        for eps in _floats(module):
+            if torch.allclose(found.double(), rows * (squares + eps).rsqrt() * weight, rtol=1e-5, atol=1e-7):
+                return eps
+    return None
+
+
+def _root_normed(norm: nn.Module, eps: float, value: Tensor) -> Tensor:
+    weight = norm.get_parameter("weight").to(value.dtype)
+    with nullcontext() if value.is_meta else torch.autocast(value.device.type, enabled=False):
+        return functional.rms_norm(value, weight.shape, weight, eps)
 
 
 def _is_plain(norm: nn.LayerNorm | nn.RMSNorm) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from galvatron_lite.model.gates import keep_gates
 from galvatron_lite.model.graph import ModelGraph, Recompute
 from galvatron_lite.model.shapes import (
     DecoderShape,
@@ -83,6 +84,7 @@ class Mixture(nn.Module):
         self.gate = nn.ModuleList(nn.Linear(hidden, ffn, bias=False) for _ in range(many))
         self.up = nn.ModuleList(nn.Linear(hidden, ffn, bias=False) for _ in range(many))
         self.down = nn.ModuleList(nn.Linear(ffn, hidden, bias=False) for _ in range(many))
+        self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
@@ -90,7 +92,7 @@ class Mixture(nn.Module):
         order = chosen.flatten().argsort()
         shares = torch.split(flat[order // 2], chosen.flatten().bincount(minlength=len(self.up)).tolist())
         outputs = [
-            down(F.silu(gate(share)) * up(share))
+            down(self.act(gate(share)) * up(share))
             for gate, up, down, share in zip(self.gate, self.up, self.down, shares, strict=True)
         ]
         weighted = torch.cat(outputs) * weights.flatten()[order, None]
@@ -110,9 +112,10 @@ def test_mixture_of_experts() -> None:
     )  # fmt: skip
     block, dense = (build_graph(s, precision="fp32").kinds["block"] for s in (shape, plain))
     mixture = Mixture(64, 96, 4)
+    keep_gates(mixture)
     own = sum(parameter.numel() for parameter in mixture.parameters())
     assert block.parameters.total - dense.parameters.total == own - 3 * 64 * 96
-    mlp = 4 * 32 * (64 + 4 * 96)
+    mlp = 4 * 32 * (64 + 3 * 96)
     x = torch.randn(SAMPLES, 32, 64, requires_grad=True)
     expected = block.kept[Recompute.NONE].total - dense.kept[Recompute.NONE].total + mlp
     assert kept_by_block(mixture, x) == pytest.approx(expected, rel=0.03)

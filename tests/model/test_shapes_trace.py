@@ -16,7 +16,7 @@ SHAPES = {
     "gpt-tiny": DecoderShape(layers=3, hidden=32, heads=4, vocab=VOCAB, seq_len=TOKENS),
     "llama-tiny": DecoderShape(
         layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=88, gated_mlp=True, activation="silu", norm="rmsnorm",
-        fused_norm=False, biases=False, positions="rotary", vocab=VOCAB, tied_embeddings=False, seq_len=TOKENS,
+        biases=False, positions="rotary", vocab=VOCAB, tied_embeddings=False, seq_len=TOKENS,
     ),
 }  # fmt: skip
 

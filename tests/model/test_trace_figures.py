@@ -13,11 +13,13 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.batch import call_model, map_tensors, resize_batch, tensors_of
+from galvatron_lite.model.gates import keep_gates
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
 from galvatron_lite.model.trace_meta import prepare_for_training
 from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.profiler.memory import PeakMemory, track_peak
+from galvatron_lite.verify.dry.kernels import accelerated
 from tests.model.models import FAMILIES, HEADS, TOKENS, captured, captured_block, hugging_face
 
 SAMPLES = 4
@@ -47,6 +49,7 @@ def block_call(family: str) -> tuple[LayerKind, Call]:
     with pytest.raises(CaughtError):
         call_model(model, map_tensors(resize_batch(batch, SAMPLES), lambda t: torch.zeros_like(t, device="cpu")))
     handle.remove()
+    keep_gates(block)
     return graph.kinds["block"], (block, *caught[0])
 
 
@@ -79,7 +82,7 @@ def test_kept_bytes_are_what_autograd_saves_in_a_real_run(family: str) -> None:
     kind, call = block_call(family)
     args, kwargs = fresh(call)
     side = {t.data_ptr() for t in tensors_of((args, kwargs)) if not t.requires_grad}
-    with saved(call[0].parameters()) as found:
+    with accelerated(), saved(call[0].parameters()) as found:
         output = call[0](*args, **kwargs)
     expected = sum(size for address, size in found.items() if address not in side)
     assert SAMPLES * kind.kept[Recompute.NONE].total == expected
@@ -91,7 +94,7 @@ def measured(call: Call) -> PeakMemory:
     args, kwargs = fresh(call)
     for parameter in call[0].parameters():
         parameter.grad = None
-    with track_peak() as peak:
+    with accelerated(), track_peak() as peak:
         output = call[0](*args, **kwargs)
         peak.mark()
         gradient, edge = torch.ones_like(output), get_gradient_edge(output)

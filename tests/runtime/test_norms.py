@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from galvatron_lite.parallelism.precision import narrow_norms
+from galvatron_lite.verify.dry.ledger import Ledger
+from galvatron_lite.verify.dry.mode import DryMode
+from galvatron_lite.verify.dry.world import RankPlace
 
 WIDTH = 16
 
@@ -54,3 +57,47 @@ def test_norms_with_a_forward_of_their_own_stay() -> None:
     narrow_norms(norm)
     assert "forward" not in vars(norm)
     assert torch.equal(norm(value), expected)
+
+
+class RootNorm(nn.Module):
+    """RMSNorm in steps, as models of transformers have it; ``offset`` of its weight (Gemma has 1)."""
+
+    def __init__(self, offset: float | None = None) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon, self.offset = nn.Parameter(torch.rand(WIDTH)), 1e-6, offset
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        wide = value.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight if self.offset is None else self.weight + self.offset) * wide.to(value.dtype)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(WIDTH)), 1e-6
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.weight * value
+
+
+def test_a_module_that_computes_rms_norm_keeps_and_gives_narrow_tensors() -> None:
+    norm, value = RootNorm(), torch.randn(4, WIDTH)
+    expected, told = norm(value), DryMode(Ledger(RankPlace()))
+    with told:  # values are not there; what the module computes is found out all the same
+        narrow_norms(norm)
+    assert "forward" in vars(norm)
+    torch.testing.assert_close(norm(value), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = norm(value.bfloat16())
+    assert made.dtype is torch.bfloat16
+    torch.testing.assert_close(made.float(), expected, rtol=2e-2, atol=2e-2)
+    made.sum().backward()
+    assert norm.weight.grad is not None
+    assert norm.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("module", [RootNorm(1.0), Scale()], ids=str)
+def test_modules_that_compute_something_else_stay(module: nn.Module) -> None:
+    narrow_norms(module)
+    assert "forward" not in vars(module)

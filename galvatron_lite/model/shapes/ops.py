@@ -6,7 +6,8 @@ again in fp32 where the loss makes a copy.
 FLOPs count a multiply-add as two. A matmul's backward pass is two matmuls of the same size. Bytes moved count every
 tensor read and written once, weights apart. What is kept is what ``torch.autograd.graph.saved_tensors_hooks`` shows on
 a CUDA device: a Linear keeps its input, LayerNorm its input and two fp32 statistics a row, SiLU and GELU their input,
-ReLU its output, a product both factors, dropout a mask of one byte an item, log-softmax its output.
+ReLU its output, a product both factors (our runtime of an activated gate its source, see ``Kernels.remade_gates``),
+dropout a mask of one byte an item, log-softmax its output.
 """
 
 from __future__ import annotations
@@ -274,14 +275,22 @@ def gated(tape: Tape, gate: Value, up: Value, *, keeps_output: bool = False) -> 
     """What a gated MLP's down projection takes: ``swiglu``, or activation and product one after the other."""
     if tape.kernels.fused_activation:
         return swiglu(tape, "mlp.act", gate, up)
-    return multiply(tape, "mlp.product", activation(tape, "mlp.act", gate, keeps_output=keeps_output), up)
+    activated = activation(tape, "mlp.act", gate, keeps_output=keeps_output)
+    return multiply(tape, "mlp.product", activated, up, remade=not keeps_output)
 
 
-def multiply(tape: Tape, name: str, first: Value, second: Value) -> Value:
-    """Elementwise product of two tensors of one shape; keeps both."""
+def multiply(tape: Tape, name: str, first: Value, second: Value, *, remade: bool = False) -> Value:
+    """Elementwise product of two tensors of one shape; keeps both.
+
+    Args:
+        remade: whether the first is what an activation function gave that keeps its input: see
+            ``Kernels.remade_gates``.
+    """
     out = tape.value(first.items, first.part)
-    operator = memory_operator(name, first, 3 * out.bytes, 6 * out.bytes)
-    return tape.record(ShapeCall((first, second), out, saved=(first, second), fusible=True), operator)
+    again = (first,) if remade and tape.kernels.remade_gates else ()
+    operator = memory_operator(name, first, 3 * out.bytes, (8 if again else 6) * out.bytes)
+    saved = (second,) if again else (first, second)
+    return tape.record(ShapeCall((first, second), out, saved=saved, fusible=True, rebuilt=again), operator)
 
 
 def scale(tape: Tape, name: str, x: Value, width: int) -> Value:

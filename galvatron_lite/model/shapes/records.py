@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import groupby
@@ -159,24 +159,34 @@ def _total(values: Sequence[Value]) -> int:
     return sum({value.key: value.held for value in values}.values())
 
 
-def _larger(best: list[Value], values: Sequence[Value]) -> list[Value]:
-    return list(values) if _total(values) > _total(best) else best
+def _shared(values: Sequence[Value]) -> int:
+    """Bytes that matmuls do not split."""
+    return _total([value for value in values if value.part is not Division.TENSOR])
 
 
-def forward_peak(calls: Sequence[ShapeCall], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
-    """Tensors alive at the worst moment of forward: inputs, what is saved, and temporary results until last read."""
+def _larger(best: list[Value], values: Sequence[Value], size: Callable[[Sequence[Value]], int] = _total) -> list[Value]:
+    return list(values) if size(values) > size(best) else best
+
+
+def forward_peak(
+    calls: Sequence[ShapeCall], inputs: Sequence[Value], outputs: Sequence[Value]
+) -> tuple[list[Value], list[Value]]:
+    """Tensors alive at the worst moments of forward: inputs, what is saved, and temporary results until last read.
+
+    The moment of the most bytes, and that of the most that matmuls do not split: the worst where they split much.
+    """
     # a gathered tensor and the shard of it that is kept have one key
     last_read = {(value.key, value.part): index for index, call in enumerate(calls) for value in call.inputs}
     staying = {(value.key, value.part) for value in (*outputs, *(value for call in calls for value in call.saved))}
-    live, best = list(inputs), list(inputs)
+    live, best, widest = list(inputs), list(inputs), list(inputs)
     for index, call in enumerate(calls):
         live += [*call.inputs, call.output, *call.saved]
-        best = _larger(best, live)
+        best, widest = _larger(best, live), _larger(widest, live, _shared)
         live = [
             value for value in live
             if (value.key, value.part) in staying or last_read.get((value.key, value.part), -1) > index
         ]  # fmt: skip
-    return best
+    return best, widest
 
 
 @dataclass(slots=True)

@@ -216,7 +216,7 @@ class Tape:
         calls = [call for call, _ in records]
         lasting = selected(records, self.inputs, "norms") if self.kernels.remade else saved_by(calls)
         saved = self._kept([*lasting, *self.lent])
-        forward = [*forward_peak(calls, self.inputs, outputs), *self.lent]
+        forward = [[*values, *self.lent] for values in forward_peak(calls, self.inputs, outputs)]
         backward = [*backward_peak(calls, outputs), *self.lent]
         kept = {Recompute.NONE: saved} | (self._recomputed(records, saved) if recomputed else {})
         operators = merged(records, self.kernels if recomputed else None)
@@ -230,7 +230,7 @@ class Tape:
             else tuple(replace(one, sharding=_UNSHARED.get(one.sharding, one.sharding)) for one in operators),
             kept=kept if sequence_parallel else {choice: whole_tokens(split) for choice, split in kept.items()},
             working=whole_tokens(excess(self._kept(backward), saved)),
-            forward_working=whole_tokens(excess(self._kept(forward), saved), sum(value.bytes for value in outputs)),
+            forward_working=self._forward_working(forward, saved, sum(value.bytes for value in outputs)),
             input_bytes=sum(value.bytes for value in self.inputs),
             output_bytes=sum(value.bytes for value in outputs),
             dims=dims,
@@ -252,6 +252,12 @@ class Tape:
 
     def _kept(self, values: Iterable[Value]) -> TensorSplit:
         return split_of(value for value in values if value.key not in self.borrowed)
+
+    def _forward_working(self, moments: Sequence[Sequence[Value]], saved: TensorSplit, whole: int) -> TensorSplit:
+        """Bytes beyond ``saved`` that suffice at the moment of the most bytes, and at that of the most not split."""
+        most, widest = (whole_tokens(excess(self._kept(values), saved), whole) for values in moments)
+        apart = [max(getattr(most, part), getattr(widest, part)) for part in ("sequence", "whole")]
+        return TensorSplit(max(most.total - sum(apart), 0), *apart)
 
     def _recomputed(self, records: list[Record], saved: TensorSplit) -> dict[Recompute, TensorSplit]:
         """Kept bytes under recomputation: the inputs, and what the kernels' meaning of selective keeps.

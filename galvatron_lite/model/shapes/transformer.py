@@ -326,7 +326,8 @@ def _inner(tape: Tape, shape: TransformerShape, x: Value, ffn: int, name: str) -
     if kernels.compiled or kernels.fused_activation:
         return ops.gated(tape, gate, _column(tape, shape, f"{name}.up", x, ffn), keeps_output=relu)
     gate = ops.activation(tape, f"{name}.act", gate, keeps_output=relu)
-    product = ops.multiply(tape, f"{name}.product", gate, _column(tape, shape, f"{name}.up", x, ffn))
+    up = _column(tape, shape, f"{name}.up", x, ffn)
+    product = ops.multiply(tape, f"{name}.product", gate, up, remade=not relu)
     return _dropped(tape, shape, name, product)
 
 

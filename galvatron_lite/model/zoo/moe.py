@@ -34,6 +34,7 @@ class Experts(nn.Module):
         super().__init__()
         shape = config.experts, config.ffn_hidden, config.hidden
         self.gate_proj, self.up_proj = (nn.Parameter(torch.empty(shape)) for _ in range(2))
+        self.act = nn.SiLU()
         self.down_proj = nn.Parameter(torch.empty(shape[0], shape[2], shape[1]))
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ class Experts(nn.Module):
         ends = torch.searchsorted(index.flatten()[order], numbers).int()
         rows = hidden[order // index.shape[-1]]
         gate, up = (_grouped(rows, weight, ends) for weight in (self.gate_proj, self.up_proj))
-        made = _grouped(F.silu(gate) * up, self.down_proj, ends)
+        made = _grouped(self.act(gate) * up, self.down_proj, ends)
         # index_copy would keep the rows for backward
         copies = torch.empty_like(made).index_put((order,), made).view(*index.shape, hidden.shape[-1])
         return (copies * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)

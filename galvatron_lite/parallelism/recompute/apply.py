@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import tensors_of
+from galvatron_lite.model.gates import keep_gates
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.trace_meta import left_to_the_plan
 from galvatron_lite.parallelism.context import ring as _ring  # noqa: F401  (registers its operator)
@@ -240,7 +241,11 @@ def recomputed(forward: Forward, recompute: Recompute, module: nn.Module | None 
 
 
 def apply_recompute(module: nn.Module, recompute: Recompute) -> None:
-    """Make a module recompute, in place. Its hooks stay outside: what they do happens once."""
+    """Make a module recompute, in place. Its hooks stay outside: what they do happens once.
+
+    Whatever is recomputed, gated MLPs keep their gates alone (``model.gates``).
+    """
+    keep_gates(module)
     if recompute is not Recompute.NONE:
         module.forward = recomputed(module.forward, recompute, module)
 
