@@ -173,7 +173,8 @@ def _recompute_lost(plan: Plan, settings: Settings) -> Iterator[str]:
     full = _full(plan)
     if settings.recomputed and len(set(full)) > 1:
         counts = ", ".join(map(str, full))
-        yield f"full recomputation of unlike numbers of blocks by stage ({counts}; these settings: {settings.recomputed} of each)"
+        instead = f"these settings: {settings.recomputed} of each"
+        yield f"full recomputation of unlike numbers of blocks by stage ({counts}; {instead})"
     elif settings.recomputed and not _first_ones(plan):
         yield "which blocks of a stage compute all again: here the first ones, or all"
     done, blocks = recomputed(plan, which), settings.blocks

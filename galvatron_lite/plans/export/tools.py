@@ -57,7 +57,9 @@ def export(plan: Plan, tool: str, *, strict: bool = False) -> Exported:
         remedy = f"{tool} cannot be told of it{more}: leave --strict out, or plan for it: galvatron plan --for {tool}."
         raise InputError("--strict", left_out[0], remedy)
     first = f"{plan.model} on {plan.devices} devices, batch {plan.global_batch}, for {target.software}"
-    head = commented([first, *(f"not expressed here: {line}" for line in left_out), *by_hand]) if target.comments else ""
+    head = (
+        commented([first, *(f"not expressed here: {line}" for line in left_out), *by_hand]) if target.comments else ""
+    )
     return Exported(tool, head + body, left_out, by_hand)
 
 
