@@ -19,7 +19,8 @@ from galvatron_lite.api_profile import find_profile
 from galvatron_lite.calibration.store import load_calibration, margin_of
 from galvatron_lite.cluster.budget import DEFAULT_BUDGET, budget_on
 from galvatron_lite.errors import InputError, unknown
-from galvatron_lite.parallelism.backends import backend_named, target_named
+from galvatron_lite.model.graph import ModelGraph, Role
+from galvatron_lite.parallelism.backends import Backend, backend_named, target_named
 from galvatron_lite.plans.schema import Mode
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.pins import Pins, check_backend, read_pins, schedules_named
@@ -27,7 +28,6 @@ from galvatron_lite.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
     from galvatron_lite.cluster.cluster import Cluster
-    from galvatron_lite.model.graph import ModelGraph
     from galvatron_lite.plans.schema import Schedule
 
 Progress = Callable[[int, int, str], None]
@@ -172,6 +172,7 @@ class PlanRequest:
         pins = self.fix if isinstance(self.fix, Pins) else read_pins(self.fix, self.forbid, profile.graph)
         schedules = schedules_named(self.schedules, pins.fixed.schedule)
         check_backend(() if isinstance(self.fix, Pins) else self.fix, self.schedules, backend)
+        _check_model(profile.graph, backend)
         margin = self.margin
         if margin is None:
             margin = margin_of(profile.origin.kind.value, load_calibration())
@@ -188,6 +189,14 @@ class PlanRequest:
             delay=pins.delay_where(allowed=self.allow_delay),
             margin=margin,
         )
+
+
+def _check_model(graph: ModelGraph, backend: Backend) -> None:
+    """Refuse a convolutional network for software that trains transformers alone."""
+    blocks = (graph.kind_of(layer) for layer in graph.layers if layer.role is Role.BLOCK)
+    if not backend.pictures and any(kind.dims.height for kind in blocks):
+        remedy = f"It trains no convolutional networks, as {graph.name} is: plan for deepspeed or accelerate."
+        raise InputError("--for", backend.name, remedy)
 
 
 def _backend(arguments: PlanArguments) -> str:

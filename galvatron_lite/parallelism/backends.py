@@ -40,6 +40,7 @@ class Backend:
     rule: Callable[[Strategy], bool] | None = None  # what it asks of fields together; None: nothing
     pipelines: tuple[Mode, ...] = tuple(Mode)  # the modes in which it runs several stages
     modes: tuple[Mode, ...] = tuple(Mode)  # what it runs plans for
+    pictures: bool = True  # whether it trains networks whose blocks work on pictures
     # fields of ``Strategy`` that have one value in all layers that have parameters; the search takes each value in
     # turn (``search.ways``)
     uniform: tuple[str, ...] = ()
@@ -194,6 +195,7 @@ MEGATRON = Backend(
     beside=False,
     reserved={"offload": Offload.NONE},
     stack="megatron-core",
+    pictures=False,
 )
 """What Megatron-LM can be told: the distributed optimizer, and one strategy for all layers."""
 NEMO = replace(MEGATRON, name="nemo", stack="megatron-bridge")
@@ -215,6 +217,7 @@ TORCHTITAN = Backend(
     beside=False,
     even=True,
     stack="torchtitan",
+    pictures=False,
 )
 """What torchtitan's command line can be told: FSDP2, and one strategy for all layers."""
 ACCELERATE = Backend(

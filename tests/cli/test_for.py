@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from galvatron_lite import api, explain
 from galvatron_lite.cli import app
+from galvatron_lite.errors import InputError
 from galvatron_lite.plans.export.tools import TOOLS, export
 
 MODEL = ("--layers", "4", "--hidden", "1024", "--heads", "16", "--vocab", "32000", "--seq", "1024")
@@ -44,3 +45,9 @@ def test_a_plan_for_other_software_is_explained_with_its_costs(tmp_path: Path, m
     assert plan.provenance is not None
     assert plan.provenance.stack == "megatron-core"
     assert explain(plan, what_if=False).step_seconds == pytest.approx(plan.prediction.step_seconds)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("tool", ["megatron", "nemo", "torchtitan"])
+def test_software_for_transformers_gets_no_convolutional_network(tool: str) -> None:
+    with pytest.raises(InputError, match=f"'{tool}' cannot be used. It trains no convolutional networks"):
+        api.plan(model="resnet50", cluster="h100", gpus=8, target=tool)
