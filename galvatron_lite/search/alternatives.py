@@ -228,11 +228,12 @@ def _shaped(request: Request, shape: Shape) -> Request:
 def _near_shapes(request: Request, pricer: LayerPricer, best: SolvedPlan, near: bool) -> Iterator[Shape]:
     """Shapes of pipelines whose best plan a simulation may put first: those of near bounds, if they are asked for, and
     those of fewer stages a group, of which the closed form knows less where they are uneven."""
-    own = best.problem.shape
+    own, glance = best.problem.shape, request.known.glance(pricer.profile)
     for shape in shapes_of(request) if near and best.gap == 0.0 else ():
-        known = open_problem(request, pricer, shape).answers
         below = int(best.partition.time * (1.0 + _reach(shape)))
-        if shape.stages > 1 and shape != own and max(known.glanced, known.averaged) < below:
+        if shape.stages == 1 or shape == own or glance.bound(request.graph, shape) >= below:
+            continue
+        if open_problem(request, pricer, shape).answers.averaged < below:
             yield shape
     if own.schedule.virtual_stages is None and request.fixed.virtual is None:
         for virtual in range(own.virtual - 1, max(own.virtual - 1 - _TRIES, 1), -1):

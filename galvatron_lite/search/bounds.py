@@ -23,7 +23,7 @@ Three kinds, each for few of what the one before leaves:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -227,12 +227,15 @@ class _Figures:
         spreads = [float(counts @ [np.ptp(own) for own in values]) for values in (self.time, memory)]
         prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
         free, last = self._least(memory, prices), self._least(local, prices)
+        # what a stage takes is what its layers come to up to its end, less what they come to up to its start
+        ways = [(_summed(free), _ended(free, last), 0.0)]
         if any(ends):
             kept, kept_last = self._least(memory, prices, wired=True), self._least(local, prices, wired=True)
-            own = _wired(free, last, kept, kept_last, ends)
-        else:
-            own = _ranges(free, last)
-        bound = (own - prices[:, None, None] * room).max(axis=0)
+            ways = list(_wired(free, last, kept, kept_last, ends))
+        bound = np.full(ways[0][0].shape[1:] * 2, -np.inf)
+        for number, price in enumerate(prices):  # one after another: few figures stay near the processor
+            own = [to[number] - price * room - start[number][:, None] + beside for start, to, beside in ways]
+            np.maximum(bound, own[0] if len(own) == 1 else np.minimum(*own), out=bound)
         lightest = [np.array([values.min() for values in own])[self.which] for own in (memory, local)]
         return np.where((_ranges(*lightest) > room) | np.tri(len(bound), dtype=bool), np.inf, bound)
 
@@ -272,24 +275,33 @@ class _Figures:
 
 def _wired(
     free: FloatArray, last: FloatArray, kept: FloatArray, kept_last: FloatArray, ends: tuple[bool, bool]
-) -> FloatArray:
-    """``_ranges`` of a stage with boundaries at these ends; ``kept``: least of the choices in the wire's layout."""
+) -> Iterator[tuple[FloatArray, FloatArray, FloatArray | float]]:
+    """Two ways to bound a stage with boundaries at these ends, of which the lower one counts: all of its layers in the
+    wire's layout, or those at its ends. ``kept``: least of the choices in the wire's layout.
+
+    Each as what layers come to up to a start, up to an end, and what is added to their difference.
+    """
     never = ~np.isfinite(kept[0])
-    uniform = _ranges(np.where(never, 0.0, kept), np.where(never, 0.0, kept_last))
     missing = _summed(never)
-    uniform = np.where(missing - missing[:, None] > 0, np.inf, uniform)
-    mixed = _ranges(free, kept_last if ends[1] else last)
+    plain, plain_last = np.where(never, 0.0, kept), np.where(never, 0.0, kept_last)
+    beside = np.where(missing - missing[:, None] > 0, np.inf, 0.0) if never.any() else 0.0
+    yield _summed(plain), _ended(plain, plain_last), beside
+    start = _summed(free)
     if ends[0]:
-        mixed[:, :-1] += (kept - free)[:, :, None]
-    return np.minimum(uniform, mixed)
+        start[:, :-1] -= kept - free
+    yield start, _ended(free, kept_last if ends[1] else last), 0.0
 
 
 def _ranges(values: FloatArray, last: FloatArray) -> FloatArray:
     """(..., L + 1, L + 1): sums over the layers i..j-1, with ``last`` for the last of them."""
-    total = _summed(values)
-    ends = np.concatenate((np.zeros_like(total[..., :1]), total[..., :-1] + last), axis=-1)
-    between: FloatArray = ends[..., None, :] - total[..., :, None]
+    between: FloatArray = _ended(values, last)[..., None, :] - _summed(values)[..., :, None]
     return between
+
+
+def _ended(values: FloatArray, last: FloatArray) -> FloatArray:
+    """(..., L + 1): sums of the first so many, with ``last`` for the last of them."""
+    total = _summed(values)
+    return np.concatenate((np.zeros_like(total[..., :1]), total[..., :-1] + last), axis=-1)
 
 
 def _summed(values: FloatArray | BoolArray) -> FloatArray:
@@ -368,9 +380,9 @@ class Glance:
 
     Of every kind of layer the least seconds of compute that the profile holds for any tensor degree and choice of
     recomputation, with the samples shared out over all other devices. With r and c, what a layer delays the step by and
-    what it takes of a micro-batch, and p stages,
+    what it takes of a micro-batch, p stages, and the share q of r that counts in any stage (``Form.share``),
 
-        T >= sum_l r_l + (m - 1) max(max_l c_l, sum_l c_l / p)
+        T >= q sum_l r_l + (m - q) max(max_l c_l, sum_l c_l / p)
 
     because the slowest stage has at least its share, and at least the slowest layer.
     """
@@ -380,6 +392,7 @@ class Glance:
     _groups: dict[int, tuple[IntArray, Curves]] = field(init=False)
     _known: dict[tuple[int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
     _least: dict[tuple[int, int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+    _counts: dict[int, tuple[IntArray, IntArray]] = field(default_factory=dict)  # by graph: its kinds, and of each how many
     _bounds: dict[tuple[int, Shape], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -403,14 +416,17 @@ class Glance:
     def _bound(self, graph: ModelGraph, shape: Shape) -> float:
         overlap = self.profile.steps_overlap
         form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
-        counts = Counter(self._numbers[layer.kind] for layer in graph.layers)
-        used, times = np.array(list(counts)), np.array(list(counts.values()))
+        if id(graph) not in self._counts:
+            counts = Counter(self._numbers[layer.kind] for layer in graph.layers)
+            self._counts[id(graph)] = np.array(list(counts)), np.array(list(counts.values()))
+        used, times = self._counts[id(graph)]
         key = (shape.stage_devices, shape.microbatch, form.freed)
         if key not in self._least:
             self._least[key] = self._bounds_at(*key)
         both, ramp = (own[used] for own in self._least[key])
         slowest = max(float(times @ both) / shape.stages, float(both.max()))
-        return (float(times @ ramp) * form.share + (form.microbatches - 1) * slowest) * TICKS * (1 - _ROUNDING)
+        seconds = float(times @ ramp) * form.share + (form.microbatches - form.share) * slowest
+        return seconds * TICKS * (1 - _ROUNDING)
 
     def _bounds_at(self, devices: int, microbatch: int, freed: float) -> tuple[FloatArray, FloatArray]:
         """(kinds,): c and r of each kind of layer, at the least."""
