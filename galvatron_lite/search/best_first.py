@@ -215,7 +215,8 @@ class _Walk:
         for shape in shapes:
             bound = glance.bound(request.graph, shape)
             if request.wider is not None and self.worth(bound):
-                bound = max(bound, open_problem(request.wider, pricer, shape).answers.averaged)
+                known = open_problem(request.wider, pricer, shape).answers
+                bound = max(bound, known.averaged, known.relaxed)
             if self.worth(bound):
                 heapq.heappush(self.heap, (bound, next(self.order), _Node(shape, _Stage.GLANCED, bound)))
                 if shape.schedule.front_loaded:
@@ -276,6 +277,8 @@ class _Walk:
 
     def _push_bounded(self, problem: Problem, stage: _Stage, least: float) -> None:
         bounds = bounds_of(problem)
+        if stage is _Stage.SHAPE and problem.runs is None:
+            problem.answers.relaxed = inf if bounds is None else bounds.bound
         if bounds is not None:
             self.push(problem, stage, max(bounds.bound, least), bounds)
 

@@ -57,11 +57,22 @@ class StageBounds:
     looked: frozenset[Place] = frozenset()  # places whose theta is that of their chain's shortest paths
     timed: frozenset[Place] = frozenset()  # places whose theta is exact
 
+    known: Mapping[tuple[int, int], FloatArray] = field(default_factory=dict)  # ``excess`` by stage and theta
+
     @cached_property
     def excess(self) -> tuple[FloatArray, ...]:
         """Times that no plan with those layers in that stage beats."""
-        around = zip(self.theta, self.pre, self.post, strict=True)
-        return tuple(theta + before[:, None] + after for theta, before, after in around)
+        around = enumerate(zip(self.theta, self.pre, self.post, strict=True))
+        return tuple(
+            self.known[stage, id(theta)] if (stage, id(theta)) in self.known else theta + before[:, None] + after
+            for stage, (theta, before, after) in around
+        )
+
+    def _with(self, theta: Sequence[FloatArray]) -> StageBounds:
+        """With another theta of some stages; the same objects are those of the others."""
+        pairs = enumerate(zip(self.theta, self.excess, strict=True))
+        known = {(stage, id(own)): excess for stage, (own, excess) in pairs}
+        return replace(self, theta=tuple(theta), known=known)
 
     @cached_property
     def _ahead(self) -> list[FloatArray]:
@@ -112,7 +123,7 @@ class StageBounds:
         for (stage, start, stop), value in values.items():
             theta[stage][start, stop] = max(theta[stage][start, stop], value)
         known = self.timed | values.keys() if exact else self.timed
-        return replace(self, theta=tuple(theta), looked=self.looked | values.keys(), timed=known)
+        return replace(self._with(theta), looked=self.looked | values.keys(), timed=known)
 
     @property
     def opened(self) -> StageBounds:
@@ -124,11 +135,11 @@ class StageBounds:
         if self.bound >= limit:
             return replace(self, theta=tuple(np.full_like(own, np.inf) for own in self.theta[:1]) * len(self.theta))
         over = [own * (1 - _TINY) >= limit for own in self.excess]
-        theta = tuple(
+        theta = [
             np.where(gone, np.inf, own) if (gone & np.isfinite(own)).any() else own
             for gone, own in zip(over, self.theta, strict=True)
-        )
-        return replace(self, theta=theta)
+        ]
+        return self._with(theta)
 
 
 def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
@@ -228,7 +239,7 @@ class _Figures:
         prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
         free, last = self._least(memory, prices), self._least(local, prices)
         # what a stage takes is what its layers come to up to its end, less what they come to up to its start
-        ways = [(_summed(free), _ended(free, last), 0.0)]
+        ways: list[tuple[FloatArray, FloatArray, FloatArray | float]] = [(_summed(free), _ended(free, last), 0.0)]
         if any(ends):
             kept, kept_last = self._least(memory, prices, wired=True), self._least(local, prices, wired=True)
             ways = list(_wired(free, last, kept, kept_last, ends))
@@ -392,7 +403,9 @@ class Glance:
     _groups: dict[int, tuple[IntArray, Curves]] = field(init=False)
     _known: dict[tuple[int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
     _least: dict[tuple[int, int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
-    _counts: dict[int, tuple[IntArray, IntArray]] = field(default_factory=dict)  # by graph: its kinds, and of each how many
+    _counts: dict[int, tuple[IntArray, IntArray]] = field(
+        default_factory=dict
+    )  # by graph: its kinds, and of each how many
     _bounds: dict[tuple[int, Shape], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

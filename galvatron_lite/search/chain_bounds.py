@@ -169,9 +169,9 @@ class ChainBounds:
         line, weight = ChainFigures.of(chain), int(chain.weights[0]) if len(chain.weights) == 1 else 0
         if last is not None and last.value is not None:
             found = cls.at(line, last.value * _AROUND, last.moment, weight)
-            best = int(np.argmax(found.root))
-            if 1 < best < len(_AROUND) - 1:
-                last.value = float(found.prices[best])
+            place = int(np.argmax(found.root))
+            if 1 < place < len(_AROUND) - 1:
+                last.value = float(found.prices[place])
                 return found
         trial = moment = len(line.kind) - 1
         best = (0.0, -np.inf)
@@ -214,7 +214,8 @@ class ChainBounds:
         own = _priced(self.line, self.prices, self.moment)[place]
         group = self.line.at(place).figures[GROUP]
         values: FloatArray = own + (self.before[place] + self.behind[place])[:, group]
-        return (values - self.prices[:, None] * self.line.room).max(axis=0) * (1 - TINY) - 1
+        least: FloatArray = (values - self.prices[:, None] * self.line.room).max(axis=0) * (1 - TINY) - 1
+        return least
 
     def useful(self, limit: float) -> list[IntArray]:
         """Per kind, the choices that some path may use that takes at most ``limit``."""

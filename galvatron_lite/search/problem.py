@@ -133,7 +133,8 @@ def _sizes(blocks: int, before: bool, after: bool, chunks: int) -> tuple[list[in
 class Answers:
     """What is known of stages under one shape, whatever else is settled."""
 
-    averaged: float = 0.0  # a quick bound (``bounds``), once known
+    averaged: float = 0.0  # averaged, relaxed: bounds of all plans of the shape (``bounds``), once known
+    relaxed: float = 0.0
     # by problem of a stage, the greatest cap it was asked with and the answer of ``Problem.plans``, ``quickest``
     plans: dict[tuple[object, ...], tuple[float, list[StagePlan], float]] = field(default_factory=dict)
     quickest: dict[tuple[object, ...], tuple[float, StagePlan | None, float]] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from galvatron_lite.cost.stage import Shape, sharing_of, tied_groups
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.backends import Backend, in_mode
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Mode, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
@@ -103,8 +104,11 @@ class Request:
         if not self.space.backend.asked(schedule):
             return True
         devices = self.devices // stages
+        plain, under = Strategy(data=devices), self.under(schedule)
+        if not self.fixed.layers and self.space.backend.says(plain) and under.allows(plain):
+            return True  # any layer can be replicated
         names = {(layer.kind, layer.name if self.fixed.layers else "") for layer in self.graph.layers}
-        return all(self.space.strategies(kind, devices, self.under(schedule).at_layer(name)) for kind, name in names)
+        return all(self.space.strategies(kind, devices, under.at_layer(name)) for kind, name in names)
 
     def fits(self, plan: Plan) -> bool:
         """Whether every stage of an evaluated plan is within the budget of its devices."""

@@ -274,6 +274,7 @@ class Store:
     _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
     _options: dict[tuple[str, int, Fixed], StrategyOptions] = field(default_factory=dict)
     _same: dict[tuple[Strategy, ...], StrategyOptions] = field(default_factory=dict)
+    _allowed: dict[tuple[int, Fixed], BoolArray] = field(default_factory=dict)  # which options some pins leave
     _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
     _numbers: dict[Strategy, int] = field(default_factory=dict)
     _numbered: dict[int, IntArray] = field(default_factory=dict)
@@ -331,7 +332,10 @@ class Store:
         self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing, unpinned: StrategyTable | None
     ) -> StrategyTable:
         if unpinned is not None:  # what pins leave of it, unless they go beyond the space
-            kept = np.flatnonzero([fixed.allows(strategy) for strategy in unpinned.strategies])
+            key = (id(unpinned.options), fixed)
+            if key not in self._allowed:
+                self._allowed[key] = np.array(fixed.kept(unpinned.options.strategies))
+            kept = np.flatnonzero(self._allowed[key][unpinned.rows])
             if len(kept):
                 return unpinned.at(kept)
         options = self.options(kind, shape.stage_devices, fixed)
@@ -464,7 +468,8 @@ def _unbeaten(values: IntArray, rows: IntArray) -> IntArray:
     for column in columns[1:]:
         beats &= column[:, None, :] <= column[:, :, None]
     equal = beats & beats.transpose(0, 2, 1)
-    return rows[~(beats & (~equal | np.tri(rows.shape[1], k=-1, dtype=bool))).any(axis=2)]
+    kept: IntArray = rows[~(beats & (~equal | np.tri(rows.shape[1], k=-1, dtype=bool))).any(axis=2)]
+    return kept
 
 
 def pairs_within(groups: IntArray) -> tuple[IntArray, IntArray]:
