@@ -23,7 +23,7 @@ Three kinds, each for few of what the one before leaves:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -239,14 +239,16 @@ class _Figures:
         prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
         free, last = self._least(memory, prices), self._least(local, prices)
         # what a stage takes is what its layers come to up to its end, less what they come to up to its start
-        ways: list[tuple[FloatArray, FloatArray, FloatArray | float]] = [(_summed(free), _ended(free, last), 0.0)]
+        ways, gone = [(_summed(free), _ended(free, last))], None
         if any(ends):
             kept, kept_last = self._least(memory, prices, wired=True), self._least(local, prices, wired=True)
-            ways = list(_wired(free, last, kept, kept_last, ends))
+            ways, gone = _wired(free, last, kept, kept_last, ends)
         bound = np.full(ways[0][0].shape[1:] * 2, -np.inf)
         for number, price in enumerate(prices):  # one after another: few figures stay near the processor
-            own = [to[number] - price * room - start[number][:, None] + beside for start, to, beside in ways]
-            np.maximum(bound, own[0] if len(own) == 1 else np.minimum(*own), out=bound)
+            own = [(to[number] - price * room) - start[number][:, None] for start, to in ways]
+            if gone is not None:
+                own[0][gone] = np.inf
+            np.maximum(bound, own[0] if len(own) == 1 else np.minimum(*own, out=own[0]), out=bound)
         lightest = [np.array([values.min() for values in own])[self.which] for own in (memory, local)]
         return np.where((_ranges(*lightest) > room) | np.tri(len(bound), dtype=bool), np.inf, bound)
 
@@ -286,21 +288,19 @@ class _Figures:
 
 def _wired(
     free: FloatArray, last: FloatArray, kept: FloatArray, kept_last: FloatArray, ends: tuple[bool, bool]
-) -> Iterator[tuple[FloatArray, FloatArray, FloatArray | float]]:
+) -> tuple[list[tuple[FloatArray, FloatArray]], BoolArray | None]:
     """Two ways to bound a stage with boundaries at these ends, of which the lower one counts: all of its layers in the
-    wire's layout, or those at its ends. ``kept``: least of the choices in the wire's layout.
+    wire's layout, or those at its ends; and where the first is infinite. ``kept``: least in the wire's layout.
 
-    Each as what layers come to up to a start, up to an end, and what is added to their difference.
+    Each as what layers come to up to a start and up to an end.
     """
-    never = ~np.isfinite(kept[0])
+    never, start = ~np.isfinite(kept[0]), _summed(free)
     missing = _summed(never)
     plain, plain_last = np.where(never, 0.0, kept), np.where(never, 0.0, kept_last)
-    beside = np.where(missing - missing[:, None] > 0, np.inf, 0.0) if never.any() else 0.0
-    yield _summed(plain), _ended(plain, plain_last), beside
-    start = _summed(free)
     if ends[0]:
         start[:, :-1] -= kept - free
-    yield start, _ended(free, kept_last if ends[1] else last), 0.0
+    ways = [(_summed(plain), _ended(plain, plain_last)), (start, _ended(free, kept_last if ends[1] else last))]
+    return ways, missing - missing[:, None] > 0 if never.any() else None
 
 
 def _ranges(values: FloatArray, last: FloatArray) -> FloatArray:
