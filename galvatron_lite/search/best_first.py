@@ -328,7 +328,12 @@ class _Walk:
             todo = [place for place in stages if place not in bounds.looked]
             if todo:
                 self.work += _STAGE * len(todo)
-                values = {place: problem.good(place[0], range(*place[1:]))[1] for place in todo}
+                values = {
+                    (stage, *ends): problem.good(stage, range(*ends))[1]
+                    if accepted
+                    else problem.least(stage, range(*ends))
+                    for stage, *ends in todo
+                }
                 bounds = bounds.with_theta(values, exact=False)
                 continue
             if accepted:

@@ -248,7 +248,7 @@ class _Figures:
             own = [(to[number] - price * room) - start[number][:, None] for start, to in ways]
             if gone is not None:
                 own[0][gone] = np.inf
-            np.maximum(bound, own[0] if len(own) == 1 else np.minimum(*own, out=own[0]), out=bound)
+            np.maximum(bound, own[0] if len(own) == 1 else np.minimum(own[0], own[1], out=own[0]), out=bound)
         lightest = [np.array([values.min() for values in own])[self.which] for own in (memory, local)]
         return np.where((_ranges(*lightest) > room) | np.tri(len(bound), dtype=bool), np.inf, bound)
 

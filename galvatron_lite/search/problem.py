@@ -392,6 +392,12 @@ class Problem:
         plan = None if path is None else self._told(path, built)
         return plan, least + self.shape.microbatches * sum(built.sends)
 
+    def least(self, stage: int, inside: range) -> float:
+        """The time of ``good`` that no way takes less than; of several runs a bound for any number of them will do."""
+        if self.runs == 1:
+            return self.good(stage, inside)[1]
+        return self.answers.memo.once(("least", *self.key(stage, inside)[:-1]), lambda: self.good(stage, inside)[1])
+
     def _last_price(self, stage: int, inside: range) -> LastPrice:
         return self.answers.memo.once(("price", stage, inside.start, inside.stop), LastPrice)
 
@@ -399,6 +405,10 @@ class Problem:
         """By layer, times that no plan without a pipeline and with each of its strategies beats; empty where tensors
         skip layers."""
         inside = range(self._end)
+        key = ("through", *self.key(0, inside)[:-1])
+        return self.answers.memo.once(key, lambda: self._through_layers(inside, places))
+
+    def _through_layers(self, inside: range, places: Iterable[int]) -> dict[int, dict[Strategy, float]]:
         built = self.chain(0, inside, scalar=True)
         if built is None or built.net.skips:
             return {}

@@ -358,7 +358,7 @@ class Store:
         sizes = np.repeat(list(rows), [len(some) for some in rows.values()])
         costs = self.pricer.price_many(kind, options.part(every), sizes, shape.stages, sharing)
         figures = {single: _figures(costs, single) for single in {size == batch for size in rows}}
-        for size, some in rows.items():
+        for size in rows:
             key = (fixed, kind, shape.stage_devices, shape.stages, size, size == batch, sharing)
             valid = np.flatnonzero(costs.valid & (sizes == size))
             self._known[key] = StrategyTable(options, every[valid], figures[size == batch].at(valid))
