@@ -155,18 +155,22 @@ def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
     held = [problem.held(stage) for stage in range(stages)]
     figures: dict[int, _Figures] = {}
     thetas: dict[tuple[object, ...], FloatArray] = {}
-    theta = []
+    theta, even = [], stages > 1 and problem.tables[0].fixed.even
+    cuts = even_cuts(problem.graph, stages) if even else ()
+    if even and not cuts:
+        return None
     for stage, own in enumerate(tables):
         ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
         room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
         filled = problem.filled(stage)
-        key = (held[stage], filled, id(own), room, ends, sends[stage])
+        place = cuts[stage : stage + 2]
+        key = (held[stage], filled, id(own), room, ends, sends[stage], place)
         if id(own) not in figures:
             figures[id(own)] = _Figures(problem, own)
         if key not in thetas:
-            bound = figures[id(own)].theta(held[stage], filled, room, ends)
+            bound = figures[id(own)].theta(held[stage], filled, room, ends, place)
             thetas[key] = bound + form.microbatches * sends[stage]
-        theta.append(_offered(problem, stage, thetas[key]))
+        theta.append(thetas[key])
     pre, post = _least_around([figures[id(own)].ramp for own in tables], sends)
     bounds = StageBounds(tuple(theta), pre, post)
     return bounds if np.isfinite(bounds.bound) else None
@@ -194,16 +198,6 @@ def _least_around(
     return tuple(pre), tuple(post[::-1])
 
 
-def _offered(problem: Problem, stage: int, theta: FloatArray) -> FloatArray:
-    """Infinite where a stage may not have just these layers, because all are to have equally many blocks."""
-    if not problem.tables[stage].fixed.even or problem.shape.stages == 1:
-        return theta
-    cuts, only = even_cuts(problem.graph, problem.shape.stages), np.full_like(theta, np.inf)
-    if cuts:
-        only[cuts[stage], cuts[stage + 1]] = theta[cuts[stage], cuts[stage + 1]]
-    return only
-
-
 class _Figures:
     def __init__(self, problem: Problem, tables: TableRow) -> None:
         numbers: dict[int, int] = {}
@@ -222,18 +216,28 @@ class _Figures:
             for table in kinds
         ]
 
-    def theta(self, held: int, filled: bool, room: float, ends: tuple[bool, bool]) -> FloatArray:
-        """(L + 1, L + 1): bound on theta of the layers i..j-1.
+    def theta(
+        self, held: int, filled: bool, room: float, ends: tuple[bool, bool], place: tuple[int, ...]
+    ) -> FloatArray:
+        """(L + 1, L + 1): bound on theta of the layers i..j-1, infinite but at a place, where there is one.
 
         Layers next to a boundary have the wire's layout.
         """
+        inside = np.s_[place[0] : place[0] + 1, place[1] : place[1] + 1] if place else np.s_[:, :]
+        theta = np.full((len(self.which) + 1,) * 2, np.inf)
+        theta[inside] = self._theta(held, filled, room, ends, inside)
+        return theta
+
+    def _theta(
+        self, held: int, filled: bool, room: float, ends: tuple[bool, bool], inside: tuple[slice, slice]
+    ) -> FloatArray:
         extra, problem = float(held - 1), self.problem
         rows = zip(self.both, self.kept, self.late, strict=True)
         memory = [both + extra * kept - filled * late for both, kept, late in rows]
         local = [last + extra * kept for last, kept in zip(self.last, self.kept, strict=True)]
         parts = part_of(problem.graph) if problem.runs == 1 and problem.alike_parts and any(ends) else []
         if parts and max(parts.count(0), parts.count(2)) < 2 and not problem.tables[0].fixed.layers:
-            return self._alike(np.array(parts), memory, local, room)
+            return self._alike(np.array(parts), memory, local, room)[inside]
         counts = np.bincount(self.which)
         spreads = [float(counts @ [np.ptp(own) for own in values]) for values in (self.time, memory)]
         prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
@@ -243,14 +247,15 @@ class _Figures:
         if any(ends):
             kept, kept_last = self._least(memory, prices, wired=True), self._least(local, prices, wired=True)
             ways, gone = _wired(free, last, kept, kept_last, ends)
-        bound = np.full(ways[0][0].shape[1:] * 2, -np.inf)
-        for number, price in enumerate(prices):  # one after another: few figures stay near the processor
-            own = [(to[number] - price * room) - start[number][:, None] for start, to in ways]
-            if gone is not None:
-                own[0][gone] = np.inf
-            np.maximum(bound, own[0] if len(own) == 1 else np.minimum(own[0], own[1], out=own[0]), out=bound)
         lightest = [np.array([values.min() for values in own])[self.which] for own in (memory, local)]
-        return np.where((_ranges(*lightest) > room) | np.tri(len(bound), dtype=bool), np.inf, bound)
+        over = ((_ranges(*lightest) > room) | np.tri(len(self.which) + 1, dtype=bool))[inside]
+        bound, (starts, stops) = np.full(over.shape, -np.inf), inside
+        for number, price in enumerate(prices):  # one after another: few figures stay near the processor
+            own = [(to[number, stops] - price * room) - start[number, starts, None] for start, to in ways]
+            if gone is not None:
+                own[0][gone[inside]] = np.inf
+            np.maximum(bound, own[0] if len(own) == 1 else np.minimum(own[0], own[1], out=own[0]), out=bound)
+        return np.where(over, np.inf, bound)
 
     def _least(self, memory: list[FloatArray], prices: FloatArray, *, wired: bool = False) -> FloatArray:
         """(K, L): least time + price * memory; infinite where nothing has the wire's layout, if that is asked for."""
