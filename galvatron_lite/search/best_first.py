@@ -265,7 +265,7 @@ class _Walk:
                 places = [place for group in tied for place in group] if problem.shape.stages == 1 else []
                 through = problem.through_layers(places) if places else {}
                 for child in with_ties(problem):
-                    least = max(through.get(place, {}).get(own, 0.0) for place, own in child.choice.tied)
+                    least = max(through.get(pair, 0.0) for pair in child.choice.tied)
                     self.push(child, _Stage.SETTLED, max(bounds.bound, node.bound, least), bounds.opened)
         elif node.stage is not _Stage.TRIED:
             bounds = self._refined(problem, node.bounds, accepted=True)
@@ -328,12 +328,7 @@ class _Walk:
             todo = [place for place in stages if place not in bounds.looked]
             if todo:
                 self.work += _STAGE * len(todo)
-                values = {
-                    (stage, *ends): problem.good(stage, range(*ends))[1]
-                    if accepted
-                    else problem.least(stage, range(*ends))
-                    for stage, *ends in todo
-                }
+                values = {place: problem.least(place[0], range(*place[1:]), met=accepted) for place in todo}
                 bounds = bounds.with_theta(values, exact=False)
                 continue
             if accepted:

@@ -57,22 +57,11 @@ class StageBounds:
     looked: frozenset[Place] = frozenset()  # places whose theta is that of their chain's shortest paths
     timed: frozenset[Place] = frozenset()  # places whose theta is exact
 
-    known: Mapping[tuple[int, int], FloatArray] = field(default_factory=dict)  # ``excess`` by stage and theta
-
     @cached_property
     def excess(self) -> tuple[FloatArray, ...]:
         """Times that no plan with those layers in that stage beats."""
-        around = enumerate(zip(self.theta, self.pre, self.post, strict=True))
-        return tuple(
-            self.known[stage, id(theta)] if (stage, id(theta)) in self.known else theta + before[:, None] + after
-            for stage, (theta, before, after) in around
-        )
-
-    def _with(self, theta: Sequence[FloatArray]) -> StageBounds:
-        """With another theta of some stages; the same objects are those of the others."""
-        pairs = enumerate(zip(self.theta, self.excess, strict=True))
-        known = {(stage, id(own)): excess for stage, (own, excess) in pairs}
-        return replace(self, theta=tuple(theta), known=known)
+        around = zip(self.theta, self.pre, self.post, strict=True)
+        return tuple(theta + before[:, None] + after for theta, before, after in around)
 
     @cached_property
     def _ahead(self) -> list[FloatArray]:
@@ -123,7 +112,7 @@ class StageBounds:
         for (stage, start, stop), value in values.items():
             theta[stage][start, stop] = max(theta[stage][start, stop], value)
         known = self.timed | values.keys() if exact else self.timed
-        return replace(self._with(theta), looked=self.looked | values.keys(), timed=known)
+        return replace(self, theta=tuple(theta), looked=self.looked | values.keys(), timed=known)
 
     @property
     def opened(self) -> StageBounds:
@@ -135,11 +124,11 @@ class StageBounds:
         if self.bound >= limit:
             return replace(self, theta=tuple(np.full_like(own, np.inf) for own in self.theta[:1]) * len(self.theta))
         over = [own * (1 - _TINY) >= limit for own in self.excess]
-        theta = [
+        theta = tuple(
             np.where(gone, np.inf, own) if (gone & np.isfinite(own)).any() else own
             for gone, own in zip(over, self.theta, strict=True)
-        ]
-        return self._with(theta)
+        )
+        return replace(self, theta=theta)
 
 
 def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:

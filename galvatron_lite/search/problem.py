@@ -392,34 +392,30 @@ class Problem:
         plan = None if path is None else self._told(path, built)
         return plan, least + self.shape.microbatches * sum(built.sends)
 
-    def least(self, stage: int, inside: range) -> float:
-        """The time of ``good`` that no way takes less than; of several runs a bound for any number of them will do."""
-        if self.runs == 1:
+    def least(self, stage: int, inside: range, *, met: bool) -> float:
+        """The time of ``good`` that no way takes less than; unless the way is to be met, that of other runs will do."""
+        if met or self.runs == 1:
             return self.good(stage, inside)[1]
         return self.answers.memo.once(("least", *self.key(stage, inside)[:-1]), lambda: self.good(stage, inside)[1])
 
     def _last_price(self, stage: int, inside: range) -> LastPrice:
         return self.answers.memo.once(("price", stage, inside.start, inside.stop), LastPrice)
 
-    def through_layers(self, places: Iterable[int]) -> dict[int, dict[Strategy, float]]:
-        """By layer, times that no plan without a pipeline and with each of its strategies beats; empty where tensors
-        skip layers."""
-        inside = range(self._end)
-        key = ("through", *self.key(0, inside)[:-1])
-        return self.answers.memo.once(key, lambda: self._through_layers(inside, places))
+    def through_layers(self, places: Iterable[int]) -> dict[tuple[int, Strategy], float]:
+        """Of plans without a pipeline: by layer and strategy, times that none with that beats; empty where tensors skip
+        layers."""
+        key = ("through", *self.key(0, range(self._end))[:-1])
+        return self.answers.memo.once(key, lambda: dict(self._through_layers(places)))
 
-    def _through_layers(self, inside: range, places: Iterable[int]) -> dict[int, dict[Strategy, float]]:
-        built = self.chain(0, inside, scalar=True)
+    def _through_layers(self, places: Iterable[int]) -> Iterator[tuple[tuple[int, Strategy], float]]:
+        built = self.chain(0, range(self._end), scalar=True)
         if built is None or built.net.skips:
-            return {}
-        bounds, sent = ChainBounds.of(built.net.chain, self._last_price(0, inside)), sum(built.sends)
-        return {
-            place: {
-                strategy: float(least) + self.shape.microbatches * sent
-                for strategy, least in zip(built.tables[place].strategies, bounds.through(place), strict=True)
-            }
-            for place in places
-        }
+            return
+        bounds = ChainBounds.of(built.net.chain, self._last_price(0, range(self._end)))
+        for place in places:
+            least = bounds.through(place) + self.shape.microbatches * sum(built.sends)
+            for strategy, time in zip(built.tables[place].strategies, least, strict=True):
+                yield (place, strategy), float(time)
 
     def quickest(self, stage: int, inside: range, cap: int | None, near: float = 0.0) -> tuple[StagePlan | None, float]:
         """The way to run a stage that takes least time alone, and a time that no other way beats.

@@ -455,40 +455,15 @@ def pareto_rows(values: IntArray) -> IntArray:
 def pareto_within(values: IntArray, groups: IntArray) -> IntArray:
     """Places, ascending, of the rows that no row of their group equals or beats in every column.
 
-    Of equal rows the first stays. Small groups of about one size are looked at together.
+    Of equal rows the first stays.
     """
+    if len(values) <= _SMALL:
+        beats = _beats(values.T, values.T) & (groups == groups[:, None])
+        equal = beats & beats.T
+        return np.flatnonzero(~(beats & (~equal | _EARLIER[: len(values), : len(values)])).any(axis=1))
     order = np.argsort(groups, kind="stable")
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(groups[order])) + 1)) if len(order) else order
-    sizes, kept = np.diff(starts, append=len(order)), []
-    width = 1
-    while width < _SMALL and len(starts):
-        some = (sizes > width // 2) & (sizes <= width)
-        if width == 1:
-            kept.append(order[starts[some]])
-        elif some.any():
-            places = np.arange(width)
-            # beyond its last row a group has its first one again, which beats none that this does not beat
-            inside = starts[some, None] + np.where(places < sizes[some, None], places, 0)
-            at_once = max(_PAIRS // width**2, 1)
-            kept += [_unbeaten(values, order[inside[at : at + at_once]]) for at in range(0, len(inside), at_once)]
-        width *= 2
-    kept += [
-        order[start : start + size][pareto_rows(values[order[start : start + size]])]
-        for start, size in zip(starts, sizes, strict=True)
-        if size > width // 2
-    ]
-    return np.sort(np.concatenate(kept)) if kept else order
-
-
-def _unbeaten(values: IntArray, rows: IntArray) -> IntArray:
-    """Of (groups, places) rows those that no other one of their group equals or beats in every column."""
-    columns = values[rows].transpose(2, 0, 1)
-    beats = columns[0][:, None, :] <= columns[0][:, :, None]
-    for column in columns[1:]:
-        beats &= column[:, None, :] <= column[:, :, None]
-    equal = beats & beats.transpose(0, 2, 1)
-    kept: IntArray = rows[~(beats & (~equal | np.tri(rows.shape[1], k=-1, dtype=bool))).any(axis=2)]
-    return kept
+    edges = np.flatnonzero(np.diff(groups[order])) + 1
+    return np.sort(np.concatenate([rows[pareto_rows(values[rows])] for rows in np.split(order, edges)]))
 
 
 def pairs_within(groups: IntArray) -> tuple[IntArray, IntArray]:
