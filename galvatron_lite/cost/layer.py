@@ -132,6 +132,8 @@ class LayerPricer:
 
     profile: Profile  # what was measured or estimated
     common: Links | None = None  # prices communication with devices of other types; None: there are none
+    # what single strategies do; the same for profiles that differ in seconds of compute and of links alone
+    works: dict[tuple[str, ParameterSharing, Strategy, int], LayerWork] = field(default_factory=dict)
     links: Links = field(init=False)  # prices communication
     _points: dict[PointKey, tuple[LayerPoint, ...]] = field(init=False)
     _host: dict[str, float] = field(init=False)
@@ -306,7 +308,7 @@ class LayerPricer:
     ) -> dict[str, Any]:
         """Fields of ``LayerCost``, of one strategy or of many."""
         kind = self.profile.graph.kinds[name].with_copy(sharing.copied, sharing.frozen)
-        work = self.work(kind, strategy, microbatch)
+        work = self._work(name, kind, strategy, microbatch, sharing)
         figures = figures.beside(work.edge_bytes, *work.edge_working)
         figures = replace(figures, kept=0) if self.profile.forward_only else figures
         profile, optimizer = self.profile, self.profile.optimizer
@@ -333,6 +335,16 @@ class LayerPricer:
             "step_host": work.step_overhead,
             **self._bytes(kind, work, figures, strategy, sharing.grouped),
         }
+
+    def _work(
+        self, name: str, kind: LayerKind, strategy: Either, microbatch: Whole, sharing: ParameterSharing
+    ) -> LayerWork:
+        if not isinstance(strategy, Strategy):
+            return self.work(kind, strategy, microbatch)
+        key = (name, sharing, strategy, microbatch)
+        if key not in self.works:
+            self.works[key] = self.work(kind, strategy, microbatch)
+        return self.works[key]
 
     def work(self, kind: LayerKind, strategy: Either, microbatch: Whole) -> LayerWork:
         """What one device does for a layer of a kind with a micro-batch of so many samples over the stage."""

@@ -52,7 +52,8 @@ class Range:
 
 def ranges_of(pricer: LayerPricer, plans: Sequence[Plan]) -> list[Range]:
     """The range of each plan, which has its prediction."""
-    others, found = [LayerPricer(other) for other in scenarios_of(pricer.profile)], []
+    others = [LayerPricer(other, works=pricer.works) for other in scenarios_of(pricer.profile)]
+    found = []
     for plan in plans:
         strategies = strategies_of(plan, pricer.profile)
         shape, sizes = shape_of(plan, strategies), [sum(run.count for run in stage.runs) for stage in plan.stages]
@@ -228,11 +229,12 @@ def _shaped(request: Request, shape: Shape) -> Request:
 def _near_shapes(request: Request, pricer: LayerPricer, best: SolvedPlan, near: bool) -> Iterator[Shape]:
     """Shapes of pipelines whose best plan a simulation may put first: those of near bounds, if they are asked for, and
     those of fewer stages a group, of which the closed form knows less where they are uneven."""
-    own = best.problem.shape
+    own, glance = best.problem.shape, request.known.glance(pricer.profile)
     for shape in shapes_of(request) if near and best.gap == 0.0 else ():
-        known = open_problem(request, pricer, shape).answers
         below = int(best.partition.time * (1.0 + _reach(shape)))
-        if shape.stages > 1 and shape != own and max(known.glanced, known.averaged) < below:
+        if shape.stages == 1 or shape == own or glance.bound(request.graph, shape) >= below:
+            continue
+        if open_problem(request, pricer, shape).answers.averaged < below:
             yield shape
     if own.schedule.virtual_stages is None and request.fixed.virtual is None:
         for virtual in range(own.virtual - 1, max(own.virtual - 1 - _TRIES, 1), -1):
@@ -241,16 +243,18 @@ def _near_shapes(request: Request, pricer: LayerPricer, best: SolvedPlan, near: 
 
 def _instead(request: Request, pricer: LayerPricer, over: Finalist) -> Iterator[Finalist]:
     """Plans that fit, where the one found holds more once its passes are in order (zero-bubble): the best of the other
-    schedules, of which the search knows every byte, and one of its own that was made for less room.
+    schedules, of which the search knows every byte, and a quicker one of those that was made for less room.
     """
+    split = tuple(schedule for schedule in request.schedules if schedule.splits_backward)
     others = tuple(schedule for schedule in request.schedules if not schedule.splits_backward)
-    found = _searched(replace(request, schedules=others), pricer, slack=_SLIGHT) if others else None
-    if found is not None:
-        yield _finalist(request, pricer, _name(found.problem.shape), found)
-    share = 1.0
+    fitting = _searched(replace(request, schedules=others, wider=request), pricer, slack=_SLIGHT) if others else None
+    if fitting is not None:
+        yield _finalist(request, pricer, _name(fitting.problem.shape), fitting)
+    below, share = None if fitting is None else fitting.partition.time, 1.0
     for _ in range(_TRIES):
         share *= min(bytes_on(request.budget, stage.device) / stage.memory.total for stage in over.plan.stages)
-        found = _searched(replace(request, budget=as_budget(request.budget).scaled(share)), pricer, slack=_SLIGHT)
+        less = replace(request, budget=as_budget(request.budget).scaled(share), schedules=split, wider=request)
+        found = _searched(less, pricer, below=below, slack=_SLIGHT)
         if found is None:
             return
         over = _finalist(request, pricer, _name(found.problem.shape), found)

@@ -122,9 +122,10 @@ class _Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
-    problem: Problem
+    shape: Shape
     stage: _Stage
     bound: float
+    problem: Problem | None = None  # None: only glanced at
     bounds: StageBounds | None = None
 
 
@@ -145,7 +146,7 @@ class _Walk:
     inside: _Node | None = None  # the node that is being looked into
     met: dict[tuple[int, Schedule], SolvedPlan] = field(default_factory=dict)  # best by pipeline degree and schedule
     # shapes of front-loaded schedules that differ in the stages of each group alone
-    front_loaded: dict[tuple[Schedule, int, int], list[Problem]] = field(default_factory=dict)
+    front_loaded: dict[tuple[Schedule, int, int], list[Shape]] = field(default_factory=dict)
 
     @property
     def limit(self) -> int | None:
@@ -163,7 +164,7 @@ class _Walk:
         if self.worth(bound) and bound < inf:
             late = stage is _Stage.TRIED and self.limit is not None and not self.settled
             rank = (bound + (self.limit or 0)) / 2 if late else bound
-            heapq.heappush(self.heap, (rank, next(self.order), _Node(problem, stage, bound, bounds)))
+            heapq.heappush(self.heap, (rank, next(self.order), _Node(problem.shape, stage, bound, problem, bounds)))
 
     def pop(self) -> _Node | None:
         """The most promising node; None where none can lead to a better plan, or where enough work was done."""
@@ -183,7 +184,7 @@ class _Walk:
     def _is_settled(self, node: _Node) -> bool:
         """Whether the labels that a node asks for would lead to a plan that is hardly quicker."""
         least = inf if self.best is None else self.best.partition.time * (1.0 - self.settled)
-        return node.problem.shape.virtual == 1 and node.bound >= least
+        return node.shape.virtual == 1 and node.bound >= least
 
     def better(self, problem: Problem, partition: Partition | None) -> None:
         """Keep a plan that beats the best so far, and one that beats those of its degree and schedule."""
@@ -212,41 +213,44 @@ class _Walk:
         """Looks into nodes until none is left."""
         glance, shapes = request.known.glance(pricer.profile), shapes_of(request)
         for shape in shapes:
-            wider = 0.0 if request.wider is None else open_problem(request.wider, pricer, shape).answers.averaged
-            bound = max(glance.bound(request.graph, shape), wider)
+            bound = glance.bound(request.graph, shape)
+            if request.wider is not None and self.worth(bound):
+                known = open_problem(request.wider, pricer, shape).answers
+                bound = max(bound, known.averaged, known.relaxed)
             if self.worth(bound):
-                problem = open_problem(request, pricer, shape)
-                problem.answers.glanced = bound
+                heapq.heappush(self.heap, (bound, next(self.order), _Node(shape, _Stage.GLANCED, bound)))
                 if shape.schedule.front_loaded:
                     key = shape.schedule, shape.stages, shape.microbatches
-                    self.front_loaded.setdefault(key, []).append(problem)
-                self.push(problem, _Stage.GLANCED, bound)
+                    self.front_loaded.setdefault(key, []).append(shape)
         done = 0
         while (node := self.pop()) is not None:
             done += node.stage is _Stage.GLANCED
             if progress is not None:
-                progress(done, len(shapes), _shape_text(node.problem.shape))
-            self._look_into(node)
+                progress(done, len(shapes), _shape_text(node.shape))
+            if node.problem is None:
+                problem = open_problem(request, pricer, node.shape)
+                self.push(problem, _Stage.PRICED, max(node.bound, self._averaged(request, problem)))
+            else:
+                self._look_into(node, node.problem)
             self.inside = None
         if progress is not None:
             progress(len(shapes), len(shapes), "done")
 
-    def _averaged(self, problem: Problem) -> float:
+    def _averaged(self, request: Request, problem: Problem) -> float:
         """A quick bound of a shape; under front-loaded schedules found for all numbers of stages a group at once."""
         shape = problem.shape
         if not problem.answers.averaged and shape.schedule.front_loaded:
-            alike = self.front_loaded[shape.schedule, shape.stages, shape.microbatches]
+            shapes = self.front_loaded[shape.schedule, shape.stages, shape.microbatches]
+            alike = [open_problem(request, problem.pricer, own) for own in shapes]
             for own, bound in zip(alike, averaged_uniform(alike), strict=True):
                 own.answers.averaged = float(bound)
         problem.answers.averaged = problem.answers.averaged or average_of(problem)
         return problem.answers.averaged
 
-    def _look_into(self, node: _Node) -> None:
-        problem, tied = node.problem, tied_groups(node.problem.graph)
-        if node.stage is _Stage.GLANCED:
-            self.push(problem, _Stage.PRICED, max(node.bound, self._averaged(problem)))
-        elif problem.shape.virtual > 1:
-            self._solve_uniform(node)
+    def _look_into(self, node: _Node, problem: Problem) -> None:
+        tied = tied_groups(problem.graph)
+        if problem.shape.virtual > 1:
+            self._solve_uniform(node, problem)
         elif node.stage is _Stage.PRICED:
             self._push_bounded(problem, _Stage.SHAPE, node.bound)
         elif node.stage is _Stage.SHAPE:
@@ -258,8 +262,11 @@ class _Walk:
             # with strategies of tied layers left open
             bounds = self._refined(problem, node.bounds)
             if self.worth(bounds.bound):
+                places = [place for group in tied for place in group] if problem.shape.stages == 1 else []
+                through = problem.through_layers(places) if places else {}
                 for child in with_ties(problem):
-                    self.push(child, _Stage.SETTLED, max(bounds.bound, node.bound), bounds.opened)
+                    least = max(through.get(pair, 0.0) for pair in child.choice.tied)
+                    self.push(child, _Stage.SETTLED, max(bounds.bound, node.bound, least), bounds.opened)
         elif node.stage is not _Stage.TRIED:
             bounds = self._refined(problem, node.bounds, accepted=True)
             self.push(problem, _Stage.TRIED, max(bounds.bound, node.bound), bounds)
@@ -270,6 +277,8 @@ class _Walk:
 
     def _push_bounded(self, problem: Problem, stage: _Stage, least: float) -> None:
         bounds = bounds_of(problem)
+        if stage is _Stage.SHAPE and problem.runs is None:
+            problem.answers.relaxed = inf if bounds is None else bounds.bound
         if bounds is not None:
             self.push(problem, stage, max(bounds.bound, least), bounds)
 
@@ -286,9 +295,8 @@ class _Walk:
         self.open = min(self.open, least)
         self.work += problem.work - before
 
-    def _solve_uniform(self, node: _Node) -> None:
+    def _solve_uniform(self, node: _Node, problem: Problem) -> None:
         """The best uniform plan of a node; looked for once other nodes have had a chance to lower the limit."""
-        problem = node.problem
         if node.stage is _Stage.PRICED:
             least = min(plans.bound(float(self.limit or inf), problem.runs) for plans in _uniform(problem))
             self.push(problem, _Stage.TRIED, max(node.bound, least))
@@ -320,7 +328,7 @@ class _Walk:
             todo = [place for place in stages if place not in bounds.looked]
             if todo:
                 self.work += _STAGE * len(todo)
-                values = {place: problem.good(place[0], range(*place[1:]))[1] for place in todo}
+                values = {place: problem.least(place[0], range(*place[1:]), met=accepted) for place in todo}
                 bounds = bounds.with_theta(values, exact=False)
                 continue
             if accepted:

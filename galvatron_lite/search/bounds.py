@@ -144,18 +144,22 @@ def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
     held = [problem.held(stage) for stage in range(stages)]
     figures: dict[int, _Figures] = {}
     thetas: dict[tuple[object, ...], FloatArray] = {}
-    theta = []
+    theta, even = [], stages > 1 and problem.tables[0].fixed.even
+    cuts = even_cuts(problem.graph, stages) if even else ()
+    if even and not cuts:
+        return None
     for stage, own in enumerate(tables):
         ends = (stage > 0, stage + 1 < stages) if problem.choice.wire is not None else (False, False)
         room = float(problem.budgets[stage] - problem.tables[stage].pricer.profile.cluster.device.context)
         filled = problem.filled(stage)
-        key = (held[stage], filled, id(own), room, ends, sends[stage])
+        place = cuts[stage : stage + 2]
+        key = (held[stage], filled, id(own), room, ends, sends[stage], place)
         if id(own) not in figures:
             figures[id(own)] = _Figures(problem, own)
         if key not in thetas:
-            bound = figures[id(own)].theta(held[stage], filled, room, ends)
+            bound = figures[id(own)].theta(held[stage], filled, room, ends, place)
             thetas[key] = bound + form.microbatches * sends[stage]
-        theta.append(_offered(problem, stage, thetas[key]))
+        theta.append(thetas[key])
     pre, post = _least_around([figures[id(own)].ramp for own in tables], sends)
     bounds = StageBounds(tuple(theta), pre, post)
     return bounds if np.isfinite(bounds.bound) else None
@@ -183,16 +187,6 @@ def _least_around(
     return tuple(pre), tuple(post[::-1])
 
 
-def _offered(problem: Problem, stage: int, theta: FloatArray) -> FloatArray:
-    """Infinite where a stage may not have just these layers, because all are to have equally many blocks."""
-    if not problem.tables[stage].fixed.even or problem.shape.stages == 1:
-        return theta
-    cuts, only = even_cuts(problem.graph, problem.shape.stages), np.full_like(theta, np.inf)
-    if cuts:
-        only[cuts[stage], cuts[stage + 1]] = theta[cuts[stage], cuts[stage + 1]]
-    return only
-
-
 class _Figures:
     def __init__(self, problem: Problem, tables: TableRow) -> None:
         numbers: dict[int, int] = {}
@@ -211,30 +205,46 @@ class _Figures:
             for table in kinds
         ]
 
-    def theta(self, held: int, filled: bool, room: float, ends: tuple[bool, bool]) -> FloatArray:
-        """(L + 1, L + 1): bound on theta of the layers i..j-1.
+    def theta(
+        self, held: int, filled: bool, room: float, ends: tuple[bool, bool], place: tuple[int, ...]
+    ) -> FloatArray:
+        """(L + 1, L + 1): bound on theta of the layers i..j-1, infinite but at a place, where there is one.
 
         Layers next to a boundary have the wire's layout.
         """
+        inside = np.s_[place[0] : place[0] + 1, place[1] : place[1] + 1] if place else np.s_[:, :]
+        theta = np.full((len(self.which) + 1,) * 2, np.inf)
+        theta[inside] = self._theta(held, filled, room, ends, inside)
+        return theta
+
+    def _theta(
+        self, held: int, filled: bool, room: float, ends: tuple[bool, bool], inside: tuple[slice, slice]
+    ) -> FloatArray:
         extra, problem = float(held - 1), self.problem
         rows = zip(self.both, self.kept, self.late, strict=True)
         memory = [both + extra * kept - filled * late for both, kept, late in rows]
         local = [last + extra * kept for last, kept in zip(self.last, self.kept, strict=True)]
         parts = part_of(problem.graph) if problem.runs == 1 and problem.alike_parts and any(ends) else []
         if parts and max(parts.count(0), parts.count(2)) < 2 and not problem.tables[0].fixed.layers:
-            return self._alike(np.array(parts), memory, local, room)
+            return self._alike(np.array(parts), memory, local, room)[inside]
         counts = np.bincount(self.which)
         spreads = [float(counts @ [np.ptp(own) for own in values]) for values in (self.time, memory)]
         prices = _PRICES * spreads[0] / (spreads[1] + 1.0)
         free, last = self._least(memory, prices), self._least(local, prices)
+        # what a stage takes is what its layers come to up to its end, less what they come to up to its start
+        ways, gone = [(_summed(free), _ended(free, last))], None
         if any(ends):
             kept, kept_last = self._least(memory, prices, wired=True), self._least(local, prices, wired=True)
-            own = _wired(free, last, kept, kept_last, ends)
-        else:
-            own = _ranges(free, last)
-        bound = (own - prices[:, None, None] * room).max(axis=0)
+            ways, gone = _wired(free, last, kept, kept_last, ends)
         lightest = [np.array([values.min() for values in own])[self.which] for own in (memory, local)]
-        return np.where((_ranges(*lightest) > room) | np.tri(len(bound), dtype=bool), np.inf, bound)
+        over = ((_ranges(*lightest) > room) | np.tri(len(self.which) + 1, dtype=bool))[inside]
+        bound, (starts, stops) = np.full(over.shape, -np.inf), inside
+        for number, price in enumerate(prices):  # one after another: few figures stay near the processor
+            own = [(to[number, stops] - price * room) - start[number, starts, None] for start, to in ways]
+            if gone is not None:
+                own[0][gone[inside]] = np.inf
+            np.maximum(bound, own[0] if len(own) == 1 else np.minimum(own[0], own[1], out=own[0]), out=bound)
+        return np.where(over, np.inf, bound)
 
     def _least(self, memory: list[FloatArray], prices: FloatArray, *, wired: bool = False) -> FloatArray:
         """(K, L): least time + price * memory; infinite where nothing has the wire's layout, if that is asked for."""
@@ -272,24 +282,31 @@ class _Figures:
 
 def _wired(
     free: FloatArray, last: FloatArray, kept: FloatArray, kept_last: FloatArray, ends: tuple[bool, bool]
-) -> FloatArray:
-    """``_ranges`` of a stage with boundaries at these ends; ``kept``: least of the choices in the wire's layout."""
-    never = ~np.isfinite(kept[0])
-    uniform = _ranges(np.where(never, 0.0, kept), np.where(never, 0.0, kept_last))
+) -> tuple[list[tuple[FloatArray, FloatArray]], BoolArray | None]:
+    """Two ways to bound a stage with boundaries at these ends, of which the lower one counts: all of its layers in the
+    wire's layout, or those at its ends; and where the first is infinite. ``kept``: least in the wire's layout.
+
+    Each as what layers come to up to a start and up to an end.
+    """
+    never, start = ~np.isfinite(kept[0]), _summed(free)
     missing = _summed(never)
-    uniform = np.where(missing - missing[:, None] > 0, np.inf, uniform)
-    mixed = _ranges(free, kept_last if ends[1] else last)
+    plain, plain_last = np.where(never, 0.0, kept), np.where(never, 0.0, kept_last)
     if ends[0]:
-        mixed[:, :-1] += (kept - free)[:, :, None]
-    return np.minimum(uniform, mixed)
+        start[:, :-1] -= kept - free
+    ways = [(_summed(plain), _ended(plain, plain_last)), (start, _ended(free, kept_last if ends[1] else last))]
+    return ways, missing - missing[:, None] > 0 if never.any() else None
 
 
 def _ranges(values: FloatArray, last: FloatArray) -> FloatArray:
     """(..., L + 1, L + 1): sums over the layers i..j-1, with ``last`` for the last of them."""
-    total = _summed(values)
-    ends = np.concatenate((np.zeros_like(total[..., :1]), total[..., :-1] + last), axis=-1)
-    between: FloatArray = ends[..., None, :] - total[..., :, None]
+    between: FloatArray = _ended(values, last)[..., None, :] - _summed(values)[..., :, None]
     return between
+
+
+def _ended(values: FloatArray, last: FloatArray) -> FloatArray:
+    """(..., L + 1): sums of the first so many, with ``last`` for the last of them."""
+    total = _summed(values)
+    return np.concatenate((np.zeros_like(total[..., :1]), total[..., :-1] + last), axis=-1)
 
 
 def _summed(values: FloatArray | BoolArray) -> FloatArray:
@@ -368,9 +385,9 @@ class Glance:
 
     Of every kind of layer the least seconds of compute that the profile holds for any tensor degree and choice of
     recomputation, with the samples shared out over all other devices. With r and c, what a layer delays the step by and
-    what it takes of a micro-batch, and p stages,
+    what it takes of a micro-batch, p stages, and the share q of r that counts in any stage (``Form.share``),
 
-        T >= sum_l r_l + (m - 1) max(max_l c_l, sum_l c_l / p)
+        T >= q sum_l r_l + (m - q) max(max_l c_l, sum_l c_l / p)
 
     because the slowest stage has at least its share, and at least the slowest layer.
     """
@@ -380,6 +397,9 @@ class Glance:
     _groups: dict[int, tuple[IntArray, Curves]] = field(init=False)
     _known: dict[tuple[int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
     _least: dict[tuple[int, int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+    _counts: dict[int, tuple[IntArray, IntArray]] = field(
+        default_factory=dict
+    )  # by graph: its kinds, and of each how many
     _bounds: dict[tuple[int, Shape], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -403,14 +423,17 @@ class Glance:
     def _bound(self, graph: ModelGraph, shape: Shape) -> float:
         overlap = self.profile.steps_overlap
         form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
-        counts = Counter(self._numbers[layer.kind] for layer in graph.layers)
-        used, times = np.array(list(counts)), np.array(list(counts.values()))
+        if id(graph) not in self._counts:
+            counts = Counter(self._numbers[layer.kind] for layer in graph.layers)
+            self._counts[id(graph)] = np.array(list(counts)), np.array(list(counts.values()))
+        used, times = self._counts[id(graph)]
         key = (shape.stage_devices, shape.microbatch, form.freed)
         if key not in self._least:
             self._least[key] = self._bounds_at(*key)
         both, ramp = (own[used] for own in self._least[key])
         slowest = max(float(times @ both) / shape.stages, float(both.max()))
-        return (float(times @ ramp) * form.share + (form.microbatches - 1) * slowest) * TICKS * (1 - _ROUNDING)
+        seconds = float(times @ ramp) * form.share + (form.microbatches - form.share) * slowest
+        return seconds * TICKS * (1 - _ROUNDING)
 
     def _bounds_at(self, devices: int, microbatch: int, freed: float) -> tuple[FloatArray, FloatArray]:
         """(kinds,): c and r of each kind of layer, at the least."""

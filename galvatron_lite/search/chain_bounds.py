@@ -137,6 +137,14 @@ class ChainFigures:
         return f[TIME].sum(axis=1) + moved * self.by[0], fits
 
 
+@dataclass(slots=True)
+class LastPrice:
+    """The price of memory that bounded the last one of some chains of equal length best."""
+
+    value: float | None = None  # picoseconds a byte; None: there was none
+    moment: int = 0  # place of the layer whose moment is priced
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainBounds:
     """Lagrangian bounds of a chain: shortest paths at several prices of memory, with one moment priced."""
@@ -150,19 +158,33 @@ class ChainBounds:
     root: FloatArray  # (K,) bounds on the weighted time of the whole
 
     @classmethod
-    def of(cls, chain: Chain) -> ChainBounds:
-        """Bounds at prices about the one that bounds best, with the moment priced that is the worst there."""
-        line = ChainFigures.of(chain)
+    def of(cls, chain: Chain, last: LastPrice | None = None) -> ChainBounds:
+        """Bounds at prices about the one that bounds best, with the moment priced that is the worst there.
+
+        Args:
+            chain: the problem.
+            last: what bounded chains best that hardly differ from it: the price is looked for only where the best of
+                those around that one is the first or the last of them. It is kept for the next chain.
+        """
+        line, weight = ChainFigures.of(chain), int(chain.weights[0]) if len(chain.weights) == 1 else 0
+        if last is not None and last.value is not None:
+            found = cls.at(line, last.value * _AROUND, last.moment, weight)
+            place = int(np.argmax(found.root))
+            if 1 < place < len(_AROUND) - 1:
+                last.value = float(found.prices[place])
+                return found
         trial = moment = len(line.kind) - 1
         best = (0.0, -np.inf)
         for _ in range(_MOMENTS):
-            found = _best_price(line, trial)
-            if found[1] <= best[1]:
+            better = _best_price(line, trial)
+            if better[1] <= best[1]:
                 break
-            best, moment, trial = found, trial, _worst_moment(line, found[0])
+            best, moment, trial = better, trial, _worst_moment(line, better[0])
             if trial == moment:
                 break
-        return cls.at(line, best[0] * _AROUND, moment, int(chain.weights[0]) if len(chain.weights) == 1 else 0)
+        if last is not None:
+            last.value, last.moment = best[0], moment
+        return cls.at(line, best[0] * _AROUND, moment, weight)
 
     @classmethod
     def at(cls, line: ChainFigures, prices: FloatArray, moment: int, weight: int = 0) -> ChainBounds:
@@ -188,11 +210,12 @@ class ChainBounds:
         return bool((self.root > self.ceiling(limit)).any())
 
     def through(self, place: int) -> FloatArray:
-        """(K, S): bounds on paths through each choice of a layer."""
+        """(S,): weighted times that no path through each choice of a layer beats."""
         own = _priced(self.line, self.prices, self.moment)[place]
         group = self.line.at(place).figures[GROUP]
         values: FloatArray = own + (self.before[place] + self.behind[place])[:, group]
-        return values - self.prices[:, None] * self.line.room
+        least: FloatArray = (values - self.prices[:, None] * self.line.room).max(axis=0) * (1 - TINY) - 1
+        return least
 
     def useful(self, limit: float) -> list[IntArray]:
         """Per kind, the choices that some path may use that takes at most ``limit``."""

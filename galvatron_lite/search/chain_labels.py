@@ -52,6 +52,7 @@ from galvatron_lite.search.chain_bounds import (
     TINY,
     UPDATED,
     ChainBounds,
+    LastPrice,
 )
 from galvatron_lite.search.tables import pareto_rows, pareto_within
 
@@ -61,9 +62,10 @@ in its part of the model; then time in each criterion, where there are several."
 _START, _GROWTH = 0.04, 1.7
 """How far above the bound the first limit of labels is, as a share of an average layer's time; and how it grows."""
 _CROWD, _MOST_PAIRS = 8, 100_000
-"""Pairs of labels and choices are looked at up to so many times the beam, or to the second, whichever is more."""
-_CLOSE = 64
-"""Labels a layer by which a path near the bound is looked for."""
+"""Pairs of labels and choices are looked at up to so many times the beam, or to the second, whichever is more; of a
+narrow beam no more than so many times it."""
+_CLOSE = (64, 256)
+"""Labels a layer by which a path near the bound is looked for, one after another."""
 
 
 def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None, near: float = 0.0) -> ChainFront:
@@ -85,12 +87,15 @@ def pareto_paths(chain: Chain, cap: int | None = None, beam: int | None = None, 
     return _front(bounds, limit, beam) if len(chain.weights) > 1 else _quickest(bounds, limit, beam, near)
 
 
-def good_path(chain: Chain) -> tuple[Path | None, float]:
-    """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits."""
+def good_path(chain: Chain, last: LastPrice | None = None) -> tuple[Path | None, float]:
+    """A good path of one criterion, soon, and a weighted time that no path beats; None where none is met that fits.
+
+    ``last``: see ``ChainBounds.of``.
+    """
     if chain.runs == 1 and is_countable(chain):
         best = best_of_parts(chain, np.inf)
         return best, np.inf if best is None else float(best.time[0] * chain.weights[0])
-    bounds = ChainBounds.of(chain)
+    bounds = ChainBounds.of(chain, last)
     if bounds.exceeds(bounds.line.longest):
         return None, np.inf
     path = bounds.rounded()
@@ -105,9 +110,15 @@ def _quickest(bounds: ChainBounds, cap: float, beam: int | None, near: float) ->
     if best is not None and best.time[0] * bounds.weight > cap:
         best = None
     if near and (best is None or low < best.time[0] * bounds.weight * (1 - near)):
-        close = _front(bounds, min(low / (1 - near), cap), _CLOSE)
-        work += close.work
+        enough = min(low / (1 - near), cap)
+        for labels in _CLOSE:
+            close = _front(bounds, enough, labels)
+            work += close.work
+            if close.paths or close.complete:
+                break
         best = Path((close.paths[0].time[0] // bounds.weight,), close.paths[0].choices) if close.paths else best
+        if close.complete and best is None and enough == cap:
+            return ChainFront((), work)
     if best is not None and low >= best.time[0] * bounds.weight * (1 - near):
         return ChainFront((best,), work, low)
     step = _START * max(low, cap * 1e-6) / len(bounds.line.kind)
@@ -213,7 +224,8 @@ class _Labels:
             useful &= runs <= line.runs
         self.work += totals.size
         choice, parent = np.nonzero(useful)
-        most = np.inf if self.beam is None else max(_CROWD * self.beam, _MOST_PAIRS)
+        fewest = 0 if self.beam in _CLOSE else _MOST_PAIRS
+        most = np.inf if self.beam is None else max(_CROWD * self.beam, fewest)
         if len(choice) > most:
             seconds = totals[choice, parent] - price * line.room
             order = np.argsort(seconds, kind="stable")
@@ -254,7 +266,11 @@ class _Labels:
             return step
         promise = (step.promise - (self.bounds.ceiling(0.0) - 1)[:, None]).max(axis=0)
         order = np.argsort(promise, kind="stable")
-        self._drop(float(promise[order[self.beam]]))
+        if self.line.runs is not None and self.beam in _CLOSE:  # as many of each number of runs
+            runs = step.figures[RUNS][order]
+            rank = ((runs[:, None] == np.arange(1, self.line.runs + 1)).cumsum(axis=0))[np.arange(len(runs)), runs - 1]
+            order = order[np.argsort(rank, kind="stable")]
+        self._drop(float(promise[order[self.beam :]].min()))
         return step.take(np.sort(order[: self.beam]))
 
     def _drop(self, promise: float) -> None:
@@ -313,10 +329,10 @@ def net_paths(net: Net, cap: int | None = None, beam: int | None = None, near: f
     return _Walk(net, cap, beam).run() if net.skips else pareto_paths(net.chain, cap, beam, near)
 
 
-def good_way(net: Net) -> tuple[Path | None, float]:
-    """A good path of one criterion, soon, and a weighted time that no path beats, as ``chain.good_path``."""
+def good_way(net: Net, last: LastPrice | None = None) -> tuple[Path | None, float]:
+    """A good path of one criterion, soon, and a weighted time that no path beats, as ``good_path``."""
     relaxed = _relaxed(net, {})
-    path, least = good_path(relaxed.chain)
+    path, least = good_path(relaxed.chain, last)
     return (None if path is None else _priced(net, relaxed, path)[0]), least
 
 

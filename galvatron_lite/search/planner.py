@@ -185,9 +185,9 @@ def _ordinary(
         ranges = ranges_of(pricer, [option.plan for option in options])
         options = tuple(replace(option, range=own) for option, own in zip(options, ranges, strict=True))
     chosen = quickest(options, tolerance, least)
-    # by what share of the closed form of the chosen plan some plan of the space may be below it
-    proven = found.partition.time * (1.0 - found.gap)
-    gap = found.gap if chosen is options[0] else max(1.0 - proven / chosen.found.partition.time, 0.0)
+    # by what share of the closed form of the chosen plan's step some plan of the space may be below it
+    fixed = pricer.profile.overhead.step * TICKS
+    gap = max(1.0 - (ticks + fixed) / (chosen.found.partition.time + fixed), 0.0)
     shown = max(1.0 - least / chosen.seconds, 0.0)
     # a step that simulates below all closed forms shows that these bound no simulated step here
     bounded = all(option.seconds >= least for option in options if option.fits)

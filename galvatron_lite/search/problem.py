@@ -10,7 +10,7 @@ Besides legality, the space is bounded by these rules, which the runtime relies 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -26,6 +26,7 @@ from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
+from galvatron_lite.search.chain_bounds import ChainBounds, LastPrice
 from galvatron_lite.search.chain_labels import Net, good_way, net_paths
 from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, ticks
 
@@ -132,8 +133,8 @@ def _sizes(blocks: int, before: bool, after: bool, chunks: int) -> tuple[list[in
 class Answers:
     """What is known of stages under one shape, whatever else is settled."""
 
-    glanced: float = 0.0  # first bounds (``bounds``), once known
-    averaged: float = 0.0
+    averaged: float = 0.0  # averaged, relaxed: bounds of all plans of the shape (``bounds``), once known
+    relaxed: float = 0.0
     # by problem of a stage, the greatest cap it was asked with and the answer of ``Problem.plans``, ``quickest``
     plans: dict[tuple[object, ...], tuple[float, list[StagePlan], float]] = field(default_factory=dict)
     quickest: dict[tuple[object, ...], tuple[float, StagePlan | None, float]] = field(default_factory=dict)
@@ -387,9 +388,34 @@ class Problem:
         built = self.chain(stage, inside, scalar=True)
         if built is None:
             return None, np.inf
-        path, least = good_way(built.net)
+        path, least = good_way(built.net, self._last_price(stage, inside))
         plan = None if path is None else self._told(path, built)
         return plan, least + self.shape.microbatches * sum(built.sends)
+
+    def least(self, stage: int, inside: range, *, met: bool) -> float:
+        """The time of ``good`` that no way takes less than; unless the way is to be met, that of other runs will do."""
+        if met or self.runs == 1:
+            return self.good(stage, inside)[1]
+        return self.answers.memo.once(("least", *self.key(stage, inside)[:-1]), lambda: self.good(stage, inside)[1])
+
+    def _last_price(self, stage: int, inside: range) -> LastPrice:
+        return self.answers.memo.once(("price", stage, inside.start, inside.stop), LastPrice)
+
+    def through_layers(self, places: Iterable[int]) -> dict[tuple[int, Strategy], float]:
+        """Of plans without a pipeline: by layer and strategy, times that none with that beats; empty where tensors skip
+        layers."""
+        key = ("through", *self.key(0, range(self._end))[:-1])
+        return self.answers.memo.once(key, lambda: dict(self._through_layers(places)))
+
+    def _through_layers(self, places: Iterable[int]) -> Iterator[tuple[tuple[int, Strategy], float]]:
+        built = self.chain(0, range(self._end), scalar=True)
+        if built is None or built.net.skips:
+            return
+        bounds = ChainBounds.of(built.net.chain, self._last_price(0, range(self._end)))
+        for place in places:
+            least = bounds.through(place) + self.shape.microbatches * sum(built.sends)
+            for strategy, time in zip(built.tables[place].strategies, least, strict=True):
+                yield (place, strategy), float(time)
 
     def quickest(self, stage: int, inside: range, cap: int | None, near: float = 0.0) -> tuple[StagePlan | None, float]:
         """The way to run a stage that takes least time alone, and a time that no other way beats.

@@ -14,7 +14,7 @@ from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import Layout, layout
+from galvatron_lite.cost.layout import NEAR, Layout, layout, of_layout
 from galvatron_lite.cost.stage import Shape, sharing_of, tied_groups
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
@@ -103,8 +103,11 @@ class Request:
         if not self.space.backend.asked(schedule):
             return True
         devices = self.devices // stages
+        plain, under = of_layout((devices, 1, 1, NEAR, False)), self.under(schedule)
+        if not self.fixed.layers and self.space.backend.says(plain) and under.allows(plain):
+            return True  # any layer can be replicated
         names = {(layer.kind, layer.name if self.fixed.layers else "") for layer in self.graph.layers}
-        return all(self.space.strategies(kind, devices, self.under(schedule).at_layer(name)) for kind, name in names)
+        return all(self.space.strategies(kind, devices, under.at_layer(name)) for kind, name in names)
 
     def fits(self, plan: Plan) -> bool:
         """Whether every stage of an evaluated plan is within the budget of its devices."""

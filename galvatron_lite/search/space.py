@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -64,7 +65,12 @@ class Fixed:
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether a strategy has the values pinned for every layer and uses nothing forbidden."""
-        return all(getattr(strategy, name) == value for name, value in self.pinned)
+        return self.kept([strategy])[0]
+
+    def kept(self, strategies: Iterable[Strategy]) -> list[bool]:
+        """``allows`` of each."""
+        pins = self.pinned
+        return [all(getattr(own, name) == value for name, value in pins) for own in strategies]
 
     @property
     def pinned(self) -> tuple[tuple[str, object], ...]:
@@ -82,7 +88,12 @@ class Fixed:
 
     def pins_of(self, layer: str) -> tuple[tuple[str, object], ...]:
         """Fields and values pinned for one layer besides those for every layer."""
-        return tuple((name, value) for names, name, value in self.layers if fnmatchcase(layer, names))
+        return _matching(self.layers, layer) if self.layers else ()
+
+
+@lru_cache(maxsize=65536)
+def _matching(layers: tuple[tuple[str, str, object], ...], layer: str) -> tuple[tuple[str, object], ...]:
+    return tuple((name, value) for names, name, value in layers if fnmatchcase(layer, names))
 
 
 def _off(dimension: str) -> tuple[tuple[str, object], ...]:
@@ -129,7 +140,8 @@ class Space:
 
     def offers(self, kind: str, devices: int, fixed: Fixed) -> bool:
         """Whether the rules leave a kind of layer a strategy with these pins."""
-        return any(map(fixed.allows, self._sensible(kind, devices, fixed)))
+        plain = self._known.get((kind, devices, UNPINNED), ())
+        return any(fixed.kept(plain)) or any(fixed.kept(self._sensible(kind, devices, fixed)))
 
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         wanted = self._narrowed(fixed)
@@ -137,9 +149,8 @@ class Space:
         return self._kept(every, fixed)
 
     def _kept(self, every: Iterable[Strategy], fixed: Fixed) -> tuple[Strategy, ...]:
-        pins = fixed.pinned
-        pinned = [own for own in every if all(getattr(own, name) == value for name, value in pins)] if pins else every
-        return tuple(own for own in pinned if self.backend.says(own))
+        every = tuple(every)
+        return tuple(own for own, kept in zip(every, fixed.kept(every), strict=True) if kept and self.backend.says(own))
 
     def _legal(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         plain = {"offload": (Offload.NONE,)}

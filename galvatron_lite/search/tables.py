@@ -18,11 +18,14 @@ from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
 from galvatron_lite.search.chain import MEMORY
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
 T = TypeVar("T")
+_ROWS = 4096
+"""Strategies that are priced at once, those of one table aside."""
 TICKS = 10**12
 """Search counts time in picoseconds, so that sums do not depend on their order."""
 REST, PREFIX, PEAK, MIDDLE, PREFETCHED, PENDING, UPDATED = range(len(MEMORY))
@@ -274,6 +277,7 @@ class Store:
     _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
     _options: dict[tuple[str, int, Fixed], StrategyOptions] = field(default_factory=dict)
     _same: dict[tuple[Strategy, ...], StrategyOptions] = field(default_factory=dict)
+    _allowed: dict[tuple[int, Fixed], BoolArray] = field(default_factory=dict)  # which options some pins leave
     _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
     _numbers: dict[Strategy, int] = field(default_factory=dict)
     _numbered: dict[int, IntArray] = field(default_factory=dict)
@@ -324,21 +328,40 @@ class Store:
         """Every strategy of a kind of layer under a shape; its schedule makes no difference."""
         key = (kind, shape.stage_devices, shape.stages, shape.microbatch, shape.microbatches == 1, sharing)
         if (fixed, *key) not in self._known:
-            self._known[fixed, *key] = self._table(kind, shape, fixed, sharing, self._known.get((UNPINNED, *key)))
+            unpinned = self._known.get((UNPINNED, *key))
+            narrowed = None if unpinned is None else self._narrowed(unpinned, fixed)
+            if narrowed is None:
+                self._price(kind, shape, fixed, sharing)
+            else:
+                self._known[fixed, *key] = narrowed
         return self._known[fixed, *key]
 
-    def _table(
-        self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing, unpinned: StrategyTable | None
-    ) -> StrategyTable:
-        if unpinned is not None:  # what pins leave of it, unless they go beyond the space
-            kept = np.flatnonzero([fixed.allows(strategy) for strategy in unpinned.strategies])
-            if len(kept):
-                return unpinned.at(kept)
-        options = self.options(kind, shape.stage_devices, fixed)
-        rows = np.flatnonzero(shape.microbatch % options.batch == 0)
-        costs = self.pricer.price_many(kind, options.part(rows), shape.microbatch, shape.stages, sharing)
-        valid = np.flatnonzero(costs.valid)
-        return StrategyTable(options, rows[valid], _figures(costs, shape.microbatches == 1).at(valid))
+    def _narrowed(self, unpinned: StrategyTable, fixed: Fixed) -> StrategyTable | None:
+        """What pins leave of a table; None where they go beyond the space."""
+        key = (id(unpinned.options), fixed)
+        if key not in self._allowed:
+            self._allowed[key] = np.array(fixed.kept(unpinned.options.strategies))
+        kept = np.flatnonzero(self._allowed[key][unpinned.rows])
+        return unpinned.at(kept) if len(kept) else None
+
+    def _price(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing) -> None:
+        """Prices the strategies of a table, and of those for other micro-batches of the batch where they are few."""
+        options, batch = self.options(kind, shape.stage_devices, fixed), shape.microbatch * shape.microbatches
+        others = (size for size in divisors(batch) if size != shape.microbatch)
+        rows: dict[int, IntArray] = {}
+        for size in (shape.microbatch, *others):
+            key = (fixed, kind, shape.stage_devices, shape.stages, size, size == batch, sharing)
+            some = np.flatnonzero(size % options.batch == 0)
+            if key not in self._known and (not rows or sum(map(len, rows.values())) + len(some) <= _ROWS):
+                rows[size] = some
+        every = np.concatenate(list(rows.values()))
+        sizes = np.repeat(list(rows), [len(some) for some in rows.values()])
+        costs = self.pricer.price_many(kind, options.part(every), sizes, shape.stages, sharing)
+        figures = {single: _figures(costs, single) for single in {size == batch for size in rows}}
+        for size in rows:
+            key = (fixed, kind, shape.stage_devices, shape.stages, size, size == batch, sharing)
+            valid = np.flatnonzero(costs.valid & (sizes == size))
+            self._known[key] = StrategyTable(options, every[valid], figures[size == batch].at(valid))
 
 
 @dataclass(slots=True)

@@ -312,11 +312,11 @@ class Uniform:
         layers that share parameters differ."""
         form, counts = self.problem.form, [len(groups) for groups in self._alike.values()]
         columns = [self._group(parts, groups[0]) for groups in self._alike.values()]
-        total: FloatArray = reduce(np.maximum, (choice[-1] for choice in columns)).astype(np.float64)
+        total: FloatArray = _reduced(np.maximum, [choice[-1] for choice in columns]).astype(np.float64)
         for part, (ramp, rounds) in enumerate(zip(form.ramp, form.rounds, strict=True)):
             choice = [column[part] for column in columns]
-            each = (count * column for count, column in zip(counts, choice, strict=True))
-            total = total + ramp * reduce(np.add, each) + rounds * reduce(np.maximum, choice)
+            each = [count * column for count, column in zip(counts, choice, strict=True)]
+            total = total + (ramp * _reduced(np.add, each) + rounds * _reduced(np.maximum, choice))
         total = np.broadcast_to(total, [len(next(iter(part.values()))) if part else 1 for part in parts])
         alive = total < limit
         for places in tied_groups(self.problem.graph):
@@ -461,6 +461,11 @@ _FIGURES: tuple[Callable[[StrategyTable], IntArray], ...] = (
 """Bytes of a layer: while the optimizer runs, at rest, of each micro-batch in flight, with any in flight besides."""
 Run = tuple[int, StrategyTable, int]
 """Axis, table and number of neighbouring layers with one table."""
+
+
+def _reduced(combine: Callable[[IntArray, IntArray], IntArray], columns: Iterable[IntArray]) -> IntArray:
+    """Columns of unlike extents combined, the smallest first."""
+    return reduce(combine, sorted(columns, key=np.size))
 
 
 def _along(values: IntArray, axis: int) -> IntArray:

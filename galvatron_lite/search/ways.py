@@ -123,7 +123,7 @@ def with_one_device(plan: Plan, task: PlanTask) -> Plan:
     """
     if plan.devices == 1 or plan.provenance is None or task.request.cluster is not None:
         return plan
-    graph, quickest = task.request.graph, plan
+    graph, quickest, source = task.request.graph, plan, provenance(task.session.profile, task.budget, 0.0)
     for count in sorted({1, plan.microbatches}):
         alone = plan_of(
             graph, devices=1, global_batch=task.request.global_batch, microbatches=count,
@@ -133,7 +133,7 @@ def with_one_device(plan: Plan, task: PlanTask) -> Plan:
             alone = price_plan(task.session.pricer, replace(alone, mode=task.session.mode))
         except InputError:
             continue
-        alone = replace(alone, provenance=provenance(task.session.profile, task.budget, 0.0))
+        alone = replace(alone, provenance=source)
         quickest = min(quickest, alone, key=seconds_of) if alone.fits else quickest
     if quickest is plan:
         return plan

@@ -405,13 +405,18 @@ def most_of(moments: Moments) -> tuple[int, ...]:
 
 def _worst(every: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Counts that no other ones exceed, without the midpoints of two that hold some of the same chunks."""
-    most = [counts for counts in every if not any(counts != more and all(map(le, counts, more)) for more in every)]
-    points = set(most)
+    points: dict[tuple[int, ...], None] = {}
+    for counts in sorted(every, key=sum, reverse=True):  # what exceeds a count comes before it
+        if not any(all(map(le, counts, more)) for more in points):
+            points[counts] = None
+    most = [counts for counts in every if counts in points]
     return [counts for counts in most if not any(_between(counts, end, points) for end in most if end != counts)]
 
 
 def _between(middle: tuple[int, ...], end: tuple[int, ...], points: Container[tuple[int, ...]]) -> bool:
     """Whether ``middle`` is the midpoint of ``end`` and a third one, each with some of the same chunks."""
-    third = tuple(2 * here - there for here, there in zip(middle, end, strict=True))
+    third = tuple([2 * here - there for here, there in zip(middle, end, strict=True)])
+    if third not in points:
+        return False
     chunks = [[count > 0 for count in counts] for counts in (end, middle, third)]
-    return third in points and chunks[0] == chunks[1] == chunks[2]
+    return chunks[0] == chunks[1] == chunks[2]
