@@ -125,6 +125,19 @@ class SplitDims(Strict):
 
 
 @dataclass(frozen=True, slots=True)
+class Boundary(Strict):
+    """Tensors of one size with which regions of a tensor group begin or end, and collectives of them in one pass."""
+
+    bytes: Size  # of a sample, all devices' shares together
+    shared: bool = False  # under sequence parallelism; else without
+    begins: Count = 0  # gathers in forward, of shared tokens
+    ends: Count = 0  # sums in forward, which scatter shared tokens
+    returns: Count = 0  # sums of gradients where regions begin, which scatter shared tokens
+    resumes: Count = 0  # gathers of gradients where regions end, of shared tokens
+    regathers: Count = 0  # gathers in backward of what begins, where a share of it was kept
+
+
+@dataclass(frozen=True, slots=True)
 class Routing(Strict):
     """How the tokens of a mixture go to its experts."""
 
@@ -184,6 +197,9 @@ class LayerKind(Strict):
     # gathered inputs is kept and nothing is recomputed
     regathers: Count = 0
     regathers_recomputed: Count = 0  # the same where the layer is recomputed
+    # all of these collectives, where the counts above do not tell: adapters begin and end with narrow tensors, and of
+    # what is frozen not every gradient is summed or gathered. Empty: they do
+    boundaries: tuple[Boundary, ...] = ()
     # the part of ``parameters`` that belongs to experts, which expert parallelism divides; of ``parameters.tensor``
     # where tensor parallelism is offered
     expert_parameters: Size = 0

@@ -86,10 +86,10 @@ def test_details_of_gpt2_and_bert() -> None:
     case = make_case("hf_gpt2")
     attention, mlp = infer_block(case.block, case.args, case.kwargs).regions
     assert [(patch.path, patch.name) for patch in attention.attributes] == [("attn", "split_size")]
-    assert (mlp.columns[0].path, mlp.row, mlp.attributes) == ("mlp.c_fc", "mlp.c_proj", ())
+    assert (mlp.columns[0].path, mlp.rows, mlp.attributes) == ("mlp.c_fc", ("mlp.c_proj",), ())
     case = make_case("hf_bert")
     attention = infer_block(case.block, case.args, case.kwargs).regions[0]
-    assert (attention.row, attention.gather) == ("attention.output.dense", TokenGather("attention.self", 0))
+    assert (attention.rows, attention.gather) == (("attention.output.dense",), TokenGather("attention.self", 0))
 
 
 class Wrapped(nn.Module):
