@@ -165,8 +165,8 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
 
 
 def _reading(operator: Operator) -> tuple[bool, int, int, Sharding]:
-    """Whether an operator is a matmul with weights, and of how many rows of which width; alike where inputs are."""
-    if operator.kind is not OperatorClass.MATMUL or not operator.weight_bytes:
+    """Whether a matmul has weights that train, and of how many rows of which width it is; alike where inputs are."""
+    if operator.kind is not OperatorClass.MATMUL or not operator.weight_bytes or operator.frozen:
         return False, 0, 0, Sharding.NONE
     rows, inner, _ = operator.shape
     return True, rows, inner, operator.sharding
