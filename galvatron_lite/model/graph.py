@@ -104,6 +104,7 @@ class Operator(Strict):
     # normalisation's channels, a mean over the picture)
     statistics: Flops = 0
     frozen: bool = False  # its weights get no gradient
+    reads: Count = 0  # of a matmul with weights: number of the tensor that it multiplies, in its layer; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

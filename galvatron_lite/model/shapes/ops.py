@@ -190,7 +190,7 @@ def linear(
     operator = Operator(
         name, OperatorClass.MATMUL, (rows, inner, columns), 1, flops, 2 * flops if x.grad else flops,
         x.bytes + out.bytes, 2 * (x.bytes + out.bytes) + out.bytes * bias, (weight + columns * bias) * tape.item_bytes,
-        sharding, precision=narrow_precision(tape) if fp8 else "",
+        sharding, precision=narrow_precision(tape) if fp8 else "", reads=x.key,
     )  # fmt: skip
     rebuilt = (x,) if tape.regathers(x) else ()
     # a share where the gathered input is gathered again
