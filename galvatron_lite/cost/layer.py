@@ -25,11 +25,11 @@ from galvatron_lite.cost.points import (
     PointKey,
     code_of,
     copied_bytes,
-    trained_copies,
     figures_at,
     index_points,
     new_gradient_bytes,
     points_of,
+    trained_copies,
 )
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment

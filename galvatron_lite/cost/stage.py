@@ -168,10 +168,11 @@ def _readers(operators: Sequence[Operator]) -> Iterable[Sequence[Operator]]:
     """Matmuls with weights that train, by the tensor that they read; where that is not known, those of one width behind
     one another read one."""
     readers = defaultdict[tuple[int, Sharding], list[Operator]](list)
-    before, run = (0, 0), 0
+    before: tuple[int, ...] = ()
+    run = 0
     for one in operators:
         trains = one.kind is OperatorClass.MATMUL and one.weight_bytes > 0 and not one.frozen
-        width = one.shape[:2] if trains else (0, 0)
+        width = one.shape[:2] if trains else ()
         run, before = run - (width != before), width
         if trains:
             readers[one.reads or run, one.sharding].append(one)

@@ -221,6 +221,11 @@ class LayerKind(Strict):
         return self.parameters.total - self.frozen.total
 
     @property
+    def returns(self) -> bool:
+        """Whether it has a backward pass: something in it trains, or in layers before it."""
+        return not self.frozen.total or any(one.backward_flops or one.backward_moved for one in self.operators)
+
+    @property
     def flops(self) -> int:
         """Forward FLOPs per sample."""
         return sum(operator.flops for operator in self.operators)

@@ -136,7 +136,8 @@ def hold_frozen(model: nn.Module) -> None:
     for module in model.modules():
         own = module.parameters(recurse=False)
         if isinstance(module, _CAST) and any(not one.requires_grad for one in own):
-            module.forward = partial(_with_held, module, module.forward)
+            forward = partial(_with_held, module, module.forward)
+            module.forward = forward  # type: ignore[method-assign]
 
 
 _CAST = (nn.Linear, nn.modules.conv._ConvNd)

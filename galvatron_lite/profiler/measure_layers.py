@@ -20,8 +20,8 @@ from galvatron_lite.parallelism.channel.parts import ChannelPlan, divides, split
 from galvatron_lite.parallelism.precision import (
     compute_context,
     compute_dtype,
-    holding_copies,
     hold_frozen,
+    holding_copies,
     narrow_experts,
     narrow_norms,
 )

@@ -172,7 +172,7 @@ class Tape:
         return self.training is not None and name in self.training.frozen
 
     def split(self, name: str, x: Value, out: Value, part: Division) -> None:
-        """Note with what a matmul split by columns (TENSOR) begins a region, or one split by rows (SEQUENCE) ends one."""
+        """Note with what a matmul split by columns (TENSOR) begins a region, or one by rows (SEQUENCE) ends one."""
         trains, returns = not self.freezes(name), x.grad and x.key not in self._constant
         if part is Division.TENSOR:
             again = self._entered.get(x.key, (0, False, False))[2] or (trains and returns)

@@ -140,7 +140,7 @@ class ListeningGroup(ShapeOnlyGroup):
 
 def _backward_node() -> str:
     """Name of the autograd node that runs; empty in forward. PyTorch has no public way to tell."""
-    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    node = torch._C._current_autograd_node()
     return str(node.name()) if node is not None else ""
 
 

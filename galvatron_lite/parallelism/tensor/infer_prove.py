@@ -3,9 +3,10 @@
 Candidates come from autograd: linears (columns) whose outputs reach one other linear (row), or several with the same
 columns (a row and its adapter), and nothing else. The proof of a region: with its columns cut to a rank's share and its
 attributes divided, the tensor that reaches a row equals that rank's slice of the unsplit one, so the row's partial
-products add up to the unsplit product; and with the unsplit product passed on, the block's output is unchanged. The proof that tokens can be shared: run on half of the tokens, with
-all tokens inside the regions, the block gives that half of its output. Inputs and weights are random, so that equality
-at one point is equality everywhere, gradients included.
+products add up to the unsplit product; and with the unsplit product passed on, the block's output is unchanged. The
+proof that tokens can be shared: run on half of the tokens, with all tokens inside the regions, the block gives that
+half of its output. Inputs and weights are random, so that equality at one point is equality everywhere, gradients
+included.
 """
 
 from __future__ import annotations
@@ -311,6 +312,7 @@ def _possible_parts(probe: Probe, candidate: Candidate, path: str, degree: int) 
 def _possible_patches(probe: Probe, reference: ReferenceRun, candidate: Candidate, degree: int) -> list[AttributePatch]:
     """Integers that the code read and that can be divided; those of modules near the region and heads first."""
     near = {path.rpartition(".")[0] for path in (*candidate.columns, *candidate.rows)}
+    near |= {path.rpartition(".")[0] for path in near if "." in path}  # around an adapter's module
     patches = []
     for path, name in reference.integers:
         value = getattr(probe.block.get_submodule(path), name)
@@ -358,8 +360,8 @@ def _gather_places(reference: ReferenceRun, region: Region) -> Iterator[TokenGat
     """The columns themselves, then modules around them that take in the same tensor, innermost first.
 
     Only the columns where these take in unlike tensors, as attention to another sequence does: a module around them
-    then has a tensor whose gradient the gathering of tokens would not sum. What feeders make of the same tensor is none:
-    each device has a part of its gradient, and so of the tensor's.
+    then has a tensor whose gradient the gathering of tokens would not sum. What feeders make of the same tensor is
+    none: each device has a part of its gradient, and so of the tensor's.
     """
     yield None
     inside = taking_in(reference, region)
