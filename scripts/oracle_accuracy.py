@@ -201,7 +201,7 @@ def bounds_table(rows: list[Scored]) -> str:
     least = min(constants_bound(members) for members in alone_sets.values())
     strategies = {row.strategy.value for row in split}
     others = [one.galvatron for one in rows if one.strategy not in strategies and one.galvatron is not None]
-    every = sum(len(sets[name]) * bound for name, bound in best.items()) + sum(others)
+    every = (sum(len(sets[name]) * bound for name, bound in best.items()) + sum(others)) / (len(split) + len(others))
     alone = list(measured_alone(rows))
     paper = [accuracy for one, accuracy, odd in alone if one.paper and not odd]
     plain = [accuracy for one, accuracy, odd in alone if not odd]
@@ -210,7 +210,7 @@ def bounds_table(rows: list[Scored]) -> str:
         *lines, "",
         f"Each network of one source by itself is met to {100 * least:.1f} % and more by some values of the constants: "
         f"two networks need two values of one constant. With {4 * len(sets)} constants chosen on the {len(split)} rows "
-        f"that split layers, and all else as it is, all would come to {100 * every / (len(split) + len(others)):.1f} %.",
+        f"that split layers, and all else as it is, all would come to {100 * every:.1f} %.",
         "",
         f"With one GPU's seconds as measured, the paper's own condition, data parallelism comes to {mean(paper)} on "
         f"the {len(paper)} rows that classify ImageNet in fp32 as the paper does, to {mean(plain)} on all "
