@@ -244,11 +244,11 @@ def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: E
     return where(held, copies, 0), where(held, 0, copies)
 
 
-def trained_copies(kind: LayerKind) -> float:
-    """Share of a layer's copies of weights that train, and get gradients as large."""
+def frozen_copies(kind: LayerKind) -> float:
+    """Share of a layer's copies of weights that get no gradient."""
     cast = [operator for operator in kind.operators if operator.kind in _CAST]
     total = sum(operator.weight_bytes for operator in cast)
-    return sum(operator.weight_bytes for operator in cast if not operator.frozen) / total if total else 1.0
+    return sum(operator.weight_bytes for operator in cast if operator.frozen) / total if total else 0.0
 
 
 def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:
