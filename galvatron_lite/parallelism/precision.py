@@ -144,14 +144,14 @@ _CAST = (nn.Linear, nn.modules.conv._ConvNd)
 """Modules whose parameters autocast casts."""
 
 
-def _with_held(module: nn.Module, forward: Callable[..., Tensor], value: Tensor, *args: Any, **options: Any) -> Tensor:
-    dtype, held = autocast_dtype(value), _HELD.get()
-    if dtype is None or held is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return forward(value, *args, **options)
+def _with_held(module: nn.Module, forward: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    if _HELD.get() is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return forward(*args, **options)
     frozen = [(name, one) for name, one in module.named_parameters(recurse=False) if not one.requires_grad]
-    copies = {name: nn.Parameter(copy_held(one, dtype), False) for name, one in frozen if one.dtype != dtype}
+    dtype = autocast_dtype(frozen[0][1]) if frozen else None
+    copies = {name: nn.Parameter(copy_held(one, dtype), False) for name, one in frozen if dtype and one.dtype != dtype}
     with _standing_in(module, copies):
-        return forward(value, *args, **options)
+        return forward(*args, **options)
 
 
 def _narrowed(
