@@ -410,8 +410,9 @@ class _Capture:
             routing=mixture.routing,
             expert_reason=mixture.reason,
         )
-        plain = {one for one in boundaries(kind) if kind.sequence_parallel or not one.shared}
-        return kind if plain == set(figure.boundaries or plain) else replace(kind, boundaries=figure.boundaries)
+        usual = {one for one in boundaries(kind) if kind.sequence_parallel or not one.shared}
+        told = figure.boundaries if kind.frozen.total or layer.role is not Role.BLOCK else ()
+        return replace(kind, boundaries=told) if told and set(told) != usual else kind
 
     def _channel_reasons(self, layer: Layer, dims: SplitDims) -> dict[str, str]:
         """Why a block does not run on shares of its output or input channels; tried on two."""
