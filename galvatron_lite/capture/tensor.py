@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from galvatron_lite.capture.shared import items_of
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
-from galvatron_lite.model.graph import Boundary, OperatorClass, Routing, Sharding, TensorSplit
+from galvatron_lite.model.graph import OperatorClass, Routing, Sharding, TensorBoundary, TensorSplit
 from galvatron_lite.model.shapes.fields import AUXILIARY_LOSS, CORRECTED_SCORES
 from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
 from galvatron_lite.model.trace_record import OperatorCall, Recorder, Recording
@@ -146,7 +146,7 @@ class TensorFigures:
     tokens: RegionFigures  # of a tensor group with sequence parallelism; ``share`` where that is not offered
     sharded: frozenset[str] = frozenset()  # names of parameters (inside the layer) that are split
     loss_bytes: int = 0  # of an edge, see ``LayerKind``
-    boundaries: tuple[Boundary, ...] = ()  # of its regions
+    boundaries: tuple[TensorBoundary, ...] = ()  # of its regions
 
     def split(self, figure: str) -> TensorSplit:
         """The parts of a figure of ``RegionFigures`` by how they are divided."""
@@ -235,7 +235,7 @@ def _run_share(
     plan: TensorPlan,
     degree: int,
     sequence_parallel: bool,
-) -> tuple[RegionFigures, frozenset[str], tuple[Boundary, ...]]:
+) -> tuple[RegionFigures, frozenset[str], tuple[TensorBoundary, ...]]:
     runs = []
     groups = [ListeningGroup(degree) for _ in calls]
     for call, chain, group in zip(calls, chains, groups, strict=True):
@@ -248,12 +248,12 @@ def _run_share(
     return share, _sharded(shards), _boundaries(groups, sequence_parallel)
 
 
-def _boundaries(groups: Sequence[ListeningGroup], shared: bool) -> tuple[Boundary, ...]:
+def _boundaries(groups: Sequence[ListeningGroup], shared: bool) -> tuple[TensorBoundary, ...]:
     """What was asked of a group at both batch sizes, by bytes a sample."""
     counts: dict[int, Counter[str]] = defaultdict(Counter)
     for (count, small), (_, large) in zip(*(group.heard for group in groups), strict=True):
         counts[(large - small) // (SAMPLES[1] - SAMPLES[0])][count] += 1
-    return tuple(Boundary(size, shared, **found) for size, found in counts.items())
+    return tuple(TensorBoundary(size, shared, **found) for size, found in counts.items())
 
 
 def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:
@@ -309,7 +309,7 @@ def split_edges(
     shares = [figures(*pair) for pair in zip(*runs, strict=True)]
     first, last = (TensorFigures(wholes[i], plans[i], degree, shares[i], shares[i], sharded[i]) for i in (0, 1))
     returns = any(count == "returns" for count, _ in groups[0].heard)
-    silent = (Boundary(0),) if plans[1].heads and not returns else ()  # nothing before it trains
+    silent = (TensorBoundary(0),) if plans[1].heads and not returns else ()  # nothing before it trains
     return first, replace(last, loss_bytes=_loss_bytes(groups), boundaries=silent)
 
 

@@ -126,7 +126,7 @@ class SplitDims(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary(Strict):
+class TensorBoundary(Strict):
     """Tensors of one size with which regions of a tensor group begin or end, and collectives of them in one pass."""
 
     bytes: Size  # of a sample, all devices' shares together
@@ -200,7 +200,7 @@ class LayerKind(Strict):
     regathers_recomputed: Count = 0  # the same where the layer is recomputed
     # all of these collectives, where the counts above do not tell: adapters begin and end with narrow tensors, and of
     # what is frozen not every gradient is summed or gathered. Empty: they do
-    boundaries: tuple[Boundary, ...] = ()
+    boundaries: tuple[TensorBoundary, ...] = ()
     # the part of ``parameters`` that belongs to experts, which expert parallelism divides; of ``parameters.tensor``
     # where tensor parallelism is offered
     expert_parameters: Size = 0

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from galvatron_lite.model.graph import (
-    Boundary,
     Layer,
     LayerKind,
     ModelGraph,
@@ -26,6 +25,7 @@ from galvatron_lite.model.graph import (
     Routing,
     Sharding,
     SplitDims,
+    TensorBoundary,
     TensorSplit,
     Tie,
 )
@@ -180,7 +180,7 @@ class Tape:
         elif part is Division.SEQUENCE:
             self._left.append((out.bytes, trains or returns))
 
-    def _boundaries(self) -> tuple[Boundary, ...]:
+    def _boundaries(self) -> tuple[TensorBoundary, ...]:
         """Where only some parameters train, all collectives of regions (see ``LayerKind``)."""
         if self.training is None:
             return ()
@@ -189,7 +189,7 @@ class Tape:
             counts[size].update(begins=1, returns=int(returns), regathers=int(again))
         for size, resumes in self._left:
             counts[size].update(ends=1, resumes=int(resumes))
-        shared = [Boundary(size, True, **one) for size, one in counts.items()]
+        shared = [TensorBoundary(size, True, **one) for size, one in counts.items()]
         return *(replace(one, shared=False, begins=0, resumes=0, regathers=0) for one in shared), *shared
 
     def narrow_copy(self, value: Value) -> tuple[Value, bool]:

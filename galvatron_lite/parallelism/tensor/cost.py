@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from galvatron_lite.arrays import Flag, Real, Whole, is_option, largest, never, opposite, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
-from galvatron_lite.model.graph import Boundary, LayerKind, Recompute, TensorSplit
+from galvatron_lite.model.graph import LayerKind, Recompute, TensorBoundary, TensorSplit
 from galvatron_lite.parallelism.base import (
     SWITCH,
     Chosen,
@@ -225,7 +225,7 @@ def gathered_share(kind: LayerKind) -> float:
     return 0.5 if any(operator.precision == "fp8" for operator in kind.operators) else 1.0
 
 
-def boundaries(kind: LayerKind) -> tuple[Boundary, ...]:
+def boundaries(kind: LayerKind) -> tuple[TensorBoundary, ...]:
     """With what regions begin and end, and what is sent of it.
 
     Where a kind does not say so, a region begins with the layer's input and ends with its output; where it does not say
@@ -238,8 +238,8 @@ def boundaries(kind: LayerKind) -> tuple[Boundary, ...]:
         entering = leaving = kind.input_bytes if kind.gathered_output_bytes else kind.output_bytes
     begins, ends = regions(kind)
     again = max(kind.regathers, kind.regathers_recomputed)
-    plain = Boundary(leaving, ends=ends, returns=begins)
-    shared = Boundary(leaving, True, begins, ends, begins, ends, again)
+    plain = TensorBoundary(leaving, ends=ends, returns=begins)
+    shared = TensorBoundary(leaving, True, begins, ends, begins, ends, again)
     if entering == leaving:
         return plain, shared
     inward = (replace(one, bytes=entering, ends=0, resumes=0) for one in (plain, shared))

@@ -115,7 +115,7 @@ class ListeningGroup(ShapeOnlyGroup):
     outputs: list[int] = field(default_factory=list)
     # bytes of all else, of which each device gives its share: figures of tokens that a loss needs
     figures: list[int] = field(default_factory=list)
-    # the field of ``Boundary`` that counts each collective, and bytes of the whole tensor
+    # the field of ``TensorBoundary`` that counts each collective, and bytes of the whole tensor
     heard: list[tuple[str, int]] = field(default_factory=list)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
