@@ -129,10 +129,10 @@ class _KnowsShards(nn.modules.conv._ConvNd):
         shard, name = to_local(image), f"conv{len(self.kernel_size)}d"
         check_batched(shard, len(self.kernel_size), name)
         amounts = (self.stride, self.padding, self.dilation, self.groups, 0)
-        extents = tuple([spec.extent for spec in specs])
-        plan = _planned(name, shard.shape, extents, self.weight.shape, amounts, shards_in(specs))
+        extents, weight = tuple([spec.extent for spec in specs]), self.weight
+        plan = _planned(name, shard.shape, extents, weight.shape, amounts, shards_in(specs))
         if plan.sides is not None:
-            return _with_halo(plan, plan.sides, shard, self.weight, self.bias, specs, image.rules)
+            return _with_halo(plan, plan.sides, shard, weight, self.bias, specs, image.rules)
         return wrap_locals(super().forward(shard), _specs_after(plan, specs), image.rules)
 
 
