@@ -1,4 +1,5 @@
-"""Predicted against measured step time and peak memory of many plans: a GPT on two processes, a ConvNeXt on four."""
+"""Predicted against measured step time and peak memory of many plans: a GPT or ResNet-50 on two processes, a ConvNeXt
+on four."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch import distributed as dist
 from torch import nn
 
 import quickstart_model
+import resnet50_model
 import train_convnext_model
 from galvatron_lite import auto_parallelize
 from galvatron_lite.cost.plan import evaluate
@@ -80,6 +82,20 @@ def convnext_cases() -> list[Case]:
     ]
 
 
+def resnet_cases() -> list[Case]:
+    """Plans for two devices: samples or rows of pixels."""
+    data, rows = Strategy(data=2), Strategy(height=2)
+    return [Case("data", 1, 1, (data,), data), Case("rows", 1, 1, (rows,), rows)]
+
+
+CASES = {
+    "gpt": (quickstart_model, gpt_cases),
+    "convnext": (train_convnext_model, convnext_cases),
+    "resnet50": (resnet50_model, resnet_cases),
+}
+"""By the name of a model: its module, and the plans to try."""
+
+
 def plan_of(case: Case, profile: Profile, batch: int) -> Plan:
     """The case as a plan of the profile's model, the same number of blocks in every stage."""
     layers = profile.graph.layers
@@ -141,9 +157,7 @@ def mean_size(errors: Sequence[float]) -> float:
 def main() -> None:
     """Measure every case and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--model", choices=("gpt", "convnext"), default="gpt", help="of the quickstart, of train_convnext"
-    )
+    parser.add_argument("--model", choices=tuple(CASES), default="gpt", help="of scripts/*_model.py")
     parser.add_argument("--folder", type=Path, default=Path("profiles"), help="where the measured profile is")
     parser.add_argument("--steps", type=int, default=12, help="steps to time of each plan")
     parser.add_argument("--only", default="", help="run the plans whose name holds this")
@@ -151,11 +165,9 @@ def main() -> None:
     options = parser.parse_args()
     join(torch.device("cpu"))
     profile = read_profile(last_profile(options.folder))
-    model, cases = (
-        (quickstart_model, gpt_cases()) if options.model == "gpt" else (train_convnext_model, convnext_cases())
-    )
+    model, cases = CASES[options.model]
     rows = []
-    for case in cases:
+    for case in cases():
         if options.only not in case.name:
             continue
         plan = evaluate(profile, plan_of(case, profile, model.BATCH))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,14 +17,14 @@ from galvatron_lite.capture.shared import items_of
 from galvatron_lite.errors import GalvatronError
 from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors, tensors_of
 from galvatron_lite.model.gates import keeping_gates
-from galvatron_lite.model.graph import OperatorClass, Routing, Sharding, TensorSplit
+from galvatron_lite.model.graph import OperatorClass, Routing, Sharding, TensorBoundary, TensorSplit
 from galvatron_lite.model.shapes.fields import AUXILIARY_LOSS, CORRECTED_SCORES
 from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
 from galvatron_lite.model.trace_record import OperatorCall, Recorder, Recording
 from galvatron_lite.model.trace_run import BlockCall, RegionRun, entered, explaining, region_end, run_block, shapes_only
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.tensor.apply import shard_layer
-from galvatron_lite.parallelism.tensor.group import ListeningGroup, ShapeOnlyGroup
+from galvatron_lite.parallelism.tensor.group import ListeningGroup
 from galvatron_lite.parallelism.tensor.infer import NOT_OFFERED, infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
@@ -147,6 +148,7 @@ class TensorFigures:
     tokens: RegionFigures  # of a tensor group with sequence parallelism; ``share`` where that is not offered
     sharded: frozenset[str] = frozenset()  # names of parameters (inside the layer) that are split
     loss_bytes: int = 0  # of an edge, see ``LayerKind``
+    boundaries: tuple[TensorBoundary, ...] = ()  # of its regions
 
     def split(self, figure: str) -> TensorSplit:
         """The parts of a figure of ``RegionFigures`` by how they are divided."""
@@ -241,7 +243,8 @@ def split_block(
         runs = [_run_share(block, calls, chains, plan, degree, choice) for choice in choices]
     except GalvatronError as error:
         return unsplit(figures, f"One device's share of it does not run: {error}")
-    return TensorFigures(figures, plan, degree, runs[0][0], runs[-1][0], runs[0][1])
+    boundaries = tuple(one for run in runs for one in run[2])
+    return TensorFigures(figures, plan, degree, runs[0][0], runs[-1][0], runs[0][1], boundaries=boundaries)
 
 
 def _run_share(
@@ -251,15 +254,25 @@ def _run_share(
     plan: TensorPlan,
     degree: int,
     sequence_parallel: bool,
-) -> tuple[RegionFigures, frozenset[str]]:
+) -> tuple[RegionFigures, frozenset[str], tuple[TensorBoundary, ...]]:
     runs = []
-    for call, chain in zip(calls, chains, strict=True):
+    groups = [ListeningGroup(degree) for _ in calls]
+    for call, chain, group in zip(calls, chains, groups, strict=True):
         twin = copy.deepcopy(block)
-        shards = shard_layer(twin, plan, ShapeOnlyGroup(degree), sequence_parallel)
+        shards = shard_layer(twin, plan, group, sequence_parallel)
         taken = _fewer_tokens(call, chain, degree) if sequence_parallel else call
         runs.append(run_block(twin, taken, chain))
-    rows = {region.row for region in plan.regions}
-    return figures(*runs, rows=rows, degree=degree if sequence_parallel else 1), _sharded(shards)
+    rows = {row for region in plan.regions for row in region.rows}
+    share = figures(*runs, rows=rows, degree=degree if sequence_parallel else 1)
+    return share, _sharded(shards), _boundaries(groups, sequence_parallel)
+
+
+def _boundaries(groups: Sequence[ListeningGroup], shared: bool) -> tuple[TensorBoundary, ...]:
+    """What was asked of a group at both batch sizes, by bytes a sample."""
+    counts: dict[int, Counter[str]] = defaultdict(Counter)
+    for (count, small), (_, large) in zip(*(group.heard for group in groups), strict=True):
+        counts[(large - small) // (SAMPLES[1] - SAMPLES[0])][count] += 1
+    return tuple(TensorBoundary(size, shared, **found) for size, found in counts.items())
 
 
 def _fewer_tokens(call: BlockCall, chain: Sequence[int], degree: int) -> BlockCall:
@@ -314,7 +327,9 @@ def split_edges(
         return unsplit(wholes[0], reason), unsplit(wholes[1], reason)
     shares = [figures(*pair) for pair in zip(*runs, strict=True)]
     first, last = (TensorFigures(wholes[i], plans[i], degree, shares[i], shares[i], sharded[i]) for i in (0, 1))
-    return first, replace(last, loss_bytes=_loss_bytes(groups))
+    returns = any(count == "returns" for count, _ in groups[0].heard)
+    silent = (TensorBoundary(0),) if plans[1].heads and not returns else ()  # nothing before it trains
+    return first, replace(last, loss_bytes=_loss_bytes(groups), boundaries=silent)
 
 
 def _loss_bytes(groups: Sequence[ListeningGroup]) -> int:

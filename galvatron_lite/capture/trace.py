@@ -62,6 +62,7 @@ from galvatron_lite.model.trace_meta import check_model, dtype_of, meta_copy, pr
 from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, garbage_waits, observe, run_block
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.precision import narrow_norms
+from galvatron_lite.parallelism.tensor.cost import boundaries
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 
 
@@ -401,7 +402,7 @@ class _Capture:
         returned = [one for call in self.calls[1] if call.path in layer.modules for one in tensors_of(call.output)]
         if any(tensor.dim() < 2 for tensor in returned):  # a loss beside the picture has no channels to share
             dims = replace(dims, out_channels=0)
-        return LayerKind(
+        kind = LayerKind(
             name=layer.kind,
             parameters=self._parameters(layer, figure.sharded),
             frozen=self._parameters(layer, figure.sharded, frozen=True),
@@ -429,6 +430,9 @@ class _Capture:
             routing=mixture.routing,
             expert_reason=mixture.reason,
         )
+        usual = {one for one in boundaries(kind) if kind.sequence_parallel or not one.shared}
+        told = figure.boundaries if kind.frozen.total or layer.role is not Role.BLOCK else ()
+        return replace(kind, boundaries=told) if told and set(told) != usual else kind
 
     def _channel_reasons(self, layer: Layer, dims: SplitDims) -> dict[str, str]:
         """Why a block does not run on shares of its output or input channels; tried on two."""

@@ -26,6 +26,7 @@ from galvatron_lite.cost.points import (
     code_of,
     copied_bytes,
     figures_at,
+    frozen_copies,
     index_points,
     new_gradient_bytes,
     points_of,
@@ -95,6 +96,7 @@ class LayerCost:
     # ``forward_working``) and beside the layer after it, on their way in either pass
     returning: int = 0
     copies: int = 0  # bytes of weights in the precision of compute, held beside the parameters in all passes of a step
+    frozen_copies: int = 0  # those among them that get no gradient
     # bytes of the largest gradient of one weight: made beside the sum of earlier micro-batches, then added to it
     new_gradient: int = 0
     # whether the profile holds points for the strategy; the other figures mean nothing where it does not
@@ -413,6 +415,7 @@ class LayerPricer:
             "passing_gradients": up(work.gradient_items * profile.passing_bytes),
             "accumulated": largest(up(work.reduce_items * summed) - gradients, 0) if profile.accumulates else 0,
             "copies": copies,
+            "frozen_copies": up(copies * frozen_copies(kind)),
             "new_gradient": new_gradient_bytes(profile, kind, work, strategy),
             "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }

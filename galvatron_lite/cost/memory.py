@@ -75,7 +75,7 @@ def gradients_of(cost: LayerCost, microbatches: int) -> Whole:
 def passing_of(cost: LayerCost, microbatches: int) -> Whole:
     """Bytes of gradients that last until a backward pass ends. Copies of weights that several micro-batches share were
     made in the first one, before all else of a later one: autograd takes their gradients to the weights last."""
-    return cost.passing_gradients + (cost.copies if microbatches > 1 else 0)
+    return cost.passing_gradients + (cost.copies - cost.frozen_copies if microbatches > 1 else 0)
 
 
 def late_gradients(cost: LayerCost) -> Whole:

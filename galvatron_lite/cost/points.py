@@ -244,6 +244,13 @@ def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: E
     return where(held, copies, 0), where(held, 0, copies)
 
 
+def frozen_copies(kind: LayerKind) -> float:
+    """Share of a layer's copies of weights that get no gradient."""
+    cast = [operator for operator in kind.operators if operator.kind in _CAST]
+    total = sum(operator.weight_bytes for operator in cast)
+    return sum(operator.weight_bytes for operator in cast if operator.frozen) / total if total else 0.0
+
+
 def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:
     """Bytes of the largest gradient of one weight of a layer on one device, in the precision of its parameters.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import prod
 
 from galvatron_lite.arrays import Real, largest, least
@@ -146,16 +146,16 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
     """Bytes that the gradients of a layer's weights are made from: inputs and output gradients of its matmuls and
     convolutions.
 
-    Matmuls of equal inputs behind one another (queries, keys and values; gate and up) read one tensor. A tensor group
-    shares the wider side: columns of what widens, the inner dim of what narrows again.
+    Matmuls of one tensor (queries, keys and values; gate and up) hold it once. A tensor group shares the wider side:
+    columns of what widens, the inner dim of what narrows again.
     """
     graph, items = pricer.profile.graph, 0.0
-    for (matmul, rows, inner, sharding), run in groupby(graph.kind_of(graph.layers[place]).operators, _reading):
-        own = list(run)
+    operators = graph.kind_of(graph.layers[place]).operators
+    for own in _readers(operators):
+        rows, inner, _ = own[0].shape
         sides = own[0].count * inner, sum(operator.count * operator.shape[-1] for operator in own)
-        split = 1 if sharding is Sharding.NONE else strategy.tensor
-        items += rows * (min(sides) + max(sides) / split) if matmul else 0.0
-    for one in graph.kind_of(graph.layers[place]).operators:
+        items += rows * (min(sides) + max(sides) / (1 if own[0].sharding is Sharding.NONE else strategy.tensor))
+    for one in operators:
         if one.kind is OperatorClass.CONVOLUTION and one.weight_bytes and not one.frozen:
             windows = sides_of(one)
             items += one.count * one.shape[0] * prod(window.extent for window in windows)
@@ -164,12 +164,19 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
     return round(items * shape.microbatch / shares * activation_bytes(graph.precision))
 
 
-def _reading(operator: Operator) -> tuple[bool, int, int, Sharding]:
-    """Whether an operator is a matmul with weights, and of how many rows of which width; alike where inputs are."""
-    if operator.kind is not OperatorClass.MATMUL or not operator.weight_bytes:
-        return False, 0, 0, Sharding.NONE
-    rows, inner, _ = operator.shape
-    return True, rows, inner, operator.sharding
+def _readers(operators: Sequence[Operator]) -> Iterable[Sequence[Operator]]:
+    """Matmuls with weights that train, by the tensor that they read; where that is not known, those of one width behind
+    one another read one."""
+    readers = defaultdict[tuple[int, Sharding], list[Operator]](list)
+    before: tuple[int, ...] = ()
+    run = 0
+    for one in operators:
+        trains = one.kind is OperatorClass.MATMUL and one.weight_bytes > 0 and not one.frozen
+        width = one.shape[:2] if trains else ()
+        run, before = run - (width != before), width
+        if trains:
+            readers[one.reads or run, one.sharding].append(one)
+    return readers.values()
 
 
 def _layer_cost(

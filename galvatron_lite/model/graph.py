@@ -104,6 +104,7 @@ class Operator(Strict):
     # normalisation's channels, a mean over the picture)
     statistics: Flops = 0
     frozen: bool = False  # its weights get no gradient
+    reads: Count = 0  # of a matmul with weights: number of the tensor that it multiplies, in its layer; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,19 @@ class SplitDims(Strict):
     depth: Size = 0
     height: Size = 0
     width: Size = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBoundary(Strict):
+    """Tensors of one size with which regions of a tensor group begin or end, and collectives of them in one pass."""
+
+    bytes: Size  # of a sample, all devices' shares together
+    shared: bool = False  # under sequence parallelism; else without
+    begins: Count = 0  # gathers in forward, of shared tokens
+    ends: Count = 0  # sums in forward, which scatter shared tokens
+    returns: Count = 0  # sums of gradients where regions begin, which scatter shared tokens
+    resumes: Count = 0  # gathers of gradients where regions end, of shared tokens
+    regathers: Count = 0  # gathers in backward of what begins, where a share of it was kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +198,9 @@ class LayerKind(Strict):
     # gathered inputs is kept and nothing is recomputed
     regathers: Count = 0
     regathers_recomputed: Count = 0  # the same where the layer is recomputed
+    # all of these collectives, where the counts above do not tell: adapters begin and end with narrow tensors, and of
+    # what is frozen not every gradient is summed or gathered. Empty: they do
+    boundaries: tuple[TensorBoundary, ...] = ()
     # the part of ``parameters`` that belongs to experts, which expert parallelism divides; of ``parameters.tensor``
     # where tensor parallelism is offered
     expert_parameters: Size = 0
@@ -202,6 +219,11 @@ class LayerKind(Strict):
     def trainable(self) -> int:
         """Parameter items that get a gradient."""
         return self.parameters.total - self.frozen.total
+
+    @property
+    def returns(self) -> bool:
+        """Whether it has a backward pass: something in it trains, or in layers before it."""
+        return not self.frozen.total or any(one.backward_flops or one.backward_moved for one in self.operators)
 
     @property
     def flops(self) -> int:

@@ -192,4 +192,5 @@ def _operator(
         sharding=sharding,
         causal=all(call.causal for call in calls),
         statistics=sum(call.statistics for call in calls),
+        reads=calls[0].reads if any(call.weight_bytes for call in calls) else 0,
     )

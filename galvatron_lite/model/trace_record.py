@@ -49,6 +49,7 @@ class OperatorCall:
     statistics: int = 0  # items that are summed over all pixels of a picture before its result is known
     groups: int = 1  # matmuls of that shape that it runs side by side, one an expert of a mixture
     weight_bytes: int = 0  # of figures for one sample: bytes that do not grow with the samples
+    reads: int = 0  # of a matmul: storage of what stands left of the weight
 
 
 @dataclass(slots=True)
@@ -98,10 +99,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = OperatorCall(
                 self.path, name, classify(func), extents(func, args, outputs), flops(func, args, kwargs, output),
                 moved(func, inputs, outputs), self.backward, numbers, is_causal(func, args),
-                statistics_of(name, args), groups(func, args),
+                statistics_of(name, args), groups(func, args), reads=self._left_of(func, args),
             )  # fmt: skip
             self.target.calls.append(call)
         return output
+
+    def _left_of(self, func: Any, args: Any) -> int:
+        if classify(func) is not OperatorClass.MATMUL:
+            return 0
+        return self.number(args[1 if name_of(func) in ("addmm", "baddbmm") else 0])
 
     def number(self, tensor: Tensor, created: bool = False) -> int:
         """The number of a tensor's storage; one not seen before gets the next, and an event if it was ``created``."""

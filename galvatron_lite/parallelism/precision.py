@@ -15,6 +15,9 @@ So do experts that are stacked in one parameter (``narrow_experts``). They are m
 autocast does not know: their rows would be widened to the fp32 of the parameters, with twice the bytes and a fraction
 of the speed of everything around them. Their parameters are cast as autocast casts weights: once a step, or in every
 pass of layers computed again.
+
+Weights that do not train are cast once a step, too (``hold_frozen``): autocast keeps copies of those alone that do, and
+each micro-batch in flight would hold one more of all others.
 """
 
 from __future__ import annotations
@@ -179,6 +182,29 @@ def narrow_experts(model: nn.Module) -> None:
         module = model.get_submodule(path)
         # whoever looks at the signature finds the experts' own
         module.forward = update_wrapper(partial(_narrowed, module, module.forward, copied), module.forward)
+
+
+def hold_frozen(model: nn.Module) -> None:
+    """Let matmuls and convolutions whose weights are frozen share a copy of them over a step, in place."""
+    for module in model.modules():
+        own = module.parameters(recurse=False)
+        if isinstance(module, _CAST) and any(not one.requires_grad for one in own):
+            forward = partial(_with_held, module, module.forward)
+            module.forward = forward  # type: ignore[method-assign]
+
+
+_CAST = (nn.Linear, nn.modules.conv._ConvNd)
+"""Modules whose parameters autocast casts."""
+
+
+def _with_held(module: nn.Module, forward: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    if _HELD.get() is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return forward(*args, **options)
+    frozen = [(name, one) for name, one in module.named_parameters(recurse=False) if not one.requires_grad]
+    dtype = autocast_dtype(frozen[0][1]) if frozen else None
+    copies = {name: nn.Parameter(copy_held(one, dtype), False) for name, one in frozen if dtype and one.dtype != dtype}
+    with _standing_in(module, copies):
+        return forward(*args, **options)
 
 
 def _narrowed(

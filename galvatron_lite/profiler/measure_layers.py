@@ -20,6 +20,7 @@ from galvatron_lite.parallelism.channel.parts import ChannelPlan, divides, split
 from galvatron_lite.parallelism.precision import (
     compute_context,
     compute_dtype,
+    hold_frozen,
     holding_copies,
     narrow_experts,
     narrow_norms,
@@ -239,6 +240,7 @@ def make_shard(
     apply_recompute(shard, setting.recompute)
     if compute_dtype(precision) is not None:
         narrow_norms(shard)
+        hold_frozen(shard)
     shard.forward = computing_in(precision, device, shard.forward)
     return shard
 

@@ -17,7 +17,7 @@ from torch import nn
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.data.apply import GradientReducer
 from galvatron_lite.parallelism.pipeline.tied import shared_before, tie
-from galvatron_lite.parallelism.precision import narrow_experts, narrow_norms
+from galvatron_lite.parallelism.precision import hold_frozen, narrow_experts, narrow_norms
 from galvatron_lite.parallelism.sharded.calls import intercept_custom_functions
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.hooks import hooks_of, install_hooks
@@ -121,6 +121,7 @@ def split_stage(
     sharded = splitter.split(place, roots or [model])
     if options.compute is not None:
         narrow_norms(model)
+        hold_frozen(model)
     traffic = redistributor_of(stage, meshes, splits.sampled, options.compute)
     install_hooks(model, sharded.borders, traffic, incoming, users)
     install_router_losses(model, stage, meshes, sharded.experts)

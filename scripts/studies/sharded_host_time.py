@@ -1,4 +1,4 @@
-"""Host time that sharded tensors add to a call: convolution with borders, batch norm, ReLU, addition.
+"""Host time that sharded tensors add to a call and to its backward pass: convolutions, batch norm, ReLU, addition.
 
 python scripts/studies/sharded_host_time.py
 
@@ -9,7 +9,7 @@ Python and launches count. The plain call works on a tensor of the shard's size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
-from galvatron_lite.parallelism.sharded.tensor import ShardSpec, from_local
+from galvatron_lite.parallelism.sharded.tensor import ShardSpec, from_local, to_local
 from galvatron_lite.parallelism.spatial.apply import bind_modules
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 
@@ -34,6 +34,13 @@ def seconds_a_call(run: Callable[[], object]) -> float:
             run()
         best = min(best, (time.process_time() - start) / CALLS)
     return best
+
+
+def both(run: Callable[[Tensor], Tensor], image: Tensor, leaves: Sequence[Tensor]) -> tuple[float, float]:
+    """Seconds of a call, and of its backward pass to those leaves that it uses."""
+    output = to_local(run(image))
+    back = partial(torch.autograd.grad, output, leaves, torch.ones_like(output), retain_graph=True, allow_unused=True)
+    return seconds_a_call(partial(run, image)), seconds_a_call(back)
 
 
 def main() -> None:
@@ -57,12 +64,18 @@ def main() -> None:
         "batch norm module": nn.BatchNorm2d(CHANNELS),
     }
     # first without what split_pixels binds
-    plain = {name: seconds_a_call(partial(run, local)) for name, run in (functions | modules).items()}
+    leaves = {name: [local, *module.parameters()] for name, module in modules.items()}
+    plain = {
+        name: both(run, local, leaves.get(name, [local, weight, scale, shift]))
+        for name, run in (functions | modules).items()
+    }
     for module in modules.values():
         bind_modules(module)
     for name, run in (functions | modules).items():
-        added = seconds_a_call(partial(run, sharded)) - plain[name]
-        print(f"{name}: {1e6 * plain[name]:.0f} us plain, {1e6 * added:+.0f} us on shards")
+        found = both(run, sharded, leaves.get(name, [local, weight, scale, shift]))
+        pairs = zip(plain[name], found, strict=True)
+        (there, more), (back, again) = [(1e6 * one, 1e6 * (two - one)) for one, two in pairs]
+        print(f"{name}: {there:.0f} us plain, {more:+.0f} us on shards; backward {back:.0f} us, {again:+.0f} us")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def share_of(family: str, degree: int, sequence_parallel: bool) -> RegionFigures
         own = hidden.new_empty(samples, tokens, hidden.shape[2]).requires_grad_()
         args = (own, *call.args[1:])
         runs.append(run_block(block, BlockCall(path, args, call.kwargs), [0]))
-    rows = {region.row for region in plan.regions}
+    rows = {row for region in plan.regions for row in region.rows}
     return figures(*runs, rows=rows, degree=degree if sequence_parallel else 1)
 
 

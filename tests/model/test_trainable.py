@@ -15,9 +15,10 @@ from galvatron_lite.capture.trace import trace
 from galvatron_lite.cost.step import device_memory
 from galvatron_lite.errors import InputError
 from galvatron_lite.model import zoo
-from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
+from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute, Role
 from galvatron_lite.model.shapes import build_graph, load_model
 from galvatron_lite.model.trainable import Trainable
+from galvatron_lite.parallelism.tensor.cost import boundaries
 from galvatron_lite.profiler.kept_profiles import check_trainable
 from tests.model.test_shapes_trace import SHAPES, SIZES, TOKENS
 
@@ -55,6 +56,7 @@ def test_closed_forms_are_what_is_captured(name: str, way: str) -> None:
         assert (kind.parameters.total, kind.frozen.total) == (own.parameters.total, own.frozen.total), layer.name
         assert matmuls(kind) == matmuls(own), layer.name
         assert kind.kept[Recompute.NONE].total == own.kept[Recompute.NONE].total, layer.name
+        assert layer.role is not Role.BLOCK or set(boundaries(kind)) == set(boundaries(own)), layer.name
 
 
 @pytest.mark.parametrize(

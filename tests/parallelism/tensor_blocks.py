@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from galvatron_lite.parallelism.tensor.group import TensorGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import Placement
+from tests.equivalence.adapters import with_adapters
 from tests.parallelism.running import gather_full
 
 SAMPLES, TOKENS, HIDDEN, HEADS, HEAD = 2, 8, 32, 4, 8
@@ -177,11 +178,25 @@ def cross_attention() -> Case:
     return Case(CrossAttention().double(), (hidden(), hidden()))
 
 
+def adapted(case: Case) -> Case:
+    """With adapters beside all linear layers; everything trains, to see all gradients."""
+    names = {path.rpartition(".")[2] for path, module in case.block.named_modules() if isinstance(module, nn.Linear)}
+    return replace(case, block=with_adapters(case.block, names).double().requires_grad_())
+
+
+def adapted_llama() -> Case:
+    return adapted(zoo_llama())
+
+
+def adapted_hf_llama() -> Case:
+    return adapted(hf_llama())
+
+
 CASES: dict[str, Callable[[], Case]] = {
     make.__name__: make
     for make in (
         zoo_gpt, zoo_llama, hf_llama, hf_qwen2, hf_qwen3, hf_gpt2, hf_bert, hf_vit, encoder, fused_attention,
-        gated_mlp, cross_attention,
+        gated_mlp, cross_attention, adapted_llama, adapted_hf_llama,
     )
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ DEGREES = {
     "zoo_gpt": (4, True, 2), "zoo_llama": (4, True, 2), "hf_llama": (4, True, 2), "hf_qwen2": (4, True, 2),
     "hf_qwen3": (4, True, 2), "hf_gpt2": (4, True, 2), "hf_bert": (4, True, 2), "hf_vit": (4, True, 2),
     "encoder": (64, False, 1), "fused_attention": (4, True, 1), "gated_mlp": (48, True, 1),
-    "cross_attention": (4, False, 1),
+    "cross_attention": (4, False, 1), "adapted_llama": (4, True, 2), "adapted_hf_llama": (4, True, 2),
 }  # fmt: skip
 
 
@@ -86,10 +86,10 @@ def test_details_of_gpt2_and_bert() -> None:
     case = make_case("hf_gpt2")
     attention, mlp = infer_block(case.block, case.args, case.kwargs).regions
     assert [(patch.path, patch.name) for patch in attention.attributes] == [("attn", "split_size")]
-    assert (mlp.columns[0].path, mlp.row, mlp.attributes) == ("mlp.c_fc", "mlp.c_proj", ())
+    assert (mlp.columns[0].path, mlp.rows, mlp.attributes) == ("mlp.c_fc", ("mlp.c_proj",), ())
     case = make_case("hf_bert")
     attention = infer_block(case.block, case.args, case.kwargs).regions[0]
-    assert (attention.row, attention.gather) == ("attention.output.dense", TokenGather("attention.self", 0))
+    assert (attention.rows, attention.gather) == (("attention.output.dense",), TokenGather("attention.self", 0))
 
 
 class Wrapped(nn.Module):
@@ -246,3 +246,14 @@ def test_weights_that_other_modules_share_stay_whole() -> None:
 
 def test_prime_factors() -> None:
     assert [prime_factors(n) for n in (1, 2, 12, 97, 28672)] == [[], [2], [2, 3], [97], [2, 7]]
+
+
+def test_adapters_stand_inside_of_regions() -> None:
+    case = make_case("adapted_hf_llama")
+    plan = infer_block(case.block, case.args, case.kwargs)
+    attention, mlp = plan.regions
+    assert attention.rows == ("self_attn.o_proj.base", "self_attn.o_proj.down")
+    assert [(one.path, one.source) for one in mlp.columns] == [
+        ("mlp.gate_proj.base", 0), ("mlp.gate_proj.up", 1), ("mlp.up_proj.base", 0), ("mlp.up_proj.up", 2),
+    ]  # fmt: skip
+    assert mlp.feeders == ("mlp.gate_proj.down", "mlp.up_proj.down")

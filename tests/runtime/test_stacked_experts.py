@@ -15,7 +15,7 @@ from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.zoo import build
 from galvatron_lite.model.zoo.moe import Experts
 from galvatron_lite.parallelism.expert.find import find_mixtures
-from galvatron_lite.parallelism.precision import holding_copies, narrow_experts
+from galvatron_lite.parallelism.precision import hold_frozen, holding_copies, narrow_experts
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 
 CPU = torch.device("cpu")
@@ -132,3 +132,27 @@ def test_selective_recomputation_keeps_what_grouped_matmuls_return(recompute: Re
     with Counting() as counted:
         experts(*given).sum().backward()
     assert counted.count == 3 + 2 * 3 + more
+
+
+def test_frozen_weights_are_cast_once_a_step_and_give_what_autocast_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, trained = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+    model, value = nn.Sequential(trained, frozen), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(value)
+    expected.float().sum().backward()
+    gradient, trained.weight.grad = trained.weight.grad, None
+    hold_frozen(model)
+    seen: list[int] = []
+    linear = functional.linear
+    monkeypatch.setattr(functional, "linear", lambda *given: (seen.append(given[1].data_ptr()), linear(*given))[1])
+    with holding_copies(torch.bfloat16, CPU):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                found = model(value)
+    found.float().sum().backward()
+    assert torch.equal(found, expected)
+    assert gradient is not None
+    assert torch.equal(trained.weight.grad, gradient)  # type: ignore[arg-type]
+    assert seen[1] == seen[3] != frozen.weight.data_ptr()
+    assert seen[0] == seen[2] == trained.weight.data_ptr()
+    assert isinstance(frozen.weight, nn.Parameter)

@@ -14,6 +14,7 @@ from galvatron_lite.api import plan as find
 from galvatron_lite.api_plans import verify_plan
 from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
+from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.step import device_memory
 from galvatron_lite.model.batch import call_model, loss_of
 from galvatron_lite.model.example import example_batch
@@ -21,6 +22,8 @@ from galvatron_lite.model.graph import ModelGraph, OperatorClass
 from galvatron_lite.model.zoo import build
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
+from galvatron_lite.verify.conformance.layers import PlannedLayers
+from galvatron_lite.verify.conformance.volume import predicted_bytes, sent_bytes
 from galvatron_lite.verify.schema import Verdict
 from tests.equivalence.adapters import with_adapters
 
@@ -64,7 +67,19 @@ PLANS = {
     "one": (1, ()), "zero": (2, ("zero=3",)), "data": (2, ("data=2",)),
     "stages": (2, ("pp=2", "schedule=1f1b", "microbatch=2")),
 }  # fmt: skip
+SPLIT = {
+    "tensor": ("tensor=2", "sp=off"),
+    "tokens": ("tensor=2", "sp=on"),
+    "split backward": ("pp=2", "schedule=zb-1p"),
+}
+CASES = [
+    *((family, devices, fix) for family in FAMILIES for devices, fix in PLANS.values()),
+    *((family, 2, SPLIT[way]) for family in ("llama", "qwen2") for way in ("tensor", "tokens")),
+    *((family, 2, SPLIT["split backward"]) for family in ("gpt", "qwen2", "mixtral", "vit")),
+]
 CLOSE = 0.05
+SINGLE = 64
+"""Bytes of single figures (a loss) that a tensor group sums beside what is priced."""
 
 
 def captured(family: str) -> tuple[nn.Module, Any, ModelGraph]:
@@ -100,17 +115,18 @@ def test_backward_goes_as_far_as_it_must(family: str) -> None:
     assert 2 * sum(matmuls) == counted_flops(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_dry_runs_take_what_is_predicted(family: str) -> None:
+@pytest.mark.parametrize(("family", "devices", "fix"), CASES)
+def test_dry_runs_take_what_is_predicted(family: str, devices: int, fix: tuple[str, ...]) -> None:
     model, batch, graph = captured(family)
     trained = [one.numel() for one in model.parameters() if one.requires_grad]
     assert (graph.parameters, graph.trainable) == (sum(one.numel() for one in model.parameters()), sum(trained))
-    for devices, fix in PLANS.values():
-        profile = profile_of(graph, devices)
-        plan = find(profile, batch=SAMPLES, fix=fix, forbid="recompute")
-        report = verify_plan(plan, model, batch, checks="dry", profile=profile)
-        predicted = device_memory(plan)
-        for run in report.roles:
-            expected = predicted[run.stage].total - predicted[run.stage].context
-            assert run.peak.total - run.peak.context == pytest.approx(expected, rel=CLOSE), (fix, run.stage)
-        assert [check for check in report.checks if check.verdict is Verdict.FAILED] == [], fix
+    profile = profile_of(graph, devices)
+    plan = find(profile, batch=SAMPLES, fix=fix, forbid="recompute")
+    report = verify_plan(plan, model, batch, checks="dry", profile=profile)
+    predicted, planned, pricer = device_memory(plan), PlannedLayers(plan, graph), LayerPricer(profile)
+    for run in report.roles:
+        priced = predicted_bytes(pricer, planned, run.stage)["tensor"]
+        assert sent_bytes(run, planned)["tensor"] == pytest.approx(priced, abs=SINGLE), fix
+        expected = predicted[run.stage].total - predicted[run.stage].context
+        assert run.peak.total - run.peak.context == pytest.approx(expected, rel=CLOSE), (fix, run.stage)
+    assert [check for check in report.checks if check.verdict is Verdict.FAILED] == [], fix

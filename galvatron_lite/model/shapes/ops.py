@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
 from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
-from galvatron_lite.model.shapes.tape import Tape, memory_operator, sharding_of
+from galvatron_lite.model.shapes.tape import Tape, memory_operator, narrow, sharding_of
 
 _RMS_PASSES = (7, 23)
 """Times that RMSNorm, step by step, reads or writes a tensor of its input's size: forward, backward."""
@@ -191,7 +191,7 @@ def linear(
     operator = Operator(
         name, OperatorClass.MATMUL, (rows, inner, columns), 1, flops, 2 * flops if x.grad else flops,
         x.bytes + out.bytes, 2 * (x.bytes + out.bytes) + out.bytes * bias, (weight + columns * bias) * tape.item_bytes,
-        sharding, precision=narrow_precision(tape) if fp8 else "",
+        sharding, precision=narrow_precision(tape) if fp8 else "", reads=x.key,
     )  # fmt: skip
     rebuilt = (x,) if tape.regathers(x) else ()
     # a share where the gathered input is gathered again
@@ -199,6 +199,7 @@ def linear(
     # our own selective recomputation keeps the sum of a row-split matmul's products, of which each device has a share
     summed = part is Division.SEQUENCE and tape.kernels.selective == "operators"
     anchor = replace(out, part=Division.SEQUENCE) if summed else out
+    tape.split(name, x, out, part)
     done = tape.record(ShapeCall((x,), out, saved=saved, anchor=(anchor,), rebuilt=rebuilt), operator)
     training = tape.training
     if training is None or name not in training.adapted:
@@ -209,12 +210,15 @@ def linear(
 def _adapted(tape: Tape, name: str, x: Value, base: Value, sizes: tuple[int, int, int], part: Division) -> Value:
     """What a linear layer gives plus the scaled product of its input with an adapter's two matrices.
 
-    Of a layer split by columns the second matrix is split, of one split by rows the first one.
+    Of a layer split by columns the second matrix is split, and takes in its input gathered; of one split by rows the
+    first one is, and its output summed.
     """
     inner, rank, columns = sizes
-    split = (Division.WHOLE, part) if part is Division.TENSOR else (part, Division.WHOLE)
-    narrow = linear(tape, f"{name}.lora_down", x, inner, rank, split[0], bias=False)
-    update = linear(tape, f"{name}.lora_up", narrow, rank, columns, split[1], bias=False)
+    column, row = part is Division.TENSOR, part is Division.SEQUENCE
+    down, up = part if row else Division.WHOLE, part if column else Division.WHOLE
+    low = linear(tape, f"{name}.lora_down", narrow(x) if column else x, inner, rank, down, bias=False)
+    low, base = tape.gather(low) if column else narrow(low) if row else low, narrow(base) if row else base
+    update = linear(tape, f"{name}.lora_up", low, rank, columns, up, bias=False)
     scaled = tape.value(update.items, update.part)
     operator = memory_operator(f"{name}.lora_scale", update, 2 * update.bytes, 2 * update.bytes)
     tape.record(ShapeCall((update,), scaled, fusible=True), operator)

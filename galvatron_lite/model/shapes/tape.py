@@ -8,7 +8,7 @@ takes the place of their attention matrices.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,6 +25,7 @@ from galvatron_lite.model.graph import (
     Routing,
     Sharding,
     SplitDims,
+    TensorBoundary,
     TensorSplit,
     Tie,
 )
@@ -79,6 +80,8 @@ class Tape:
     _read: set[int] = field(default_factory=set)
     _gathered: set[int] = field(default_factory=set)
     _casts: dict[int, Value] = field(default_factory=dict)
+    _entered: dict[int, tuple[int, bool, bool]] = field(default_factory=dict)
+    _left: list[tuple[int, bool]] = field(default_factory=list)
 
     def value(self, items: int, part: Division, item_bytes: int = 0, grad: bool = True) -> Value:
         """A new tensor of its own storage; at the tape's precision unless told."""
@@ -168,6 +171,27 @@ class Tape:
         """Whether the weights of an operator get no gradient."""
         return self.training is not None and name in self.training.frozen
 
+    def split(self, name: str, x: Value, out: Value, part: Division) -> None:
+        """Note with what a matmul split by columns (TENSOR) begins a region, or one by rows (SEQUENCE) ends one."""
+        trains, returns = not self.freezes(name), x.grad and x.key not in self._constant
+        if part is Division.TENSOR:
+            again = self._entered.get(x.key, (0, False, False))[2] or (trains and returns)
+            self._entered[x.key] = (x.bytes, returns, again)
+        elif part is Division.SEQUENCE:
+            self._left.append((out.bytes, trains or returns))
+
+    def _boundaries(self) -> tuple[TensorBoundary, ...]:
+        """Where only some parameters train, all collectives of regions (see ``LayerKind``)."""
+        if self.training is None:
+            return ()
+        counts: dict[int, Counter[str]] = defaultdict(Counter)
+        for size, returns, again in self._entered.values():
+            counts[size].update(begins=1, returns=int(returns), regathers=int(again))
+        for size, resumes in self._left:
+            counts[size].update(ends=1, resumes=int(resumes))
+        shared = [TensorBoundary(size, True, **one) for size, one in counts.items()]
+        return *(replace(one, shared=False, begins=0, resumes=0, regathers=0) for one in shared), *shared
+
     def narrow_copy(self, value: Value) -> tuple[Value, bool]:
         """A copy of a tensor in one byte an item, and whether it is new: readers of one tensor share it."""
         new = value.key not in self._casts
@@ -243,6 +267,7 @@ class Tape:
             loss_bytes=loss_bytes,
             tensor_gathers=regions[0] if regions else None,
             tensor_scatters=regions[1] if regions else None,
+            boundaries=self._boundaries(),
             regathers=len(self._gathered) if self.kernels.regather else 0,
             regathers_recomputed=len(self._gathered) if self.kernels.regather_recomputed else 0,
             expert_parameters=self.expert_items,

@@ -242,6 +242,7 @@ def _grouped(tape: Tape, shape: MoeShape, name: str, x: Value, extents: tuple[in
         name, OperatorClass.MATMUL, (max(1, rows // many), inner, columns), many, flops, 2 * flops, moved, 2 * moved,
         weight * tape.item_bytes, sharding_of(out if part is Division.TENSOR else x),
         precision=ops.narrow_precision(tape) if fp8 else "",
+        reads=x.key,
     )  # fmt: skip
     return tape.record(ShapeCall((x,), out, saved=(replace(kept, part=x.part),), anchor=(out,)), operator)
 

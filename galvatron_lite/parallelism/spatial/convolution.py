@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional, grad
+from torch.nn import functional
 
 from galvatron_lite.parallelism.sharded.calls import apply_internal, named_arguments
 from galvatron_lite.parallelism.sharded.tensor import (
@@ -129,10 +129,10 @@ class _KnowsShards(nn.modules.conv._ConvNd):
         shard, name = to_local(image), f"conv{len(self.kernel_size)}d"
         check_batched(shard, len(self.kernel_size), name)
         amounts = (self.stride, self.padding, self.dilation, self.groups, 0)
-        extents = tuple([spec.extent for spec in specs])
-        plan = _planned(name, shard.shape, extents, self.weight.shape, amounts, shards_in(specs))
+        extents, weight = tuple([spec.extent for spec in specs]), self.weight
+        plan = _planned(name, shard.shape, extents, weight.shape, amounts, shards_in(specs))
         if plan.sides is not None:
-            return _with_halo(plan, plan.sides, shard, self.weight, self.bias, specs, image.rules)
+            return _with_halo(plan, plan.sides, shard, weight, self.bias, specs, image.rules)
         return wrap_locals(super().forward(shard), _specs_after(plan, specs), image.rules)
 
 
@@ -195,7 +195,7 @@ def _windows(kernel: Sequence[int], options: Mapping[str, Any], transposed: bool
 def _as_autocast(shard: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """In the dtype that autocast runs convolutions in, where it is on; it leaves float64 alone."""
     kind = shard.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return shard, weight, bias
     cast = partial(_lowered, dtype=torch.get_autocast_dtype(kind))
     return cast(shard), cast(weight), None if bias is None else cast(bias)
@@ -258,17 +258,22 @@ class _Convolve(Function):
         if plan.transposed:
             # of what the transposed convolution made before it was cropped
             arriving = padded(gradient, halo.sides, _crops(halo))
-        returning = weights = None
-        if for_shard:
+        biases = gradient.sum((0, *range(PIXELS, gradient.dim()))) if for_bias else None
+        if not for_weight:
             size = list(ctx.shape)
             for side in halo.sides:
                 size[side.dim] = side.needed[1] - side.needed[0]
-            returning = give_back(_input_gradient(plan, size, weight, arriving), halo)
-        if for_weight:
-            image = Borrowing(kept[0], halo, kept=kept[1:]).arrive()
-            weights = _weight_gradient(plan, image, weight.shape, arriving)
-        biases = gradient.sum((0, *range(PIXELS, gradient.dim()))) if for_bias else None
-        return returning() if returning is not None else None, weights, biases, None, None
+            image = gradient.new_empty(1).expand(size)
+            return give_back(_gradients(plan, arriving, image, weight, _OF_IMAGE)[0], halo)(), None, biases, None, None
+        image = Borrowing(kept[0], halo, kept=kept[1:]).arrive()
+        if not for_shard:
+            return None, _gradients(plan, arriving, image, weight, _OF_WEIGHT)[1], biases, None, None
+        if not overlaps(halo.sides, kept[0], weight):  # one call costs less host time than two
+            images, weights = _gradients(plan, arriving, image, weight, _OF_BOTH)
+            return give_back(images, halo)(), weights, biases, None, None
+        returning = give_back(_gradients(plan, arriving, image, weight, _OF_IMAGE)[0], halo)
+        weights = _gradients(plan, arriving, image, weight, _OF_WEIGHT)[1]
+        return returning(), weights, biases, None, None
 
 
 def _run_overlapped(
@@ -303,21 +308,19 @@ def _crops(halo: Halo) -> list[tuple[int, int]]:
     return [crop(side.window, side.outputs, side.needed) for side in halo.sides]
 
 
-def _input_gradient(plan: ConvolutionPlan, size: Sequence[int], weight: Tensor, gradient: Tensor) -> Tensor:
-    """A transposed convolution is the adjoint of the convolution with its weight: its gradient is that convolution."""
-    name = plan.name
-    if plan.transposed:
-        function: Callable[..., Tensor] = getattr(functional, name.replace("_transpose", ""))
-        return function(gradient, weight, **plan.steps)
-    backward: Callable[..., Tensor] = getattr(grad, f"{name}_input")
-    return backward(size, weight, gradient, **plan.steps)
+_OF_IMAGE, _OF_WEIGHT, _OF_BOTH = [True, False, False], [False, True, False], [True, True, False]
 
 
-def _weight_gradient(plan: ConvolutionPlan, image: Tensor, shape: Sequence[int], gradient: Tensor) -> Tensor:
-    """Of a transposed convolution, that of the convolution with input and gradient exchanged."""
-    backward: Callable[..., Tensor] = getattr(grad, f"{plan.name.replace('_transpose', '')}_weight")
-    first, second = (gradient, image) if plan.transposed else (image, gradient)
-    return backward(first, shape, second, **plan.steps)
+def _gradients(
+    plan: ConvolutionPlan, gradient: Tensor, image: Tensor, weight: Tensor, wanted: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Of the image and of the weights; without the image's values where the latter is not wanted."""
+    steps = plan.steps
+    images, weights, _ = torch.ops.aten.convolution_backward(
+        gradient, image, weight, None, steps["stride"], steps["padding"], steps["dilation"], plan.transposed,
+        (0,) * len(plan.windows), steps["groups"], wanted,
+    )  # fmt: skip
+    return images, weights
 
 
 HANDLERS: Mapping[str, Handler] = {

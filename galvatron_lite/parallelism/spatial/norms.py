@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from galvatron_lite.parallelism.sharded.reductions import along
 from galvatron_lite.parallelism.sharded.tensor import (
     Call,
     Handler,
+    ShardedTensor,
     ShardSpec,
     ShardSpecs,
     global_shape,
@@ -52,7 +53,8 @@ def batch_norm(call: Call) -> Any:
     if not specs_of(options["input"]):
         return call.rules.otherwise(call)
     state = [options[name] for name in _STATE]
-    return _batch_norm(options["input"], state, options["training"], options["momentum"], options["eps"], ())
+    local = to_local(options["input"])
+    return _batch_norm(options["input"], local, state, options["training"], options["momentum"], options["eps"], ())
 
 
 def instance_norm(call: Call) -> Any:
@@ -137,10 +139,11 @@ class _KnowsShards(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, image: Tensor) -> Tensor:
         """As the batch norm does."""
-        if not specs_of(image):
+        if not isinstance(image, ShardedTensor):
             return super().forward(image)
-        self._check_input_dim(to_local(image))  # type: ignore[no-untyped-call]
-        return _synchronised(self, (), image)
+        local = to_local(image)
+        self._check_input_dim(local)  # type: ignore[no-untyped-call]
+        return _normalised(self, (), image, local)
 
 
 class ShardedBatchNorm1d(_KnowsShards, nn.BatchNorm1d):
@@ -156,26 +159,36 @@ class ShardedBatchNorm3d(_KnowsShards, nn.BatchNorm3d):
 
 
 def _synchronised(module: nn.modules.batchnorm._BatchNorm, groups: tuple[AxisGroup, ...], tensor: Tensor) -> Tensor:
-    """What the module does with a batch; which statistics count, and how much, is as its documentation says."""
-    if len(global_shape(tensor)) < 2:
+    local = to_local(tensor)
+    if local.dim() < 2:
         raise InputError("input of SyncBatchNorm", global_shape(tensor), "Give (samples, channels, ...).")
-    running = module.running_mean is not None and (not module.training or module.track_running_stats)
-    means, variances = (module.running_mean, module.running_var) if running else (None, None)
-    training = module.training or module.running_mean is None
+    return _normalised(module, groups, tensor, local)
+
+
+def _normalised(
+    module: nn.modules.batchnorm._BatchNorm, groups: tuple[AxisGroup, ...], tensor: Tensor, local: Tensor
+) -> Tensor:
+    """What the module does with a batch; which statistics count, and how much, is as its documentation says."""
+    means, variances = module.running_mean, module.running_var
+    training = module.training or means is None
+    if module.training and not module.track_running_stats:
+        means = variances = None
     state = means, variances, module.weight, module.bias
-    return _batch_norm(tensor, state, training, _momentum(module), module.eps, groups)
+    return _batch_norm(tensor, local, state, training, _momentum(module), module.eps, groups)
 
 
 def _momentum(module: nn.modules.batchnorm._BatchNorm) -> float:
     """The weight of this batch in the running statistics; without a momentum they are the mean of all batches."""
-    if not (module.training and module.track_running_stats and module.num_batches_tracked is not None):
+    batches = module.num_batches_tracked if module.training and module.track_running_stats else None
+    if batches is None:
         return module.momentum or 0.0
-    module.num_batches_tracked.add_(1)
-    return 1.0 / module.num_batches_tracked.item() if module.momentum is None else module.momentum
+    batches.add_(1)
+    return 1.0 / batches.item() if module.momentum is None else module.momentum
 
 
 def _batch_norm(
     tensor: Tensor,
+    local: Tensor,
     state: Sequence[Tensor | None],
     training: bool,
     momentum: float,
@@ -186,7 +199,7 @@ def _batch_norm(
 
     ``state``: running mean and variance, weight and bias.
     """
-    specs, local = specs_of(tensor), to_local(tensor)
+    specs = specs_of(tensor)
     channel, pixels = _split_specs(specs)
     if channel is not None:
         state = [_local_channels(one, channel) for one in state]
@@ -195,15 +208,16 @@ def _batch_norm(
         kernel: Callable[..., Tensor] = functional.batch_norm
         result = kernel(local, means, variances, weight, bias, training, momentum, eps)
     else:
-        extents = list(local.shape)
+        shape = local.shape
+        extents = list(shape)
         for spec in pixels:
             extents[spec.dim] = spec.extent
-        found = _over_specs(moments(local, (0, *range(2, len(extents)))), pixels, prod(extents) // extents[CHANNELS])
+        found = _over_specs(_by_channel(local.detach()), pixels, prod(extents) // extents[CHANNELS])
         for group in others:
             found = _over_group(found, group)
-        _refuse_single(found.count, tensor)
+        _refuse_single(found.items, tensor)
         _update(means, variances, found, momentum, 1)
-        form = NormForm(local.shape, 1, (*_groups(pixels), *others), eps)
+        form = NormForm(shape, 1, (*_groups(pixels), *others), eps)
         result = normalise(local, (weight, bias), found, form)
     wrapped: Tensor = wrap_locals(result, specs, tensor.rules) if specs else result  # type: ignore[attr-defined]
     return wrapped
@@ -221,7 +235,7 @@ def _split_specs(specs: ShardSpecs) -> tuple[ShardSpec | None, ShardSpecs]:
 
 
 def _groups(specs: Sequence[ShardSpec]) -> tuple[AxisGroup, ...]:
-    return tuple(spec.group for spec in specs)
+    return tuple([spec.group for spec in specs])
 
 
 def _local_channels(parameter: Tensor | None, channel: ShardSpec | None) -> Tensor | None:
@@ -251,13 +265,12 @@ def _refuse_single(count: float | Tensor, tensor: Tensor) -> None:
 # Statistics
 
 
-@dataclass(frozen=True, slots=True)
-class Moments:
+class Moments(NamedTuple):
     """Statistics of a tensor."""
 
     mean: Tensor  # one number a statistic
     variance: Tensor  # the mean squared deviation
-    count: float | Tensor  # items of each statistic
+    items: float | Tensor  # of each statistic
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -275,39 +288,50 @@ def as_autocast(tensor: Tensor) -> Tensor:
 
 def moments(tensor: Tensor, dims: Sequence[int]) -> Moments:
     """Of this rank's own items: over ``dims``, one statistic an item of the other dims, in their order."""
-    shape = tensor.shape
-    count = prod([shape[dim] for dim in dims])
-    kept = [extent for dim, extent in enumerate(shape) if dim not in dims]
-    tensor = tensor.detach()
-    if count == 0:
-        nothing = _wide(tensor.new_zeros(kept))
+    count = prod([tensor.shape[dim] for dim in dims])
+    kept = [extent for dim, extent in enumerate(tensor.shape) if dim not in dims]
+    found = _by_channel(tensor.detach().reshape(1, prod(kept), count))
+    return Moments(found.mean.view(kept), found.variance.view(kept), count)
+
+
+def _by_channel(tensor: Tensor) -> Moments:
+    """Of this rank's own items, over all dims but the second."""
+    channels = tensor.shape[CHANNELS]
+    if not tensor.numel():
+        nothing = _wide(tensor.new_zeros(channels))
         return Moments(nothing, nothing, 0)
-    by_channel = tensor if dims[0] == 0 else tensor.reshape(1, prod(kept), count)
-    if tensor.device.type in ("cpu", "cuda"):
-        # The first half of torch's own batch normalisation makes no wide copy of 16 bits. Running statistics in the
-        # wide type, which nobody needs, have it answer in that.
-        means = variances = None
-        if tensor.dtype.itemsize < torch.float32.itemsize:
-            means, variances = torch.zeros(2, by_channel.shape[1], device=tensor.device)
-        mean, variance = torch.batch_norm_update_stats(by_channel, means, variances, 0.0)
-    else:
-        variance, mean = torch.var_mean(_wide(by_channel), [0, *range(2, by_channel.dim())], correction=0)
-    return Moments(mean, variance, count) if len(kept) == 1 else Moments(mean.view(kept), variance.view(kept), count)
+    return Moments(*_statistics(tensor), tensor.numel() // channels)
+
+
+def _statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance over all dims but the second."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        variance, mean = torch.var_mean(_wide(tensor), [0, *range(2, tensor.dim())], correction=0)
+        return mean, variance
+    # The first half of torch's own batch normalisation makes no wide copy of 16 bits. Running statistics in the
+    # wide type, which nobody needs, have it answer in that.
+    means = variances = None
+    if tensor.dtype.itemsize < torch.float32.itemsize:
+        means, variances = torch.zeros(2, tensor.shape[1], device=tensor.device)
+    found: tuple[Tensor, Tensor] = torch.batch_norm_update_stats(tensor, means, variances, 0.0)
+    return found
 
 
 def _over_specs(found: Moments, specs: Sequence[ShardSpec], count: int) -> Moments:
     """Of the items of all ranks that share dims, from each one's own; ``count``: items of them all."""
     for spec in specs:
-        size, (mean, variance) = spec.group.size, (found.mean, found.variance)
-        joined = spec.group.all_gather(torch.stack((mean, variance)), 0).view(size, 2, *mean.shape)
-        means, variances = joined.unbind(1)
-        base, extra = divmod(spec.extent, size)
+        group, mean = spec.group, found.mean
+        joined = group.all_gather(torch.stack((mean, found.variance)), 0)
+        base, extra = divmod(spec.extent, group.size)
         if not extra:
-            variance, mean = torch.var_mean(means, 0, correction=0)
-            found = Moments(mean, variance.add_(variances.mean(0)), count)
+            # of both statistics their mean over ranks, and of means the variance over ranks
+            average, spread = _statistics(joined.view(group.size, -1))
+            mean, variance = average.view(2, *mean.shape).unbind()
+            found = Moments(mean, variance.add_(spread.narrow(0, 0, mean.numel()).view_as(mean)), count)
             continue
+        means, variances = joined.view(group.size, 2, *mean.shape).unbind(1)
         # filled in on the device, for which nobody needs to wait
-        weights = means.new_full((size,), base / spec.extent)
+        weights = means.new_full((group.size,), base / spec.extent)
         weights[:extra] = (base + 1) / spec.extent
         found = Moments(*_merged(means, variances, weights), count)
     return found
@@ -316,7 +340,7 @@ def _over_specs(found: Moments, specs: Sequence[ShardSpec], count: int) -> Momen
 def _over_group(found: Moments, group: AxisGroup) -> Moments:
     """Of the items of all ranks of a group, each of which has any number of them, unknown to the others."""
     statistics = torch.stack((found.mean, found.variance)).flatten()
-    count = torch.as_tensor(found.count, dtype=statistics.dtype, device=statistics.device).reshape(1)
+    count = torch.as_tensor(found.items, dtype=statistics.dtype, device=statistics.device).reshape(1)
     gathered = group.all_gather(torch.cat((statistics, count))[None], 0)
     counts = gathered[:, -1:]
     means, variances = gathered[:, :-1].reshape(group.size, 2, -1).unbind(1)
@@ -332,18 +356,21 @@ def _merged(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, 
 
 def _update(mean: Tensor | None, variance: Tensor | None, found: Moments, momentum: float, samples: int) -> None:
     """Running statistics, of unbiased variances, the mean over samples that have their own."""
-    for running, batch in ((mean, found.mean), (variance, found.variance)):
-        if running is not None:
-            unbiased = batch if running is mean else batch * (found.count / (found.count - 1))
-            kept = unbiased if samples == 1 else unbiased.view(samples, -1).mean(0)
-            running.lerp_(kept if kept.dtype == running.dtype else kept.to(running.dtype), momentum)
+    if mean is None or variance is None:
+        return
+    own, other, count = found
+    if samples > 1:
+        own, other = own.view(samples, -1).mean(0), other.view(samples, -1).mean(0)
+    unbiased = other * (count / (count - 1)) if isinstance(count, Tensor) else other
+    scale = 1.0 if isinstance(count, Tensor) else count / (count - 1)
+    mean.mul_(1.0 - momentum).add_(own, alpha=momentum)
+    variance.mul_(1.0 - momentum).add_(unbiased, alpha=momentum * scale)
 
 
 # Normalisation by statistics of features
 
 
-@dataclass(frozen=True, slots=True)
-class NormForm:
+class NormForm(NamedTuple):
     """How an image is normalised, feature by feature."""
 
     shape: tuple[int, ...]  # in which features are dim 1
@@ -378,7 +405,7 @@ class _Normalise(Function):
         ctx: Any, tensor: Tensor, weight: Tensor | None, bias: Tensor | None, found: Moments, form: NormForm
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight, found.mean, found.variance)
-        ctx.form, ctx.count = form, found.count
+        ctx.form, ctx.count = form, found.items
         mean, variance = form.by_feature(found.mean), form.by_feature(found.variance)
         view = tensor if form.shape == tensor.shape else tensor.reshape(form.shape)
         result = torch.batch_norm(view, weight, bias, mean, variance, False, 0.0, form.eps, True)
@@ -398,13 +425,15 @@ class _Normalise(Function):
         )
         for_tensor, for_weight, for_bias, *_ = ctx.needs_input_grad
         if for_tensor:
-            sums = torch.stack((slope * by_weight, slope * by_bias))
-            sums = sums if form.each == 1 else sums.view(2, -1, form.each).sum(2)
+            sums, scale = torch.stack((by_weight, by_bias)), (variance + form.eps).rsqrt_().div_(-ctx.count)
+            if form.each > 1:
+                sums = (slope * sums).view(2, -1, form.each).sum(2)
+            elif weight is not None:
+                scale.mul_(weight)
             for group in form.groups:
                 sums = group.all_reduce(sums)
-            scale = -(variance + form.eps).rsqrt() / ctx.count
             factor, offset = (form.by_feature(one) for one in (scale * sums).unbind())
-            passed += functional.batch_norm(view, means, variances, factor, offset, False, 0.0, form.eps)
+            passed += torch.batch_norm(view, factor, offset, means, variances, False, 0.0, form.eps, True)
         by_weight, by_bias = by_weight if for_weight else None, by_bias if for_bias else None
         return passed.view(tensor.shape), by_weight, by_bias, None, None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -159,31 +159,50 @@ class _Sharding:
     shards: Shards = field(default_factory=dict)
 
     def shard_region(self, region: Region, regather: bool) -> None:
-        entrance = _Entrance(self.group, self.sequence_parallel, len(region.columns), regather)
         for column in region.columns:
             linear = find_module(self.modules, column.path)
             self._slice(weight_of(linear), output_dim(linear), column.parts)
             self._slice(bias_of(linear), 0, column.parts)
             local = sum(share(extent, self.group.size, self.group.rank)[1] for extent in column.parts)
             setattr(linear, "out_features" if isinstance(linear, nn.Linear) else "nf", local)
-            if self.sequence_parallel and regather:
-                linear.forward = partial(entrance.call, linear.forward)
-            if not (self.sequence_parallel and region.gather):
-                linear.register_forward_pre_hook(entrance)
-        if self.sequence_parallel and region.gather:
-            hook = partial(_gather_argument, region.gather, entrance)
-            find_module(self.modules, region.gather.path).register_forward_pre_hook(hook, with_kwargs=True)
-        self._make_row(find_module(self.modules, region.row), entrance)
+        entrances = self._enter(region, regather)
+        for row in region.rows:
+            self._make_row(find_module(self.modules, row), entrances)
         if region.attributes:
             divide_attributes(self.modules[""], region, self.group.size)
 
-    def _make_row(self, linear: nn.Module, entrance: _Entrance) -> None:
+    def _enter(self, region: Region, regather: bool) -> list[_Entrance]:
+        """Entrances at the columns, one for each tensor that they take in, or at a module around them."""
+        if self.sequence_parallel and region.gather:
+            inside = [*region.feeders, *(column.path for column in region.columns)]
+            entrance = self._entrance(inside, regather)
+            hook = partial(_gather_argument, region.gather, entrance)
+            find_module(self.modules, region.gather.path).register_forward_pre_hook(hook, with_kwargs=True)
+            return [entrance]
+        entrances = []
+        for source in sorted({column.source for column in region.columns}):
+            paths = [column.path for column in region.columns if column.source == source]
+            entrances.append(self._entrance(paths, regather))
+            for path in paths:
+                find_module(self.modules, path).register_forward_pre_hook(entrances[-1])
+        return entrances
+
+    def _entrance(self, paths: Sequence[str], regather: bool) -> _Entrance:
+        """For linears that take in one tensor, which they keep only if one of their weights trains."""
+        linears = [find_module(self.modules, path) for path in paths]
+        again = self.sequence_parallel and regather and any(weight_of(one).requires_grad for one in linears)
+        entrance = _Entrance(self.group, self.sequence_parallel, len(linears), again)
+        for linear in linears if again else ():
+            linear.forward = partial(entrance.call, linear.forward)
+        return entrance
+
+    def _make_row(self, linear: nn.Module, entrances: Sequence[_Entrance]) -> None:
         weight, dim = weight_of(linear), 1 - output_dim(linear)
         self._slice(weight, dim, (weight.shape[dim],))
         setattr(linear, "in_features" if isinstance(linear, nn.Linear) else "nx", weight.shape[dim])
         leave = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
         # An instance attribute, because a hook cannot keep the bias out of the sum over the group.
-        linear.forward = partial(_row_forward, linear, entrance, partial(leave, group=self.group))
+        linear.forward = partial(_row_forward, linear, entrances, partial(leave, group=self.group))
 
     def shard_embedding(self, path: str) -> None:
         """Each device looks up its own rows of the vocabulary; the sum over the group has them all."""
@@ -217,9 +236,9 @@ class _Sharding:
 
 
 class _Entrance:
-    """Pre-hook of a region's column linears: the first one communicates, the others reuse what it got.
+    """Pre-hook of a region's columns that take in one tensor: the first communicates, the others reuse what it got.
 
-    It keeps the tensors only until the region's last column, or its row, has run.
+    It keeps the tensors only until the last of them, or the region's row, has run.
     """
 
     def __init__(self, group: TensorGroup, sequence_parallel: bool, columns: int, regather: bool) -> None:
@@ -267,9 +286,12 @@ def _gather_argument(
     return (*args[:index], entrance.enter(args[index]), *args[index + 1 :]), kwargs
 
 
-def _row_forward(linear: nn.Module, entrance: _Entrance, leave: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+def _row_forward(
+    linear: nn.Module, entrances: Sequence[_Entrance], leave: Callable[[Tensor], Tensor], tensor: Tensor
+) -> Tensor:
     """Row linear: the local product, summed over the group; then the bias, once."""
-    entrance.forget()
+    for entrance in entrances:
+        entrance.forget()
     weight, bias = weight_of(linear), bias_of(linear)
     with row_product():
         result = leave(functional.linear(tensor, weight if output_dim(linear) == 0 else weight.t()))

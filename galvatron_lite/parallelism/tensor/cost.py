@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from galvatron_lite.arrays import Flag, Real, Whole, is_option, largest, never, opposite, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
-from galvatron_lite.model.graph import LayerKind, Recompute, TensorSplit
+from galvatron_lite.model.graph import LayerKind, Recompute, TensorBoundary, TensorSplit
 from galvatron_lite.parallelism.base import (
     SWITCH,
     Chosen,
@@ -143,26 +143,28 @@ def _at_regions(kind: LayerKind, strategy: Either, samples: Real, group: RankGro
 
     Shares of tokens go to experts as they are; ``expert`` prices how they come together there.
     """
-    entering, leaving = (size * samples for size in boundaries(kind))
-    gathered = gathered_share(kind)
-    arriving, returning = entering * gathered, leaving * gathered
     split = strategy.tensor > 1
     shared, plain = strategy.sequence_parallel & split, opposite(strategy.sequence_parallel) & split
     apart = (shared & (strategy.expert > 1)) * int(kind.expert_parameters > 0)
-    begins, ends = (largest(count - apart, 0) for count in regions(kind))
     again = opposite(is_option(strategy.recompute, Recompute.NONE))
-    calls: tuple[tuple[Moment, Collective, Real, Whole, Flag, str], ...] = (
-        (Moment.FORWARD, Collective.ALL_REDUCE, leaving, ends, plain, NAME),
-        (Moment.BACKWARD, Collective.ALL_REDUCE, entering, begins, plain, ASYNC),
-        (Moment.FORWARD, Collective.ALL_GATHER, arriving, begins, shared, NAME),
-        (Moment.FORWARD, Collective.REDUCE_SCATTER, leaving, ends, shared, NAME),
-        (Moment.BACKWARD, Collective.ALL_GATHER, returning, ends, shared, NAME),
-        (Moment.BACKWARD, Collective.REDUCE_SCATTER, entering, begins, shared, ASYNC),
-        (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers, shared & opposite(again), ASYNC),
-        (Moment.BACKWARD, Collective.ALL_GATHER, arriving, kind.regathers_recomputed, shared & again, ASYNC),
-    )
-    for moment, collective, size, count, there, cause in calls:
-        yield Communication(collective, size, group, moment, False, there * count, cause)
+    for one in boundaries(kind):
+        size, there = one.bytes * samples, shared if one.shared else plain
+        gathered = size * gathered_share(kind)
+        summed = Collective.REDUCE_SCATTER if one.shared else Collective.ALL_REDUCE
+        less = apart * int(one.bytes in (kind.input_bytes, kind.output_bytes))
+        begins, ends, returns, resumes = (
+            there * largest(count - less, 0) for count in (one.begins, one.ends, one.returns, one.resumes)
+        )
+        regathers = one.regathers * where(again, int(kind.regathers_recomputed > 0), int(kind.regathers > 0))
+        calls: tuple[tuple[Moment, Collective, Real, Whole, str], ...] = (
+            (Moment.FORWARD, Collective.ALL_GATHER, gathered, begins, NAME),
+            (Moment.FORWARD, summed, size, ends, NAME),
+            (Moment.BACKWARD, Collective.ALL_GATHER, gathered, resumes, NAME),
+            (Moment.BACKWARD, summed, size, returns, ASYNC),
+            (Moment.BACKWARD, Collective.ALL_GATHER, gathered, there * regathers, ASYNC),
+        )
+        for moment, collective, bytes_, count, cause in calls:
+            yield Communication(collective, bytes_, group, moment, False, count, cause)
 
 
 def _at_loss(kind: LayerKind, strategy: Either, samples: Real, group: RankGroup) -> Iterator[Communication]:
@@ -223,15 +225,25 @@ def gathered_share(kind: LayerKind) -> float:
     return 0.5 if any(operator.precision == "fp8" for operator in kind.operators) else 1.0
 
 
-def boundaries(kind: LayerKind) -> tuple[int, int]:
-    """Bytes per sample of the tensors that enter and leave a region.
+def boundaries(kind: LayerKind) -> tuple[TensorBoundary, ...]:
+    """With what regions begin and end, and what is sent of it.
 
-    Where a kind does not say how its regions lie, both are its output, or its input where the output is gathered.
+    Where a kind does not say so, a region begins with the layer's input and ends with its output; where it does not say
+    how many do either, both are its output, or its input where the output is gathered.
     """
+    if kind.boundaries:
+        return kind.boundaries
+    entering, leaving = kind.input_bytes, kind.output_bytes
     if kind.tensor_gathers is None and kind.tensor_scatters is None:
-        boundary = kind.input_bytes if kind.gathered_output_bytes else kind.output_bytes
-        return boundary, boundary
-    return kind.input_bytes, kind.output_bytes
+        entering = leaving = kind.input_bytes if kind.gathered_output_bytes else kind.output_bytes
+    begins, ends = regions(kind)
+    again = max(kind.regathers, kind.regathers_recomputed)
+    plain = TensorBoundary(leaving, ends=ends, returns=begins)
+    shared = TensorBoundary(leaving, True, begins, ends, begins, ends, again)
+    if entering == leaving:
+        return plain, shared
+    inward = (replace(one, bytes=entering, ends=0, resumes=0) for one in (plain, shared))
+    return *inward, replace(plain, returns=0), replace(shared, begins=0, returns=0, regathers=0)
 
 
 def _stays_split(kind: LayerKind, strategy: Either) -> Flag:

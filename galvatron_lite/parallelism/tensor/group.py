@@ -109,17 +109,39 @@ class ShapeOnlyGroup:
 
 @dataclass(frozen=True, slots=True)
 class ListeningGroup(ShapeOnlyGroup):
-    """A group without communication that writes down what is gathered."""
+    """A group without communication that writes down what is asked of it."""
 
     # bytes of all that was gathered along the last dim: outputs of layers
     outputs: list[int] = field(default_factory=list)
     # bytes of all else, of which each device gives its share: figures of tokens that a loss needs
     figures: list[int] = field(default_factory=list)
+    # the field of ``TensorBoundary`` that counts each collective, and bytes of the whole tensor
+    heard: list[tuple[str, int]] = field(default_factory=list)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """A copy of the tensor."""
+        self.heard.append(("returns" if _backward_node() else "ends", tensor.nbytes))
+        return tensor.clone()
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The tensor repeated along ``dim``."""
         (self.outputs if dim in (-1, tensor.dim() - 1) else self.figures).append(self.size * tensor.nbytes)
+        node = _backward_node()
+        again = "resumes" if node.startswith("_ReduceScatter") else "regathers"
+        self.heard.append((again if node else "begins", self.size * tensor.nbytes))
         return torch.cat([tensor] * self.size, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This device's share of the tensor along ``dim``."""
+        self.heard.append(("returns" if _backward_node() else "ends", tensor.nbytes))
+        share = _share_extent(tensor, dim, self.size)
+        return tensor.narrow(dim, self.rank * share, share).contiguous()
+
+
+def _backward_node() -> str:
+    """Name of the autograd node that runs; empty in forward. PyTorch has no public way to tell."""
+    node = torch._C._current_autograd_node()
+    return str(node.name()) if node is not None else ""
 
 
 def _share_extent(tensor: Tensor, dim: int, size: int) -> int:

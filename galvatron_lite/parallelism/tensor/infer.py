@@ -23,6 +23,7 @@ from galvatron_lite.parallelism.tensor.infer_prove import (
     ReferenceRun,
     check_ranks,
     find_candidates,
+    items_of,
     place_gathers,
     prime_factors,
     prove_region,
@@ -148,24 +149,25 @@ def _prove_all(probe: Probe, reference: ReferenceRun) -> tuple[list[tuple[Region
     candidates, dropped = find_candidates(probe, reference)
     taken: set[str] = set()
     for candidate in candidates:
-        linears = {candidate.row, *candidate.columns}
+        linears = {*candidate.rows, *candidate.columns}
         if taken & linears:
             continue
         region = prove_region(probe, reference, candidate)
         if isinstance(region, str):
-            dropped.append(f"{', '.join(candidate.columns)} → {candidate.row} cannot be split: {region}")
+            ends = f"{', '.join(candidate.columns)} → {', '.join(candidate.rows)}"
+            dropped.append(f"{ends} cannot be split: {region}")
         elif region[1] > 1:
             proven.append(region)
             taken |= linears
-    return proven, dropped
+    order = list(reference.calls)
+    return sorted(proven, key=lambda one: order.index(one[0].rows[0])), dropped
 
 
 def _agree(probe: Probe, proven: list[tuple[Region, int]]) -> tuple[tuple[Region, ...], int]:
     """Regions with a common degree above 1; where they disagree, those with the larger weights stay."""
 
     def items(region: Region) -> int:
-        weights = [probe.weights[path] for path in (*(column.path for column in region.columns), region.row)]
-        return sum(weight.inputs * weight.outputs for weight in weights)
+        return items_of(probe, (*(column.path for column in region.columns), *region.rows))
 
     kept, degree = [], 0
     for region, largest in sorted(proven, key=lambda pair: -items(pair[0])):
@@ -177,7 +179,7 @@ def _agree(probe: Probe, proven: list[tuple[Region, int]]) -> tuple[tuple[Region
 
 def _unsplit_layers(probe: Probe, regions: Sequence[Region], dropped: Sequence[str]) -> list[str]:
     """What stays whole and was not mentioned before."""
-    used = {column.path for region in regions for column in region.columns} | {region.row for region in regions}
+    used = {column.path for one in regions for column in one.columns} | {row for one in regions for row in one.rows}
     mentioned = set(" ".join(dropped).replace(",", " ").split())
     notes = [f"{path} stays whole" for path in probe.weights if path not in used | mentioned]
     fused = [path for path, module in probe.block.named_modules() if isinstance(module, nn.MultiheadAttention)]

@@ -1,21 +1,22 @@
 """Finds regions of a block that may be split, and proves or drops each by running shares of its double.
 
-Candidates come from autograd: linears (columns) whose outputs reach one other linear (row) and nothing else. The proof
-of a region: with its columns cut to a rank's share and its attributes divided, the tensor that reaches the row equals
-that rank's slice of the unsplit one, so the row's partial products add up to the unsplit product; and with the unsplit
-product passed on, the block's output is unchanged. The proof that tokens can be shared: run on half of the tokens, with
-all tokens inside the regions, the block gives that half of its output. Inputs and weights are random, so that equality
-at one point is equality everywhere, gradients included.
+Candidates come from autograd: linears (columns) whose outputs reach one other linear (row), or several with the same
+columns (a row and its adapter), and nothing else. The proof of a region: with its columns cut to a rank's share and its
+attributes divided, the tensor that reaches a row equals that rank's slice of the unsplit one, so the row's partial
+products add up to the unsplit product; and with the unsplit product passed on, the block's output is unchanged. The
+proof that tokens can be shared: run on half of the tokens, with all tokens inside the regions, the block gives that
+half of its output. Inputs and weights are random, so that equality at one point is equality everywhere, gradients
+included.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations, islice, product
+from itertools import combinations, islice, product, starmap
 from typing import Any
 
 from torch import Tensor, nn
@@ -141,13 +142,15 @@ def _sources(tensors: Iterable[Tensor]) -> tuple[set[str], set[int]]:
 class Candidate:
     """Linears that may form a region, unproven."""
 
-    columns: tuple[str, ...]  # paths of linears whose outputs reach only the row
-    row: str  # path of the linear that takes in nothing else
+    columns: tuple[str, ...]  # paths of linears whose outputs reach only the rows
+    rows: tuple[str, ...]  # paths of the linears that take in all columns and nothing else
     inner: tuple[str, ...]  # names of parameters used between them
+    sources: tuple[int, ...]  # which tensor each column takes in
+    feeders: tuple[str, ...]  # paths of linears whose outputs reach only columns
 
 
 def find_candidates(probe: Probe, reference: ReferenceRun) -> tuple[list[Candidate], list[str]]:
-    """Candidates in running order, and why linears that almost are such a group are not."""
+    """Candidates, those with the largest weights first, and why linears that almost are such a group are not."""
     once = {path for path, calls in reference.calls.items() if len(calls) == 1}
     reached = {path: _sources([tensor for tensor, _ in calls]) for path, calls in reference.calls.items()}
     result = _sources(reference.outputs)
@@ -155,20 +158,38 @@ def find_candidates(probe: Probe, reference: ReferenceRun) -> tuple[list[Candida
     names = {id(parameter): name for name, parameter in probe.block.named_parameters()}
     candidates, dropped = [], []
     for row in (path for path in reference.calls if path in once):
-        columns, inner = reached[row]
-        if not columns or not columns <= reference.calls.keys() or not inner <= names.keys():
-            continue  # the block's input reaches it past all linears
-        others = [reach for path, reach in reached.items() if path != row] + [result]
+        columns = reached[row][0]
+        rows = tuple(path for path in reference.calls if path in once and reached[path][0] == columns)
+        inner = set().union(*(reached[path][1] for path in rows))
+        if not columns or not columns <= reference.calls.keys() or not inner <= names.keys() or row != rows[0]:
+            continue  # the block's input reaches it past all linears, or it was seen
+        others = [reach for path, reach in reached.items() if path not in rows] + [result]
         ordered = tuple(path for path in reference.calls if path in columns)
         if any(columns & labels or inner & parameters for labels, parameters in others):
             why = "what they compute is also used elsewhere in the block, or returned"
-        elif not columns <= once or tied & ({row} | columns):
+        elif not columns <= once or tied & {*rows, *columns}:
             why = "a weight is used more than once"
         else:
-            candidates.append(Candidate(ordered, row, tuple(sorted(names[key] for key in inner))))
+            tensors = list(dict.fromkeys(id(_input_of(reference, path)) for path in ordered))
+            sources = tuple(tensors.index(id(_input_of(reference, path))) for path in ordered)
+            feeders = _feeders(columns, reached, result[0]) & once - tied
+            ends = (tuple(sorted(names[key] for key in inner)), sources, tuple(sorted(feeders)))
+            candidates.append(Candidate(ordered, rows, *ends))
             continue
-        dropped.append(f"{', '.join(ordered)} → {row} cannot be split: {why}")
-    return candidates, dropped
+        dropped.append(f"{', '.join(ordered)} → {', '.join(rows)} cannot be split: {why}")
+    return sorted(candidates, key=lambda one: -items_of(probe, (*one.columns, *one.rows))), dropped
+
+
+def _feeders(columns: Set[str], reached: Mapping[str, tuple[set[str], set[int]]], returned: Set[str]) -> set[str]:
+    """Linears that these columns take in and nothing else does."""
+    taken = set().union(*(reached[path][0] for path in columns)) & reached.keys()
+    elsewhere = set(returned).union(*(labels for path, (labels, _) in reached.items() if path not in columns))
+    return taken - elsewhere
+
+
+def items_of(probe: Probe, paths: Iterable[str]) -> int:
+    """Items of the weights of these linears."""
+    return sum(probe.weights[path].inputs * probe.weights[path].outputs for path in paths)
 
 
 def _modules_with_tied_parameters(block: nn.Module) -> set[str]:
@@ -183,7 +204,8 @@ def prove_region(probe: Probe, reference: ReferenceRun, candidate: Candidate) ->
 
     Every divisor of the degree is legal. Degrees are tested, the smallest with all ranks.
     """
-    extents = [probe.weights[path].outputs for path in candidate.columns] + [probe.weights[candidate.row].inputs]
+    extents = [probe.weights[path].outputs for path in candidate.columns]
+    extents += [probe.weights[path].inputs for path in candidate.rows]
     why = f"its features {extents} have no common divisor"
     for prime in prime_factors(math.gcd(*extents)):
         region = _prove_at(probe, reference, candidate, prime)
@@ -214,7 +236,8 @@ def check_ranks(
         for region in regions:
             for column in region.columns:
                 handlers[column.path] = partial(_share_of_columns, column, degree, rank)
-            handlers[region.row] = partial(_compare_row, reference, region.row, degree, rank)
+            for row in region.rows:
+                handlers[row] = partial(_compare_row, reference, row, degree, rank)
         try:
             with _divided(probe.block, regions, degree):
                 outputs = probe.run(handlers)
@@ -266,8 +289,8 @@ def _prove_at(probe: Probe, reference: ReferenceRun, candidate: Candidate, degre
     subsets = [chosen for size in range(MAX_PATCHED + 1) for chosen in combinations(patches, size)]
     why = ""
     for parts, chosen in islice(product(product(*fused), subsets), MAX_TRIALS):
-        columns = tuple(Column(path, split) for path, split in zip(candidate.columns, parts, strict=True))
-        region = Region(columns, candidate.row, chosen, candidate.inner)
+        columns = tuple(starmap(Column, zip(candidate.columns, parts, candidate.sources, strict=True)))
+        region = Region(columns, candidate.rows, chosen, candidate.inner, candidate.feeders)
         wrong = check_ranks(probe, reference, [region], degree, range(degree))
         if not wrong:
             return region
@@ -277,7 +300,7 @@ def _prove_at(probe: Probe, reference: ReferenceRun, candidate: Candidate, degre
 
 def _possible_parts(probe: Probe, candidate: Candidate, path: str, degree: int) -> list[tuple[int, ...]]:
     """Ways in which projections may be fused in a column: not, in equal parts, or query with fewer key-values."""
-    outputs, inner = probe.weights[path].outputs, probe.weights[candidate.row].inputs
+    outputs, inner = probe.weights[path].outputs, probe.weights[candidate.rows[0]].inputs
     options: list[tuple[int, ...]] = [(outputs,)]
     options += [(outputs // count,) * count for count in (2, 3) if outputs % count == 0]
     rest, odd = divmod(outputs - inner, 2)
@@ -288,7 +311,8 @@ def _possible_parts(probe: Probe, candidate: Candidate, path: str, degree: int) 
 
 def _possible_patches(probe: Probe, reference: ReferenceRun, candidate: Candidate, degree: int) -> list[AttributePatch]:
     """Integers that the code read and that can be divided; those of modules near the region and heads first."""
-    near = {path.rpartition(".")[0] for path in (*candidate.columns, candidate.row)}
+    near = {path.rpartition(".")[0] for path in (*candidate.columns, *candidate.rows)}
+    near |= {path.rpartition(".")[0] for path in near if "." in path}  # around an adapter's module
     patches = []
     for path, name in reference.integers:
         value = getattr(probe.block.get_submodule(path), name)
@@ -300,7 +324,8 @@ def _possible_patches(probe: Probe, reference: ReferenceRun, candidate: Candidat
 def _largest_degree(probe: Probe, reference: ReferenceRun, region: Region) -> int:
     """Product of the largest powers of primes that the region can be split by."""
     extents = [part for column in region.columns for part in column.parts]
-    limit = math.gcd(*extents, probe.weights[region.row].inputs, *(patch.value for patch in region.attributes))
+    extents += [probe.weights[path].inputs for path in region.rows]
+    limit = math.gcd(*extents, *(patch.value for patch in region.attributes))
 
     def holds(degree: int) -> bool:
         return not check_ranks(probe, reference, [region], degree, sorted({0, degree // 2, degree - 1}))
@@ -335,18 +360,26 @@ def _gather_places(reference: ReferenceRun, region: Region) -> Iterator[TokenGat
     """The columns themselves, then modules around them that take in the same tensor, innermost first.
 
     Only the columns where these take in unlike tensors, as attention to another sequence does: a module around them
-    then has a tensor whose gradient the gathering of tokens would not sum.
+    then has a tensor whose gradient the gathering of tokens would not sum. What feeders make of the same tensor is
+    none: each device has a part of its gradient, and so of the tensor's.
     """
     yield None
-    tensor = _input_of(reference, region.columns[0].path)
-    if any(_input_of(reference, column.path) is not tensor for column in region.columns):
+    inside = taking_in(reference, region)
+    tensor = _input_of(reference, inside[0])
+    if any(_input_of(reference, path) is not tensor for path in inside):
         return
-    path = region.columns[0].path.rpartition(".")[0]
+    path = inside[0].rpartition(".")[0]
     while path:
         argument = _argument_holding(reference, path, tensor)
-        if argument is not None and all(column.path.startswith(f"{path}.") for column in region.columns):
+        if argument is not None and all(one.startswith(f"{path}.") for one in inside):
             yield TokenGather(path, argument)
         path = path.rpartition(".")[0]
+
+
+def taking_in(reference: ReferenceRun, region: Region) -> list[str]:
+    """Feeders of a region, and its columns that take in what no feeder makes."""
+    fed = (_sources([_input_of(reference, column.path)])[0] <= set(region.feeders) for column in region.columns)
+    return [*region.feeders, *(column.path for column, one in zip(region.columns, fed, strict=True) if not one)]
 
 
 def _input_of(reference: ReferenceRun, path: str) -> Tensor:
@@ -369,7 +402,7 @@ def _check_halves(probe: Probe, reference: ReferenceRun, regions: Sequence[Regio
     half = probe.hidden.shape[1] // 2
     for start in (0, half):
         hooks = [
-            _gather_hook(probe.block, _input_of(reference, region.columns[0].path), region.gather, start, half)
+            _gather_hook(probe.block, _input_of(reference, taking_in(reference, region)[0]), region.gather, start, half)
             for region in regions
             if region.gather is not None
         ]
@@ -379,7 +412,8 @@ def _check_halves(probe: Probe, reference: ReferenceRun, regions: Sequence[Regio
                 handlers[column.path] = partial(
                     _column_of_half, _input_of(reference, column.path), region.gather is None, start, half
                 )
-            handlers[region.row] = partial(_row_of_half, *reference.calls[region.row][0], start, half)
+            for row in region.rows:
+                handlers[row] = partial(_row_of_half, *reference.calls[row][0], start, half)
         try:
             outputs = probe.run(handlers, probe.hidden.narrow(1, start, half))
             for output, expected in zip(outputs, reference.outputs, strict=True):

@@ -15,6 +15,7 @@ class Column:
     # output features of the projections fused in it, each split by itself (GPT-2's query, key and value); one entry
     # where nothing is fused
     parts: tuple[int, ...]
+    source: int = 0  # which of the tensors that enter the region it takes in
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,15 @@ class TokenGather:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Column linears, what runs on their shares, and the row linear that sums up."""
+    """Column linears, what runs on their shares, and the row linears that sum up: one, or an adapter's beside it."""
 
     columns: tuple[Column, ...]  # linears split over their output features
-    row: str  # path of the linear split over its input features
+    rows: tuple[str, ...]  # paths of the linears split over their input features, which take in the same columns
     attributes: tuple[AttributePatch, ...] = ()  # integers divided by the degree
     # names of whole parameters used between columns and row: each device has part of their gradient
     inner_parameters: tuple[str, ...] = ()
+    # paths of whole linears that columns alone take in (an adapter's first one)
+    feeders: tuple[str, ...] = ()
     gather: TokenGather | None = None  # where tokens are gathered under sequence parallelism; None: at the columns
 
 

@@ -111,8 +111,7 @@ class ZeroDimension(Dimension):
             for one in (parts, trained)
         )
         spread_out = sharded_items(work, strategy)
-        returns = not kind.frozen.total or any(one.backward_flops or one.backward_moved for one in kind.operators)
-        stages = (once, wrapped, passing * returns)  # what has no backward is not gathered for it
+        stages = (once, wrapped, passing * kind.returns)  # what has no backward is not gathered for it
         moved = (
             one
             for (items, spread), (trains, _) in zip(parts, trained, strict=True)

@@ -340,9 +340,9 @@ def _ends_apart(name: str, planned: PlannedLayers) -> tuple[float, float]:
     """Bytes by which what a layer is seen to keep may be below and above what it keeps by itself.
 
     A layer is seen to keep what it makes: what it returns, and not what it is given. In a chain of equal tensors that
-    is as much, where the next one keeps it. Beside another layout it makes a copy of what it is given, which it keeps,
-    and its neighbour keeps one of what it returns; where tensors differ, or go past layers, what comes in and goes out
-    may count or not.
+    is as much, where the next one keeps it, and it what it is given: not where nothing before it trains. Beside another
+    layout it makes a copy of what it is given, which it keeps, and its neighbour keeps one of what it returns; where
+    tensors differ, or go past layers, what comes in and goes out may count or not.
     """
     names, graph, own = list(planned.layers), planned.graph, planned.strategies[name]
     place = names.index(name)
@@ -352,7 +352,8 @@ def _ends_apart(name: str, planned: PlannedLayers) -> tuple[float, float]:
         return max(given, made), max(given, made)
     before, after = (layout(planned.strategies[names[side]]) != layout(own) for side in (place - 1, place + 1))
     last = planned.layers[names[place + 1]].role is not Role.BLOCK  # which may keep nothing (a mean)
-    return made * (after or last), given * before
+    first = not planned.kind(names[place - 1]).returns
+    return made * (after or last), given * (before or first)
 
 
 def _again(choice: Recompute) -> str:
