@@ -65,6 +65,12 @@ PLANS = {
     "stages": (2, ("pp=2", "schedule=1f1b", "microbatch=2")),
 }  # fmt: skip
 CLOSE = 0.05
+# Every plan with every kind of model: texts of this project and of transformers, experts, pictures. How a plan shares
+# memory does not depend on the family, so pairs of a family and a plan are spread over them.
+PAIRS = {
+    "llama": ("one", "zero", "data", "stages"), "gpt": ("zero",), "qwen2": ("data", "stages"),
+    "mixtral": ("one", "zero"), "vit": ("data", "stages"),
+}  # fmt: skip
 
 
 def captured(family: str) -> tuple[nn.Module, Any, ModelGraph]:
@@ -105,7 +111,7 @@ def test_dry_runs_take_what_is_predicted(family: str) -> None:
     model, batch, graph = captured(family)
     trained = [one.numel() for one in model.parameters() if one.requires_grad]
     assert (graph.parameters, graph.trainable) == (sum(one.numel() for one in model.parameters()), sum(trained))
-    for devices, fix in PLANS.values():
+    for devices, fix in (PLANS[name] for name in PAIRS[family]):
         profile = profile_of(graph, devices)
         plan = find(profile, batch=SAMPLES, fix=fix, forbid="recompute")
         report = verify_plan(plan, model, batch, checks="dry", profile=profile)
