@@ -158,6 +158,7 @@ def _is_plain(func: Any) -> bool:
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return False
     changes = torch.Tag.inplace_view in func.tags or func.overloadpacket in _CHANGING
+    changes = changes or any(one.is_out for one in func._schema.arguments)
     return func.namespace in ("aten", "fsdp", "galvatron_lite") and not changes
 
 
