@@ -237,7 +237,7 @@ def _call(job: Job) -> Any:
     share_device()
     store = dist.PrefixStore(job.prefix, dist.TCPStore(HOST, job.port, is_master=False, timeout=timeout))
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=timeout)
-    with groups_made_once():
+    with groups_made_once(), optimizers_tried_once():
         result = _resolve(job)(**job.kwargs)
     if dist.is_initialized():
         # no rank may close its connections while another still reads from them
@@ -290,6 +290,29 @@ def groups_made_once() -> Iterator[None]:
         destroy(self, kept)
 
     with patch.object(ProcessGroups, "_new", shared), patch.object(ProcessGroups, "destroy", destroyed):
+        yield
+
+
+@contextmanager
+def optimizers_tried_once() -> Iterator[None]:
+    """What an optimizer's updates depend on is tried on small tensors: once for plans with alike options and cuts."""
+    from galvatron_lite.runtime import optimizer as module
+
+    check, alright = module.check_optimizer, set[Any]()
+
+    def checked(optimizer: Any, owned: Sequence[Any], devices: int, everywhere: bool, build: Any) -> Any:
+        cut = {one.updated for one in owned if one.copies < devices and one.updated.requires_grad}
+        kinds = {
+            (repr({**group, "params": ()}), min(one.dim(), 2), one in cut)
+            for group in optimizer.param_groups
+            for one in group["params"]
+        }
+        key = type(optimizer), build, everywhere, frozenset(kinds)
+        found = None if key in alright else check(optimizer, owned, devices, everywhere, build)
+        alright.update([key] if found is None else [])
+        return found
+
+    with patch.object(module, "check_optimizer", checked):
         yield
 
 

@@ -72,16 +72,16 @@ UNMISTAKABLE |= {"offloads_states", "offloads_activations", "batch_degree", "tok
 """Attributes that strategies alone have."""
 BATCH = {"batch_degree", "devices", "replicas", "more", "added"}
 """What any dimension may have a part in: samples, and devices."""
+KNOWN = {name for name in dir(Strategy) if not name.startswith("_")} - BATCH
 
 
 def _names_dimension(node: ast.AST) -> bool:
     """Whether it reads or sets a field of one dimension: ``strategy.tensor``, ``Strategy(tensor=2)``."""
-    known = {name for name in dir(Strategy) if not name.startswith("_")} - BATCH
     if isinstance(node, ast.Attribute):
         owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
-        return node.attr in UNMISTAKABLE - BATCH or (node.attr in known and owner.endswith("strategy"))
+        return node.attr in UNMISTAKABLE - BATCH or (node.attr in KNOWN and owner.endswith("strategy"))
     called = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Strategy"
-    return called and any(word.arg in known for word in node.keywords)  # type: ignore[attr-defined]
+    return called and any(word.arg in KNOWN for word in node.keywords)  # type: ignore[attr-defined]
 
 
 def naming() -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import networkx
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(galvatron_lite.__file__).parent
 
 
+@cache
 def imports() -> networkx.DiGraph:
     """Folders of the package, and modules beside them, with what each imports."""
     graph = networkx.DiGraph()

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.batch import tensors_of
 from galvatron_lite.model.graph import OperatorClass
+from galvatron_lite.model.op_cache import OpCache
 from galvatron_lite.model.trace_operators import (
     classify,
     extents,
@@ -30,6 +31,7 @@ from galvatron_lite.model.trace_operators import (
     statistics_of,
 )
 
+_KNOWN = OpCache()
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
@@ -88,10 +90,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             return _answer(args[0])
         if self.target is None:
-            return func(*args, **kwargs)
+            return _KNOWN.run(func, args, kwargs, func)
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
         seen = {self.number(tensor) for tensor in inputs}
-        output = func(*args, **kwargs)
+        output = _KNOWN.run(func, args, kwargs, func)
         outputs, name = list(tensors_of(output)), name_of(func)
         numbers = tuple(self.number(tensor, created=True) for tensor in outputs)
         in_place = any(tensor is taken for tensor in outputs for taken in inputs)

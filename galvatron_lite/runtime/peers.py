@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,6 +17,8 @@ from galvatron_lite.parallelism.cyclic.mailbox import RESUME
 from galvatron_lite.plans.schema import Plan
 
 Made = TypeVar("Made")
+MESSAGE_BYTES = 2**25
+"""Tensors are broadcast together up to this size."""
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -120,14 +123,45 @@ def of_rank_zero(state: Tensor, device: torch.device) -> Tensor:
 
 def broadcast_values(model: nn.Module, device: torch.device) -> None:
     """Make real parameters and buffers equal to rank 0's; those on the meta device have no values yet."""
+    broadcast_each([one for one in (*model.parameters(), *model.buffers()) if not one.is_meta], 0, device)
+
+
+def broadcast_each(tensors: Sequence[Tensor], source: int, device: torch.device) -> None:
+    """Set tensors to the source rank's values, many small ones in one message; all ranks call it.
+
+    Args:
+        tensors: of equal shapes and types on every rank.
+        source: the rank whose values count.
+        device: where the backend communicates.
+    """
     if dist.get_world_size() == 1:
         return
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if not tensor.is_meta:
-            there = tensor.detach().to(device)
-            dist.broadcast(there, src=0)
-            if there.device != tensor.device:
-                tensor.detach().copy_(there)
+    for several in _messages(tensors):
+        joined = several[0].detach() if len(several) == 1 else torch.cat([one.detach().flatten() for one in several])
+        values = joined.to(device).contiguous()
+        dist.broadcast(values, src=source)
+        if dist.get_rank() != source:
+            for one, part in zip(
+                several, values.flatten().split_with_sizes([one.numel() for one in several]), strict=True
+            ):
+                one.detach().copy_(part.view(one.shape))
+
+
+def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type and device that are sent at once."""
+
+    def kind(one: Tensor) -> tuple[str, str]:
+        return str(one.dtype), str(one.device)
+
+    for _, alike in groupby(sorted(tensors, key=kind), key=kind):
+        several, size = list[Tensor](), 0
+        for one in alike:
+            if several and size + one.nbytes > MESSAGE_BYTES:
+                yield several
+                several, size = [], 0
+            several.append(one)
+            size += one.nbytes
+        yield several
 
 
 def first_seed(device: torch.device) -> int:

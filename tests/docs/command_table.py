@@ -55,6 +55,17 @@ INSTEAD = {
     "galvatron report plan.yaml -o report.html": Instead(
         "galvatron report plan.yaml -o report.html --search 0.5", "it may use 30 s"
     ),
+    "galvatron plan --model deepseek-v3 --cluster h100 --gpus 2048 --mem 80GB": Instead(
+        "galvatron plan --model deepseek-v3 --cluster h100 --gpus 2048 --mem 80GB --fix pp=16 --fix tp=1",
+        "the free search takes 20 s",
+    ),
+    "galvatron plan --model qwen3-235b-a22b --cluster h100 --gpus 256 --mem 80GB": Instead(
+        "galvatron plan --model qwen3-235b-a22b --cluster h100 --gpus 256 --mem 80GB --fix pp=8 --fix tp=1",
+        "the free search takes 7 s; that of a mixture is run for gpt-oss-120b",
+    ),
+    "galvatron plan --model llama2-7b --cluster a100-40gb --gpus 8 --fewest": Instead(
+        "galvatron plan --model gpt2 --cluster a100-40gb --gpus 8 --fewest", "it takes 8 s of the larger model"
+    ),
     "galvatron evaluate plan.yaml --profile PROFILE": Instead(
         "galvatron evaluate plan.yaml --profile profiles/t4/Model.yaml", "a placeholder"
     ),

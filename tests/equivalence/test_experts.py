@@ -22,7 +22,7 @@ from tests.equivalence.compare import assert_equal_tensors
 from tests.equivalence.families import build_model, make_batches
 from tests.equivalence.plans import write_plan
 from tests.equivalence.test_plans import case_of, reference_of
-from tests.equivalence.training import SAMPLES, Case, train_families, whole
+from tests.equivalence.training import SAMPLES, Case, Reference, train_families, train_under_plans, whole
 from tests.pool import WorkerPool
 
 
@@ -149,11 +149,18 @@ def test_few_experts_are_shared_by_more_ranks(pool: WorkerPool) -> None:
     blocks = [Strategy(zero=8, zero_stage=stage, expert=ways) for stage, ways in ((1, 4), (2, 1), (3, 4))]
     blocks.append(Strategy(data=2, zero=4, zero_stage=3, expert=2))
     plans = [plan(case, block, edge=Strategy(data=8)) for block in blocks]
-    work = [(case, plans, reference_of("mixtral"))]
-    assert [wrong for rank in pool.run(8, train_families, timeout=300.0, work=work) for wrong in rank] == []
     shared = [one for one in plans if one.stages[0].runs[1].strategy.expert == 4]
-    for figures in zip(*pool.run(8, updated_of_experts, timeout=300.0, case=case, plans=shared), strict=True):
+    work: dict[str, Any] = {"case": case, "plans": plans, "reference": reference_of("mixtral"), "shared": shared}
+    ranks = pool.run(8, trained_and_updated, timeout=300.0, **work)
+    assert [wrong for found, _ in ranks for wrong in found] == []
+    for figures in zip(*(updated for _, updated in ranks), strict=True):
         assert len(set(figures)) == 1, "every rank updates as many of the experts' items"
+
+
+def trained_and_updated(
+    case: Case, plans: Sequence[Plan], reference: Reference, shared: Sequence[Plan]
+) -> tuple[list[str], list[int]]:
+    return train_under_plans(case, plans, reference), updated_of_experts(case, shared)
 
 
 def updated_of_experts(case: Case, plans: Sequence[Plan]) -> list[int]:

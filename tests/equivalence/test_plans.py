@@ -93,7 +93,7 @@ def test_many_plans_are_sampled() -> None:
     assert {family for group in GROUPS.values() for family in group} == {*FAMILIES, *PICTURES, "t5"}
 
 
-@pytest.mark.parametrize(("family", "world"), [("zoo-gpt", 4), ("llama", 2)])
+@pytest.mark.parametrize(("family", "world"), [pytest.param("zoo-gpt", 4, marks=pytest.mark.study), ("llama", 2)])
 def test_loss_curve_of_twenty_steps(pool: WorkerPool, family: str, world: int) -> None:
     expected = curve_alone(family, steps=20)
     assert min(expected) < 0.98 * expected[0]

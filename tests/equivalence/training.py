@@ -77,8 +77,11 @@ class Case:
     def parallel(self, plan: Plan, model: nn.Module | None = None, **options: Any) -> ParallelModel:
         """The family's model, or another one of it, under a plan."""
         (batch,) = make_batches(self.family, SAMPLES, 1)
-        model = build_model(self.family) if model is None else model
-        return ParallelModel(model, plan, self.layers, batch, tensor_plans=self.tensor_plans, device="cpu", **options)
+        options |= {"tensor_plans": self.tensor_plans, "device": "cpu"}
+        if model is not None:
+            return ParallelModel(model, plan, self.layers, batch, **options)
+        with examined(self):
+            return ParallelModel(build_model(self.family), plan, self.layers, batch, **options)
 
 
 def make_case(family: str) -> Case:
@@ -121,8 +124,7 @@ def train_each(case: Case, plans: Sequence[Plan], reference: Reference, states: 
         reference: what one process computes.
         states: whether the whole model's state and gradients, as users are given them, are compared too.
     """
-    with _examined_once(case):
-        return [_train(case, plan, reference, states) for plan in plans]
+    return [_train(case, plan, reference, states) for plan in plans]
 
 
 def train_under_plans(case: Case, plans: Sequence[Plan], reference: Reference) -> list[str]:
@@ -137,7 +139,7 @@ def train_families(work: Sequence[tuple[Case, Sequence[Plan], Reference]]) -> li
 
 
 @contextmanager
-def _examined_once(case: Case) -> Iterator[None]:
+def examined(case: Case) -> Iterator[None]:
     """Runs of a model without storages tell the same under every plan and on every rank: they happened once."""
 
     def flow(*_: Any) -> LayerFlow | None:

@@ -110,7 +110,7 @@ def _examined(_norm: str, _dense: bool, _chain: bool) -> Examined:
     return Examined()
 
 
-def train_net(case: Pictures, steps: int = 3) -> Trained:
+def train_net(case: Pictures, steps: int = 2) -> Trained:
     """Gradients of the first step, losses of all, state after the last."""
     parallel, batch = make_parallel_net(case, max_grad_norm=case.max_grad_norm), make_pictures(case)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
@@ -121,7 +121,7 @@ def train_net(case: Pictures, steps: int = 3) -> Trained:
     return Trained(losses, gradients, full_state_dict(parallel))
 
 
-def train_net_alone(case: Pictures, shares: int = 1, steps: int = 3) -> Trained:
+def train_net_alone(case: Pictures, shares: int = 1, steps: int = 2) -> Trained:
     """One process that works through shares of the samples one after the other, and tracks statistics of the first."""
     model, (image, label) = make_net(case), make_pictures(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,7 +10,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import register_backend
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.discover import discover_layers
@@ -91,6 +90,8 @@ def test_compiled_blocks_train_alike(pool: WorkerPool) -> None:
 
 
 def falls_back() -> None:
+    from torch._dynamo import register_backend  # takes seconds to import
+
     def refuses(_graph: Any, _inputs: Any) -> Any:
         raise RuntimeError("this graph is too odd")
 

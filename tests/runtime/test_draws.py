@@ -24,7 +24,7 @@ from tests.equivalence.plans import write_plan
 from tests.pool import WorkerPool
 from tests.runtime.examined import examined_once
 
-SAMPLES, STEPS, SEED = 8, 3, 5
+SAMPLES, STEPS, SEED = 8, 2, 5
 RATE = 0.3
 
 

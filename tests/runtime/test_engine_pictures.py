@@ -128,7 +128,7 @@ def by_hand(case: Pictures) -> tuple[list[float], list[float]]:
     parallel, batch = make_parallel_net(case), make_pictures(case)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
     losses, norms = [], []
-    for _ in range(3):
+    for _ in range(2):
         loss = parallel(*batch)
         loss.backward()
         norms.append(float(parallel.clip_grad_norm(0.05)))

@@ -45,7 +45,7 @@ def by_hand(case: Case) -> Trained:
     parallel = make_parallel(case)
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
     losses, gradients = [], dict[str, Tensor]()
-    for _ in range(3):
+    for _ in range(2):
         loss = parallel(**make_batch())
         loss.backward()
         gradients = gradients or full_gradients(parallel)
@@ -193,7 +193,7 @@ def from_meta(strategies: list[Strategy]) -> list[float]:
         model, plan_of(Case(strategies)), discover_layers(model), make_batch(), device="cpu", init_fn=own_values, seed=3
     )
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
-    return [float(parallel.train_step(make_batch(), optimizer)) for _ in range(3)]
+    return [float(parallel.train_step(make_batch(), optimizer)) for _ in range(2)]
 
 
 def own_values(module: nn.Module) -> None:

@@ -14,12 +14,12 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.runtime.engine import ParallelModel
 from tests.pool import WorkerPool
-from tests.runtime.examined import examined_once
 from tests.runtime.training import (
     SAMPLES,
     TOKENS,
     VOCAB,
     Case,
+    examined_of,
     layers_of,
     make_batch,
     make_model,
@@ -343,7 +343,7 @@ def model_for(loop: str) -> nn.Module:
     return model
 
 
-@examined_once()
+@examined_of(MODEL).taken()
 def run_loops(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in loops_under(case):

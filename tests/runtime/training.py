@@ -82,17 +82,20 @@ def plan_of(case: Case) -> Plan:
 
 def make_parallel(case: Case, **options: Any) -> ParallelModel:
     layers = layers_of(case.model)
-    with _examined(case.model).taken():
+    with examined_of(case.model).taken():
         return ParallelModel(make_model(case.model), plan_of(case), layers, make_batch(), device="cpu", **options)
 
 
 @cache
-def _examined(_model: str) -> Examined:
+def examined_of(_model: str) -> Examined:
     return Examined()
 
 
-def train(case: Case, steps: int = 3) -> Trained:
-    """Gradients of the first step, losses of all, parameters after the last."""
+def train(case: Case, steps: int = 2) -> Trained:
+    """Gradients of the first step, losses of all, parameters after the last.
+
+    After two steps the parameters tell what the first left in the optimizer.
+    """
     parallel = make_parallel(case, max_grad_norm=case.max_grad_norm)
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
     batch = make_batch()
@@ -103,7 +106,7 @@ def train(case: Case, steps: int = 3) -> Trained:
     return Trained(losses, gradients, full_state_dict(parallel))
 
 
-def train_alone(case: Case, steps: int = 3) -> Trained:
+def train_alone(case: Case, steps: int = 2) -> Trained:
     """One process, plain torch."""
     return train_plainly(make_model(case.model), make_batch(), case.max_grad_norm, steps)
 

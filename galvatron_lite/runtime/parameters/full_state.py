@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from galvatron_lite.runtime.parameters.pieces import (
     held_gradients,
     held_parameters,
 )
-from galvatron_lite.runtime.peers import everyone
+from galvatron_lite.runtime.peers import broadcast_each, everyone
 
 
 def full_gradients(parallel: Parallel) -> dict[str, Tensor]:
@@ -82,7 +83,7 @@ def gather(held: Sequence[LocalShard]) -> dict[str, Tensor]:
 
     Of ranks that have the same items the first one's count.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     mine = {(one.name, chunk.whole): cut_box(one.tensor, chunk.local) for one in held for chunk in one.chunks}
     listed = [_Piece(one.name, one.shape, one.tensor.dtype, chunk.whole, rank) for one in held for chunk in one.chunks]
@@ -91,12 +92,11 @@ def gather(held: Sequence[LocalShard]) -> dict[str, Tensor]:
         pieces.setdefault((piece.name, piece.whole), piece)
     found: dict[str, Tensor] = {}
     for place, piece in pieces.items():
-        here = mine[place] if piece.rank == rank else torch.empty(piece.whole.shape, dtype=piece.dtype)
-        values = here.to(device).contiguous()
-        if world > 1:
-            dist.broadcast(values, src=piece.rank)
         full = found.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
-        cut_box(full, piece.whole).copy_(values)
+        if piece.rank == rank:
+            cut_box(full, piece.whole).copy_(mine[place])
+    for source, several in groupby(pieces.values(), key=lambda piece: piece.rank):
+        broadcast_each([cut_box(found[piece.name], piece.whole) for piece in several], source, device)
     return found
 
 

@@ -38,7 +38,7 @@ from galvatron_lite.runtime.parameters.managed import local_tensor
 from galvatron_lite.runtime.preparation import Examined, examine
 from galvatron_lite.verify.dry.kernels import accelerated
 from galvatron_lite.verify.dry.ledger import Ledger, Use, breakdown
-from galvatron_lite.verify.dry.mode import DryMode, DryRunError, OpCache
+from galvatron_lite.verify.dry.mode import DryMode, DryRunError, FakeCache
 from galvatron_lite.verify.dry.repeat import lengthened, shortened
 from galvatron_lite.verify.dry.world import Announced, Hear, MessageLog, RankPlace, dry_world
 from galvatron_lite.verify.schema import During, LayerSplit, ParameterSplit, RoleRun
@@ -68,7 +68,7 @@ class Subject:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     precision: str | None = None  # of compute; the plan's if None
     unreached: frozenset[str] = frozenset()  # parameters that get no gradient, whatever the plan
-    operations: OpCache = field(default_factory=OpCache)  # what ranks before were seen to do
+    operations: FakeCache = field(default_factory=FakeCache)  # what ranks before were seen to do
 
 
 def subject_of(

@@ -19,7 +19,7 @@ def make_branched(case: Case, **options: Any) -> BranchedModel:
     return BranchedModel(model, make_plan(case, layers), layers, make_batch(case), device="cpu", **options)
 
 
-def train(case: Case, steps: int = 3) -> Trained:
+def train(case: Case, steps: int = 2) -> Trained:
     """Gradients of the first step, losses of all, the state after the last."""
     parallel = make_branched(case, max_grad_norm=case.max_grad_norm)
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
@@ -38,6 +38,6 @@ def train_each(cases: Mapping[str, Case]) -> dict[str, Trained]:
     return {name: train(case) for name, case in cases.items()}
 
 
-def train_alone(case: Case, steps: int = 3) -> Trained:
+def train_alone(case: Case, steps: int = 2) -> Trained:
     """One process, plain torch."""
     return train_plainly(make_model(case), make_batch(case), case.max_grad_norm, steps)

@@ -64,7 +64,7 @@ def make(plan: Plan, *, meta: bool = False, **options: Any) -> DeepSpeedModel:
     return DeepSpeedModel(model, plan, layers, make_batch(), device="cpu", **options)
 
 
-def train(strategy: Strategy, steps: int = 3, precision: str = "fp32") -> Run:
+def train(strategy: Strategy, steps: int = 2, precision: str = "fp32") -> Run:
     parallel = make(plan_of(strategy, precision=precision), max_grad_norm=CLIP)
     optimizer = parallel.optimizer(torch.optim.AdamW, **ADAMW)
     losses = [float(parallel.train_step(make_batch(), optimizer)) for _ in range(steps)]

@@ -1,0 +1,175 @@
+"""What operations on tensors without data return: layers, samples and micro-batches do the same again and again.
+
+torch finds out most shapes by Python code, in some hundred times as long as it takes to look them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MOST = 20_000
+"""Operations that are remembered at once."""
+Traits = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, torch.device | None]
+"""Type, shape, stride, offset and device of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """A tensor that an operation returns."""
+
+    source: int  # place among the operation's tensors of that which is returned as it is, or is looked at; -1: none
+    same: bool  # it is returned as it is
+    traits: Traits  # of anything else
+
+
+@dataclass(frozen=True, slots=True)
+class CachedOutputs:
+    """All that an operation returns, and the sequence that it comes in; None: one tensor, or none."""
+
+    made: tuple[OutputSpec, ...]
+    sequence: type | None
+
+
+class OpCache:
+    """Operations that were run on the meta device, and what they returned.
+
+    What is not plain (symbolic sizes, complex or sparse tensors, operators of other packages) is not remembered.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[Any, CachedOutputs | None] = {}
+
+    def run(self, func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
+        """What the operation returns; ``compute`` runs it where that is not known."""
+        tensors: list[Tensor] = []
+        # operators live as long as torch; hashing them runs Python code
+        key: list[Any] = [id(func), torch.get_default_dtype()]
+        if not (
+            _is_plain(func) and self._add_key(key, tensors, args) and self._add_key(key, tensors, tuple(kwargs.items()))
+        ):
+            return compute(*args, **kwargs)
+        full_key = tuple(key)
+        answer = self._answers.get(full_key)
+        if answer is not None:
+            # private, as in torch's own fake tensors: what is made here is no operation of the model's
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                return self._repeat(answer, tensors)
+        found = compute(*args, **kwargs)
+        if full_key not in self._answers:
+            if len(self._answers) >= MOST:
+                self._answers.clear()
+            self._answers[full_key] = self._outputs_of(found, tensors)
+        return found
+
+    def traits_of(self, tensor: Tensor) -> Traits | None:
+        """All that an operation can know of a tensor; None where there may be more."""
+        if type(tensor) not in _KINDS or not tensor.is_meta or tensor.layout is not torch.strided:
+            return None
+        if tensor.dtype.is_complex:
+            return None
+        return tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), None
+
+    def dress(self, bare: Tensor, device: torch.device | None) -> Tensor:  # noqa: ARG002 - for those that have another
+        """A result, from a tensor on the meta device."""
+        return bare
+
+    def _repeat(self, answer: CachedOutputs, tensors: list[Tensor]) -> Any:
+        if answer.sequence is None:
+            return self._make(answer.made[0], tensors) if answer.made else None
+        return answer.sequence([self._make(one, tensors) for one in answer.made])
+
+    def _make(self, one: OutputSpec, tensors: list[Tensor]) -> Tensor:
+        if one.same:
+            return tensors[one.source]
+        dtype, shape, stride, offset, device = one.traits
+        if one.source < 0:
+            bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            bare = torch.empty(0, dtype=dtype, device="meta")
+            bare.set_(tensors[one.source].untyped_storage(), offset, shape, stride)
+        return self.dress(bare, device)
+
+    def _add_key(self, key: list[Any], tensors: list[Tensor], values: Any) -> bool:
+        for value in values:
+            kind = type(value)
+            if kind in _PLAIN_VALUES:
+                key.append(kind)
+                key.append(value)
+            elif kind is list or kind is tuple:
+                key.append(len(value))
+                if not self._add_key(key, tensors, value):
+                    return False
+            elif isinstance(value, Tensor) and (traits := self.traits_of(value)) is not None:
+                tensors.append(value)
+                key.append(next(number for number, one in enumerate(tensors) if one is value))
+                key.append(traits)
+            else:
+                return False
+        return True
+
+    def _outputs_of(self, outputs: Any, tensors: list[Tensor]) -> CachedOutputs | None:
+        if outputs is None:
+            return CachedOutputs((), None)
+        if isinstance(outputs, Tensor):
+            made = self._spec_of(outputs, tensors)
+            return None if made is None else CachedOutputs((made,), None)
+        if type(outputs) not in (list, tuple):
+            return None
+        every = [self._spec_of(one, tensors) for one in outputs]
+        fresh = [
+            id(one.untyped_storage()) for one, made in zip(outputs, every, strict=True) if made and made.source < 0
+        ]
+        if any(one is None for one in every) or len(set(fresh)) < len(fresh):
+            return None
+        return CachedOutputs(tuple(one for one in every if one is not None), type(outputs))
+
+    def _spec_of(self, output: Any, tensors: list[Tensor]) -> OutputSpec | None:
+        traits = self.traits_of(output) if isinstance(output, Tensor) else None
+        if traits is None:
+            return None
+        for number, one in enumerate(tensors):
+            if one is output:
+                return OutputSpec(number, True, traits)
+        storages = [id(one.untyped_storage()) for one in tensors]
+        own = id(output.untyped_storage())
+        if own in storages:
+            return OutputSpec(storages.index(own), False, traits)
+        _, shape, stride, offset, _ = traits
+        if offset or output.untyped_storage().nbytes() != _room(shape, stride) * output.itemsize:
+            return None
+        return OutputSpec(-1, False, traits)
+
+
+_KINDS = (Tensor, nn.Parameter)
+_PLAIN_VALUES = frozenset({
+    int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+})  # fmt: skip
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Whether what an operation returns is told by the shapes it is given, and it changes none of them."""
+    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        return False
+    changes = torch.Tag.inplace_view in func.tags or func.overloadpacket in _CHANGING
+    changes = changes or any(one.is_out for one in func._schema.arguments)
+    return func.namespace in ("aten", "fsdp", "galvatron_lite") and not changes
+
+
+_CHANGING = frozenset({
+    torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.lift_fresh,
+    torch.ops.aten.lift, torch.ops.aten.lift_fresh_copy, torch.ops.aten.scalar_tensor,
+})  # fmt: skip
+"""Operations that change what shape a tensor has, or whose values torch keeps beside the tensor."""
+
+
+def _room(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
