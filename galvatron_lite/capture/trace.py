@@ -367,7 +367,7 @@ class _Capture:
         order = self.seen[1].order
         places = [place for place, name in enumerate(order) if name in blocks]
         times = order[places[0] : places[-1]].count(path) if places else 0
-        if not times:
+        if not times or not any(True for _ in self.twin.get_submodule(path).parameters()):
             return None, 0
         calls = [next(call for call in one.calls if call.path == path) for one in self.seen]
         chains = [range(len(call.inputs)) for call in calls]
