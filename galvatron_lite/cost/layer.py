@@ -95,8 +95,9 @@ class LayerCost:
     # ``forward_working``) and beside the layer after it, on their way in either pass
     returning: int = 0
     copies: int = 0  # bytes of weights in the precision of compute, held beside the parameters in all passes of a step
-    # bytes of the largest gradient of one weight: made beside the sum of earlier micro-batches, then added to it
+    # bytes of the largest gradient of one weight: made beside the buffer that gradients are summed in
     new_gradient: int = 0
+    cast_gradient: int = 0  # the same with the one in the precision of compute that it is cast from
     # whether the profile holds points for the strategy; the other figures mean nothing where it does not
     valid: bool | BoolArray = True
 
@@ -384,6 +385,7 @@ class LayerPricer:
         lasting = at_use * gather + whole if grouped else work.gathered_items * gather
         own = work.state_items - work.host_items
         copies, passing = copied_bytes(profile, kind, work, strategy)
+        new, cast = new_gradient_bytes(profile, kind, work, strategy)
         return {
             "parameters": up(work.parameter_items * ITEM_BYTES[profile.parameter_precision]) + kind.buffer_bytes,
             "gradients": where(work.gradients_persist, gradients, 0),
@@ -401,7 +403,8 @@ class LayerPricer:
             "passing_gradients": up(work.gradient_items * profile.passing_bytes),
             "accumulated": largest(up(work.reduce_items * summed) - gradients, 0) if profile.accumulates else 0,
             "copies": copies,
-            "new_gradient": new_gradient_bytes(profile, kind, work, strategy),
+            "new_gradient": new,
+            "cast_gradient": cast,
             "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }
 

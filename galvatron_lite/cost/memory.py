@@ -8,7 +8,7 @@ Symbols, for layers 1..L of the stage in running order, k micro-batches in fligh
     a_l   kept from forward to backward, one micro-batch
     p_l   parameters gathered from forward until the layer's own backward ends
     w_l   live while the layer itself computes, beyond all of the above of earlier layers (its own a_l, p_l included);
-          where m > 1 also the largest gradient of one weight, beside the sum of those of earlier micro-batches
+          also the largest gradient of one weight, beside the buffer that it is added to
     g_l   parameters gathered for this layer alone; the layer after it prefetches them in backward; and activations that
           wait in host memory, on their way beside the layer after it in either pass
     d_l   the buffer its gradients are reduced from; lives on in the backward of the layer before it
@@ -104,7 +104,7 @@ def terms(cost: LayerCost, in_flight: int, microbatches: int, *, filled: bool = 
     end = largest(cost.gathered - cost.gathering, 0) + whole + cost.reducing
     forward = own + cost.gathering + cost.forward_working
     prefix = cost.kept + cost.gathered
-    new = own + cost.new_gradient if microbatches > 1 else 0
+    new = own + cost.kept + _new_gradient(cost, microbatches)
     return MemoryTerms(
         rest=rest + passing + (in_flight - 1) * cost.kept,
         prefix=prefix - passing - _unformed(cost, microbatches, filled),
@@ -121,6 +121,12 @@ def _unformed(cost: LayerCost, microbatches: int, filled: bool) -> Whole:
     if microbatches == 1:
         return cost.formed_gradients
     return late_gradients(cost) if filled else 0
+
+
+def _new_gradient(cost: LayerCost, microbatches: int) -> Whole:
+    """Bytes of a weight's gradient beside the buffer of gradients; where micro-batches share copies of weights, theirs
+    count elsewhere (``passing_of``)."""
+    return cost.new_gradient if microbatches > 1 else cost.cast_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +393,8 @@ class GroupMemory:
     def _during(self, what: Pass, chunk: int, counts: Counts) -> MemoryBreakdown:
         """At the worst moment of a pass, whose own micro-batch is counted."""
         if what is Pass.WEIGHT:
-            return replace(self._between(counts), temporary=max(map(self._new_gradient, self._chunks[chunk])))
+            new = max(_new_gradient(cost, self._microbatches) for cost in self._chunks[chunk])
+            return replace(self._between(counts), temporary=new)
         if what is Pass.FORWARD:
             return self._forward(chunk, counts)
         memory = backward_memory(
@@ -404,16 +411,13 @@ class GroupMemory:
         rest, before, behind = self._between(replace(counts, whole=whole)), own.carried, sum(own.pending)
         moments = []
         for cost, pending in zip(layers, own.pending, strict=True):
-            beside = cost.gathered + cost.gather + max(cost.working - cost.kept, self._new_gradient(cost))
+            new = _new_gradient(cost, self._microbatches)
+            beside = cost.gathered + cost.gather + max(cost.working - cost.kept, new)
             # the first moment of the layer's backward, and its last
             moments += [(before + cost.kept + behind - pending, beside), (before + behind, beside)]
             before, behind = before + cost.kept, behind - pending
         held, temporary = max(moments, key=sum)
         return replace(rest, activations=rest.activations + held, temporary=temporary)
-
-    def _new_gradient(self, cost: LayerCost) -> int:
-        """Bytes of a weight's gradient beside the sum of those of earlier micro-batches."""
-        return cost.new_gradient if self._microbatches > 1 else 0
 
     def _forward(self, chunk: int, counts: Counts) -> MemoryBreakdown:
         """While the forward of one more micro-batch runs."""

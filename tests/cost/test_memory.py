@@ -23,7 +23,7 @@ def make_cost(draw: random.Random, zero: int) -> LayerCost:
         gathering=whole if zero else 0, whole_gradients=whole if zero else 0, reducing=whole if zero else 0,
         working=kept + draw.randint(0, 500), forward_working=kept, updating=draw.randint(0, 400),
         passing_gradients=draw.choice([0, whole]), copies=0 if zero else draw.choice([0, whole]),
-        new_gradient=0 if zero else draw.choice([0, 3 * whole]),
+        new_gradient=0 if zero else draw.choice([0, 3 * whole]), cast_gradient=0 if zero else draw.choice([0, 4 * whole]),
     )  # fmt: skip
 
 
@@ -48,7 +48,8 @@ def replay(costs: list[LayerCost], microbatches: int) -> int:
             passing += cost.passing_gradients + (cost.copies if number else 0)
             alive = rest + sum(formed) + passing + held + prefetched
             peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing)
-            peak = max(peak, alive + cost.gathered + cost.gather + (cost.new_gradient if number else 0))
+            new = cost.cast_gradient if microbatches == 1 else cost.new_gradient if number else 0
+            peak = max(peak, alive + cost.gathered + cost.gather + cost.kept + new)
             pending = cost.reducing
     return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 
@@ -90,9 +91,8 @@ def replay_filled(costs: list[LayerCost], microbatches: int) -> int:
             formed[place] = cost.formed_gradients
             alive = rest + sum(formed) + held + sum(gathered) + prefetched
             peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing)
-            peak = max(
-                peak, alive + cost.gathered + cost.gather + (cost.new_gradient if left < microbatches - 1 else 0)
-            )
+            new = cost.new_gradient if left < microbatches - 1 else 0
+            peak = max(peak, alive + cost.gathered + cost.gather + cost.kept + new)
             pending = cost.reducing
     return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 
