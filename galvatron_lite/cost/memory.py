@@ -393,7 +393,9 @@ class GroupMemory:
     def _during(self, what: Pass, chunk: int, counts: Counts) -> MemoryBreakdown:
         """At the worst moment of a pass, whose own micro-batch is counted."""
         if what is Pass.WEIGHT:
-            new = max(_new_gradient(cost, self._microbatches) for cost in self._chunks[chunk])
+            # handed to autograd, which copies the first of a step; to begin with, beside the one that it is cast from
+            handed = 2 if self._microbatches == 1 else 1
+            new = max(max(handed * cost.new_gradient, cost.cast_gradient) for cost in self._chunks[chunk])
             return replace(self._between(counts), temporary=new)
         if what is Pass.FORWARD:
             return self._forward(chunk, counts)
