@@ -408,15 +408,16 @@ class GroupMemory:
 
     def _within(self, chunk: int, counts: Counts) -> MemoryBreakdown:
         """At the worst layer of a backward that leaves the gradients of weights: what those of the layers behind it
-        wait for is there, and what the layers before it keep."""
+        wait for is there, and what the layers before it keep. Inputs that they are made from stay while the gradients
+        of the layer's outputs come."""
         whole, layers, own = _plus(counts.whole, chunk, -1), self._chunks[chunk], self._own[chunk]
         rest, before, behind = self._between(replace(counts, whole=whole)), own.carried, sum(own.pending)
         moments = []
-        for cost, pending in zip(layers, own.pending, strict=True):
+        for cost, pending, made in zip(layers, own.pending, own.output_gradients, strict=True):
             new = _new_gradient(cost, self._microbatches)
             beside = cost.gathered + cost.gather + max(cost.working - cost.kept, new)
-            # the first moment of the layer's backward, and its last
-            moments += [(before + cost.kept + behind - pending, beside), (before + behind, beside)]
+            # in the layer's backward, and at its end
+            moments += [(before + cost.kept + behind - pending + made, beside), (before + behind, beside)]
             before, behind = before + cost.kept, behind - pending
         held, temporary = max(moments, key=sum)
         return replace(rest, activations=rest.activations + held, temporary=temporary)
