@@ -11,7 +11,7 @@ Symbols, for layers 1..L of the stage in running order, k micro-batches in fligh
           also the largest gradient of one weight, beside the buffer that it is added to
     g_l   parameters gathered for this layer alone; the layer after it prefetches them in backward; and activations that
           wait in host memory, on their way beside the layer after it in either pass
-    d_l   the buffer its gradients are reduced from; lives on in the backward of the layer before it
+    d_l   the buffers its gradients are reduced from; they live on in the backward of the layer before it
     u_l   temporary bytes of the optimizer
 
 In backward of layer l of the oldest micro-batch, when k - 1 others are whole in memory, the device holds
@@ -100,18 +100,17 @@ def terms(cost: LayerCost, in_flight: int, microbatches: int, *, filled: bool = 
     passing, rest = passing_of(cost, microbatches), resting(cost, microbatches)
     own = cost.gathered + cost.gather
     whole = cost.whole_gradients if microbatches == 1 else largest(cost.whole_gradients - cost.accumulated, 0)
-    middle = own + cost.working + whole
-    end = largest(cost.gathered - cost.gathering, 0) + whole + cost.reducing
+    middle = own + largest(cost.working, cost.kept + _new_gradient(cost, microbatches)) + whole
+    end = largest(cost.gathered - cost.gathering, 0) + whole + cost.reducing + cost.bucket
     forward = own + cost.gathering + cost.forward_working
     prefix = cost.kept + cost.gathered
-    new = own + cost.kept + _new_gradient(cost, microbatches)
     return MemoryTerms(
         rest=rest + passing + (in_flight - 1) * cost.kept,
         prefix=prefix - passing - _unformed(cost, microbatches, filled),
-        peak=largest(middle, end, forward, prefix, new),
+        peak=largest(middle, end, forward, prefix),
         middle=middle,
         prefetched=cost.gather + cost.returning,
-        pending=cost.reducing,
+        pending=cost.reducing + cost.bucket,
         updated=rest - cost.copies + cost.updating,
     )
 
