@@ -33,6 +33,7 @@ from galvatron_lite.cost.points import (
 )
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
+from galvatron_lite.parallelism.data.cost import bucket_of
 from galvatron_lite.parallelism.offload.cost import HostItem, host_traffic
 from galvatron_lite.parallelism.ranks import Either, rank_group
 from galvatron_lite.parallelism.registry import dimensions
@@ -97,8 +98,11 @@ class LayerCost:
     returning: int = 0
     copies: int = 0  # bytes of weights in the precision of compute, held beside the parameters in all passes of a step
     frozen_copies: int = 0  # those among them that get no gradient
-    # bytes of the largest gradient of one weight: made beside the sum of earlier micro-batches, then added to it
+    # bytes of the largest gradient of one weight: made beside the buffer that gradients are summed in
     new_gradient: int = 0
+    cast_gradient: int = 0  # the same with the one in the precision of compute that it is cast from
+    # bytes of a copy of a bucket of gradients that is reduced meanwhile (ZeRO-1), until the next layer's backward ends
+    bucket: int = 0
     # whether the profile holds points for the strategy; the other figures mean nothing where it does not
     valid: bool | BoolArray = True
 
@@ -137,6 +141,7 @@ class LayerPricer:
     # what single strategies do; the same for profiles that differ in seconds of compute and of links alone
     works: dict[tuple[str, ParameterSharing, Strategy, int], LayerWork] = field(default_factory=dict)
     links: Links = field(init=False)  # prices communication
+    _bucket: int = field(init=False)  # bytes of a bucket of gradients
     _points: dict[PointKey, tuple[LayerPoint, ...]] = field(init=False)
     _host: dict[str, float] = field(init=False)
     _by_kind: dict[str, dict[PointKey, tuple[LayerPoint, ...]]] = field(default_factory=dict)
@@ -152,6 +157,7 @@ class LayerPricer:
         """Indexes the profile."""
         self.links = Links(self.profile)
         self._points = index_points(self.profile.layers)
+        self._bucket = bucket_of(self.profile.graph.trainable * ITEM_BYTES[self.profile.reduce_precision])
         overhead = self.profile.overhead
         self._host = {item.name: getattr(overhead, item.name) for item in fields(overhead)}
 
@@ -385,6 +391,14 @@ class LayerPricer:
         links = self.common or self.links
         return links.timed([Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False)])[0]
 
+    def _copied_bucket(self, strategy: Either, largest_gradient: Whole) -> Whole:
+        """Bytes of a bucket on its way to the ranks that share the optimizer's states (ZeRO-1), and of this rank's part
+        of the sum. The gradient that fills a bucket goes beyond its size."""
+        if not self.profile.copied_bytes:
+            return 0
+        once = (strategy.zero_stage == 1) & (strategy.state_shards > 1)
+        return up(where(once, (self._bucket + largest_gradient) * (1 + 1 / strategy.state_shards), 0.0))
+
     def _bytes(
         self, kind: LayerKind, work: LayerWork, figures: LayerFigures, strategy: Either, grouped: bool
     ) -> dict[str, Whole]:
@@ -398,6 +412,7 @@ class LayerPricer:
         lasting = at_use * gather + whole if grouped else work.gathered_items * gather
         own = work.state_items - work.host_items
         copies, passing = copied_bytes(profile, kind, work, strategy)
+        new, cast = new_gradient_bytes(profile, kind, work, strategy)
         return {
             "parameters": up(work.parameter_items * ITEM_BYTES[profile.parameter_precision]) + kind.buffer_bytes,
             "gradients": where(work.gradients_persist, gradients, 0),
@@ -416,7 +431,9 @@ class LayerPricer:
             "accumulated": largest(up(work.reduce_items * summed) - gradients, 0) if profile.accumulates else 0,
             "copies": copies,
             "frozen_copies": up(copies * frozen_copies(kind)),
-            "new_gradient": new_gradient_bytes(profile, kind, work, strategy),
+            "new_gradient": new,
+            "cast_gradient": cast,
+            "bucket": self._copied_bucket(strategy, new),
             "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }
 

@@ -8,10 +8,10 @@ Symbols, for layers 1..L of the stage in running order, k micro-batches in fligh
     a_l   kept from forward to backward, one micro-batch
     p_l   parameters gathered from forward until the layer's own backward ends
     w_l   live while the layer itself computes, beyond all of the above of earlier layers (its own a_l, p_l included);
-          where m > 1 also the largest gradient of one weight, beside the sum of those of earlier micro-batches
+          also the largest gradient of one weight, beside the buffer that it is added to
     g_l   parameters gathered for this layer alone; the layer after it prefetches them in backward; and activations that
           wait in host memory, on their way beside the layer after it in either pass
-    d_l   the buffer its gradients are reduced from; lives on in the backward of the layer before it
+    d_l   the buffers its gradients are reduced from; they live on in the backward of the layer before it
     u_l   temporary bytes of the optimizer
 
 In backward of layer l of the oldest micro-batch, when k - 1 others are whole in memory, the device holds
@@ -100,18 +100,17 @@ def terms(cost: LayerCost, in_flight: int, microbatches: int, *, filled: bool = 
     passing, rest = passing_of(cost, microbatches), resting(cost, microbatches)
     own = cost.gathered + cost.gather
     whole = cost.whole_gradients if microbatches == 1 else largest(cost.whole_gradients - cost.accumulated, 0)
-    middle = own + cost.working + whole
-    end = largest(cost.gathered - cost.gathering, 0) + whole + cost.reducing
+    middle = own + largest(cost.working, cost.kept + _new_gradient(cost, microbatches)) + whole
+    end = largest(cost.gathered - cost.gathering, 0) + whole + cost.reducing + cost.bucket
     forward = own + cost.gathering + cost.forward_working
     prefix = cost.kept + cost.gathered
-    new = own + cost.new_gradient if microbatches > 1 else 0
     return MemoryTerms(
         rest=rest + passing + (in_flight - 1) * cost.kept,
         prefix=prefix - passing - _unformed(cost, microbatches, filled),
-        peak=largest(middle, end, forward, prefix, new),
+        peak=largest(middle, end, forward, prefix),
         middle=middle,
         prefetched=cost.gather + cost.returning,
-        pending=cost.reducing,
+        pending=cost.reducing + cost.bucket,
         updated=rest - cost.copies + cost.updating,
     )
 
@@ -121,6 +120,12 @@ def _unformed(cost: LayerCost, microbatches: int, filled: bool) -> Whole:
     if microbatches == 1:
         return cost.formed_gradients
     return late_gradients(cost) if filled else 0
+
+
+def _new_gradient(cost: LayerCost, microbatches: int) -> Whole:
+    """Bytes of a weight's gradient beside the buffer of gradients; where micro-batches share copies of weights, theirs
+    count elsewhere (``passing_of``)."""
+    return cost.new_gradient if microbatches > 1 else cost.cast_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +392,10 @@ class GroupMemory:
     def _during(self, what: Pass, chunk: int, counts: Counts) -> MemoryBreakdown:
         """At the worst moment of a pass, whose own micro-batch is counted."""
         if what is Pass.WEIGHT:
-            return replace(self._between(counts), temporary=max(map(self._new_gradient, self._chunks[chunk])))
+            # handed to autograd, which copies the first of a step; to begin with, beside the one that it is cast from
+            handed = 2 if self._microbatches == 1 else 1
+            new = max(max(handed * cost.new_gradient, cost.cast_gradient) for cost in self._chunks[chunk])
+            return replace(self._between(counts), temporary=new)
         if what is Pass.FORWARD:
             return self._forward(chunk, counts)
         memory = backward_memory(
@@ -399,21 +407,19 @@ class GroupMemory:
 
     def _within(self, chunk: int, counts: Counts) -> MemoryBreakdown:
         """At the worst layer of a backward that leaves the gradients of weights: what those of the layers behind it
-        wait for is there, and what the layers before it keep."""
+        wait for is there, and what the layers before it keep. Inputs that they are made from stay while the gradients
+        of the layer's outputs come."""
         whole, layers, own = _plus(counts.whole, chunk, -1), self._chunks[chunk], self._own[chunk]
         rest, before, behind = self._between(replace(counts, whole=whole)), own.carried, sum(own.pending)
         moments = []
-        for cost, pending in zip(layers, own.pending, strict=True):
-            beside = cost.gathered + cost.gather + max(cost.working - cost.kept, self._new_gradient(cost))
-            # the first moment of the layer's backward, and its last
-            moments += [(before + cost.kept + behind - pending, beside), (before + behind, beside)]
+        for cost, pending, made in zip(layers, own.pending, own.output_gradients, strict=True):
+            new = _new_gradient(cost, self._microbatches)
+            beside = cost.gathered + cost.gather + max(cost.working - cost.kept, new)
+            # in the layer's backward, and at its end
+            moments += [(before + cost.kept + behind - pending + made, beside), (before + behind, beside)]
             before, behind = before + cost.kept, behind - pending
         held, temporary = max(moments, key=sum)
         return replace(rest, activations=rest.activations + held, temporary=temporary)
-
-    def _new_gradient(self, cost: LayerCost) -> int:
-        """Bytes of a weight's gradient beside the sum of those of earlier micro-batches."""
-        return cost.new_gradient if self._microbatches > 1 else 0
 
     def _forward(self, chunk: int, counts: Counts) -> MemoryBreakdown:
         """While the forward of one more micro-batch runs."""

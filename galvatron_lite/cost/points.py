@@ -251,23 +251,31 @@ def frozen_copies(kind: LayerKind) -> float:
     return sum(operator.weight_bytes for operator in cast if operator.frozen) / total if total else 0.0
 
 
-def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:
-    """Bytes of the largest gradient of one weight of a layer on one device, in the precision of its parameters.
+def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> tuple[Whole, Whole]:
+    """Bytes of the largest gradient of one weight of a layer on one device, in the precision of its parameters; and
+    with the one in that of compute which it is cast from, as tables that are looked up have none.
 
-    From the second micro-batch on it is made beside the sum of those before. Args as ``copied_bytes``.
+    Args as ``copied_bytes``.
     """
     if not profile.copied_bytes:
-        return 0
-    item, total = activation_bytes(profile.graph.precision), kind.trainable
+        return 0, 0
+    item, total, wide = (
+        activation_bytes(profile.graph.precision),
+        kind.trainable,
+        ITEM_BYTES[profile.parameter_precision],
+    )
     trained = [one for one in kind.operators if one.weight_bytes and not one.frozen]
-    read = [operator.weight_bytes / operator.count / item for operator in trained]
+    read = max([operator.weight_bytes / operator.count / item for operator in trained], default=0.0)
     looked_up = total - sum(operator.weight_bytes for operator in trained) / item
-    most = max([looked_up, *read])
-    if most <= 0:  # a layer without weights
-        return 0
-    items = work.gradient_items * (most / total) if most <= total else most / strategy.tensor
     wrapped = (strategy.state_shards > 1) & (strategy.zero_stage > 1)
-    return up(where(wrapped, 0.0, items) * ITEM_BYTES[profile.parameter_precision])
+
+    def on_device(most: float) -> Real:
+        if most <= 0:  # a layer without weights
+            return 0.0
+        return where(wrapped, 0.0, work.gradient_items * (most / total) if most <= total else most / strategy.tensor)
+
+    table, weight = on_device(looked_up), on_device(read)
+    return up(largest(table, weight) * wide), up(largest(table * wide, weight * (wide + profile.copied_bytes)))
 
 
 def _items(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:

@@ -65,6 +65,7 @@ class StageCost:
     # by layer: bytes of one micro-batch between the gradient of the input and that of the weights; zero-bubble
     # schedules only
     pending: tuple[int, ...] = ()
+    output_gradients: tuple[int, ...] = ()  # by layer: those of ``pending`` that its backward makes
     carried: int = 0  # bytes of one micro-batch that its devices keep as copies of tensors made in earlier stages
 
 
@@ -125,12 +126,13 @@ def price_chunk(
         sum(weight_seconds(cost.forward, cost.backward) for cost in costs),
     )
     split = shape.schedule.splits_backward
-    pending = tuple(_pending(pricer, shape, place, strategies[place]) for place in inside) if split else ()
+    waiting = [_pending(pricer, shape, place, strategies[place]) for place in inside] if split else []
+    pending, made = (tuple(sizes) for sizes in zip(*waiting, strict=True)) if split else ((), ())
     step = sum(cost.step_seconds for cost in costs)
     borrowed = pricer.profile.graph.borrowed(inside)
     carried = boundary_bytes(borrowed, shape.microbatch, strategies[inside.start]) if borrowed else 0
     buffers = buffer_bytes(left[0], right[0], shape.microbatches, counted=not pricer.profile.unbuffered)
-    return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffers, pending, carried)
+    return StageCost(costs, times, step, 2 * moving, MemoryBreakdown(), buffers, pending, made, carried)
 
 
 def weight_seconds(forward: Real, backward: Real) -> Real:
@@ -142,26 +144,28 @@ def weight_seconds(forward: Real, backward: Real) -> Real:
     return least(largest(backward - forward, 0.0), forward)
 
 
-def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) -> int:
+def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) -> tuple[int, int]:
     """Bytes that the gradients of a layer's weights are made from: inputs and output gradients of its matmuls and
-    convolutions.
+    convolutions; and of the gradients alone.
 
     Matmuls of one tensor (queries, keys and values; gate and up) hold it once. A tensor group shares the wider side:
     columns of what widens, the inner dim of what narrows again.
     """
-    graph, items = pricer.profile.graph, 0.0
+    graph, inputs, outputs = pricer.profile.graph, 0.0, 0.0
     operators = graph.kind_of(graph.layers[place]).operators
     for own in _readers(operators):
         rows, inner, _ = own[0].shape
-        sides = own[0].count * inner, sum(operator.count * operator.shape[-1] for operator in own)
-        items += rows * (min(sides) + max(sides) / (1 if own[0].sharding is Sharding.NONE else strategy.tensor))
+        read, made = own[0].count * inner, sum(operator.count * operator.shape[-1] for operator in own)
+        split = 1 if own[0].sharding is Sharding.NONE else strategy.tensor
+        inputs += rows * (read if read < made else read / split)
+        outputs += rows * (made / split if read < made else made)
     for one in operators:
         if one.kind is OperatorClass.CONVOLUTION and one.weight_bytes and not one.frozen:
             windows = sides_of(one)
-            items += one.count * one.shape[0] * prod(window.extent for window in windows)
-            items += one.count * one.shape[1] * prod(window.output for window in windows)
-    shares = strategy.token_degree
-    return round(items * shape.microbatch / shares * activation_bytes(graph.precision))
+            inputs += one.count * one.shape[0] * prod(window.extent for window in windows)
+            outputs += one.count * one.shape[1] * prod(window.output for window in windows)
+    each = shape.microbatch / strategy.token_degree * activation_bytes(graph.precision)
+    return round((inputs + outputs) * each), round(outputs * each)
 
 
 def _readers(operators: Sequence[Operator]) -> Iterable[Sequence[Operator]]:

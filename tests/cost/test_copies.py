@@ -52,6 +52,8 @@ def test_a_new_gradient_of_a_table_is_of_its_own_precision(known: Profile, kind:
     assert whole is not None
     assert half is not None
     assert whole.new_gradient == 4 * ENTRIES * HIDDEN
+    # the table alone is looked up before the blocks, and read by a matmul behind them
+    assert whole.cast_gradient == (4 if kind == "before" else 4 + 2) * ENTRIES * HIDDEN
     assert half.new_gradient == pytest.approx(2 * ENTRIES * HIDDEN, rel=0.03)  # positions are not split
 
 

@@ -24,6 +24,7 @@ def make_cost(draw: random.Random, zero: int) -> LayerCost:
         working=kept + draw.randint(0, 500), forward_working=kept, updating=draw.randint(0, 400),
         passing_gradients=draw.choice([0, whole]), copies=0 if zero else draw.choice([0, whole]),
         new_gradient=0 if zero else draw.choice([0, 3 * whole]),
+        cast_gradient=0 if zero else draw.choice([0, 4 * whole]), bucket=0 if zero else draw.choice([0, whole]),
     )  # fmt: skip
 
 
@@ -42,14 +43,14 @@ def replay(costs: list[LayerCost], microbatches: int) -> int:
             cost = costs[place]
             held -= cost.kept + cost.gathered
             prefetched = costs[place - 1].gather if place else 0
-            middle = cost.gathered + cost.gather + cost.working + cost.whole_gradients
+            new = cost.cast_gradient if microbatches == 1 else cost.new_gradient if number else 0
+            middle = cost.gathered + cost.gather + max(cost.working, cost.kept + new) + cost.whole_gradients
             formed[place] = cost.formed_gradients
             # autograd goes from the newest to the oldest: copies of the first micro-batch come last in all others
             passing += cost.passing_gradients + (cost.copies if number else 0)
             alive = rest + sum(formed) + passing + held + prefetched
-            peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing)
-            peak = max(peak, alive + cost.gathered + cost.gather + (cost.new_gradient if number else 0))
-            pending = cost.reducing
+            peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing + cost.bucket)
+            pending = cost.reducing + cost.bucket
     return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 
 
@@ -86,14 +87,12 @@ def replay_filled(costs: list[LayerCost], microbatches: int) -> int:
             cost = costs[place]
             held, gathered[place] = held - cost.kept, 0
             prefetched = costs[place - 1].gather if place else 0
-            middle = cost.gathered + cost.gather + cost.working + cost.whole_gradients
+            new = cost.new_gradient if left < microbatches - 1 else 0
+            middle = cost.gathered + cost.gather + max(cost.working, cost.kept + new) + cost.whole_gradients
             formed[place] = cost.formed_gradients
             alive = rest + sum(formed) + held + sum(gathered) + prefetched
-            peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing)
-            peak = max(
-                peak, alive + cost.gathered + cost.gather + (cost.new_gradient if left < microbatches - 1 else 0)
-            )
-            pending = cost.reducing
+            peak = max(peak, alive + middle + pending, alive + cost.whole_gradients + cost.reducing + cost.bucket)
+            pending = cost.reducing + cost.bucket
     return max(peak, rest + sum(formed) + sum(cost.updating - cost.copies for cost in costs))
 
 

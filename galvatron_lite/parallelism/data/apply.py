@@ -22,12 +22,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.data.cost import bucket_of
 from galvatron_lite.parallelism.zero.apply import GradientSharing, RowShare, gather_all
 
-SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20
-"""Bytes. Larger buckets use links better (25 MB as in DDP), smaller ones start earlier."""
-BUCKETS = 8
-"""Buckets a model has if its size allows, so that most of the communication lies behind backward."""
 COPIES = 1
 """Buckets whose gradients are there twice, on their way beside the compute of the next one (as FSDP2 does)."""
 Group = dist.ProcessGroup | None
@@ -197,9 +194,9 @@ class GradientReducer:
 
 def _buckets(parameters: Sequence[Reduced], bucket_bytes: int | None) -> list[Bucket]:
     """Buckets of parameters that are alike, in the order in which backward fills them."""
-    if not bucket_bytes:
-        total = sum(one.parameter.numel() * one.parameter.element_size() for one in parameters)
-        bucket_bytes = min(max(total // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
+    bucket_bytes = bucket_bytes or bucket_of(
+        sum(one.parameter.numel() * one.parameter.element_size() for one in parameters)
+    )
     backward = [one for one in parameters if one.parameter.requires_grad][::-1]
     place = {id(one.parameter): index for index, one in enumerate(backward)}
     cut = [chosen for kind in dict.fromkeys(map(_kind, backward)) for chosen in _cut(backward, kind, bucket_bytes)]

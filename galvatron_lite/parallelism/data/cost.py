@@ -27,6 +27,16 @@ from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either, shared_items
 from galvatron_lite.parallelism.strategy import Strategy
 
+SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 25 * 2**20
+"""Bytes. Larger buckets use links better (25 MB as in DDP), smaller ones start earlier."""
+BUCKETS = 8
+"""Buckets a model has if its size allows, so that most of the communication lies behind backward."""
+
+
+def bucket_of(gradients: int) -> int:
+    """From how many bytes on a bucket of gradients is full, where there are so many in all."""
+    return min(max(gradients // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
+
 
 @dataclass(frozen=True, slots=True)
 class DataDimension(Dimension):

@@ -156,7 +156,7 @@ class StageModel:
                 if self._crossing is not None:
                     _hollow_with_shape(module, partial(self._crossing.give, path))
                 elif layer.role is Role.BEFORE:
-                    _hollow_with_shape(module, lambda output, device: map_tensors(output, partial(_nan, device)))
+                    _hollow_with_shape(module, partial(_without_values, path))
                 else:
                     drop_parameters(module)
                     is_last = path == earlier[-1].modules[-1]
@@ -180,12 +180,12 @@ class StageModel:
 
     def _pass_shape(self, path: str, *_args: Any, **_kwargs: Any) -> Any:
         """Nobody here reads it, but code between layers may take it apart, or change it in place: without values."""
-        sources, home = frozenset([Output(path, 0, "")]), next(tensors_of(self._received)).device
+        home = next(tensors_of(self._received)).device
         if self._flow is None:
             like = map_tensors(self._received, shape_of)
         else:
             like = self._flow.like(path, self._received, self._sender)
-        return map_tensors(like, lambda tensor: unknown(tensor, sources, home))
+        return _without_values(path, like, home)
 
     def _stop(self, *args: Any, **kwargs: Any) -> Any:
         if self._leaves_at_block:
@@ -409,6 +409,7 @@ def _to_meta(dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
     return torch.empty(tuple(tensor.shape), dtype=dtype if floating else tensor.dtype, device="meta")
 
 
-def _nan(device: torch.device, tensor: Tensor) -> Tensor:
-    value = float("nan") if tensor.is_floating_point() else 0
-    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
+def _without_values(path: str, output: Any, home: torch.device) -> Any:
+    """Like what a module returned, see ``unknown``."""
+    sources = frozenset([Output(path, 0, "")])
+    return map_tensors(output, lambda tensor: unknown(shape_of(tensor), sources, home))
