@@ -227,7 +227,6 @@ class Provenance(Strict):
     stack: str = ""  # training software whose costs it was priced with (``stacks.catalog``); empty: our own runtime
     # which parameters of a model by name train, as ``--trainable`` and then ``--freeze`` say; empty: all
     trains: tuple[str, ...] = ()
-    simulated: bool = False  # whether ``gap`` is how much less than this plan's simulated step any closed form can be
 
     def budget_of(self, stage: Stage) -> int:
         """Bytes that a device of a stage may take."""

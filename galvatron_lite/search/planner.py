@@ -9,8 +9,8 @@ more than ``MOST_WORK``, it ends early, and knows by the bounds of what was left
 What is shown: the step time of ``cost.plan.evaluate``, for the plan and its runner-ups alike. It comes from an event
 simulation and equals the closed form without a pipeline; with one it is mostly a little less. So the plan of least
 closed form and good plans of other shapes (``alternatives``) are simulated; the quickest that fits is the plan, or
-within a tolerance of it the simplest. The gap says how much less than the plan's closed form that of any plan can be;
-or how much less than its simulated step, where that is the smaller one (``Provenance.simulated``).
+within a tolerance of it the simplest. The gap says how much less than the plan's closed form that of any plan can be.
+Closed forms do not bound simulated steps: a plan of another schedule may simulate quicker by more than the gap.
 
 A run of several phases (other batches or sequences) may go from plan to plan. Its candidates are the fastest plan of
 every phase by itself; each is tried in every phase, in the number of micro-batches that is fastest there and fits. A
@@ -188,10 +188,6 @@ def _ordinary(
     # by what share of the closed form of the chosen plan's step some plan of the space may be below it
     fixed = pricer.profile.overhead.step * TICKS
     gap = max(1.0 - (ticks + fixed) / (chosen.found.partition.time + fixed), 0.0)
-    shown = max(1.0 - least / chosen.seconds, 0.0)
-    # a step that simulates below all closed forms shows that these bound no simulated step here
-    bounded = all(option.seconds >= least for option in options if option.fits)
-    simulated = tolerance > 0.0 and len(chosen.plan.stages) > 1 and shown < gap and bounded
     return replace(
         chosen.plan,
         mode=kept.mode,
@@ -203,8 +199,7 @@ def _ordinary(
             *unprofiled(request, pricer),
         ),
         provenance=replace(
-            provenance(profile, task.budget, shown if simulated else gap, tolerance),
-            simulated=simulated,
+            provenance(profile, task.budget, gap, tolerance),
             certificate=certificate,
             interrupted=found.stopped,
             least_seconds=chosen.range.least if chosen.range else 0.0,
