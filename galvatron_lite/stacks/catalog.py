@@ -325,7 +325,7 @@ DEFAULT = Stack(
 ENGINE = Stack(
     name="deepspeed",
     source="github.com/deepspeedai/DeepSpeed, runtime/engine.py: bf16 parameters and sums around a model's own kernels",
-    kernels=EAGER,
+    kernels=replace(EAGER, remade_gates=False),
     states=HALF_GRADIENTS,
     optimizer="adamw",
 )
