@@ -111,6 +111,8 @@ def _graph_of(
         if sequence is not None:
             raise InputError("--seq", sequence, f"{name} decides how long its samples are: leave --seq out.")
         return graph_of_factory(name, precision, trainable)
+    if name.endswith(".py"):
+        raise InputError("--model", name, f"Name the function that makes the model, too: {name}:make_model.")
     config = find_config(name)
     if config is not None:
         return graph_of_config(config, sequence=sequence, precision=precision, trainable=trainable)

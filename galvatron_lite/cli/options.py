@@ -57,7 +57,8 @@ Cluster = Annotated[
 ]
 Sequence = Annotated[int | None, _option("--seq", "Sequence length in tokens (for a model given by name).")]
 Precision = Annotated[
-    str | None, _option("--precision", "Compute precision: bf16, fp16 or fp32 (for a model given by name).")
+    str | None,
+    _option("--precision", "Compute precision: bf16, fp16, fp32, or fp8 in estimates (for a model given by name)."),
 ]
 Trainable = Annotated[
     str | None,

@@ -201,7 +201,7 @@ def infeasible(request: Request, pricer: LayerPricer) -> InfeasibleError:
     return InfeasibleError(
         f"--mem {shares or format_budget(bytes_on(before, ''))}: no plan of {request.graph.name} fits on "
         f"{request.devices} device{'s' * (request.devices > 1)}; {needed}. "
-        "Use more devices (--fewest says how many) or a shorter sequence.",
+        f"Use more devices (--fewest says how many){' or a shorter sequence' * (request.graph.sequence > 1)}.",
         smallest,
     )
 

@@ -138,7 +138,9 @@ def with_one_device(plan: Plan, task: PlanTask) -> Plan:
     if quickest is plan:
         return plan
     seconds = f"{format_seconds(seconds_of(quickest))} instead of {format_seconds(seconds_of(plan))}"
-    note = f"a single device is predicted to be faster ({seconds}): use one device (--gpus 1)"
+    measured = task.session.profile.origin.kind.value == "measured"  # for so many devices and no other number
+    how = "profile and train with one process" if measured else "use one device (--gpus 1)"
+    note = f"a single device is predicted to be faster ({seconds}): {how}"
     return replace(plan, provenance=replace(plan.provenance, notes=(*plan.provenance.notes, note)))
 
 
