@@ -39,6 +39,7 @@ from galvatron_lite.parallelism.ranks import Either, rank_group
 from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.spatial.cost import samples_of, shares_pixels
 from galvatron_lite.parallelism.strategy import Offload, Strategies, Strategy
+from galvatron_lite.parallelism.zero.cost import sent_bucket
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
@@ -396,8 +397,7 @@ class LayerPricer:
         of the sum. The gradient that fills a bucket goes beyond its size."""
         if not self.profile.copied_bytes:
             return 0
-        once = (strategy.zero_stage == 1) & (strategy.state_shards > 1)
-        return up(where(once, (self._bucket + largest_gradient) * (1 + 1 / strategy.state_shards), 0.0))
+        return up(sent_bucket(strategy, self._bucket + largest_gradient))
 
     def _bytes(
         self, kind: LayerKind, work: LayerWork, figures: LayerFigures, strategy: Either, grouped: bool

@@ -134,5 +134,7 @@ def test_dry_runs_take_what_is_predicted(family: str, devices: int, fix: tuple[s
         priced = predicted_bytes(pricer, planned, run.stage)["tensor"]
         assert sent_bytes(run, planned)["tensor"] == pytest.approx(priced, abs=SINGLE), fix
         expected = predicted[run.stage].total - predicted[run.stage].context
-        assert run.peak.total - run.peak.context == pytest.approx(expected, rel=CLOSE), (fix, run.stage)
+        # of a split backward the price is a bound: all gradients of a layer's outputs beside all of its inputs
+        least = 1 - 2 * CLOSE if fix == SPLIT["split backward"] else 1 - CLOSE
+        assert least <= (run.peak.total - run.peak.context) / expected <= 1 + CLOSE, (fix, run.stage)
     assert [check for check in report.checks if check.verdict is Verdict.FAILED] == [], fix

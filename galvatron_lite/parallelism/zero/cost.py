@@ -157,6 +157,12 @@ def shard_of(ranks: Whole, more: float) -> Real:
     return where(ranks > 1, 1 / ranks + more, 1.0)
 
 
+def sent_bucket(strategy: Either, size: Whole) -> Real:
+    """Bytes of the copy of a bucket of gradients that stage 1 scatters beside backward, and of the shard received."""
+    once = (strategy.zero_stage == 1) & (strategy.state_shards > 1)
+    return where(once, size * (1 + 1 / strategy.state_shards), 0.0)
+
+
 def cut_dim(shape: Sequence[int], ranks: int, zero_stage: int) -> int:
     """Along which dim ranks share a parameter: the first; where that has less than a row for each rank (few stacked
     experts), the next that divides evenly.
