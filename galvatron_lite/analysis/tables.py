@@ -94,7 +94,7 @@ def tables(explanation: Explanation, most_runs: int | None = None) -> Iterator[T
             for other in explanation.runners_up
         )  # fmt: skip
         quicker = any(other.fits and other.added_step_seconds < 0 for other in explanation.runners_up)
-        simpler = "; negative: quicker, but not by enough to give up a simpler plan (--tolerance)" * quicker
+        simpler = "; negative: quicker" * quicker
         title = f"Runner-up in each dimension (quick searches, not proven{simpler})"
         yield Table(title, ("", "here", "instead", "loses", "memory", "plan"), rows, "   nn")
     if explanation.what_ifs:
