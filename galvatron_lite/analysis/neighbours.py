@@ -319,7 +319,8 @@ def _best(session: Session, request: Request, plan: Plan, pin: Pinned) -> Runner
     if other is None:
         return None
     done = finished(request, session.pricer, other)
-    added, fits = seconds_of(done) - seconds_of(plan), fitting is not None
+    # zero-bubble plans may hold more once their passes are in order than the search counts
+    added, fits = seconds_of(done) - seconds_of(plan), fitting is not None and request.fits(done)
     return RunnerUp(name, chosen, instead, summary(done), seconds_of(done), added, peak_of(done), fits)
 
 
