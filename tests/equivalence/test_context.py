@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -86,19 +88,28 @@ def make() -> tuple[torch.nn.Module, Any]:
     return model, model.example_batch(ROWS)  # type: ignore[operator]
 
 
+_WAIT = dist.Work.wait
+
+
+def _wait(work: dist.Work, *args: Any) -> Any:
+    """Waits until gloo's thread lets go of a message, too: ``track_peak`` does not see what other threads release."""
+    done = _WAIT(work, *args)
+    time.sleep(0.005)
+    return done
+
+
 def peak(plan: Plan) -> int:
-    """Bytes at the worst moment of a step of this process, the least of three: while another rank lags, what is on its
-    way to it is held longer.
-    """
+    """Bytes at the worst moment of this process's third step."""
     gc.collect()
-    with track_peak("cpu") as tracked:
+    with patch.object(dist.Work, "wait", _wait), track_peak("cpu") as tracked:
         model, batch = make()
         parallel = ParallelModel(model, plan, discover_layers(model, batch), batch, device="cpu")
         optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-3)
-        for _ in range(5):
+        for _ in range(2):
             parallel.train_step(batch, optimizer)
-            tracked.mark()
-    return min(phase.peak for phase in tracked.phases[2:5])
+        tracked.mark()
+        parallel.train_step(batch, optimizer)
+    return tracked.phases[-1].peak
 
 
 def predicted(profile: Profile, plan: Plan) -> int:
@@ -119,7 +130,7 @@ def test_memory_falls_as_predicted(pool: WorkerPool, tmp_path: Path) -> None:
     profile, peaks = profile_of(tmp_path), []
     for block in (Strategy(), Strategy(context=2), Strategy(context=2, ulysses=True)):
         plan = uniform_plan(profile.graph, block, block, batch=ROWS)
-        peaks.append(min(pool.run(block.devices, peak, plan=plan)))
+        peaks.append(max(pool.run(block.devices, peak, plan=plan)))
         assert predicted(profile, plan) == pytest.approx(peaks[-1], rel=0.10)
     assert max(peaks[1:]) < 0.65 * peaks[0]
 

@@ -41,7 +41,7 @@ def steps_of(count: int = 1) -> list[list[dict[str, Tensor]]]:
 def alone(count: int) -> Trained:
     """One process, on all batches of a step as one."""
     model = make_model("gpt-tiny")
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    optimizer, losses = torch.optim.AdamW(model.parameters(), **ADAMW), []
     for step in steps_of(count):
         loss = model(**{key: torch.cat([batch[key] for batch in step]) for key in step[0]})
         loss.backward()
@@ -61,7 +61,7 @@ def trained(case: Case) -> list[Trained]:
     found = []
     for way in ("local", "by hand", "list", "local list"):
         parallel = make_parallel(case, local_batch=way != "list")
-        optimizer, losses = parallel.optimizer(torch.optim.SGD, lr=0.5), []
+        optimizer, losses = parallel.optimizer(torch.optim.AdamW, **ADAMW), []
         for step in steps_of(2 if "list" in way else 1):
             given: Any = [share(batch) if way != "list" else batch for batch in step]
             if way == "by hand":
