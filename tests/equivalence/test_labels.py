@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron_lite import auto_parallelize
+from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.parameters.full_state import full_state_dict
+from galvatron_lite.verify.trial.check import try_model
 from tests.pool import WorkerPool
 from tests.runtime.plans import make_plan
 
@@ -85,3 +87,11 @@ def test_labels_reach_the_loss_under_every_plan(pool: WorkerPool) -> None:
     for name, state in pool.run(2, trained)[0].items():
         for path, tensor in trained_alone(scaled=name != "pipeline").items():
             torch.testing.assert_close(state[path], tensor, rtol=1e-4, atol=1e-5, msg=f"{name}: {path}")
+
+
+def test_an_entry_that_nothing_reads_is_named() -> None:
+    model, batch, loss_fn = made("mapping", scaled=False)
+    layers = discover_layers(model, batch)
+    assert try_model(model, batch, layers, loss_fn=loss_fn).warnings() == []
+    (line,) = try_model(model, {**batch, "masks": torch.ones(4, 6)}, layers, loss_fn=loss_fn).warnings()
+    assert "takes masks of the batch" in line

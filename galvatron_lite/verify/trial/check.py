@@ -7,7 +7,7 @@ else is an error with its remedy, or rules plans out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.model.batch import LossFn, map_places, slice_batch
+from galvatron_lite.model.batch import LossFn, map_places, model_inputs, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_flow import at
 from galvatron_lite.parallelism.strategy import Strategy
@@ -34,6 +34,7 @@ from galvatron_lite.verify.trial.double import (
     SAMPLES,
     CallObserver,
     Double,
+    NotedBatch,
     PassResult,
     SkippedError,
     counts_of,
@@ -64,6 +65,8 @@ class Findings:
     buffers: tuple[tuple[str, str], ...] = ()
     # those of the buffers that no layer holds: code between layers updates them, which a stage runs for its own layers
     loose: tuple[str, ...] = ()
+    # entries of the batch that neither the model nor the loss function takes
+    unread: tuple[str, ...] = ()
     skipped: str = ""  # why nothing was found out; empty where it was
     unsaid: InputError | None = None  # what has to be said of the loss before a batch can be shared out; None: nothing
 
@@ -134,6 +137,11 @@ class Findings:
         if lone := [name for name, rule in self.buffers if not rule]:
             lines.append(f"Forward passes update {_few(lone)} from the samples, by neither a mean nor a sum over them: "
                          "each rank and micro-batch updates its own by its share.")  # fmt: skip
+        if self.unread:
+            names = _few(self.unread)
+            lines.append(
+                f"Neither the model's forward nor loss_fn takes {names} of the batch: is an argument misspelled?"
+            )
         if self.skipped:
             lines.append(f"Whether the loss of a batch is that of its shares was not tried: {self.skipped}. If it is a "
                          "mean over samples, pass check=False to leave this out.")  # fmt: skip
@@ -209,7 +217,9 @@ def try_model(
         double = make_double(model, batch, layers, init_fn)
         observer = CallObserver(double, model)
         whole = run_pass(double, double.batch, loss_fn, observer=observer)
-        again = run_pass(double, double.batch, loss_fn, seed=1)
+        noted = NotedBatch(double.batch) if loss_fn is not None and isinstance(double.batch, Mapping) else None
+        noting = loss_fn if loss_fn is None or noted is None else lambda output, _: loss_fn(output, noted)
+        again = run_pass(double, double.batch, noting, seed=1)
     except (SkippedError, InputError) as error:
         return Findings(skipped=str(error))
     if again.loss != whole.loss:
@@ -222,7 +232,9 @@ def try_model(
     buffers = _buffers(model, double, trials[0])
     held = [path for layer in layers for path in layer.modules]
     loose = tuple(name for name, _ in buffers if not any(at(name, path) for path in held))
-    findings = Findings(outside=tuple(observer.seen.outside), buffers=buffers, loose=loose)
+    taken = model_inputs(double.model, double.batch)
+    unread = () if noted is None else tuple(sorted(noted.keys() - noted.read - taken.keys()))
+    findings = Findings(outside=tuple(observer.seen.outside), buffers=buffers, loose=loose, unread=unread)
     found = TargetCounts(counts) if counts else None
     by_term = TermCounts(terms) if counts else None
     for candidate in (weight,) if weight is not None or reduction == "sum" else (found, by_term, None):

@@ -230,6 +230,35 @@ def run_pass(
     return PassResult(float(loss.detach()), gradients, buffers)
 
 
+class NotedBatch(dict[str, Any]):
+    """A batch that notes which of its entries are read."""
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        super().__init__(batch)
+        self.read = set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.read.update(self.keys())
+        return super().__iter__()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of any dict."""
+        self.read.add(key)
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        """As of any dict; all entries count as read."""
+        return [(key, self[key]) for key in self]
+
+    def values(self) -> Any:
+        """See ``items``."""
+        return [self[key] for key in self]
+
+
 @dataclass
 class ObservedPass:
     """What was seen in a pass."""
