@@ -227,6 +227,8 @@ class Provenance(Strict):
     stack: str = ""  # training software whose costs it was priced with (``stacks.catalog``); empty: our own runtime
     # which parameters of a model by name train, as ``--trainable`` and then ``--freeze`` say; empty: all
     trains: tuple[str, ...] = ()
+    # written by earlier versions, whose plans, also those in checkpoints, are read; it says nothing any more
+    simulated: bool = False
 
     def budget_of(self, stage: Stage) -> int:
         """Bytes that a device of a stage may take."""

@@ -15,7 +15,17 @@ from galvatron_lite.model.graph import Layer, Recompute, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import check_plan, file_named, read_plan, write_plan
 from galvatron_lite.plans.phases import PHASES_VERSION, PhasedPlan, PlannedPhase, check_phased, read_phases
-from galvatron_lite.plans.schema import PLAN_VERSION, BranchPlacement, LayerRun, Plan, Schedule, Stage, layer_runs
+from galvatron_lite.plans.schema import (
+    PLAN_VERSION,
+    BranchPlacement,
+    LayerRun,
+    Plan,
+    Proof,
+    Provenance,
+    Schedule,
+    Stage,
+    layer_runs,
+)
 from tests.runtime.plans import make_plan
 
 MIXED = (
@@ -29,6 +39,15 @@ PLAN = Plan(PLAN_VERSION, "toy", 4, 16, 2, Schedule.ONE_F_ONE_B, "fp32", (Stage(
 def test_a_plan_reads_back_as_written(tmp_path: Path) -> None:
     write_plan(PLAN, tmp_path / "plan.yaml")
     assert read_plan(tmp_path / "plan.yaml") == PLAN
+
+
+def test_a_plan_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Checkpoints hold plans, and have to load."""
+    made_from = Provenance("0", "p", "h", "", "c", {}, 1, Proof.GIVEN)
+    data: Any = to_data(replace(PLAN, provenance=made_from))
+    data["provenance"]["simulated"] = True
+    (tmp_path / "plan.yaml").write_text(dump(data))
+    assert read_plan(tmp_path / "plan.yaml").stages == PLAN.stages
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
