@@ -103,5 +103,6 @@ def _once(overhead: HostOverhead) -> HostOverhead:
         gathered_per_byte=overhead.gathered_per_byte * _HALF,
         microbatch=overhead.microbatch * _HALF,
         spatial=overhead.spatial * _HALF,
+        spatial_exchange=overhead.spatial_exchange * _HALF,
         branch=overhead.branch * _HALF,
     )

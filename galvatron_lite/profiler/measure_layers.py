@@ -26,7 +26,7 @@ from galvatron_lite.parallelism.precision import (
     narrow_norms,
 )
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
-from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import from_local, image_specs, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.apply import bind_modules
@@ -60,17 +60,25 @@ def share_on(kind: LayerKind, grid: Grid) -> float:
     return float(laid_on(kind, grid).share)
 
 
-def cut_pictures(value: Any, kind: LayerKind, grid: Grid) -> Any:
-    """Arguments or a batch with the first device's pixels of every picture (samples, channels, sides ...)."""
+def cut_pictures(value: Any, kind: LayerKind, grid: Grid, rank: int = 0) -> Any:
+    """Arguments or a batch with one device's pixels of every picture (samples, channels, sides ...).
+
+    ``rank``: of the device, on a grid that shares one side only; 0 on others.
+    """
     if grid == WHOLE:
         return value
     degrees = grid[len(grid) - _sides(kind) :]
-    return map_tensors(value, lambda tensor: _cut(tensor, degrees))
+    return map_tensors(value, lambda tensor: _cut(tensor, degrees, rank))
 
 
-def on_share(block: nn.Module, call: SegmentCall, kind: LayerKind, grid: Grid) -> nn.Module:
-    """The block, changed to work on the first device's pixels as training does, without the other devices."""
-    groups = tuple(ShapeOnlyAxisGroup(degree) if degree > 1 else None for degree in grid)
+def on_share(
+    block: nn.Module, call: SegmentCall, kind: LayerKind, grid: Grid, group: AxisGroup | None = None
+) -> nn.Module:
+    """The block, changed to work on its device's pixels as training does.
+
+    ``group``: the devices that share the one side that the grid cuts; None: the first device works without the others.
+    """
+    groups = tuple((group or ShapeOnlyAxisGroup(degree)) if degree > 1 else None for degree in grid)
     bind_modules(block)
     plain, sides = block.forward, _sides(kind)
     wholes = [tensor.shape for tensor in tensors_of((call.args, call.kwargs))]
@@ -95,11 +103,11 @@ def _sides(kind: LayerKind) -> int:
     return sum(extent > 0 for extent in (kind.dims.depth, kind.dims.height, kind.dims.width))
 
 
-def _cut(tensor: Tensor, degrees: Sequence[int]) -> Tensor:
+def _cut(tensor: Tensor, degrees: Sequence[int], rank: int) -> Tensor:
     if tensor.dim() != _PICTURE + len(degrees) or not tensor.is_floating_point():
         return tensor
     for dim, degree in enumerate(degrees, _PICTURE):
-        tensor = tensor.narrow(dim, *share(tensor.shape[dim], degree, 0))
+        tensor = tensor.narrow(dim, *share(tensor.shape[dim], degree, min(rank, degree - 1)))
     return tensor.contiguous()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from galvatron_lite.model.batch import batch_size, move_batch, slice_batch
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.data.apply import GradientReducer, Reduced
 from galvatron_lite.parallelism.pipeline.runner import Receiver, Sender
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, ProcessAxisGroup
+from galvatron_lite.parallelism.spatial.cost import exchanges
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup, TensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
@@ -49,6 +53,7 @@ from galvatron_lite.profiler.timing import (
 )
 
 CHAIN_LAYERS = 3
+_PAIR = 2  # ranks between which exchanges of pixels are measured
 
 
 class BlockChain(nn.Module):
@@ -113,11 +118,15 @@ def measure_overhead(
     step = time_call(lambda: move_batch(slice_batch(batch, 0, batch_size(batch)), device), device, rule).seconds
     plain = chain_seconds(BlockChain(block), call, device, rule)
     data = max(_data_seconds(block, call, device, rule) - plain, 0.0)
-    spatial = _spatial_seconds(block, call, kind, device, rule)
+    overhead = HostOverhead(data=data, step=step, spatial=_spatial_seconds(block, call, kind, device, rule))
     if not launched():
-        return HostOverhead(data=data, step=step, spatial=spatial)
-    zero = _zero_seconds(block, call, device, rule)
-    return HostOverhead(zero=zero, data=data, step=step, pipeline=_pipeline(device, rule), spatial=spatial)
+        return overhead
+    return replace(
+        overhead,
+        zero=_zero_seconds(block, call, device, rule),
+        pipeline=_pipeline(device, rule),
+        spatial_exchange=_exchange_seconds(block, call, kind, device, rule),
+    )
 
 
 def _zero_seconds(block: nn.Module, call: SegmentCall, device: torch.device, rule: TimingRule) -> float:
@@ -159,6 +168,45 @@ def _spatial_seconds(
     for layer in shared.blocks:
         on_share(layer, call, kind, grid)
     terms = Term(1.0 / CHAIN_LAYERS, chain_run(shared, own)), Term(-1.0 / CHAIN_LAYERS, chain_run(plain, own))
+    try:
+        return max(time_difference(terms, device, rule).seconds, 0.0)
+    except RuntimeError:  # what needs its picture whole does not run on a smaller one
+        return 0.0
+
+
+def _exchange_seconds(
+    block: nn.Module, call: SegmentCall, kind: LayerKind, device: torch.device, rule: TimingRule
+) -> float:
+    """How long an exchange of pairs of ranks that share a block's pixels keeps them beside its transfer."""
+    grid = next((grid for grid in measured_grids(kind) if prod(grid) == _PAIR), None)
+    world = dist.get_world_size()
+    if grid is None or world % _PAIR:
+        return 0.0
+    image = hidden_state(call.args, call.kwargs)
+    strategy = Strategy(depth=grid[0], height=grid[1], width=grid[2])
+    moved = exchanges(kind, strategy, image.shape[0] * image.element_size())
+    if not moved:
+        return 0.0
+    group = make_group(GroupShape(_PAIR, 1, world // _PAIR))
+    pair = ProcessAxisGroup(group)
+
+    def chain(axis: AxisGroup | None, rank: int) -> Callable[[Lap], object]:
+        args, kwargs = (cut_pictures(value, kind, grid, rank) for value in (call.args, call.kwargs))
+        shared = BlockChain(block)
+        for layer in shared.blocks:
+            on_share(layer, call, kind, grid, axis)
+        return chain_run(shared, replace(call, args=args, kwargs=kwargs))
+
+    each = 1.0 / sum(one.count for one in moved)
+    transfers = (
+        Term(-each * one.count, single_part(prepare(one.collective, round(one.size), group, device)), Across.MAX)
+        for one in moved
+    )
+    terms = (
+        Term(each / CHAIN_LAYERS, chain(pair, pair.rank)),
+        Term(-each / CHAIN_LAYERS, chain(None, 0)),
+        *transfers,
+    )
     try:
         return max(time_difference(terms, device, rule).seconds, 0.0)
     except RuntimeError:  # what needs its picture whole does not run on a smaller one

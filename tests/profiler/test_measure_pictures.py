@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from galvatron_lite.capture.trace import trace
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import Operator, OperatorClass, Recompute, Role, SplitDims
@@ -17,12 +18,14 @@ from galvatron_lite.model.zoo import build
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.measure import Scope, layer_settings, measure_profile, stem_settings
+from galvatron_lite.profiler.measure_bench import LayerBench
 from galvatron_lite.profiler.measure_layers import cut_pictures, measured_grids, measured_slices, on_share, share_on
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.profiler.segments import SegmentCall
 from galvatron_lite.profiler.timing import TimingRule
 from galvatron_lite.search.space import Fixed, Space
 from tests.factories import make_kind
+from tests.pool import WorkerPool
 
 QUICK = TimingRule(warmup=1, least=2, most=2, seconds=0.02)
 
@@ -173,9 +176,30 @@ def test_a_block_on_its_share_makes_its_share() -> None:
 
 def test_the_runtime_s_own_time_on_shares_is_measured_and_priced(profile: Profile) -> None:
     assert 0 <= profile.overhead.spatial < 0.1
-    known = replace(profile.on(load_cluster("a100-80gb", 4)), overhead=replace(profile.overhead, spatial=0.25))
-    block = next(layer.kind for layer in known.graph.layers if layer.role is Role.BLOCK)
-    costs = [
-        LayerPricer(known).price(block, one, 4, 1) for one in (Strategy(width=2, height=2), Strategy(filters=1, data=4))
-    ]
-    assert [cost.host for cost in costs if cost] == [pytest.approx(0.25), pytest.approx(0.0)]
+    overhead = replace(profile.overhead, spatial=0.25, spatial_exchange=0.01)
+    known = replace(profile.on(load_cluster("a100-80gb", 4)), overhead=overhead)
+    layer = next(layer for layer in known.graph.layers if layer.role is Role.BLOCK)
+    # convolutions with windows borrow pixels in either pass, and batch norms sum in both
+    modules = build("resnet-mini", depths=(1, 2)).get_submodule(layer.modules[0]).modules()
+    windows, norms = 0, 0
+    for module in modules:
+        windows += isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1)
+        norms += isinstance(module, nn.BatchNorm2d)
+    pricer = LayerPricer(known)
+    costs = [pricer.price(layer.kind, one, 4, 1) for one in (Strategy(width=2, data=2), Strategy(data=4))]
+    expected = [0.25 + 0.01 * 2 * (windows + norms), 0.0]
+    assert [cost.host for cost in costs if cost] == [pytest.approx(one) for one in expected]
+
+
+def exchange_overhead() -> float:
+    torch.manual_seed(0)
+    model = build("resnet-mini", depths=(1, 2))
+    batch = model.example_batch(2)
+    bench = LayerBench(model, trace(model, batch), batch, None, torch.device("cpu"), QUICK)
+    return bench.measure_overhead().spatial_exchange
+
+
+def test_waiting_in_exchanges_is_measured_between_two_ranks(pool: WorkerPool) -> None:
+    first, second = pool.run(2, exchange_overhead)
+    assert first == second  # both ranks price alike
+    assert 0 <= first < 0.1

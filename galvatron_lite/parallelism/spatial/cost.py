@@ -127,18 +127,17 @@ class SpatialDimension(Dimension):
         if never(strategy.spatial > 1):
             return work
         share = work.samples / strategy.batch_degree * context.activation_item_bytes
-        pixels = pixels_of(kind, strategy)
-        lasting = sum(border.items for border in pixels.borders) * share
+        lasting = sum(border.items for border in pixels_of(kind, strategy).borders) * share
+        moved = exchanges(kind, strategy, share, context.pictures.own_statistics)
+        waiting = sum(one.count for one in moved) * context.host.get("spatial_exchange", 0.0)
         return replace(
             work,
             samples=work.samples / strategy.spatial,
-            communications=(
-                *work.communications,
-                *sent(*_moved(kind, strategy, pixels.borders, share, context.pictures.own_statistics)),
-            ),
+            communications=(*work.communications, *moved),
             edge_bytes=up(where(is_option(strategy.recompute, Recompute.FULL), 0.0, lasting)),
             microbatch_overhead=work.microbatch_overhead
-            + where(strategy.spatial > 1, context.host.get(self.name, 0.0), 0.0),
+            + where(strategy.spatial > 1, context.host.get(self.name, 0.0), 0.0)
+            + waiting,
         )
 
 
@@ -189,13 +188,21 @@ def shares_pixels(kind: LayerKind, strategy: Either) -> Flag:
     return (strategy.spatial == 1) | pixels_of(kind, strategy).legal
 
 
-def _moved(
+def exchanges(kind: LayerKind, strategy: Either, share: Real, local_norms: bool = False) -> tuple[Communication, ...]:
+    """Exchanges with the neighbours along each side, and sums over all pixels; each keeps the device waiting.
+
+    Args:
+        kind: of the layer.
+        strategy: of the layer, or of many.
+        share: samples of one micro-batch x bytes of an activation item.
+        local_norms: whether normalisations take each device's own statistics.
+    """
+    return sent(*_exchanges(kind, strategy, pixels_of(kind, strategy).borders, share, local_norms))
+
+
+def _exchanges(
     kind: LayerKind, strategy: Either, borders: Sequence[SideTraffic], share: Real, local_norms: bool
 ) -> Iterator[Communication]:
-    """Exchanges with the neighbours along each side, and sums over all pixels.
-
-    ``share``: samples x bytes of an item; ``local_norms``: normalisations take each device's own statistics.
-    """
     cut = [name for name in SIDES if not never(getattr(strategy, name) > 1)]
     for name, border in zip(SIDES, borders, strict=True):
         if name not in cut:
