@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, 
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links, exposed_by
 from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
-from galvatron_lite.cost.layout import Layout, exchanging, layout, received
+from galvatron_lite.cost.layout import exchanging, received
 from galvatron_lite.cost.points import (
     Curves,
     LayerFigures,
@@ -34,9 +32,10 @@ from galvatron_lite.cost.points import (
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.data.cost import bucket_of
+from galvatron_lite.parallelism.layout import Layout, layout_of
 from galvatron_lite.parallelism.offload.cost import HostItem, host_traffic
 from galvatron_lite.parallelism.ranks import Either, rank_group
-from galvatron_lite.parallelism.registry import dimensions
+from galvatron_lite.parallelism.registry import work_on
 from galvatron_lite.parallelism.spatial.cost import samples_of, shares_pixels
 from galvatron_lite.parallelism.strategy import Offload, Strategies, Strategy
 from galvatron_lite.parallelism.zero.cost import sent_bucket
@@ -263,7 +262,7 @@ class LayerPricer:
 
     def redistribution(self, output_bytes: int, microbatch: int, left: Strategy, right: Strategy) -> float:
         """Seconds to bring the tensor between two layers from one layout to the other, in one direction."""
-        key = (output_bytes * microbatch, layout(left), layout(right))
+        key = (output_bytes * microbatch, layout_of(left), layout_of(right))
         if key not in self._moves:
             self._moves[key] = float(self.redistributions(output_bytes, microbatch, key[1:2], key[2:])[0, 0])
         return self._moves[key]
@@ -279,7 +278,7 @@ class LayerPricer:
         Args:
             output_bytes: of the tensor, a sample.
             microbatch: samples of one micro-batch over the stage.
-            left: layouts as ``layout`` gives them.
+            left: layouts as ``layout_of`` gives them.
             right: the same.
         """
         if not left or not right:
@@ -300,7 +299,7 @@ class LayerPricer:
             keys = np.stack((exchanging(*both), received(*both)), axis=-1)
             found, place = np.unique(keys.reshape(-1, 2), axis=0, return_inverse=True)
             sizes = found[:, 0].astype(np.int64)
-            ranks = rank_group(sizes, np.ones_like(sizes), prod(left[0][:3]) // sizes)
+            ranks = rank_group(sizes, np.ones_like(sizes), left[0].devices // sizes)
             number: IntArray = place.reshape(keys.shape[:-1])
             self._exchanges[left, right] = (ranks, found[:, 1].astype(np.float64), number)
         return self._exchanges[left, right]
@@ -370,11 +369,7 @@ class LayerPricer:
             shard_share=self.profile.shard_share,
             pictures=self.profile.pictures,
         )
-        items, trained = float(kind.parameters.total), float(kind.trainable)
-        whole = LayerWork(
-            1.0 * microbatch, 1, False, Recompute.NONE, items, trained, items, trained, frozen_items=items - trained
-        )
-        work = reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), dimensions(), whole)
+        work = work_on(kind, strategy, microbatch, context)
         return without_gradients(work) if self.profile.forward_only else work
 
     def _exchange(self, items: int, strategy: Either, stages: int) -> Real:
@@ -386,8 +381,7 @@ class LayerPricer:
         if items == 0 or stages == 1:
             return 0.0
         devices = strategy.devices
-        shards = where(strategy.zero_stage == 1, 1, strategy.state_shards)
-        size = items / (strategy.tensor * shards) * ITEM_BYTES[self.profile.reduce_precision]
+        size = items / (strategy.weight_slices * strategy.parameter_shards) * ITEM_BYTES[self.profile.reduce_precision]
         group = RankGroup(2, devices * (stages - 1), devices)
         links = self.common or self.links
         return links.timed([Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False)])[0]

@@ -237,7 +237,7 @@ def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: E
     """
     if not profile.copied_bytes:
         return 0, 0
-    wrapped = (strategy.state_shards > 1) & (strategy.zero_stage > 1)
+    wrapped = strategy.parameter_shards > 1
     left = work.parameters - sharded_items(work, strategy)
     copies = up(where(wrapped, left, _items(profile, kind, work, strategy)) * profile.copied_bytes)
     held = is_option(strategy.recompute, Recompute.NONE)
@@ -267,12 +267,14 @@ def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strat
     trained = [one for one in kind.operators if one.weight_bytes and not one.frozen]
     read = max([operator.weight_bytes / operator.count / item for operator in trained], default=0.0)
     looked_up = total - sum(operator.weight_bytes for operator in trained) / item
-    wrapped = (strategy.state_shards > 1) & (strategy.zero_stage > 1)
+    wrapped = strategy.parameter_shards > 1
 
     def on_device(most: float) -> Real:
         if most <= 0:  # a layer without weights
             return 0.0
-        return where(wrapped, 0.0, work.gradient_items * (most / total) if most <= total else most / strategy.tensor)
+        return where(
+            wrapped, 0.0, work.gradient_items * (most / total) if most <= total else most / strategy.weight_slices
+        )
 
     table, weight = on_device(looked_up), on_device(read)
     return up(largest(table, weight) * wide), up(largest(table * wide, weight * (wide + profile.copied_bytes)))
@@ -282,4 +284,4 @@ def _items(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either)
     """Items of weights that are cast; those that another layer owns are shared over the tensor group alone."""
     item, total = activation_bytes(profile.graph.precision), kind.parameters.total
     cast = sum(operator.weight_bytes for operator in kind.operators if operator.kind in _CAST) / item
-    return cast * (work.parameters / total) if 0 < cast <= total else cast / strategy.tensor
+    return cast * (work.parameters / total) if 0 < cast <= total else cast / strategy.weight_slices

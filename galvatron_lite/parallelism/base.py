@@ -17,6 +17,7 @@ from galvatron_lite.arrays import Flag, IntArray, Real, Whole, never
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.parallelism.axes import SLICES, MeshAxis, ParameterSpread, Purpose
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
 
 if TYPE_CHECKING:
@@ -197,6 +198,9 @@ class Dimension:
     aliases: tuple[str, ...] = ()  # what else people call it
     software: tuple[str, ...] = ()  # other training software that has it, by the names of backends
 
+    axes: ClassVar[tuple[MeshAxis, ...]] = ()  # of the mesh of a stage's ranks, whose sizes are its degrees
+    purposes: ClassVar[tuple[Purpose, ...]] = ()  # of the messages it sends in a step
+    causes: ClassVar[tuple[str, ...]] = ()  # what its communications are called besides its name
     fields: ClassVar[tuple[StrategyField, ...]] = ()  # how its fields are pinned
     # what ``--forbid`` takes, and the parts that it leaves out; parts, and the fields of ``Strategy`` that each sets
     forbids: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -216,6 +220,18 @@ class Dimension:
         """The fields that a word of a short name sets: the inverse of ``word``; None for words that say nothing."""
         degree = degree_in(word, self.degree)
         return None if degree is None else {self.degree: degree}
+
+    def layout(self, strategy: Strategy) -> dict[str, int]:
+        """How many ways it splits what goes between layers, by the field of ``Layout``; else its ranks hold copies."""
+        return {axis.part.value: getattr(strategy, axis.degree) for axis in self.axes if axis.part not in SLICES}
+
+    def sends(self, purpose: str, *, sums: bool) -> bool:  # noqa: ARG002
+        """Whether it sends messages for a purpose in a step: all-reduces (``sums``), or others."""
+        return purpose in self.purposes
+
+    def spread(self, strategy: Strategy) -> ParameterSpread | None:  # noqa: ARG002
+        """Where parameters lie that it takes from ranks which share all others; None where it takes none."""
+        return None
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Legal settings of this dimension's fields of ``Strategy`` for a kind of layer on up to so many devices."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from galvatron_lite.arrays import Whole
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Dimension
+from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.parallelism.base import Dimension, DimensionContext, LayerWork
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.context.cost import ContextDimension
 from galvatron_lite.parallelism.data.cost import DataDimension
 from galvatron_lite.parallelism.expert.cost import ExpertDimension
 from galvatron_lite.parallelism.offload.cost import OffloadDimension
+from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.recompute.cost import RecomputeDimension
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension
 from galvatron_lite.parallelism.strategy import ADDED, Strategy
@@ -65,6 +68,23 @@ _ADDED: list[Dimension] = []
 def dimensions() -> tuple[Dimension, ...]:
     """Every dimension, in the order they are applied: what slices the layer first, what wraps the slices later."""
     return (*_DIMENSIONS, *_ADDED)
+
+
+def work_on(kind: LayerKind, strategy: Either, microbatch: Whole, context: DimensionContext) -> LayerWork:
+    """What one device does and holds for a layer of a kind under a strategy, or many.
+
+    Args:
+        kind: of the layer.
+        strategy: takes all devices of the stage.
+        microbatch: samples of one micro-batch over the stage.
+        context: what else dimensions look at.
+    """
+    items, trained = float(kind.parameters.total), float(kind.trainable)
+    frozen = items - trained
+    work = LayerWork(1.0 * microbatch, 1, False, Recompute.NONE, items, trained, items, trained, frozen_items=frozen)
+    for one in dimensions():
+        work = one.apply(work, kind, strategy, context)
+    return work
 
 
 def choosing() -> tuple[Dimension, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
-from galvatron_lite.runtime.activations.layout import Layout, layout_of
+from galvatron_lite.runtime.activations.layout import ActivationLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class LayerAssignment:
     strategy: Strategy
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ActivationLayout:
         """How the activations lie that the layer takes and returns. Edges hold all tokens of their samples."""
-        layout = layout_of(self.strategy)
-        return layout if self.layer.role is Role.BLOCK else replace(layout, sequence=1)
+        layout = ActivationLayout.of(self.strategy)
+        return layout if self.layer.role is Role.BLOCK else layout.replicated("sequence")
 
 
 Stages = tuple[tuple[LayerAssignment, ...], ...]
@@ -79,7 +79,7 @@ def glue_of(stage: Sequence[LayerAssignment]) -> LayerAssignment:
     return next((placed for placed in stage if placed.layer.role is not Role.BLOCK), stage[0])
 
 
-def glue_layout(stage: Sequence[LayerAssignment]) -> Layout:
+def glue_layout(stage: Sequence[LayerAssignment]) -> ActivationLayout:
     """The layout of a stage's inputs, and of what runs between its layers."""
     return glue_of(stage).layout.whole_tokens
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -238,5 +238,5 @@ def _unlike_code_between(stage: Sequence[LayerAssignment]) -> dict[str, bool]:
     return {
         placed.layer.name: placed.layout.batch != glue.batch
         for placed in stage
-        if placed.layer.role is Role.BLOCK and replace(placed.layout, sequence=1) != replace(glue, sequence=1)
+        if placed.layer.role is Role.BLOCK and placed.layout.replicated("sequence") != glue.replicated("sequence")
     }

@@ -29,7 +29,7 @@ from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
-from galvatron_lite.runtime.activations.layout import Layout
+from galvatron_lite.runtime.activations.layout import ActivationLayout
 from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of, rules_under
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
@@ -78,7 +78,7 @@ class StageSplitter:
                 place(placed.layer)
                 self._split_layer(placed)
             self._share_states(layers)
-        meshes = (self.meshes.groups(placed.strategy).zero_mesh for placed in self.stage)
+        meshes = (self.meshes.groups(placed.strategy).states.mesh for placed in self.stage)
         mesh = next((mesh for mesh in meshes if mesh is not None), None)
         if self.done.zero_modules and mesh is not None:
             for root in roots:
@@ -95,7 +95,7 @@ class StageSplitter:
             self._split_matmuls(placed, groups, glue_layout(self.stage))
         if mixtures and strategy.context > 1:
             work_on_shares(self._block(placed), mixtures)
-        border = border_of(placed.layout.whole_channels, strategy, groups)
+        border = border_of(placed.layout.whole_channels, groups)
         for path in placed.layer.modules:
             module, at = self.model.get_submodule(path), border
             if path in self.plans.channel:
@@ -134,17 +134,17 @@ class StageSplitter:
 
     def _spread_experts(self, placed: LayerAssignment, groups: StrategyGroups) -> None:
         block = self._block(placed)
-        if groups.expert is None:
+        if groups.spread is None:
             if self.capacity is not None:
                 spread_experts(block, None, None, self.capacity)
             return
-        apart = placed.strategy.sequence_parallel and groups.expert.sliced
-        slices = ProcessExchange(groups.tensor) if apart else None
-        spread = spread_experts(block, ProcessExchange(groups.expert.line), slices, self.capacity)
+        apart = placed.strategy.sequence_parallel and groups.spread.sliced
+        slices = ProcessExchange(groups.weights) if apart else None
+        spread = spread_experts(block, ProcessExchange(groups.spread.over), slices, self.capacity)
         self.done.experts |= {f"{placed.layer.modules[0]}.{name}": shard for name, shard in spread.items()}
 
-    def _split_matmuls(self, placed: LayerAssignment, groups: StrategyGroups, glue: Layout) -> None:
-        layer, strategy, group = placed.layer, placed.strategy, ProcessTensorGroup(groups.tensor)
+    def _split_matmuls(self, placed: LayerAssignment, groups: StrategyGroups, glue: ActivationLayout) -> None:
+        layer, strategy, group = placed.layer, placed.strategy, ProcessTensorGroup(groups.weights)
         if layer.role is not Role.BLOCK:
             modules = {path: self.model.get_submodule(path) for path in layer.modules}
             # elsewhere hooks take plain logits into the layout of the loss
@@ -162,7 +162,7 @@ class StageSplitter:
     def _split_channels(
         self, module: nn.Module, path: str, placed: LayerAssignment, plan: ChannelPlan
     ) -> BoundaryLayout:
-        line = ProcessAxisGroup(self.meshes.groups(placed.strategy).slices)
+        line = ProcessAxisGroup(self.meshes.groups(placed.strategy).channels)
         self.done.shards |= {f"{path}.{name}": one for name, one in shard_channels(module, plan, line).items()}
         if placed.strategy.channels == 1:
             return BoundaryLayout(placed.layout)
@@ -170,7 +170,7 @@ class StageSplitter:
 
     def _share_states(self, layers: Sequence[LayerAssignment]) -> None:
         strategy, done = layers[0].strategy, self.done
-        mesh = self.meshes.groups(strategy).zero_mesh
+        mesh = self.meshes.groups(strategy).states.mesh
         modules = [self.model.get_submodule(path) for placed in layers for path in placed.layer.modules]
         # what cannot run (a ParameterList) would never be gathered: its parameters stay whole, as those of the root do
         runs = [module for module in modules if type(module).forward is not nn.Module.forward]
@@ -188,7 +188,7 @@ class StageSplitter:
 
     def _share_experts(self, modules: Sequence[nn.Module], strategy: Strategy) -> set[nn.Parameter]:
         """ZeRO of experts that are spread, over the ranks that hold the same ones; the parameters of which none do."""
-        groups, inside = self.meshes.groups(strategy).expert, {part for module in modules for part in module.modules()}
+        groups, inside = self.meshes.groups(strategy).spread, {part for module in modules for part in module.modules()}
         homes = {
             path: self.model.get_submodule(path) for path in (name.rpartition(".")[0] for name in self.done.experts)
         }
@@ -205,7 +205,7 @@ class StageSplitter:
 def lot_of(placed: LayerAssignment, meshes: Meshes) -> SampleSlice:
     """This rank's share of a layer's work, by which it draws random numbers."""
     groups, strategy = meshes.groups(placed.strategy), placed.strategy
-    line = groups.tensor if strategy.tensor > 1 else groups.slices
+    line = groups.weights
     inner = (1, 0) if line is None else (dist.get_world_size(line), dist.get_rank(line))
     replicas = meshes.stage_devices // strategy.batch_degree
     return SampleSlice(strategy.batch_degree, meshes.index_in_stage // replicas, inner)
@@ -230,9 +230,9 @@ def tied_layers(model: nn.Module, stage: Sequence[LayerAssignment]) -> list[list
 def _beside_experts(plan: TensorPlan, groups: StrategyGroups, sequence_parallel: bool) -> TensorPlan:
     """What is left to a tensor group where experts are spread: nothing of full ones; of those that it slices the sums,
     unless the exchange of shared tokens makes them."""
-    if groups.expert is None:
+    if groups.spread is None:
         return plan
-    if not groups.expert.sliced:
+    if not groups.spread.sliced:
         return replace(plan, experts=())
     return replace(plan, experts=tuple(replace(one, summed=not sequence_parallel) for one in plan.experts))
 

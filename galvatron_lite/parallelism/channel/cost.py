@@ -29,6 +29,7 @@ from types import MappingProxyType
 from galvatron_lite.arrays import Flag, Real, never, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
@@ -70,6 +71,8 @@ class ChannelDimension(Dimension):
     name: str = "channel"
     degree: str = "filters"
 
+    axes = (MeshAxis("filters", Part.CHANNELS), MeshAxis("channels", Part.CHANNELS))
+    purposes = (Purpose.ACTIVATIONS,)
     fields = (
         StrategyField("filters", "filters", (), "devices that share convolutions' output channels", splits=True),
         StrategyField("channels", "channels", (), "devices that share convolutions' input channels", splits=True),
@@ -94,6 +97,10 @@ class ChannelDimension(Dimension):
             if (degree := degree_in(word, name)) is not None:
                 return {name: degree}
         return None
+
+    def layout(self, strategy: Strategy) -> dict[str, int]:
+        """See ``Dimension.layout``."""
+        return {"channels": strategy.channels}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, and degrees that divide all channels."""

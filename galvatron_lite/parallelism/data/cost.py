@@ -11,6 +11,7 @@ from types import MappingProxyType
 from galvatron_lite.arrays import where
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
@@ -45,6 +46,8 @@ class DataDimension(Dimension):
     name: str = "data"
     degree: str = "data"
 
+    axes = (MeshAxis("data", Part.SAMPLES, replicates=True),)
+    purposes = (Purpose.GRADIENTS, Purpose.STATES)
     fields = (
         StrategyField("batch_degree", "dp", ("batch_degree",), "replicas times shards", splits=True),
         StrategyField("data", "data", ("ddp", "replicas"), "replicas that hold all states"),
@@ -55,6 +58,10 @@ class DataDimension(Dimension):
     def in_words(self, strategy: Strategy) -> str:
         """See ``Dimension.in_words``."""
         return f"{strategy.data} replicas" if strategy.data > 1 else ""
+
+    def sends(self, purpose: str, *, sums: bool) -> bool:
+        """See ``Dimension.sends``."""
+        return purpose in self.purposes and sums
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """Every divisor of ``devices``; any kind of layer can be replicated."""

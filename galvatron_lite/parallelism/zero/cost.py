@@ -21,6 +21,7 @@ from types import MappingProxyType
 from galvatron_lite.arrays import Flag, Real, Whole, never, opposite, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
@@ -45,6 +46,8 @@ class ZeroDimension(Dimension):
     name: str = "zero"
     degree: str = "zero"
 
+    axes = (MeshAxis("zero", Part.SAMPLES),)
+    purposes = (Purpose.GRADIENTS, Purpose.STATES)
     fields = (
         StrategyField("zero_stage", "zero", ("zero_stage",), "ZeRO stage, 0 to 3", least=0, most=3,
                       remedy="ZeRO has stages 0 (off), 1, 2 and 3."),
@@ -69,6 +72,10 @@ class ZeroDimension(Dimension):
         """See ``word``."""
         found = re.fullmatch(r"zero([123])(?:x([1-9]\d*))?", word, re.ASCII)
         return {"zero": int(found[2] or 1), "zero_stage": int(found[1])} if found else None
+
+    def sends(self, purpose: str, *, sums: bool) -> bool:
+        """See ``Dimension.sends``."""
+        return purpose in self.purposes and not sums
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or every divisor of ``devices`` in stages 1 to 3 (1: states go over the context or spatial

@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.channel.apply import is_shared
 from galvatron_lite.parallelism.sharded.collectives import enter
 from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
 from galvatron_lite.parallelism.spatial.apply import SPECS, SpecsAt
-from galvatron_lite.runtime.activations.layout import IDS, INNER, AxisSplit, Layout
+from galvatron_lite.runtime.activations.layout import IDS, INNER, ActivationLayout, AxisSplit
 from galvatron_lite.runtime.activations.traffic import (
     ActivationRedistributor,
     Bordered,
@@ -42,7 +42,7 @@ def install_hooks(
     model: nn.Module,
     stage: Sequence[Bordered],
     traffic: ActivationRedistributor,
-    incoming: Collection[Layout],
+    incoming: Collection[ActivationLayout],
     users: UserHooks = MappingProxyType({}),
 ) -> None:
     """Put the hooks on a stage's layers, where layouts or precision ask for any.
@@ -103,7 +103,7 @@ class _Entry:
 
     def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> AxisSplit:
         layout = self.border.layout
-        if hidden is None and layout.context > 1 and len(shape) == IDS:
+        if hidden is None and layout.tokens > 1 and len(shape) == IDS:
             return layout.of_tokens(shape)
         alike = layout.splits_pixels and hidden is not None and len(shape) == hidden.dim()
         if self.border.slices is not None:

@@ -21,7 +21,7 @@ from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage
-from galvatron_lite.runtime.activations.layout import AxisSplit, Boxes, Layout, nothing
+from galvatron_lite.runtime.activations.layout import ActivationLayout, AxisSplit, Boxes, nothing
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of, place_layers
 from galvatron_lite.runtime.branches.pending import resolved
 
@@ -37,7 +37,7 @@ class PlacedPart:
     devices: int  # how many consecutive ranks
     stage: tuple[LayerAssignment, ...]  # its layers and strategies
     roots: tuple[str, ...] = ()  # paths of the modules that hold it; none of the trunk
-    layout: Layout = field(init=False)  # how what enters and leaves lies on its ranks
+    layout: ActivationLayout = field(init=False)  # how what enters and leaves lies on its ranks
 
     def __post_init__(self) -> None:
         """Read at every call."""
