@@ -20,11 +20,11 @@ class Part(StrEnum):
     PLANES = "planes"
     ROWS = "rows"
     COLUMNS = "columns"
-    WEIGHTS = "weights"
-    CHANNELS = "channel weights"
+    MATMULS = "matmuls"
+    CHANNELS = "channels of convolutions"
 
 
-SLICES = frozenset((Part.WEIGHTS, Part.CHANNELS))
+SLICES = frozenset((Part.MATMULS, Part.CHANNELS))
 """Slices of matmuls, and of convolutions with their running statistics."""
 
 
@@ -104,4 +104,4 @@ class ParameterSpread:
     replicas: RankLine  # ranks that hold the same shard
     gradients: RankLine  # ranks that use them on other samples, tokens or pixels: both together
     over: RankLine | None = None  # ranks that each have others of them, and exchange what works on them; None: none
-    slices: int = 1  # ranks that share each of them
+    sharing: int = 1  # ranks that share each of them

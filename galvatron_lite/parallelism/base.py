@@ -225,6 +225,15 @@ class Dimension:
         """How many ways it splits what goes between layers, by the field of ``Layout``; else its ranks hold copies."""
         return {axis.part.value: getattr(strategy, axis.degree) for axis in self.axes if axis.part not in SLICES}
 
+    def features(self, strategy: Strategy) -> set[str]:
+        """What a strategy uses of it, whatever the degrees, for people."""
+        return {axis.degree for axis in self.axes if getattr(strategy, axis.degree) > 1}
+
+    def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:  # noqa: ARG002
+        """What its other fields may be where the degrees of a strategy become those of a smaller one, which is to use
+        nothing that the strategy does not."""
+        return [{}]
+
     def sends(self, purpose: str, *, sums: bool) -> bool:  # noqa: ARG002
         """Whether it sends messages for a purpose in a step: all-reduces (``sums``), or others."""
         return purpose in self.purposes

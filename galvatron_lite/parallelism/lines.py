@@ -19,7 +19,8 @@ class StageLines:
 
     batch: RankLine  # other samples; for statistics of all samples
     weights: RankLine  # slices of the same parameters, for the same samples
-    channels: RankLine  # those of convolutions
+    matmuls: RankLine  # matmuls, channels: those of matmuls, and of convolutions
+    channels: RankLine
     tokens: RankLine  # tokens, planes, rows, columns: of the same samples
     planes: RankLine
     rows: RankLine
@@ -37,8 +38,8 @@ class StageLines:
 
     def __iter__(self) -> Iterator[RankLine]:
         """Every line."""
-        yield from (self.batch, self.weights, self.channels, self.tokens, self.planes, self.rows, self.columns)
-        yield from (self.stage, self.everyone)
+        yield from (self.batch, self.weights, self.matmuls, self.channels, self.stage, self.everyone)
+        yield from (self.tokens, self.planes, self.rows, self.columns)
         for one in (self.states, self.spread):
             yield from (one.shards, one.replicas, one.gradients) if one is not None else ()
             yield from (one.over,) if one is not None and one.over is not None else ()
@@ -73,6 +74,7 @@ def lines_of(strategy: Strategy) -> StageLines:
     return StageLines(
         along(Purpose.ACTIVATIONS, Part.SAMPLES),
         along(Purpose.ACTIVATIONS, *SLICES),
+        along(Purpose.ACTIVATIONS, Part.MATMULS),
         along(Purpose.ACTIVATIONS, Part.CHANNELS),
         along(Purpose.TOKENS, Part.TOKENS),
         along(Purpose.PIXELS, Part.PLANES),

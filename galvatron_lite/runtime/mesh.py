@@ -189,7 +189,7 @@ class _World:
             ranks = torch.tensor([start + one for one in spread.gradients.through(place)])
             mesh = self._state_mesh(group(spread.replicas), group(spread.shards), ranks)
             over = None if spread.over is None else group(spread.over)
-            return StateGroups(group(spread.gradients), mesh, over, spread.slices == lines.weights.size > 1)
+            return StateGroups(group(spread.gradients), mesh, over, spread.sharing == lines.weights.size > 1)
 
         return StrategyGroups(
             batch=group(lines.batch),

@@ -16,8 +16,8 @@ from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.expert.apply import ProcessExchange, spread_experts, work_on_shares
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
-from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
-from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.parallelism.lines import lines_of
+from galvatron_lite.parallelism.offload.apply import HostTraveller
 from galvatron_lite.parallelism.rng.modules import Draws, draw_inside, draw_nothing, pass_keys
 from galvatron_lite.parallelism.rng.numbers import SampleSlice
 from galvatron_lite.parallelism.sharded.groups import ProcessAxisGroup
@@ -28,9 +28,10 @@ from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
+from galvatron_lite.parallelism.wrapping import rules_under, wrap_forward
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
 from galvatron_lite.runtime.activations.layout import ActivationLayout
-from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of, rules_under
+from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.preparation import LayerPlans
@@ -91,9 +92,9 @@ class StageSplitter:
         mixtures = self._mixtures(placed)
         if mixtures:
             self._spread_experts(placed, groups)
-        if strategy.tensor > 1 and placed.layer.modules:
+        if lines_of(strategy).matmuls.size > 1 and placed.layer.modules:
             self._split_matmuls(placed, groups, glue_layout(self.stage))
-        if mixtures and strategy.context > 1:
+        if mixtures and groups.tokens is not None:
             work_on_shares(self._block(placed), mixtures)
         border = border_of(placed.layout.whole_channels, groups)
         for path in placed.layer.modules:
@@ -105,9 +106,7 @@ class StageSplitter:
                 draw_inside(module)
             if border.lines:
                 split_pixels(module, border.lines, rules_under(strategy))
-            apply_recompute(module, strategy.recompute)
-            if strategy.offloads_activations:
-                offload_activations(module, self.traveller)
+            wrap_forward(module, strategy, self.traveller)
             if drawn is not None:
                 pass_keys(module, path, drawn, lot_of(placed, self.meshes))
             self.done.borders.append(Bordered(path, placed, at))
@@ -127,9 +126,9 @@ class StageSplitter:
         if placed.layer.role is not Role.BLOCK:
             return ()
         mixtures = find_mixtures(self._block(placed))
-        if not mixtures and placed.strategy.expert > 1:
+        if not mixtures and (spread := lines_of(placed.strategy).spread) is not None and spread.over is not None:
             remedy = f"No experts are found in {placed.layer.name}. Plan it with expert=1."
-            raise InputError("expert", placed.strategy.expert, remedy)
+            raise InputError("expert", spread.over.size, remedy)
         return mixtures
 
     def _spread_experts(self, placed: LayerAssignment, groups: StrategyGroups) -> None:
@@ -138,7 +137,7 @@ class StageSplitter:
             if self.capacity is not None:
                 spread_experts(block, None, None, self.capacity)
             return
-        apart = placed.strategy.sequence_parallel and groups.spread.sliced
+        apart = placed.layout.sequence > 1 and groups.spread.sliced
         slices = ProcessExchange(groups.weights) if apart else None
         spread = spread_experts(block, ProcessExchange(groups.spread.over), slices, self.capacity)
         self.done.experts |= {f"{placed.layer.modules[0]}.{name}": shard for name, shard in spread.items()}
@@ -148,13 +147,14 @@ class StageSplitter:
         if layer.role is not Role.BLOCK:
             modules = {path: self.model.get_submodule(path) for path in layer.modules}
             # elsewhere hooks take plain logits into the layout of the loss
-            shares = placed.layout == glue and strategy.context == strategy.spatial == 1
+            shares = placed.layout == glue and groups.tokens is None and not glue.splits_pixels
             plan = self.plans.tensor[layer.name]
             self.done.shards |= shard_layer(modules, plan, group, False, shares_logits=shares)
             return
-        plan = _beside_experts(self.plans.tensor[layer.name], groups, strategy.sequence_parallel)
+        shared = placed.layout.sequence > 1  # tokens, between matmuls
+        plan = _beside_experts(self.plans.tensor[layer.name], groups, shared)
         regather = strategy.recompute is Recompute.NONE  # what is recomputed is gathered again anyway
-        shards = shard_layer(self._block(placed), plan, group, strategy.sequence_parallel, regather=regather)
+        shards = shard_layer(self._block(placed), plan, group, shared, regather=regather)
         named = {f"{layer.modules[0]}.{name}": shard for name, shard in shards.items()}
         spread = {} if plan.experts else self.done.experts
         self.done.shards |= {name: shard for name, shard in named.items() if name not in spread}
@@ -164,9 +164,9 @@ class StageSplitter:
     ) -> BoundaryLayout:
         line = ProcessAxisGroup(self.meshes.groups(placed.strategy).channels)
         self.done.shards |= {f"{path}.{name}": one for name, one in shard_channels(module, plan, line).items()}
-        if placed.strategy.channels == 1:
+        if placed.layout.channels == 1:
             return BoundaryLayout(placed.layout)
-        return BoundaryLayout(placed.layout, slices=line, outputs=plan.outputs)
+        return BoundaryLayout(placed.layout, channels=line, outputs=plan.outputs)
 
     def _share_states(self, layers: Sequence[LayerAssignment]) -> None:
         strategy, done = layers[0].strategy, self.done
@@ -175,7 +175,7 @@ class StageSplitter:
         # what cannot run (a ParameterList) would never be gathered: its parameters stay whole, as those of the root do
         runs = [module for module in modules if type(module).forward is not nn.Module.forward]
         holding = [module for module in runs if next(module.parameters(), None) is not None]
-        if mesh is None or not holding or strategy.zero_stage == 1:
+        if mesh is None or not holding or strategy.parameter_shards == 1:
             return
         partial = [name for name, shard in done.shards.items() if shard.placement is Placement.PARTIAL]
         ignored = {self.model.get_parameter(name) for name in partial} | self._share_experts(modules, strategy)
@@ -227,14 +227,14 @@ def tied_layers(model: nn.Module, stage: Sequence[LayerAssignment]) -> list[list
     return together
 
 
-def _beside_experts(plan: TensorPlan, groups: StrategyGroups, sequence_parallel: bool) -> TensorPlan:
+def _beside_experts(plan: TensorPlan, groups: StrategyGroups, shared: bool) -> TensorPlan:
     """What is left to a tensor group where experts are spread: nothing of full ones; of those that it slices the sums,
     unless the exchange of shared tokens makes them."""
     if groups.spread is None:
         return plan
     if not groups.spread.sliced:
         return replace(plan, experts=())
-    return replace(plan, experts=tuple(replace(one, summed=not sequence_parallel) for one in plan.experts))
+    return replace(plan, experts=tuple(replace(one, summed=not shared) for one in plan.experts))
 
 
 def _gathered_together(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, ...]]:

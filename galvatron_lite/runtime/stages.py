@@ -137,7 +137,7 @@ def _cut_stage(model: nn.Module, prepared: Prepared, number: int, device: torch.
 def _defer(model: nn.Module, stage: Sequence[LayerAssignment], deferral: Deferral) -> None:
     """Leave the gradients of weights to passes of their own, but where ZeRO reduces them when backward ends."""
     for placed in stage:
-        for path in placed.layer.modules if placed.strategy.zero_stage in (0, 1) else ():
+        for path in placed.layer.modules if placed.strategy.parameter_shards == 1 else ():
             defer_weights(model.get_submodule(path), deferral)
 
 

@@ -81,6 +81,14 @@ class ContextDimension(Dimension):
         degree = degree_in(word, "context")
         return None if degree is None else {"context": degree}
 
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        return {"ulysses" if strategy.ulysses else "context"} if strategy.context > 1 else set()
+
+    def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:
+        """See ``Dimension.shrunk``."""
+        return [{"ulysses": strategy.ulysses and smaller.context > 1}]
+
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off; a ring, or nothing but shares of the tokens where a layer has no attention; Ulysses where it has."""
         off: dict[str, object] = {"context": 1, "ulysses": False}

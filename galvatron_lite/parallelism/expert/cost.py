@@ -70,6 +70,21 @@ class ExpertDimension(Dimension):
             return None
         return {"expert": degree, "expert_tensor": 1} if word.endswith("-whole") else {"expert": degree}
 
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        if strategy.expert == 1:
+            return set()
+        return {"expert", "whole experts"} if strategy.expert_tensor else {"expert"}
+
+    def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:
+        """Spread over ranks that take other samples or tokens."""
+        ranks = smaller.batch_degree * smaller.context
+        return [
+            {"expert": ways, "expert_tensor": strategy.expert_tensor if ways > 1 and smaller.tensor > 1 else 0}
+            for ways in divisors(strategy.expert)
+            if ranks % ways == 0
+        ]
+
     def spread(self, strategy: Strategy) -> ParameterSpread | None:
         """The experts': in the order slices, experts, shards, replicas, the first innermost."""
         if strategy.expert == 1:

@@ -68,6 +68,10 @@ class OffloadDimension(Dimension):
         kept = {"offload": Offload.ALL, "offload-states": Offload.STATES, "offload-activations": Offload.ACTIVATIONS}
         return {"offload": kept[word]} if word in kept else None
 
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        return set() if strategy.offload is Offload.NONE else {f"offload of {strategy.offload.value}"}
+
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """Nothing, states, activations or both; no states where there are no parameters, no activations where a layer
         keeps none."""

@@ -64,6 +64,11 @@ class RecomputeDimension(Dimension):
         found = {"recompute": Recompute.FULL, "selective": Recompute.SELECTIVE}.get(word)
         return None if found is None else {"recompute": found}
 
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        again = strategy.recompute
+        return set() if again is Recompute.NONE else {f"{again.value} recomputation"}
+
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """What capture found runnable."""
         return [{"recompute": choice} for choice in Recompute if choice in kind.kept]

@@ -53,7 +53,7 @@ class TensorDimension(Dimension):
     name: str = "tensor"
     degree: str = "tensor"
 
-    axes = (MeshAxis("tensor", Part.WEIGHTS),)
+    axes = (MeshAxis("tensor", Part.MATMULS),)
     purposes = (Purpose.ACTIVATIONS,)
     causes = (ASYNC,)
     fields = (
@@ -83,6 +83,15 @@ class TensorDimension(Dimension):
         if degree is None:
             return None
         return {"tensor": degree, "sequence_parallel": True} if shared else {"tensor": degree}
+
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        used = ("tensor", strategy.tensor > 1), ("sequence parallelism", strategy.sequence_parallel)
+        return {name for name, uses in used if uses}
+
+    def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:
+        """See ``Dimension.shrunk``."""
+        return [{"sequence_parallel": strategy.sequence_parallel and smaller.tensor > 1}]
 
     def layout(self, strategy: Strategy) -> dict[str, int]:
         """See ``Dimension.layout``."""

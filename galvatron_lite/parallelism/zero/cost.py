@@ -73,6 +73,19 @@ class ZeroDimension(Dimension):
         found = re.fullmatch(r"zero([123])(?:x([1-9]\d*))?", word, re.ASCII)
         return {"zero": int(found[2] or 1), "zero_stage": int(found[1])} if found else None
 
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        if strategy.zero_stage:
+            return {f"zero{strategy.zero_stage}"}
+        return {"zero"} if strategy.zero > 1 else set()
+
+    def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:
+        """See ``Dimension.shrunk``; ranks of context or pixels alone may share states or not."""
+        stages = {strategy.zero_stage} if smaller.zero > 1 else {0}
+        if smaller.context * smaller.spatial > 1:
+            stages.add(strategy.zero_stage)
+        return [{"zero_stage": stage} for stage in sorted(stages)]
+
     def sends(self, purpose: str, *, sums: bool) -> bool:
         """See ``Dimension.sends``."""
         return purpose in self.purposes and not sums

@@ -106,12 +106,12 @@ class _Entry:
         if hidden is None and layout.tokens > 1 and len(shape) == IDS:
             return layout.of_tokens(shape)
         alike = layout.splits_pixels and hidden is not None and len(shape) == hidden.dim()
-        if self.border.slices is not None:
+        if self.border.channels is not None:
             alike = is_shared(tensor)
         return layout.hidden(shape) if tensor is hidden or alike else layout.samples(shape)
 
     def _loose(self, tensor: Tensor) -> Tensor:
-        full, line = self._cast(self.traffic.loose(tensor, self.border.layout)), self.border.slices
+        full, line = self._cast(self.traffic.loose(tensor, self.border.layout)), self.border.channels
         if line is None or not is_shared(full):
             return full
         cut = ShardSpec(INNER, full.shape[INNER], line)
@@ -148,7 +148,7 @@ class _Exit:
         extents = iter(self.border.outputs)
 
         def convert(place: str, tensor: Tensor) -> Tensor:
-            if self.border.slices is not None and is_shared(tensor):
+            if self.border.channels is not None and is_shared(tensor):
                 channels = next(extents, None) or tensor.shape[INNER] * layout.channels
                 shape = (self.traffic.rows, channels, *tensor.shape[INNER + 1 :])
                 return self.traffic.hand(RankPiece(tensor, layout.hidden(shape), shape))

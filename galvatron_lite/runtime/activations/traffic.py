@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.model.batch import map_places, map_tensors, tensors_of
-from galvatron_lite.parallelism.context.rules import rules_of
 from galvatron_lite.parallelism.sharded.groups import AxisGroup, MirroredGroup, ProcessAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import (
     Rules,
@@ -25,9 +24,8 @@ from galvatron_lite.parallelism.sharded.tensor import (
     specs_of,
 )
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
-from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
+from galvatron_lite.parallelism.wrapping import rules_under
 from galvatron_lite.runtime.activations.layout import PIXELS, ActivationLayout, Axis, AxisSplit, BoxExchange
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
@@ -53,7 +51,7 @@ class BoundaryLayout:
     layout: ActivationLayout  # of its activations
     axes: tuple[Axis, ...] = ()  # along which its pictures or tokens are cut; none where it works on plain tensors
     lines: tuple[AxisGroup, ...] = ()  # the ranks along each
-    slices: AxisGroup | None = None  # the ranks that share the channels of what enters and leaves
+    channels: AxisGroup | None = None  # the ranks that share the channels of what enters and leaves
     outputs: tuple[int, ...] = ()  # channels of the pictures that leave, in order; empty where their shares are equal
 
     def cuts(self, split: AxisSplit, shape: Sequence[int]) -> ShardSpecs:
@@ -82,11 +80,6 @@ class Bordered:
     path: str
     placed: LayerAssignment
     border: BoundaryLayout
-
-
-def rules_under(strategy: Strategy) -> Rules:
-    """What functions do with what a layer's ranks share: tokens or pixels."""
-    return rules_of(strategy) if strategy.context > 1 else PIXELS_RULES
 
 
 def border_of(layout: ActivationLayout, groups: StrategyGroups) -> BoundaryLayout:

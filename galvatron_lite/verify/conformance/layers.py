@@ -72,8 +72,15 @@ class PlannedLayers:
 
     def work_of(self, kind: LayerKind, strategy: Strategy) -> LayerWork:
         """What one device does and holds under a strategy; its communications are counted, not sized."""
-        ones = {"activation_item_bytes": 1, "gather_item_bytes": 1, "parameter_item_bytes": 1, "reduce_item_bytes": 1}
-        context = DimensionContext(strategy.devices, strategy.devices, **ones, microbatches=self.plan.microbatches)
+        context = DimensionContext(
+            devices=strategy.devices,
+            node_devices=strategy.devices,
+            activation_item_bytes=1,
+            gather_item_bytes=1,
+            parameter_item_bytes=1,
+            reduce_item_bytes=1,
+            microbatches=self.plan.microbatches,
+        )
         return work_on(kind, strategy, self.plan.microbatch, context)
 
     def _has_copy(self, tie: Tie, here: Collection[str]) -> bool:
@@ -258,7 +265,7 @@ def _other_forwards(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
         layer, times = planned.layers.get(split.layer), planned.plan.microbatches
         if layer is None or layer.role is not Role.BLOCK or not split.forwards:
             continue
-        choice = planned.work_of(planned.kind(split.layer), planned.strategies[split.layer]).recompute
+        choice = _recomputed(planned.work_of(planned.kind(split.layer), planned.strategies[split.layer]))
         wanted = {Recompute.NONE: times, Recompute.FULL: 2 * times}.get(choice, split.forwards)
         if split.forwards != wanted:
             where = f"{split.layer} on rank {run.rank} (stage {run.stage})"
@@ -273,7 +280,7 @@ def _other_layer_kept(run: RoleRun, name: str, kept: int, planned: PlannedLayers
     exact &= not (lent and lines.tokens.size > 1)  # copies of what an encoder gave come together there
     if work.host_kept or work.gathered_items or not exact:  # gathered parameters are seen as kept
         return
-    samples, again = work.samples, work.recompute
+    samples, again = work.samples, _recomputed(work)
     choices = {one: samples * split.at(work.tensor, work.sequence_parallel) for one, split in kind.kept.items()}
     wanted = float(choices[again])
     less, more = _ends_apart(name, planned)
@@ -319,6 +326,11 @@ def _ends_apart(name: str, planned: PlannedLayers) -> tuple[float, float]:
     last = planned.layers[names[place + 1]].role is not Role.BLOCK  # which may keep nothing (a mean)
     first = not planned.kind(names[place - 1]).returns
     return made * (after or last), given * (before or first)
+
+
+def _recomputed(work: LayerWork) -> Recompute:
+    assert isinstance(work.recompute, Recompute)  # of one strategy
+    return work.recompute
 
 
 def _again(choice: Recompute) -> str:

@@ -165,7 +165,7 @@ def _tensor_peers_alike(strategies: Sequence[Strategy]) -> bool:
 def _repeats(strategies: Sequence[Strategy]) -> int:
     inner = [layout_of(one).replicas for one in strategies]
     spread = [one for one in (lines_of(strategy).spread for strategy in strategies) if one is not None]
-    return lcm(*inner, *(one.over.size * one.slices for one in spread if one.over is not None))
+    return lcm(*inner, *(one.over.size * one.sharing for one in spread if one.over is not None))
 
 
 def run_roles(
