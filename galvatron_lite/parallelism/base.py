@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from galvatron_lite.arrays import Flag, IntArray, Real, Whole, never
-from galvatron_lite.cluster.cluster import Collective, RankGroup
+from galvatron_lite.cluster.cluster import Collective, Device, RankGroup
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.axes import SLICES, MeshAxis, ParameterSpread, Purpose
@@ -199,6 +199,10 @@ class Dimension:
     software: tuple[str, ...] = ()  # other training software that has it, by the names of backends
 
     axes: ClassVar[tuple[MeshAxis, ...]] = ()  # of the mesh of a stage's ranks, whose sizes are its degrees
+    # fields on which it depends what one device runs of a layer: a profile has figures for their values; and whether
+    # those of a layer that it does not split stand in for figures that a profile lacks
+    runs: ClassVar[tuple[str, ...]] = ()
+    stands_in: ClassVar[bool] = False
     purposes: ClassVar[tuple[Purpose, ...]] = ()  # of the messages it sends in a step
     causes: ClassVar[tuple[str, ...]] = ()  # what its communications are called besides its name
     fields: ClassVar[tuple[StrategyField, ...]] = ()  # how its fields are pinned
@@ -258,6 +262,10 @@ class Dimension:
     def refusal(self, kind: LayerKind, degree: int) -> str:  # noqa: ARG002
         """Why a layer cannot be split so many ways; empty where it can, or where ``reason`` says all there is."""
         return ""
+
+    def runs_on(self, device: Device, kind: LayerKind, strategy: Strategy | Strategies) -> Flag:  # noqa: ARG002
+        """Whether devices of a type can run a layer as one strategy, or each of many, says."""
+        return True
 
     def apply(
         self, work: LayerWork, kind: LayerKind, strategy: Strategy | Strategies, context: DimensionContext

@@ -70,6 +70,12 @@ def dimensions() -> tuple[Dimension, ...]:
     return (*_DIMENSIONS, *_ADDED)
 
 
+def run_fields() -> tuple[str, ...]:
+    """Fields of ``Strategy`` on which it depends what one device runs of a layer; those last for whose values others
+    stand in."""
+    return tuple(name for one in sorted(_DIMENSIONS, key=lambda one: one.stands_in) for name in one.runs)
+
+
 def work_on(kind: LayerKind, strategy: Either, microbatch: Whole, context: DimensionContext) -> LayerWork:
     """What one device does and holds for a layer of a kind under a strategy, or many.
 

@@ -72,6 +72,7 @@ class ChannelDimension(Dimension):
     degree: str = "filters"
 
     axes = (MeshAxis("filters", Part.CHANNELS), MeshAxis("channels", Part.CHANNELS))
+    runs = ("filters", "channels")
     purposes = (Purpose.ACTIVATIONS,)
     fields = (
         StrategyField("filters", "filters", (), "devices that share convolutions' output channels", splits=True),

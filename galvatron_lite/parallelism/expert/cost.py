@@ -46,6 +46,9 @@ class ExpertDimension(Dimension):
 
     name: str = "expert"
 
+    runs = ("expert",)
+    # on one device, the only ones that a profile measured there has: as many tokens, of all experts
+    stands_in = True
     purposes = (Purpose.EXPERTS,)
     fields = (
         StrategyField("expert", "expert", ("ep",), "expert-parallel degree"),

@@ -42,6 +42,7 @@ class RecomputeDimension(Dimension):
 
     name: str = "recompute"
 
+    runs = ("recompute",)
     fields = (
         StrategyField("recompute", "recompute", ("ckpt", "checkpointing", "ac"), "none, selective or full",
                       {**{choice.value: choice for choice in Recompute}, "off": Recompute.NONE, "on": Recompute.FULL}),

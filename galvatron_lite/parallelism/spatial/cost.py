@@ -27,7 +27,7 @@ from types import MappingProxyType
 import numpy as np
 
 from galvatron_lite.arrays import Flag, IntArray, Real, Whole, is_option, never, up, where
-from galvatron_lite.cluster.cluster import Collective, RankGroup
+from galvatron_lite.cluster.cluster import Collective, Device, RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.model.sides import SIDES
 from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
@@ -123,6 +123,10 @@ class SpatialDimension(Dimension):
         """Why pictures that are too small stay whole."""
         said = [refusal(kind, place, 2) for place, extent in enumerate(extents_of(kind)) if extent > 1]
         return f"spatial: {kind.name}: {said[0]}" if splits_pixels(kind) and all(said) else ""
+
+    def runs_on(self, device: Device, kind: LayerKind, strategy: Either) -> Flag:  # noqa: ARG002
+        """Pixels of pictures that are large enough."""
+        return shares_pixels(kind, strategy)
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """A share of the pixels, exchanges with neighbours and sums over all pixels.

@@ -54,6 +54,7 @@ class TensorDimension(Dimension):
     degree: str = "tensor"
 
     axes = (MeshAxis("tensor", Part.MATMULS),)
+    runs = ("tensor", "sequence_parallel")
     purposes = (Purpose.ACTIVATIONS,)
     causes = (ASYNC,)
     fields = (
