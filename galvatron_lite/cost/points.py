@@ -239,7 +239,7 @@ def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: E
     wrapped = strategy.parameter_shards > 1
     left = work.parameters - sharded_items(work, strategy)
     copies = up(where(wrapped, left, _items(profile, kind, work, strategy)) * profile.copied_bytes)
-    held = is_option(strategy.recompute, Recompute.NONE)
+    held = is_option(work.recompute, Recompute.NONE)
     return where(held, copies, 0), where(held, 0, copies)
 
 

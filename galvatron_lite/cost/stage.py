@@ -17,6 +17,7 @@ from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, Operator
 from galvatron_lite.model.sides import sides_of
 from galvatron_lite.parallelism.base import Communication, Moment
 from galvatron_lite.parallelism.layout import layout_of
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.pipeline.cost import (
     NAME,
     boundary_bytes,
@@ -156,7 +157,7 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
     for own in _readers(operators):
         rows, inner, _ = own[0].shape
         read, made = own[0].count * inner, sum(operator.count * operator.shape[-1] for operator in own)
-        split = 1 if own[0].sharding is Sharding.NONE else strategy.tensor
+        split = 1 if own[0].sharding is Sharding.NONE else lines_of(strategy).matmuls.size
         inputs += rows * (read if read < made else read / split)
         outputs += rows * (made / split if read < made else made)
     for one in operators:
