@@ -203,7 +203,9 @@ class Dimension:
     # those of a layer that it does not split stand in for figures that a profile lacks
     runs: ClassVar[tuple[str, ...]] = ()
     stands_in: ClassVar[bool] = False
-    purposes: ClassVar[tuple[Purpose, ...]] = ()  # of the messages it sends in a step
+    # of the messages that it sends in a step, and whether they are all-reduces or all others; None: either
+    purposes: ClassVar[tuple[Purpose, ...]] = ()
+    sums: ClassVar[bool | None] = None
     causes: ClassVar[tuple[str, ...]] = ()  # what its communications are called besides its name
     fields: ClassVar[tuple[StrategyField, ...]] = ()  # how its fields are pinned
     # what ``--forbid`` takes, and the parts that it leaves out; parts, and the fields of ``Strategy`` that each sets
@@ -238,9 +240,9 @@ class Dimension:
         nothing that the strategy does not."""
         return [{}]
 
-    def sends(self, purpose: str, *, sums: bool) -> bool:  # noqa: ARG002
+    def sends(self, purpose: str, *, sums: bool) -> bool:
         """Whether it sends messages for a purpose in a step: all-reduces (``sums``), or others."""
-        return purpose in self.purposes
+        return purpose in self.purposes and self.sums in (None, sums)
 
     def spread(self, strategy: Strategy) -> ParameterSpread | None:  # noqa: ARG002
         """Where parameters lie that it takes from ranks which share all others; None where it takes none."""

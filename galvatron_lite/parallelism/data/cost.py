@@ -48,6 +48,7 @@ class DataDimension(Dimension):
 
     axes = (MeshAxis("data", Part.SAMPLES, replicates=True),)
     purposes = (Purpose.GRADIENTS, Purpose.STATES)
+    sums = True
     fields = (
         StrategyField("batch_degree", "dp", ("batch_degree",), "replicas times shards", splits=True),
         StrategyField("data", "data", ("ddp", "replicas"), "replicas that hold all states"),
@@ -58,10 +59,6 @@ class DataDimension(Dimension):
     def in_words(self, strategy: Strategy) -> str:
         """See ``Dimension.in_words``."""
         return f"{strategy.data} replicas" if strategy.data > 1 else ""
-
-    def sends(self, purpose: str, *, sums: bool) -> bool:
-        """See ``Dimension.sends``."""
-        return purpose in self.purposes and sums
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """Every divisor of ``devices``; any kind of layer can be replicated."""

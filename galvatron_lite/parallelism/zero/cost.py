@@ -48,6 +48,7 @@ class ZeroDimension(Dimension):
 
     axes = (MeshAxis("zero", Part.SAMPLES),)
     purposes = (Purpose.GRADIENTS, Purpose.STATES)
+    sums = False
     fields = (
         StrategyField("zero_stage", "zero", ("zero_stage",), "ZeRO stage, 0 to 3", least=0, most=3,
                       remedy="ZeRO has stages 0 (off), 1, 2 and 3."),
@@ -85,10 +86,6 @@ class ZeroDimension(Dimension):
         if smaller.context * smaller.spatial > 1:
             stages.add(strategy.zero_stage)
         return [{"zero_stage": stage} for stage in sorted(stages)]
-
-    def sends(self, purpose: str, *, sums: bool) -> bool:
-        """See ``Dimension.sends``."""
-        return purpose in self.purposes and not sums
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or every divisor of ``devices`` in stages 1 to 3 (1: states go over the context or spatial
