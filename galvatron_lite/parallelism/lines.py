@@ -4,31 +4,44 @@ messages of a run are held against. No torch here."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 from galvatron_lite.parallelism.axes import SLICES, MeshAxis, ParameterSpread, Part, Purpose, RankAxis, RankLine
 from galvatron_lite.parallelism.ranks import strides_of
 from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategy import Strategy, degree_names
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
-class StageLines:
-    """Lines of ranks of a stage, by what their ranks share or do together."""
+class StageRanks(Generic[T]):
+    """Ranks of a stage that work together, by what they share or do: lines of them, or process groups."""
 
-    batch: RankLine  # other samples; for statistics of all samples
-    weights: RankLine  # slices of the same parameters, for the same samples
-    matmuls: RankLine  # matmuls, channels: those of matmuls, and of convolutions
-    channels: RankLine
-    tokens: RankLine  # tokens, planes, rows, columns: of the same samples
-    planes: RankLine
-    rows: RankLine
-    columns: RankLine
-    stage: RankLine  # all: for gradients of parameters used on shares of tokens or channels
-    everyone: RankLine  # all: for moving activations between layouts
+    batch: T  # other samples; for statistics of all samples
+    weights: T  # slices of the same parameters, for the same samples
+    matmuls: T  # matmuls, channels: those of matmuls, and of convolutions
+    channels: T
+    tokens: T  # tokens, planes, rows, columns: of the same samples
+    planes: T
+    rows: T
+    columns: T
+    stage: T  # all: for gradients of parameters used on shares of tokens or channels
+    everyone: T  # all: for moving activations between layouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLines(StageRanks[RankLine]):
+    """The lines of ranks of a stage."""
+
     states: ParameterSpread  # of parameters
     spread: ParameterSpread | None  # of those that a dimension spreads over other ranks
+
+    def lines(self) -> tuple[RankLine, ...]:
+        """By what ranks share or do, in the order of the fields of ``StageRanks``."""
+        return tuple(getattr(self, item.name) for item in fields(StageRanks))
 
     @property
     def uneven(self) -> bool:
@@ -38,8 +51,7 @@ class StageLines:
 
     def __iter__(self) -> Iterator[RankLine]:
         """Every line."""
-        yield from (self.batch, self.weights, self.matmuls, self.channels, self.stage, self.everyone)
-        yield from (self.tokens, self.planes, self.rows, self.columns)
+        yield from self.lines()
         for one in (self.states, self.spread):
             yield from (one.shards, one.replicas, one.gradients) if one is not None else ()
             yield from (one.over,) if one is not None and one.over is not None else ()
@@ -82,6 +94,6 @@ def lines_of(strategy: Strategy) -> StageLines:
         along(Purpose.PIXELS, Part.COLUMNS),
         line(Purpose.GRADIENTS, axes),
         line(Purpose.ACTIVATIONS, axes),
-        states,
-        next((one for one in spread if one is not None), None),
+        states=states,
+        spread=next((one for one in spread if one is not None), None),
     )

@@ -21,42 +21,25 @@ from galvatron_lite.parallelism.strategy import ADDED, Strategy
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.zero.cost import ZeroDimension
 
-_DIMENSIONS: tuple[Dimension, ...] = (
-    TensorDimension(),
-    ChannelDimension(),
-    SpatialDimension(),
-    ContextDimension(),
-    ExpertDimension(),
-    RecomputeDimension(),
-    ZeroDimension(),
-    DataDimension(),
-    OffloadDimension(),
-)
-"""In the order they are applied: what slices the layer first, what wraps the slices later."""
-
-_CHANNELS = (ChannelDimension(), ChannelDimension(degree="channels"))
+_TENSOR, _CHANNEL, _SPATIAL, _CONTEXT = TensorDimension(), ChannelDimension(), SpatialDimension(), ContextDimension()
+_EXPERT, _RECOMPUTE, _ZERO, _DATA = ExpertDimension(), RecomputeDimension(), ZeroDimension(), DataDimension()
+_OFFLOAD = OffloadDimension()
+_CHANNELS = (_CHANNEL, ChannelDimension(degree="channels"))
 _PIXELS = (SpatialDimension(degree="depth"), SpatialDimension(degree="height"), SpatialDimension(degree="width"))
 
+_DIMENSIONS: tuple[Dimension, ...] = (
+    _TENSOR, _CHANNEL, _SPATIAL, _CONTEXT, _EXPERT, _RECOMPUTE, _ZERO, _DATA, _OFFLOAD,
+)  # fmt: skip
+"""In the order they are applied: what slices the layer first, what wraps the slices later."""
 _CHOSEN: tuple[Dimension, ...] = (
-    TensorDimension(),
-    ContextDimension(),
-    ExpertDimension(),
-    *_CHANNELS,
-    *_PIXELS,
-    DataDimension(),
-    ZeroDimension(),
-    OffloadDimension(),
-    RecomputeDimension(),
-)
+    _TENSOR, _CONTEXT, _EXPERT, *_CHANNELS, *_PIXELS, _DATA, _ZERO, _OFFLOAD, _RECOMPUTE,
+)  # fmt: skip
 """In the order they are chosen: what a later one may choose depends on the earlier ones."""
-
 _PINNED: tuple[Dimension, ...] = (
-    DataDimension(), ZeroDimension(), TensorDimension(), ContextDimension(), ExpertDimension(), SpatialDimension(),
-    ChannelDimension(), RecomputeDimension(), OffloadDimension(),
+    _DATA, _ZERO, _TENSOR, _CONTEXT, _EXPERT, _SPATIAL, _CHANNEL, _RECOMPUTE, _OFFLOAD,
 )  # fmt: skip
 _WRITTEN: tuple[Dimension, ...] = (
-    DataDimension(), ZeroDimension(), ContextDimension(), ExpertDimension(), TensorDimension(), SpatialDimension(),
-    ChannelDimension(), RecomputeDimension(), OffloadDimension(),
+    _DATA, _ZERO, _CONTEXT, _EXPERT, _TENSOR, _SPATIAL, _CHANNEL, _RECOMPUTE, _OFFLOAD,
 )  # fmt: skip
 """In the order of the words of a strategy."""
 UNSPLIT, FORMER = "unsplit", "whole"

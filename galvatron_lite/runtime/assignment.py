@@ -53,20 +53,19 @@ def place_layers(plan: Plan, layers: Sequence[Layer]) -> Stages:
 def _layers_of(run: LayerRun, layers: Sequence[Layer], names: list[str], start: int, field: str) -> Sequence[Layer]:
     for name in (run.first, run.last):
         if name not in names:
-            raise InputError(
-                f"{field}: layer", name, f"The model has no such layer. Its layers are: {_shorten(names)}."
-            )
+            raise InputError(f"{field}: layer", name, f"The model has no such layer. Its layers are: {shorten(names)}.")
     first, stop = names.index(run.first), names.index(run.last) + 1
     if first != start or stop - first != run.count:
         remedy = (
             f"The plan is for a model with other layers, or was changed: the next {run.count} layer(s) of this one are "
-            f"{_shorten(names[start : start + run.count])}. Plan for this model anew."
+            f"{shorten(names[start : start + run.count])}. Plan for this model anew."
         )
         raise InputError(f"{field}: layers", f"{run.first} to {run.last}", remedy)
     return layers[first:stop]
 
 
-def _shorten(names: Sequence[str]) -> str:
+def shorten(names: Sequence[str]) -> str:
+    """Names with commas between; of many the first and the last ones."""
     shown = list(names) if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
     return ", ".join(shown)
 

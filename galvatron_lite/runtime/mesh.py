@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from galvatron_lite.errors import InputError, LaunchError
 from galvatron_lite.parallelism.axes import ParameterSpread, Purpose, RankLine
-from galvatron_lite.parallelism.lines import StageLines, lines_of
+from galvatron_lite.parallelism.lines import StageLines, StageRanks, lines_of
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.execution import pipeline_of
@@ -40,19 +40,10 @@ class StateGroups:
     sliced: bool = False  # whether all ranks that share weights share each of them
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyGroups:
-    """This rank's process groups under one strategy of its stage, and its place in them, see ``StageLines``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyGroups(StageRanks[Group]):
+    """This rank's process groups under one strategy of its stage, and its place in them."""
 
-    batch: Group
-    weights: Group
-    channels: Group
-    tokens: Group
-    planes: Group
-    rows: Group
-    columns: Group
-    stage: Group
-    everyone: Group
     batch_index: int  # which share of the samples this rank takes
     weights_index: int  # which slice of the parameters
     states: StateGroups
@@ -192,15 +183,7 @@ class _World:
             return StateGroups(group(spread.gradients), mesh, over, spread.sharing == lines.weights.size > 1)
 
         return StrategyGroups(
-            batch=group(lines.batch),
-            weights=group(lines.weights),
-            channels=group(lines.channels),
-            tokens=group(lines.tokens),
-            planes=group(lines.planes),
-            rows=group(lines.rows),
-            columns=group(lines.columns),
-            stage=group(lines.stage),
-            everyone=group(lines.everyone),
+            *map(group, lines.lines()),
             batch_index=lines.batch.index(place),
             weights_index=lines.weights.index(place),
             states=states(lines.states),

@@ -18,6 +18,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.zero.cost import cut_dim
 from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.assignment import shorten
 from galvatron_lite.verify.dry.mode import DryRunError
 from galvatron_lite.verify.dry.repeat import UnlikeError
 from galvatron_lite.verify.dry.step import Subject, dry_run
@@ -41,7 +42,7 @@ def named_for(plan: Plan, layers: Sequence[Layer]) -> Plan:
     if not strange and sizes == counts:
         return plan
     if strange and len(strange) * 2 < len([name for name in ends if name not in SHARED]):
-        raise InputError("plan: layer", strange[0], f"The model has no such layer. {_layer_list(names)}")
+        raise InputError("plan: layer", strange[0], f"The model has no such layer. Its layers are: {shorten(names)}.")
     if sum(sizes) != len(names):
         remedy = f"The plan is for {sum(sizes)} layers, the model has {len(names)}: give the model it was made for."
         raise InputError("plan", plan.model, remedy)
@@ -69,11 +70,6 @@ def _sizes(counts: Sequence[int], names: Sequence[str]) -> list[int]:
         return list(counts)
     ends = accumulate(counts)
     return [count + more * (0 <= between[0] - end + count < count) for count, end in zip(counts, ends, strict=True)]
-
-
-def _layer_list(names: Sequence[str]) -> str:
-    shown = list(names) if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
-    return f"Its layers are: {', '.join(shown)}."
 
 
 Progress = Callable[[int, int, str], None]  # told how many roles were run, of how many, and the last one
