@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from galvatron_lite.arrays import Whole
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.parallelism.axes import MeshAxis, Part
 from galvatron_lite.parallelism.base import Dimension, DimensionContext, LayerWork
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.context.cost import ContextDimension
@@ -130,10 +131,12 @@ def add(dimension: Dimension) -> Dimension:
     their gradients with the data-parallel ranks.
 
     Raises:
-        InputError: another one, or a field of ``Strategy``, has its name.
+        InputError: another one, or a field of ``Strategy``, has its name; or its one axis does not split samples.
     """
     if not dimension.name.isidentifier() or hasattr(Strategy(), dimension.name) or dimension.degree != dimension.name:
         raise InputError("dimension", dimension.name, "Give a name that no dimension has, and the same as its degree.")
+    if dimension.axes != (MeshAxis(dimension.name, Part.SAMPLES, replicates=True),):
+        raise InputError("dimension", dimension.name, "Give one axis of its name, of samples, that replicates states.")
     ADDED.append(dimension.name)
     _ADDED.append(dimension)
     return dimension
