@@ -229,7 +229,7 @@ class Dimension:
 
     def layout(self, strategy: Strategy) -> dict[str, int]:
         """How many ways it splits what goes between layers, by the field of ``Layout``; else its ranks hold copies."""
-        return {axis.part.value: getattr(strategy, axis.degree) for axis in self.axes if axis.part not in SLICES}
+        return {axis.part: getattr(strategy, axis.degree) for axis in self.axes if axis.part not in SLICES}
 
     def features(self, strategy: Strategy) -> set[str]:
         """What a strategy uses of it, whatever the degrees, for people."""

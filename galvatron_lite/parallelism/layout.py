@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple, Self
@@ -57,11 +56,11 @@ class Layout(NamedTuple):
 @lru_cache(maxsize=2**16)
 def layout_of(strategy: Strategy) -> Layout:
     """The layout of what a layer takes and returns under a strategy."""
-    ways: Counter[str] = Counter()
+    ways = dict.fromkeys(Layout._fields, 1)
     for dimension in dimensions():
         for name, degree in dimension.layout(strategy).items():
-            ways[name] = max(ways[name], 1) * degree
-    return Layout(**ways, copies=strategy.devices // prod(ways.values()))
+            ways[name] *= degree
+    return Layout(**{**ways, "copies": strategy.devices // prod(ways.values())})
 
 
 def strategy_with(layout: Layout) -> Strategy:
