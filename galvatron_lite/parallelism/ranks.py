@@ -1,13 +1,9 @@
-"""Which ranks of a stage work together in each dimension, and how far apart they lie. No torch here.
+"""Which ranks of a stage work together, and how far apart they lie, as costs need it. No torch here.
 
-Ranks are row-major over (dimensions that are added, data, zero, context, tensor, spatial, channel), the last
-innermost: the ranks of a tensor group lie next to one another, and so do those that share the pixels or the channels of
-a convolution (a layer has one or the other: where pixels are shared, neither tokens nor matmuls are). ``strides_of`` is
-the one place that knows the order.
-
-All but the tensor and channel ranks see other tokens or pixels, so gradients are summed over data x zero x context x
-spatial. States are sharded over zero x context x spatial (Megatron-Core's distributed optimizer and torchtitan's
-``dp_shard_cp`` mesh take context ranks in too) and replicated over data.
+Ranks are row-major over the axes of ``strategy.degree_names``, the last innermost: the ranks of a tensor group lie next
+to one another, and so do those that share the pixels or the channels of a convolution (a layer has one or the other:
+where pixels are shared, neither tokens nor matmuls are). ``strides_of`` is the one place that knows the order; what the
+ranks along each axis share is said by its dimension (``lines``).
 
 Experts that are spread ``expert`` ways have an order of their own: they lie on the ranks next to one another above the
 tensor slices (Megatron-Core's order ``tp-ep-dp`` of expert layers), so ``expert`` times fewer ranks hold the same ones:
@@ -21,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
+from math import prod
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -73,16 +70,10 @@ def strides_of(strategy: Either) -> dict[str, Whole]:
 
 
 @_remembered
-def group_along(strategy: Either, degree: str) -> RankGroup:
-    """The ranks along the axis of a degree."""
-    size = getattr(strategy, degree)
-    return rank_group(size, strides_of(strategy)[degree], strategy.devices // size)
-
-
-@_remembered
-def channel_group(strategy: Either) -> RankGroup:
-    """The ranks that share the channels of convolutions."""
-    return rank_group(strategy.slices, 1, strategy.devices // strategy.slices)
+def group_along(strategy: Either, *degrees: str) -> RankGroup:
+    """The ranks along the axis of a degree, or of several that follow one another, the innermost last."""
+    size = prod((getattr(strategy, name) for name in degrees[1:]), start=getattr(strategy, degrees[0]))
+    return rank_group(size, strides_of(strategy)[degrees[-1]], strategy.devices // size)
 
 
 @_remembered

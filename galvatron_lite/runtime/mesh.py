@@ -6,8 +6,8 @@ made once: strategies that split the ranks alike share them. Groups of one rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -103,45 +103,45 @@ def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = No
             remedy = f"It must take the stage's {size} devices."
             raise InputError(f"strategy of {run.first}", str(run.strategy), remedy)
     join_world(plan, device_type)
-    rank = dist.get_rank()
-    by_group = [
-        _lines_of(run.strategy for stage in pipeline.stages_of(group) for run in plan.stages[stage].runs)
+    parts = [
+        (group * size, size, [run.strategy for stage in pipeline.stages_of(group) for run in plan.stages[stage].runs])
         for group in range(plan.pipeline)
     ]
-    keys = [key for group, every in enumerate(by_group) for one in every for key in _keys(one, group * size)]
-    lines = [(PIPELINE, tuple(range(place, plan.devices, size))) for place in range(size)]
-    world = _World([*keys, *lines], device_type, ProcessGroups() if groups is None else groups)
-    group = rank // size
-    views = {lines: world.view(lines, group * size) for lines in by_group[group]}
-    return Meshes(rank, plan.pipeline, size, world.group_of(lines), views)
+    across = [(PIPELINE, tuple(range(place, plan.devices, size))) for place in range(size)]
+    (own,) = (one for one in build_part_meshes(parts, device_type, groups, across) if one is not None)
+    return replace(own, stages=plan.pipeline, first=0)
 
 
-def build_part_meshes(parts: Sequence[tuple[int, int, Sequence[Strategy]]], device_type: str) -> list[Meshes | None]:
+def build_part_meshes(
+    parts: Sequence[tuple[int, int, Sequence[Strategy]]],
+    device_type: str,
+    groups: ProcessGroups | None = None,
+    across: Sequence[Key] = (),
+) -> list[Meshes | None]:
     """Every process group of several parts of a model; all ranks must call it together, once the world is joined.
 
     Args:
         parts: first rank, number of consecutive ranks and strategies of each. Under a strategy of one device every rank
             does all the work.
         device_type: ``cuda`` or ``cpu``.
+        groups: makes them.
+        across: purposes and ranks of groups of ranks of several parts.
 
     Returns:
         By part: the groups of this rank; None where it is not one of the part's.
     """
-    rank, by_part = dist.get_rank(), [(first, count, _lines_of(every)) for first, count, every in parts]
+    rank = dist.get_rank()
+    by_part = [(first, count, list(dict.fromkeys(map(lines_of, every)))) for first, count, every in parts]
     keys = [key for first, _, every in by_part for one in every for key in _keys(one, first)]
-    world = _World(keys, device_type, ProcessGroups())
+    world = _World([*keys, *across], device_type, ProcessGroups() if groups is None else groups)
     meshes: list[Meshes | None] = []
     for first, count, every in by_part:
         if first <= rank < first + count:
             views = {one: world.view(one, first if one.everyone.size > 1 else rank) for one in every}
-            meshes.append(Meshes(rank, 1, count, None, views, first))
+            meshes.append(Meshes(rank, 1, count, world.group_of(across), views, first))
         else:
             meshes.append(None)
     return meshes
-
-
-def _lines_of(strategies: Iterable[Strategy]) -> list[StageLines]:
-    return list(dict.fromkeys(map(lines_of, strategies)))
 
 
 def _keys(lines: StageLines, start: int) -> list[Key]:

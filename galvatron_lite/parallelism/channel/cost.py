@@ -57,7 +57,7 @@ from galvatron_lite.parallelism.channel.parts import (
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import has_weights, is_picture, items_of
-from galvatron_lite.parallelism.ranks import Either, channel_group
+from galvatron_lite.parallelism.ranks import Either, group_along
 from galvatron_lite.parallelism.strategy import Strategy
 
 BY = ("filters", "channels")
@@ -151,7 +151,7 @@ def _moved(kind: LayerKind, strategy: Either, by: str, share: Real, each: bool) 
 
     ``share``: samples x bytes of an item.
     """
-    group, degree = channel_group(strategy), getattr(strategy, by)
+    group, degree = group_along(strategy, *BY), getattr(strategy, by)
     for collective, moment, sizes in each_sizes(kind, by) if each else _sizes(kind, by, degree):
         if sizes:
             yield _together(collective, moment, [size * share for size in sizes], group, degree > 1)
