@@ -51,8 +51,9 @@ def _boxes(layout: IntArray, device: IntArray) -> tuple[FloatArray, FloatArray]:
     for names in _DIMS:
         ways, index = np.ones_like(layout[..., 0]), np.zeros_like(layout[..., 0])
         for place in map(Layout._fields.index, names):
-            own = layout[..., place]
-            ways, index = ways * own, index * own + device // layout[..., place + 1 :].prod(axis=-1) % own
+            degree = layout[..., place]
+            share = device // layout[..., place + 1 :].prod(axis=-1) % degree
+            ways, index = ways * degree, index * degree + share
         starts.append(index / ways)
         stops.append((index + 1) / ways)
     return np.array(starts), np.array(stops)

@@ -108,8 +108,8 @@ def build_meshes(plan: Plan, device_type: str, groups: ProcessGroups | None = No
         for group in range(plan.pipeline)
     ]
     across = [(PIPELINE, tuple(range(place, plan.devices, size))) for place in range(size)]
-    (own,) = (one for one in build_part_meshes(parts, device_type, groups, across) if one is not None)
-    return replace(own, stages=plan.pipeline, first=0)
+    (meshes,) = (one for one in build_part_meshes(parts, device_type, groups, across) if one is not None)
+    return replace(meshes, stages=plan.pipeline, first=0)
 
 
 def build_part_meshes(

@@ -155,8 +155,8 @@ def _summed_copies(profile: Profile, planned: PlannedLayers, here: Collection[st
 def _caused(one: Communication) -> str:
     """The dimension that it is sent for; what is summed once a step are gradients, whatever makes the sum needed."""
     if one.moment is Moment.STEP and one.collective is Collective.ALL_REDUCE:
-        return next(own.name for own in pinned() if own.sends(Purpose.GRADIENTS, sums=True))
-    return next((own.name for own in pinned() if one.cause in (own.name, *own.causes)), one.cause)
+        return next(sender.name for sender in pinned() if sender.sends(Purpose.GRADIENTS, sums=True))
+    return next((sender.name for sender in pinned() if one.cause in (sender.name, *sender.causes)), one.cause)
 
 
 def _priced_bytes(one: Communication, microbatches: int) -> float:

@@ -57,7 +57,7 @@ def reductions(strategy: Strategy, devices: int) -> Iterator[Strategy]:
         if math.prod(degrees) == devices:
             smaller = changed(strategy, dict(zip(names, degrees, strict=True)))
             for settings in product(*(one.shrunk(smaller, strategy) for one in pinned())):
-                yield changed(smaller, {name: value for own in settings for name, value in own.items()})
+                yield changed(smaller, {name: value for part in settings for name, value in part.items()})
 
 
 def reduced(strategy: Strategy, devices: int, legal: Legal = lambda _: True) -> Strategy | None:
