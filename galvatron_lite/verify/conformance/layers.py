@@ -19,6 +19,7 @@ from galvatron_lite.parallelism.pipeline.schedule import stage_at
 from galvatron_lite.parallelism.registry import work_on
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.assignment import Stages, place_layers
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.conformance.memory import memory_checks
 from galvatron_lite.verify.match.meeting import folded
@@ -45,21 +46,18 @@ class PlannedLayers:
         return {layer.name: layer for layer in self.graph.layers}
 
     @cached_property
+    def _placed(self) -> Stages:
+        return place_layers(self.plan, self.graph.layers)
+
+    @cached_property
     def stages(self) -> list[list[str]]:
         """Names of each stage's layers."""
-        names, found, start = list(self.layers), [], 0
-        for stage in self.plan.stages:
-            count = sum(run.count for run in stage.runs)
-            found.append(names[start : start + count])
-            start += count
-        return found
+        return [[placed.layer.name for placed in stage] for stage in self._placed]
 
     @cached_property
     def strategies(self) -> dict[str, Strategy]:
         """By the layer's name."""
-        runs = [run for stage in self.plan.stages for run in stage.runs]
-        chosen = [run.strategy for run in runs for _ in range(run.count)]
-        return dict(zip(self.layers, chosen, strict=False))
+        return {placed.layer.name: placed.strategy for stage in self._placed for placed in stage}
 
     def stages_of(self, group: int) -> list[int]:
         """Numbers of the stages that a group of devices runs."""
