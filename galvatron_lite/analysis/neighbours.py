@@ -19,13 +19,13 @@ from math import prod
 from galvatron_lite.analysis.explanation import Neighbour, RunChoice, RunnerUp
 from galvatron_lite.analysis.step_time import PricedStages
 from galvatron_lite.analysis.what_ifs import OutOfTimeError, TimeLimit, peak_of, seconds_of
-from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.stage import tied_groups
 from galvatron_lite.cost.step import price_staged
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.parallelism.base import StrategyField
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.layout import layout_of
 from galvatron_lite.parallelism.registry import choosing, parts_of
 from galvatron_lite.parallelism.strategy import ADDED, DEGREES, Strategy, degree_names
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
@@ -42,9 +42,9 @@ def _keeps_rules(graph: ModelGraph, stages: Sequence[range], strategies: Sequenc
     """Whether the layers at the model's ends, or at the boundaries of stages, are laid out alike as they must be."""
     if len(stages) > 1:
         cuts = [inside.start for inside in stages[1:]]
-        return len({layout(strategies[place]) for cut in cuts for place in (cut - 1, cut)}) <= 1
+        return len({layout_of(strategies[place]) for cut in cuts for place in (cut - 1, cut)}) <= 1
     edges = [one for layer, one in zip(graph.layers, strategies, strict=True) if layer.role is not Role.BLOCK]
-    return not is_glued(graph) or len({glue_of(layout(one)) for one in edges}) <= 1
+    return not is_glued(graph) or len({glue_of(layout_of(one)) for one in edges}) <= 1
 
 
 _BATCH = ("data", "zero")

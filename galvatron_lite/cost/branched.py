@@ -22,6 +22,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.parallelism.base import Moment
 from galvatron_lite.parallelism.branch.cost import BranchSite, BranchTraffic, border_of, buffer_bytes, messages, moves
 from galvatron_lite.parallelism.branch.find import Branch, BranchRegion, find_regions, part_of, trunk_of
+from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.notes import placed_branches
@@ -251,11 +252,12 @@ def is_spread(strategies: Sequence[Strategy], plan: Plan) -> bool:
     Raises:
         InputError: it does neither.
     """
+    spread = strategy_with(Layout(batch=plan.devices))
     for strategy in dict.fromkeys(strategies):
-        if strategy not in (Strategy(data=plan.devices, recompute=strategy.recompute), Strategy()):
+        if strategy not in (replace(spread, recompute=strategy.recompute), Strategy()):
             remedy = f"Layers outside branches have data {plan.devices}, or no degree: every device does all of them."
             raise InputError("stages.0, strategy", str(strategy), remedy)
-    shared = {strategy.data for strategy in strategies}
+    shared = {strategy.devices for strategy in strategies}
     if len(shared) > 1:
         raise InputError("stages.0, strategy", ", ".join(map(str, strategies)), "They share the samples alike.")
     if shared == {plan.devices} and plan.microbatch % plan.devices:

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
-from math import prod
+from operator import and_
 from typing import Any
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, up, where
+from galvatron_lite.arrays import BoolArray, Flag, FloatArray, IntArray, Real, Whole, largest, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links, exposed_by
 from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
-from galvatron_lite.cost.layout import Layout, exchanging, layout, received
+from galvatron_lite.cost.layout import exchanging, received
 from galvatron_lite.cost.points import (
     Curves,
     LayerFigures,
@@ -28,17 +28,19 @@ from galvatron_lite.cost.points import (
     figures_at,
     frozen_copies,
     index_points,
+    key_of,
     new_gradient_bytes,
     points_of,
 )
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
 from galvatron_lite.parallelism.data.cost import bucket_of
+from galvatron_lite.parallelism.layout import Layout, layout_of
 from galvatron_lite.parallelism.offload.cost import HostItem, host_traffic
 from galvatron_lite.parallelism.ranks import Either, rank_group
-from galvatron_lite.parallelism.registry import dimensions
-from galvatron_lite.parallelism.spatial.cost import samples_of, shares_pixels
-from galvatron_lite.parallelism.strategy import Offload, Strategies, Strategy
+from galvatron_lite.parallelism.registry import dimensions, work_on
+from galvatron_lite.parallelism.spatial.cost import samples_of
+from galvatron_lite.parallelism.strategy import Strategies, Strategy
 from galvatron_lite.parallelism.zero.cost import sent_bucket
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
@@ -236,34 +238,33 @@ class LayerPricer:
         samples = samples_of(shape, many, microbatch)
         if not len(curves.codes) or not len(many):
             return _as_arrays(dict.fromkeys(_NAMES, 0), np.zeros(len(many), dtype=np.bool_))
-        shard, parts = (many.tensor, many.sequence_parallel), (many.expert, many.filters, many.channels)
-        figures, valid = curves.at(code_of(*shard, many.recompute, *parts), samples)
-        plain, known = curves.backward(code_of(*shard, Recompute.NONE, *parts), samples)
-        if not self.profile.cluster.device.host_bandwidth:
-            valid = valid & is_option(many.offload, Offload.NONE)
-        valid = valid & shares_pixels(shape, many)
+        figures, valid = curves.at(code_of(many), samples)
+        plain, known = curves.backward(code_of(many, recompute=Recompute.NONE), samples)
+        valid = valid & self._runs(shape, many)
         again = np.where(known, figures.again(plain), 0.0)
         return _as_arrays(self._priced(kind, many, microbatch, stages, sharing, figures, again), valid)
 
     def covers(self, kind: str, strategy: Strategy) -> bool:
         """Whether the profile holds points for what a device does under a strategy."""
-        return points_of(self._points, _key_of(kind, strategy)) is not None
+        return points_of(self._points, key_of(kind, strategy)) is not None
 
     def worked(self, strategy: Strategy) -> Strategy:
         """What a device does under a strategy that the profile must have figures for, as the least strategy."""
-        fields = ("tensor", "sequence_parallel", "recompute", "filters", "channels")
-        return replace(Strategy(), **{name: getattr(strategy, name) for name in fields})
+        needed = [name for one in dimensions() if not one.stands_in for name in one.runs]
+        return replace(Strategy(), **{name: getattr(strategy, name) for name in needed})
 
     def _points_of(self, kind: str, strategy: Strategy) -> Sequence[LayerPoint] | None:
-        if strategy.offload is not Offload.NONE and not self.profile.cluster.device.host_bandwidth:
+        if not self._runs(self.profile.graph.kinds[kind], strategy):
             return None
-        if not shares_pixels(self.profile.graph.kinds[kind], strategy):
-            return None
-        return points_of(self._points, _key_of(kind, strategy))
+        return points_of(self._points, key_of(kind, strategy))
+
+    def _runs(self, kind: LayerKind, strategy: Either) -> Flag:
+        device = self.profile.cluster.device
+        return reduce(and_, (one.runs_on(device, kind, strategy) for one in dimensions()))
 
     def redistribution(self, output_bytes: int, microbatch: int, left: Strategy, right: Strategy) -> float:
         """Seconds to bring the tensor between two layers from one layout to the other, in one direction."""
-        key = (output_bytes * microbatch, layout(left), layout(right))
+        key = (output_bytes * microbatch, layout_of(left), layout_of(right))
         if key not in self._moves:
             self._moves[key] = float(self.redistributions(output_bytes, microbatch, key[1:2], key[2:])[0, 0])
         return self._moves[key]
@@ -279,7 +280,7 @@ class LayerPricer:
         Args:
             output_bytes: of the tensor, a sample.
             microbatch: samples of one micro-batch over the stage.
-            left: layouts as ``layout`` gives them.
+            left: layouts as ``layout_of`` gives them.
             right: the same.
         """
         if not left or not right:
@@ -300,7 +301,7 @@ class LayerPricer:
             keys = np.stack((exchanging(*both), received(*both)), axis=-1)
             found, place = np.unique(keys.reshape(-1, 2), axis=0, return_inverse=True)
             sizes = found[:, 0].astype(np.int64)
-            ranks = rank_group(sizes, np.ones_like(sizes), prod(left[0][:3]) // sizes)
+            ranks = rank_group(sizes, np.ones_like(sizes), left[0].devices // sizes)
             number: IntArray = place.reshape(keys.shape[:-1])
             self._exchanges[left, right] = (ranks, found[:, 1].astype(np.float64), number)
         return self._exchanges[left, right]
@@ -370,11 +371,7 @@ class LayerPricer:
             shard_share=self.profile.shard_share,
             pictures=self.profile.pictures,
         )
-        items, trained = float(kind.parameters.total), float(kind.trainable)
-        whole = LayerWork(
-            1.0 * microbatch, 1, False, Recompute.NONE, items, trained, items, trained, frozen_items=items - trained
-        )
-        work = reduce(lambda work, dimension: dimension.apply(work, kind, strategy, context), dimensions(), whole)
+        work = work_on(kind, strategy, microbatch, context)
         return without_gradients(work) if self.profile.forward_only else work
 
     def _exchange(self, items: int, strategy: Either, stages: int) -> Real:
@@ -386,8 +383,7 @@ class LayerPricer:
         if items == 0 or stages == 1:
             return 0.0
         devices = strategy.devices
-        shards = where(strategy.zero_stage == 1, 1, strategy.state_shards)
-        size = items / (strategy.tensor * shards) * ITEM_BYTES[self.profile.reduce_precision]
+        size = items / (strategy.weight_slices * strategy.parameter_shards) * ITEM_BYTES[self.profile.reduce_precision]
         group = RankGroup(2, devices * (stages - 1), devices)
         links = self.common or self.links
         return links.timed([Communication(Collective.ALL_REDUCE, size, group, Moment.STEP, overlaps=False)])[0]
@@ -436,9 +432,3 @@ class LayerPricer:
             "bucket": self._copied_bucket(strategy, new),
             "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }
-
-
-def _key_of(kind: str, strategy: Strategy) -> PointKey:
-    """What a device runs."""
-    shard = (kind, strategy.tensor, strategy.sequence_parallel)
-    return (*shard, strategy.recompute, strategy.expert, strategy.filters, strategy.channels)

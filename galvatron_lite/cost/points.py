@@ -5,7 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from math import prod
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -24,21 +27,25 @@ from galvatron_lite.arrays import (
     where,
 )
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
+from galvatron_lite.parallelism.axes import SLICES
 from galvatron_lite.parallelism.base import LayerWork
 from galvatron_lite.parallelism.ranks import Either, sharded_items
+from galvatron_lite.parallelism.registry import dimensions, run_fields
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
-PointKey = tuple[str, int, bool, Recompute, int, int, int]
-"""Kind, tensor degree, sequence parallel, recompute choice, devices that the experts of a mixture are spread over, that
-share output channels, and that share input channels."""
+RUN = run_fields()
+_values_of = attrgetter(*RUN)
+"""Fields of strategies on which it depends what one device runs of a layer; points have them too."""
+_PLAIN = Strategy()
+_STANDING_IN = tuple(getattr(_PLAIN, name) for one in dimensions() if one.stands_in for name in one.runs)
+_SLICES = frozenset(axis.degree for one in dimensions() for axis in one.axes if axis.part in SLICES)
+PointKey = tuple[Any, ...]
+"""A kind of layer, and the values of ``RUN``."""
 Points = Mapping[PointKey, Sequence[LayerPoint]]
-MOST_EXPERTS = 2**16
-"""More than any mixture has."""
-MOST_SLICES = 2**10
-"""More than convolutions' channels are ever shared among."""
-OTHERS = 2**40
-"""More than what else was run comes to, see ``code_of``."""
+_MOST = 2**14
+"""More ways than any layer is split along one axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +78,23 @@ def index_points(points: tuple[LayerPoint, ...]) -> dict[PointKey, tuple[LayerPo
     """Points by what was run, ascending in samples; of equal ones the last counts."""
     groups: dict[PointKey, dict[float, LayerPoint]] = {}
     for point in points:
-        key = (
-            point.kind,
-            point.tensor,
-            point.sequence_parallel,
-            point.recompute,
-            point.expert,
-            point.filters,
-            point.channels,
-        )
-        groups.setdefault(key, {})[point.samples] = point
+        groups.setdefault(key_of(point.kind, point), {})[point.samples] = point
     return {key: tuple(group[samples] for samples in sorted(group)) for key, group in groups.items()}
 
 
+def key_of(kind: str, strategy: Strategy | LayerPoint) -> PointKey:
+    """What a device runs for a kind of layer."""
+    return (kind, *_values_of(strategy))
+
+
 def points_of(points: Points, key: PointKey) -> Sequence[LayerPoint] | None:
-    """The points of a key; those of experts that are not spread where there are none (a profile measured on one device
-    has no others: a device then works on as many tokens, of all experts); None where there are none either."""
-    return points.get(key) or points.get((*key[:4], 1, *key[5:]))
+    """The points of a key, or those that stand in for them (``Dimension.stands_in``); None where there are none."""
+    return points.get(key) or points.get((*key[: len(key) - len(_STANDING_IN)], *_STANDING_IN))
 
 
 def slices_of(key: PointKey) -> int:
     """Devices that work on the same samples."""
-    return key[1] * key[5] * key[6]
+    return prod(value for name, value in zip(RUN, key[1:], strict=True) if name in _SLICES)
 
 
 def figures_at(points: Sequence[LayerPoint], samples: float) -> LayerFigures:
@@ -147,7 +149,7 @@ class Curves:
     @staticmethod
     def of(kind: str, points: Points) -> Curves:
         """The curves of a kind of layer."""
-        own = sorted((int(code_of(*key[1:])), rows) for key, rows in points.items() if key[0] == kind)
+        own = sorted((int(code_of(rows[0])), rows) for key, rows in points.items() if key[0] == kind)
         return Curves.stacked([code for code, _ in own], [rows for _, rows in own])
 
     @staticmethod
@@ -198,28 +200,25 @@ class Curves:
         return [_between(*pair, weight, share, alone) for pair in ends], valid
 
     def _rows(self, codes: IntArray) -> tuple[IntArray, BoolArray]:
-        """The row of each code, else that of experts which are not spread, and whether there is either."""
+        """The row of each code, else of the one that stands in for it, and whether there is either."""
         row = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
         known = self.codes[row] == codes
         if known.all():
             return row, known
-        plain = codes - codes % MOST_EXPERTS + 1
+        plain = codes - codes % _MOST ** len(_STANDING_IN) + code_of(_PLAIN) % _MOST ** len(_STANDING_IN)
         other = np.minimum(np.searchsorted(self.codes, plain), len(self.codes) - 1)
         return np.where(known, row, other), known | (self.codes[other] == plain)
 
 
-def code_of(
-    tensor: Whole,
-    sequence_parallel: Flag,
-    recompute: Recompute | IntArray,
-    expert: Whole = 1,
-    filters: Whole = 1,
-    channels: Whole = 1,
-) -> Whole:
-    """A number for what was run: see ``PointKey``."""
-    place = recompute if isinstance(recompute, np.ndarray) else tuple(Recompute).index(recompute)
-    sliced = (filters - 1) * MOST_SLICES + channels - 1
-    return sliced * OTHERS + ((tensor * 2 + sequence_parallel) * len(Recompute) + place) * MOST_EXPERTS + expert
+def code_of(strategy: Either | LayerPoint, **instead: Enum) -> Whole:
+    """A number for what a device runs, or for what it runs with other choices ``instead``."""
+    code: Whole = 0
+    for name in RUN:
+        value, plain = instead.get(name, getattr(strategy, name)), getattr(_PLAIN, name)
+        options = tuple(type(plain)) if isinstance(plain, Enum) else ()
+        place = options.index(value) if isinstance(value, Enum) else value
+        code = code * (len(options) or (2 if isinstance(plain, bool) else _MOST)) + place
+    return code
 
 
 _CAST = frozenset({OperatorClass.MATMUL, OperatorClass.CONVOLUTION})
@@ -237,10 +236,10 @@ def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: E
     """
     if not profile.copied_bytes:
         return 0, 0
-    wrapped = (strategy.state_shards > 1) & (strategy.zero_stage > 1)
+    wrapped = strategy.parameter_shards > 1
     left = work.parameters - sharded_items(work, strategy)
     copies = up(where(wrapped, left, _items(profile, kind, work, strategy)) * profile.copied_bytes)
-    held = is_option(strategy.recompute, Recompute.NONE)
+    held = is_option(work.recompute, Recompute.NONE)
     return where(held, copies, 0), where(held, 0, copies)
 
 
@@ -267,12 +266,14 @@ def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strat
     trained = [one for one in kind.operators if one.weight_bytes and not one.frozen]
     read = max([operator.weight_bytes / operator.count / item for operator in trained], default=0.0)
     looked_up = total - sum(operator.weight_bytes for operator in trained) / item
-    wrapped = (strategy.state_shards > 1) & (strategy.zero_stage > 1)
+    wrapped = strategy.parameter_shards > 1
 
     def on_device(most: float) -> Real:
         if most <= 0:  # a layer without weights
             return 0.0
-        return where(wrapped, 0.0, work.gradient_items * (most / total) if most <= total else most / strategy.tensor)
+        return where(
+            wrapped, 0.0, work.gradient_items * (most / total) if most <= total else most / strategy.weight_slices
+        )
 
     table, weight = on_device(looked_up), on_device(read)
     return up(largest(table, weight) * wide), up(largest(table * wide, weight * (wide + profile.copied_bytes)))
@@ -282,4 +283,4 @@ def _items(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either)
     """Items of weights that are cast; those that another layer owns are shared over the tensor group alone."""
     item, total = activation_bytes(profile.graph.precision), kind.parameters.total
     cast = sum(operator.weight_bytes for operator in kind.operators if operator.kind in _CAST) / item
-    return cast * (work.parameters / total) if 0 < cast <= total else cast / strategy.tensor
+    return cast * (work.parameters / total) if 0 < cast <= total else cast / strategy.weight_slices

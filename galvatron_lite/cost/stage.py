@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from galvatron_lite.arrays import Real, largest, least
-from galvatron_lite.cluster.cluster import Collective
+from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.forward_only import passes_with_moves
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
 from galvatron_lite.cost.memory import group_memory
@@ -16,6 +16,8 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import LayerKind, ModelGraph, Operator, OperatorClass, Recompute, Sharding, Tie
 from galvatron_lite.model.sides import sides_of
 from galvatron_lite.parallelism.base import Communication, Moment
+from galvatron_lite.parallelism.layout import layout_of
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.pipeline.cost import (
     NAME,
     boundary_bytes,
@@ -27,7 +29,6 @@ from galvatron_lite.parallelism.pipeline.cost import (
 )
 from galvatron_lite.parallelism.pipeline.schedule import Moments, group_of, most_of
 from galvatron_lite.parallelism.pipeline.times import StageTimes
-from galvatron_lite.parallelism.ranks import tensor_group
 from galvatron_lite.parallelism.registry import REFUSING
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, MemoryBreakdown, Schedule
@@ -156,7 +157,7 @@ def _pending(pricer: LayerPricer, shape: Shape, place: int, strategy: Strategy) 
     for own in _readers(operators):
         rows, inner, _ = own[0].shape
         read, made = own[0].count * inner, sum(operator.count * operator.shape[-1] for operator in own)
-        split = 1 if own[0].sharding is Sharding.NONE else strategy.tensor
+        split = 1 if own[0].sharding is Sharding.NONE else lines_of(strategy).matmuls.size
         inputs += rows * (read if read < made else read / split)
         outputs += rows * (made / split if read < made else made)
     for one in operators:
@@ -246,7 +247,7 @@ def _boundary(
 def transfer_seconds(pricer: LayerPricer, size: int, sender: Strategy, shape: Shape, groups: tuple[int, int]) -> float:
     """Seconds of one device's send of a boundary tensor from one group of devices to another.
 
-    Where the tensor lies whole on every device of a tensor group and the stack scatters it, each sends its part and
+    Where several devices hold copies of the tensor and the stack scatters it, each sends its part and
     the receivers gather the parts among themselves (Narayanan et al. 2021, section 4.1). Between devices of two types
     the slower links count.
     """
@@ -255,12 +256,14 @@ def transfer_seconds(pricer: LayerPricer, size: int, sender: Strategy, shape: Sh
     links = left.links if left is right else pricer.links
     stride = stride_between(*groups, shape.stage_devices, profile.cluster.levels[0].size)
     times = passes_with_moves(profile)
-    if not profile.scattered_sends or sender.tensor == 1 or sender.sequence_parallel:
+    copies = layout_of(sender).copies
+    if not profile.scattered_sends or copies == 1:
         return times * links.seconds(transfer(size, shape.stage_devices, stride))
     gathered = Communication(
-        Collective.ALL_GATHER, size, tensor_group(sender), Moment.FORWARD, overlaps=False, cause=NAME,
+        Collective.ALL_GATHER, size, RankGroup(copies, 1, shape.stage_devices // copies), Moment.FORWARD,
+        overlaps=False, cause=NAME,
     )  # fmt: skip
-    part = transfer(-(-size // sender.tensor), shape.stage_devices, stride)
+    part = transfer(-(-size // copies), shape.stage_devices, stride)
     return times * (links.seconds(part) + right.links.seconds(gathered))
 
 

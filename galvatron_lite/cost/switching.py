@@ -27,8 +27,9 @@ import numpy as np
 from galvatron_lite.arrays import FloatArray, IntArray
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.step import strategies_of
+from galvatron_lite.parallelism.axes import ALONE, RankLine
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.pipeline.schedule import group_of
-from galvatron_lite.parallelism.ranks import strides_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.phases import SwitchCost, same_split
 from galvatron_lite.plans.schema import Plan
@@ -43,40 +44,17 @@ _ROWS = 512
 """Devices that are looked at together, so that arrays stay small."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateRectangle:
-    """Which rectangle of a layer's states a device holds under a strategy."""
-
-    slices: int  # ways that matmuls are split, and which this device has (n,) of each of n devices
-    slice_of: IntArray
-    shards: int  # the same of ZeRO
-    shard_of: IntArray
-    sharded: bool  # whether parameters are shards at rest too, not only optimizer states
-
-    def boxes(self, states: bool) -> tuple[FloatArray, FloatArray]:
-        """(n, 2) interval of each device among the slices, and among the shards."""
-        shards = self.shards if states or self.sharded else 1
-        return _intervals(self.slice_of, self.slices), _intervals(self.shard_of % shards, shards)
+def boxes_of(strategy: Strategy, states: bool) -> tuple[FloatArray, FloatArray]:
+    """Which rectangle of a layer each device of a stage holds: (n, 2) interval among the slices, and among the shards,
+    of its optimizer states or of its parameters."""
+    lines, place = lines_of(strategy), np.arange(strategy.devices)
+    sharded = states or strategy.parameter_shards > 1
+    return _intervals(lines.weights, place), _intervals(lines.states.shards if sharded else ALONE, place)
 
 
-def _intervals(index: IntArray, ways: int) -> FloatArray:
-    return np.stack([index / ways, (index + 1) / ways], axis=1)
-
-
-def share_of(strategy: Strategy) -> StateRectangle:
-    """What each device of a stage holds under a strategy; see ``parallelism.ranks`` for the order."""
-    place, strides = np.arange(strategy.devices), strides_of(strategy)
-
-    def index(name: str, ways: int) -> IntArray:
-        found: IntArray = place // int(strides[name]) % ways
-        return found
-
-    slices = strategy.tensor * strategy.slices
-    slice_of = index("tensor", strategy.tensor) * strategy.slices + place % strategy.slices
-    tokens = index("context", strategy.context) * strategy.spatial + index("spatial", strategy.spatial)
-    shard_of = index("zero", strategy.zero) * strategy.context * strategy.spatial + tokens
-    shards = strategy.state_shards
-    return StateRectangle(slices, slice_of, shards, shard_of % shards, strategy.zero_stage >= 2)
+def _intervals(line: RankLine, place: IntArray) -> FloatArray:
+    index = line.index(place) + np.zeros_like(place)
+    return np.stack([index / line.size, (index + 1) / line.size], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +131,7 @@ def _move(
     held: FloatArray,
 ) -> None:
     """Add a part's parameters (or optimizer states) to what each device takes over each level, gives, and holds."""
-    old, new = share_of(part.before), share_of(part.after)
-    sources, targets = old.boxes(states), new.boxes(states)
+    sources, targets = boxes_of(part.before, states), boxes_of(part.after, states)
     boxes, box_of = np.unique(np.concatenate(sources, axis=1), axis=0, return_inverse=True)
     box_of = box_of.reshape(-1)
     ranks = part.new + np.arange(part.after.devices)

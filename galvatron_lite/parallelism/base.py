@@ -14,9 +14,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from galvatron_lite.arrays import Flag, IntArray, Real, Whole, never
-from galvatron_lite.cluster.cluster import Collective, RankGroup
+from galvatron_lite.cluster.cluster import Collective, Device, RankGroup
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.parallelism.axes import SLICES, MeshAxis, ParameterSpread, Purpose
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
 
 if TYPE_CHECKING:
@@ -197,6 +198,15 @@ class Dimension:
     aliases: tuple[str, ...] = ()  # what else people call it
     software: tuple[str, ...] = ()  # other training software that has it, by the names of backends
 
+    axes: ClassVar[tuple[MeshAxis, ...]] = ()  # of the mesh of a stage's ranks, whose sizes are its degrees
+    # fields on which it depends what one device runs of a layer: a profile has figures for their values; and whether
+    # those of a layer that it does not split stand in for figures that a profile lacks
+    runs: ClassVar[tuple[str, ...]] = ()
+    stands_in: ClassVar[bool] = False
+    # of the messages that it sends in a step, and whether they are all-reduces or all others; None: either
+    purposes: ClassVar[tuple[Purpose, ...]] = ()
+    sums: ClassVar[bool | None] = None
+    causes: ClassVar[tuple[str, ...]] = ()  # what its communications are called besides its name
     fields: ClassVar[tuple[StrategyField, ...]] = ()  # how its fields are pinned
     # what ``--forbid`` takes, and the parts that it leaves out; parts, and the fields of ``Strategy`` that each sets
     forbids: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -217,6 +227,27 @@ class Dimension:
         degree = degree_in(word, self.degree)
         return None if degree is None else {self.degree: degree}
 
+    def layout(self, strategy: Strategy) -> dict[str, int]:
+        """How many ways it splits what goes between layers, by the field of ``Layout``; else its ranks hold copies."""
+        return {axis.part: getattr(strategy, axis.degree) for axis in self.axes if axis.part not in SLICES}
+
+    def features(self, strategy: Strategy) -> set[str]:
+        """What a strategy uses of it, whatever the degrees, for people."""
+        return {axis.degree for axis in self.axes if getattr(strategy, axis.degree) > 1}
+
+    def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:  # noqa: ARG002
+        """What its other fields may be where the degrees of a strategy become those of a smaller one, which is to use
+        nothing that the strategy does not."""
+        return [{}]
+
+    def sends(self, purpose: str, *, sums: bool) -> bool:
+        """Whether it sends messages for a purpose in a step: all-reduces (``sums``), or others."""
+        return purpose in self.purposes and self.sums in (None, sums)
+
+    def spread(self, strategy: Strategy) -> ParameterSpread | None:  # noqa: ARG002
+        """Where parameters lie that it takes from ranks which share all others; None where it takes none."""
+        return None
+
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Legal settings of this dimension's fields of ``Strategy`` for a kind of layer on up to so many devices."""
         raise NotImplementedError
@@ -233,6 +264,10 @@ class Dimension:
     def refusal(self, kind: LayerKind, degree: int) -> str:  # noqa: ARG002
         """Why a layer cannot be split so many ways; empty where it can, or where ``reason`` says all there is."""
         return ""
+
+    def runs_on(self, device: Device, kind: LayerKind, strategy: Strategy | Strategies) -> Flag:  # noqa: ARG002
+        """Whether devices of a type can run a layer as one strategy, or each of many, says."""
+        return True
 
     def apply(
         self, work: LayerWork, kind: LayerKind, strategy: Strategy | Strategies, context: DimensionContext

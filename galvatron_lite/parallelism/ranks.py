@@ -1,13 +1,9 @@
-"""Which ranks of a stage work together in each dimension, and how far apart they lie. No torch here.
+"""Which ranks of a stage work together, and how far apart they lie, as costs need it. No torch here.
 
-Ranks are row-major over (dimensions that are added, data, zero, context, tensor, spatial, channel), the last
-innermost: the ranks of a tensor group lie next to one another, and so do those that share the pixels or the channels of
-a convolution (a layer has one or the other: where pixels are shared, neither tokens nor matmuls are). ``strides_of`` is
-the one place that knows the order.
-
-All but the tensor and channel ranks see other tokens or pixels, so gradients are summed over data x zero x context x
-spatial. States are sharded over zero x context x spatial (Megatron-Core's distributed optimizer and torchtitan's
-``dp_shard_cp`` mesh take context ranks in too) and replicated over data.
+Ranks are row-major over the axes of ``strategy.degree_names``, the last innermost: the ranks of a tensor group lie next
+to one another, and so do those that share the pixels or the channels of a convolution (a layer has one or the other:
+where pixels are shared, neither tokens nor matmuls are). ``strides_of`` is the one place that knows the order; what the
+ranks along each axis share is said by its dimension (``lines``).
 
 Experts that are spread ``expert`` ways have an order of their own: they lie on the ranks next to one another above the
 tensor slices (Megatron-Core's order ``tp-ep-dp`` of expert layers), so ``expert`` times fewer ranks hold the same ones:
@@ -21,29 +17,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
+from math import prod
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from galvatron_lite.arrays import Real, Whole, largest, least, never, opposite, where
 from galvatron_lite.cluster.cluster import DistinctGroups, RankGroup
-from galvatron_lite.model.sides import SIDES
+from galvatron_lite.parallelism.axes import RankAxis
 from galvatron_lite.parallelism.base import LayerWork
-from galvatron_lite.parallelism.strategy import ADDED, Strategies, Strategy
+from galvatron_lite.parallelism.strategy import Strategies, Strategy, degree_names
 
 Either = Strategy | Strategies
 T = TypeVar("T")
 P = ParamSpec("P")
 _WIDTH = 2**20
 """More than any figure of a group, so that three fit into a number."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankAxis:
-    """Ranks that differ in one dimension only."""
-
-    size: Whole
-    stride: Whole  # ranks from one to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,44 +59,21 @@ def _remembered(make: Callable[Concatenate[Either, P], T]) -> Callable[Concatena
     return cast("Callable[Concatenate[Either, P], T]", remembered)
 
 
+@_remembered
 def strides_of(strategy: Either) -> dict[str, Whole]:
-    """Ranks from one member to the next in each dimension."""
-    strides: dict[str, Whole] = {"channel": 1, "spatial": strategy.slices}
-    inner: Whole = strategy.slices * strategy.spatial
-    for name in ("tensor", "context", "zero"):
-        strides[name], inner = inner, inner * getattr(strategy, name)
-    strides["data"], inner = inner, inner * strategy.data
-    for name in reversed(ADDED):
+    """Ranks from one to the next along each axis, by its degree; the innermost first."""
+    strides: dict[str, Whole] = {}
+    inner: Whole = 1
+    for name in reversed(degree_names()):
         strides[name], inner = inner, inner * getattr(strategy, name)
     return strides
 
 
 @_remembered
-def tensor_group(strategy: Either) -> RankGroup:
-    """The ranks that share the matmuls of each sample."""
-    return rank_group(strategy.tensor, strides_of(strategy)["tensor"], strategy.devices // strategy.tensor)
-
-
-@_remembered
-def context_group(strategy: Either) -> RankGroup:
-    """The ranks that share the tokens of each sample."""
-    return rank_group(strategy.context, strides_of(strategy)["context"], strategy.devices // strategy.context)
-
-
-@_remembered
-def side_group(strategy: Either, side: str) -> RankGroup:
-    """The ranks that share one side of each picture: ``depth``, ``height`` or ``width``, the last innermost."""
-    inner = strategy.slices
-    for name in reversed(SIDES[SIDES.index(side) + 1 :]):
-        inner = inner * getattr(strategy, name)
-    degree = getattr(strategy, side)
-    return rank_group(degree, inner, strategy.devices // degree)
-
-
-@_remembered
-def channel_group(strategy: Either) -> RankGroup:
-    """The ranks that share the channels of convolutions."""
-    return rank_group(strategy.slices, 1, strategy.devices // strategy.slices)
+def group_along(strategy: Either, *degrees: str) -> RankGroup:
+    """The ranks along the axis of a degree, or of several that follow one another, the innermost last."""
+    size = prod((getattr(strategy, name) for name in degrees[1:]), start=getattr(strategy, degrees[0]))
+    return rank_group(size, strides_of(strategy)[degrees[-1]], strategy.devices // size)
 
 
 @_remembered
@@ -115,7 +81,7 @@ def spread_of(strategy: Either) -> StateSpread:
     """Where the states of parameters lie that are not experts'."""
     strides, sharded = strides_of(strategy), strategy.state_shards > 1
     pixels = strategy.spatial > 1
-    context = RankAxis(strategy.context * strategy.spatial, where(pixels, strides["spatial"], strides["context"]))
+    context = RankAxis(strategy.context * strategy.spatial, where(pixels, strides["width"], strides["context"]))
     zero, data = RankAxis(strategy.zero, strides["zero"]), RankAxis(strategy.replicas, strides["data"])
     split, whole = (RankAxis(where(mask, context.size, 1), context.stride) for mask in (sharded, opposite(sharded)))
     return StateSpread(_joined(split, zero, strategy.devices), _joined(whole, data, strategy.devices))

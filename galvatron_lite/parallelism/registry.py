@@ -5,55 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from galvatron_lite.arrays import Whole
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.base import Dimension
+from galvatron_lite.model.graph import LayerKind, Recompute
+from galvatron_lite.parallelism.axes import MeshAxis, Part
+from galvatron_lite.parallelism.base import Dimension, DimensionContext, LayerWork
 from galvatron_lite.parallelism.channel.cost import ChannelDimension
 from galvatron_lite.parallelism.context.cost import ContextDimension
 from galvatron_lite.parallelism.data.cost import DataDimension
 from galvatron_lite.parallelism.expert.cost import ExpertDimension
 from galvatron_lite.parallelism.offload.cost import OffloadDimension
+from galvatron_lite.parallelism.ranks import Either
 from galvatron_lite.parallelism.recompute.cost import RecomputeDimension
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension
 from galvatron_lite.parallelism.strategy import ADDED, Strategy
 from galvatron_lite.parallelism.tensor.cost import TensorDimension
 from galvatron_lite.parallelism.zero.cost import ZeroDimension
 
-_DIMENSIONS: tuple[Dimension, ...] = (
-    TensorDimension(),
-    ChannelDimension(),
-    SpatialDimension(),
-    ContextDimension(),
-    ExpertDimension(),
-    RecomputeDimension(),
-    ZeroDimension(),
-    DataDimension(),
-    OffloadDimension(),
-)
-"""In the order they are applied: what slices the layer first, what wraps the slices later."""
-
-_CHANNELS = (ChannelDimension(), ChannelDimension(degree="channels"))
+_TENSOR, _CHANNEL, _SPATIAL, _CONTEXT = TensorDimension(), ChannelDimension(), SpatialDimension(), ContextDimension()
+_EXPERT, _RECOMPUTE, _ZERO, _DATA = ExpertDimension(), RecomputeDimension(), ZeroDimension(), DataDimension()
+_OFFLOAD = OffloadDimension()
+_CHANNELS = (_CHANNEL, ChannelDimension(degree="channels"))
 _PIXELS = (SpatialDimension(degree="depth"), SpatialDimension(degree="height"), SpatialDimension(degree="width"))
 
+_DIMENSIONS: tuple[Dimension, ...] = (
+    _TENSOR, _CHANNEL, _SPATIAL, _CONTEXT, _EXPERT, _RECOMPUTE, _ZERO, _DATA, _OFFLOAD,
+)  # fmt: skip
+"""In the order they are applied: what slices the layer first, what wraps the slices later."""
 _CHOSEN: tuple[Dimension, ...] = (
-    TensorDimension(),
-    ContextDimension(),
-    ExpertDimension(),
-    *_CHANNELS,
-    *_PIXELS,
-    DataDimension(),
-    ZeroDimension(),
-    OffloadDimension(),
-    RecomputeDimension(),
-)
+    _TENSOR, _CONTEXT, _EXPERT, *_CHANNELS, *_PIXELS, _DATA, _ZERO, _OFFLOAD, _RECOMPUTE,
+)  # fmt: skip
 """In the order they are chosen: what a later one may choose depends on the earlier ones."""
-
 _PINNED: tuple[Dimension, ...] = (
-    DataDimension(), ZeroDimension(), TensorDimension(), ContextDimension(), ExpertDimension(), SpatialDimension(),
-    ChannelDimension(), RecomputeDimension(), OffloadDimension(),
+    _DATA, _ZERO, _TENSOR, _CONTEXT, _EXPERT, _SPATIAL, _CHANNEL, _RECOMPUTE, _OFFLOAD,
 )  # fmt: skip
 _WRITTEN: tuple[Dimension, ...] = (
-    DataDimension(), ZeroDimension(), ContextDimension(), ExpertDimension(), TensorDimension(), SpatialDimension(),
-    ChannelDimension(), RecomputeDimension(), OffloadDimension(),
+    _DATA, _ZERO, _CONTEXT, _EXPERT, _TENSOR, _SPATIAL, _CHANNEL, _RECOMPUTE, _OFFLOAD,
 )  # fmt: skip
 """In the order of the words of a strategy."""
 UNSPLIT, FORMER = "unsplit", "whole"
@@ -65,6 +52,29 @@ _ADDED: list[Dimension] = []
 def dimensions() -> tuple[Dimension, ...]:
     """Every dimension, in the order they are applied: what slices the layer first, what wraps the slices later."""
     return (*_DIMENSIONS, *_ADDED)
+
+
+def run_fields() -> tuple[str, ...]:
+    """Fields of ``Strategy`` on which it depends what one device runs of a layer; those last for whose values others
+    stand in."""
+    return tuple(name for one in sorted(_DIMENSIONS, key=lambda one: one.stands_in) for name in one.runs)
+
+
+def work_on(kind: LayerKind, strategy: Either, microbatch: Whole, context: DimensionContext) -> LayerWork:
+    """What one device does and holds for a layer of a kind under a strategy, or many.
+
+    Args:
+        kind: of the layer.
+        strategy: takes all devices of the stage.
+        microbatch: samples of one micro-batch over the stage.
+        context: what else dimensions look at.
+    """
+    items, trained = float(kind.parameters.total), float(kind.trainable)
+    frozen = items - trained
+    work = LayerWork(1.0 * microbatch, 1, False, Recompute.NONE, items, trained, items, trained, frozen_items=frozen)
+    for one in dimensions():
+        work = one.apply(work, kind, strategy, context)
+    return work
 
 
 def choosing() -> tuple[Dimension, ...]:
@@ -121,10 +131,12 @@ def add(dimension: Dimension) -> Dimension:
     their gradients with the data-parallel ranks.
 
     Raises:
-        InputError: another one, or a field of ``Strategy``, has its name.
+        InputError: another one, or a field of ``Strategy``, has its name; or its one axis does not split samples.
     """
     if not dimension.name.isidentifier() or hasattr(Strategy(), dimension.name) or dimension.degree != dimension.name:
         raise InputError("dimension", dimension.name, "Give a name that no dimension has, and the same as its degree.")
+    if dimension.axes != (MeshAxis(dimension.name, Part.SAMPLES, replicates=True),):
+        raise InputError("dimension", dimension.name, "Give one axis of its name, of samples, that replicates states.")
     ADDED.append(dimension.name)
     _ADDED.append(dimension)
     return dimension

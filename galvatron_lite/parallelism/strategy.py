@@ -102,6 +102,17 @@ class Degrees(Generic[N, B]):
         return shards
 
     @property
+    def parameter_shards(self) -> N:
+        """How many ways parameters and their gradients are sharded: as states are, but under ZeRO-1 not at all."""
+        shards: N = where(self.zero_stage == 1, 1, self.state_shards)
+        return shards
+
+    @property
+    def weight_slices(self) -> N:
+        """How many ways parameters are sliced, for the same samples."""
+        return self.tensor * self.slices
+
+    @property
     def offloads_states(self) -> B:
         """Whether optimizer states are kept and updated in host memory."""
         offloads: B = is_option(self.offload, Offload.STATES) | is_option(self.offload, Offload.ALL)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import LayerRun, Plan
-from galvatron_lite.runtime.activations.layout import Layout, layout_of
+from galvatron_lite.runtime.activations.layout import ActivationLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class LayerAssignment:
     strategy: Strategy
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ActivationLayout:
         """How the activations lie that the layer takes and returns. Edges hold all tokens of their samples."""
-        layout = layout_of(self.strategy)
-        return layout if self.layer.role is Role.BLOCK else replace(layout, sequence=1)
+        layout = ActivationLayout.of(self.strategy)
+        return layout if self.layer.role is Role.BLOCK else layout.replicated("sequence")
 
 
 Stages = tuple[tuple[LayerAssignment, ...], ...]
@@ -53,20 +53,19 @@ def place_layers(plan: Plan, layers: Sequence[Layer]) -> Stages:
 def _layers_of(run: LayerRun, layers: Sequence[Layer], names: list[str], start: int, field: str) -> Sequence[Layer]:
     for name in (run.first, run.last):
         if name not in names:
-            raise InputError(
-                f"{field}: layer", name, f"The model has no such layer. Its layers are: {_shorten(names)}."
-            )
+            raise InputError(f"{field}: layer", name, f"The model has no such layer. Its layers are: {shorten(names)}.")
     first, stop = names.index(run.first), names.index(run.last) + 1
     if first != start or stop - first != run.count:
         remedy = (
             f"The plan is for a model with other layers, or was changed: the next {run.count} layer(s) of this one are "
-            f"{_shorten(names[start : start + run.count])}. Plan for this model anew."
+            f"{shorten(names[start : start + run.count])}. Plan for this model anew."
         )
         raise InputError(f"{field}: layers", f"{run.first} to {run.last}", remedy)
     return layers[first:stop]
 
 
-def _shorten(names: Sequence[str]) -> str:
+def shorten(names: Sequence[str]) -> str:
+    """Names with commas between; of many the first and the last ones."""
     shown = list(names) if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
     return ", ".join(shown)
 
@@ -79,7 +78,7 @@ def glue_of(stage: Sequence[LayerAssignment]) -> LayerAssignment:
     return next((placed for placed in stage if placed.layer.role is not Role.BLOCK), stage[0])
 
 
-def glue_layout(stage: Sequence[LayerAssignment]) -> Layout:
+def glue_layout(stage: Sequence[LayerAssignment]) -> ActivationLayout:
     """The layout of a stage's inputs, and of what runs between its layers."""
     return glue_of(stage).layout.whole_tokens
 

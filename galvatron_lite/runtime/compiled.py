@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import map_tensors, tensors_of
 from galvatron_lite.model.graph import Role
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.recompute.apply import casting_anew
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import LayerAssignment
@@ -43,7 +44,7 @@ def check_compile(wanted: bool | str, plan: Plan | None = None) -> str:
     """
     parts = () if plan is None else (*(one.runs for one in plan.stages), *(one.runs for one in plan.branches))
     is_traced = wanted in {True, AUTO, DEFAULT} or str(wanted).startswith("aot_")
-    has_tensor = any(run.strategy.tensor > 1 for runs in parts for run in runs)
+    has_tensor = any(lines_of(run.strategy).matmuls.size > 1 for runs in parts for run in runs)
     if wanted and not is_traced and has_tensor and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
         remedy = f"torch {torch.__version__} trains tensor parallel blocks wrong with it: use 2.12, or {DEFAULT}."
         raise InputError("compile", str(wanted), remedy)
@@ -122,7 +123,7 @@ def compile_blocks(
     verdicts: dict[object, CompileVerdict] = {}
     backend, blocks = DEFAULT if wanted == AUTO else wanted, []
     for placed in stage if wanted else ():
-        if placed.layer.role is not Role.BLOCK or placed.strategy.context * placed.strategy.spatial > 1:
+        if placed.layer.role is not Role.BLOCK or placed.layout.tokens > 1 or placed.layout.splits_pixels:
             continue
         module, group = model.get_submodule(placed.layer.modules[0]), meshes.groups(placed.strategy).everyone
         parameters = tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())

@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.precision import hold_frozen, narrow_experts, na
 from galvatron_lite.parallelism.sharded.calls import intercept_custom_functions
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.hooks import hooks_of, install_hooks
-from galvatron_lite.runtime.activations.layout import Layout
+from galvatron_lite.runtime.activations.layout import ActivationLayout
 from galvatron_lite.runtime.activations.traffic import redistributor_of
 from galvatron_lite.runtime.assignment import LayerAssignment
 from galvatron_lite.runtime.compiled import compile_blocks
@@ -88,7 +88,7 @@ def split_stage(
     meshes: Meshes,
     splits: LayerPlans,
     options: SetupOptions,
-    incoming: Collection[Layout] = (),
+    incoming: Collection[ActivationLayout] = (),
     roots: Sequence[nn.Module] = (),
     place: Callable[[Layer], None] | None = None,
     tied: Mapping[str, nn.Parameter] | None = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -16,8 +16,9 @@ from galvatron_lite.errors import InputError, TraceError
 from galvatron_lite.model.batch import LossFn
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_run import BlockCall, block_calls, check_folded, sample_arguments
-from galvatron_lite.parallelism.channel.infer import infer_channels
+from galvatron_lite.parallelism.channel.infer import infer_channels, shared_by
 from galvatron_lite.parallelism.channel.parts import ChannelPlan
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.pipeline.flow import LayerFlow, flow_of
 from galvatron_lite.parallelism.pipeline.runner import pipeline_groups, place_groups
 from galvatron_lite.parallelism.pipeline.stage import check_stages
@@ -30,7 +31,6 @@ from galvatron_lite.parallelism.pipeline.tied import (
     holding_stages,
 )
 from galvatron_lite.parallelism.process_groups import ProcessGroups
-from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.execution import pipeline_of
@@ -169,7 +169,7 @@ def tensor_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: Any
 
     Arguments and errors as of ``layer_plans``; there must be a batch.
     """
-    split = [one for one in placed if one.strategy.tensor > 1]
+    split = [one for one in placed if lines_of(one.strategy).matmuls.size > 1]
     blocks = {one.layer.kind: one.layer.name for one in reversed(split) if one.layer.role is Role.BLOCK}
     calls: Mapping[str, BlockCall] = {}
     if blocks:
@@ -195,7 +195,7 @@ def channel_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: An
     Of the layers before and after the blocks, each module is examined by itself; those that have nothing to be split
     are left out, and stay whole. Arguments and errors as of ``layer_plans``.
     """
-    split = [one for one in placed if one.strategy.slices > 1]
+    split = [one for one in placed if lines_of(one.strategy).channels.size > 1]
     if split and batch is None:
         raise InputError("batch", None, "The plan shares channels of layers; give an example batch to examine them on.")
     calls = block_calls(model, {path for one in split for path in one.layer.modules}, batch) if split else {}
@@ -208,7 +208,7 @@ def channel_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: An
             if call is None or next(model.get_submodule(path).parameters(), None) is None:
                 continue
             shapes = tuple(tuple(tensor.shape) for tensor in call.inputs)
-            key = (one.layer.kind if one.layer.role is Role.BLOCK else path, _shared_by(one.strategy), shapes)
+            key = (one.layer.kind if one.layer.role is Role.BLOCK else path, shared_by(one.strategy), shapes)
             if key not in examined:
                 examined[key] = _examined(model, one, call)
             layer[path] = examined[key]
@@ -218,14 +218,8 @@ def channel_plans(model: nn.Module, placed: Iterable[LayerAssignment], batch: An
     return plans
 
 
-def _shared_by(strategy: Strategy) -> tuple[str, int]:
-    if strategy.filters > 1 and strategy.channels > 1:
-        raise InputError("filters", strategy.filters, "Share the filters of a layer or its channels, not both.")
-    return ("filters", strategy.filters) if strategy.filters > 1 else ("channels", strategy.channels)
-
-
 def _examined(model: nn.Module, one: LayerAssignment, call: BlockCall) -> ChannelPlan:
-    by, degree = _shared_by(one.strategy)
+    by, degree = shared_by(one.strategy)
     try:
         return infer_channels(model.get_submodule(call.path), call.args, call.kwargs, by, degree)
     except InputError as error:
@@ -238,5 +232,5 @@ def _unlike_code_between(stage: Sequence[LayerAssignment]) -> dict[str, bool]:
     return {
         placed.layer.name: placed.layout.batch != glue.batch
         for placed in stage
-        if placed.layer.role is Role.BLOCK and replace(placed.layout, sequence=1) != replace(glue, sequence=1)
+        if placed.layer.role is Role.BLOCK and placed.layout.replicated("sequence") != glue.replicated("sequence")
     }

@@ -16,8 +16,8 @@ from galvatron_lite.parallelism.channel.apply import shard_channels
 from galvatron_lite.parallelism.channel.parts import ChannelPlan
 from galvatron_lite.parallelism.expert.apply import ProcessExchange, spread_experts, work_on_shares
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
-from galvatron_lite.parallelism.offload.apply import HostTraveller, offload_activations
-from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.parallelism.lines import lines_of
+from galvatron_lite.parallelism.offload.apply import HostTraveller
 from galvatron_lite.parallelism.rng.modules import Draws, draw_inside, draw_nothing, pass_keys
 from galvatron_lite.parallelism.rng.numbers import SampleSlice
 from galvatron_lite.parallelism.sharded.groups import ProcessAxisGroup
@@ -28,9 +28,10 @@ from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
+from galvatron_lite.parallelism.wrapping import rules_under, wrap_forward
 from galvatron_lite.parallelism.zero.apply import STAGE_2, ZeroGroup, apply_root, shard_group
-from galvatron_lite.runtime.activations.layout import Layout
-from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of, rules_under
+from galvatron_lite.runtime.activations.layout import ActivationLayout
+from galvatron_lite.runtime.activations.traffic import Bordered, BoundaryLayout, border_of
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 from galvatron_lite.runtime.preparation import LayerPlans
@@ -78,7 +79,7 @@ class StageSplitter:
                 place(placed.layer)
                 self._split_layer(placed)
             self._share_states(layers)
-        meshes = (self.meshes.groups(placed.strategy).zero_mesh for placed in self.stage)
+        meshes = (self.meshes.groups(placed.strategy).states.mesh for placed in self.stage)
         mesh = next((mesh for mesh in meshes if mesh is not None), None)
         if self.done.zero_modules and mesh is not None:
             for root in roots:
@@ -91,11 +92,11 @@ class StageSplitter:
         mixtures = self._mixtures(placed)
         if mixtures:
             self._spread_experts(placed, groups)
-        if strategy.tensor > 1 and placed.layer.modules:
+        if lines_of(strategy).matmuls.size > 1 and placed.layer.modules:
             self._split_matmuls(placed, groups, glue_layout(self.stage))
-        if mixtures and strategy.context > 1:
+        if mixtures and groups.tokens is not None:
             work_on_shares(self._block(placed), mixtures)
-        border = border_of(placed.layout.whole_channels, strategy, groups)
+        border = border_of(placed.layout.whole_channels, groups)
         for path in placed.layer.modules:
             module, at = self.model.get_submodule(path), border
             if path in self.plans.channel:
@@ -105,9 +106,7 @@ class StageSplitter:
                 draw_inside(module)
             if border.lines:
                 split_pixels(module, border.lines, rules_under(strategy))
-            apply_recompute(module, strategy.recompute)
-            if strategy.offloads_activations:
-                offload_activations(module, self.traveller)
+            wrap_forward(module, strategy, self.traveller)
             if drawn is not None:
                 pass_keys(module, path, drawn, lot_of(placed, self.meshes))
             self.done.borders.append(Bordered(path, placed, at))
@@ -127,34 +126,35 @@ class StageSplitter:
         if placed.layer.role is not Role.BLOCK:
             return ()
         mixtures = find_mixtures(self._block(placed))
-        if not mixtures and placed.strategy.expert > 1:
+        if not mixtures and (spread := lines_of(placed.strategy).spread) is not None and spread.over is not None:
             remedy = f"No experts are found in {placed.layer.name}. Plan it with expert=1."
-            raise InputError("expert", placed.strategy.expert, remedy)
+            raise InputError("expert", spread.over.size, remedy)
         return mixtures
 
     def _spread_experts(self, placed: LayerAssignment, groups: StrategyGroups) -> None:
         block = self._block(placed)
-        if groups.expert is None:
+        if groups.spread is None:
             if self.capacity is not None:
                 spread_experts(block, None, None, self.capacity)
             return
-        apart = placed.strategy.sequence_parallel and groups.expert.sliced
-        slices = ProcessExchange(groups.tensor) if apart else None
-        spread = spread_experts(block, ProcessExchange(groups.expert.line), slices, self.capacity)
+        apart = placed.layout.sequence > 1 and groups.spread.sliced
+        slices = ProcessExchange(groups.weights) if apart else None
+        spread = spread_experts(block, ProcessExchange(groups.spread.over), slices, self.capacity)
         self.done.experts |= {f"{placed.layer.modules[0]}.{name}": shard for name, shard in spread.items()}
 
-    def _split_matmuls(self, placed: LayerAssignment, groups: StrategyGroups, glue: Layout) -> None:
-        layer, strategy, group = placed.layer, placed.strategy, ProcessTensorGroup(groups.tensor)
+    def _split_matmuls(self, placed: LayerAssignment, groups: StrategyGroups, glue: ActivationLayout) -> None:
+        layer, strategy, group = placed.layer, placed.strategy, ProcessTensorGroup(groups.weights)
         if layer.role is not Role.BLOCK:
             modules = {path: self.model.get_submodule(path) for path in layer.modules}
             # elsewhere hooks take plain logits into the layout of the loss
-            shares = placed.layout == glue and strategy.context == strategy.spatial == 1
+            shares = placed.layout == glue and groups.tokens is None and not glue.splits_pixels
             plan = self.plans.tensor[layer.name]
             self.done.shards |= shard_layer(modules, plan, group, False, shares_logits=shares)
             return
-        plan = _beside_experts(self.plans.tensor[layer.name], groups, strategy.sequence_parallel)
+        shared = placed.layout.sequence > 1  # tokens, between matmuls
+        plan = _beside_experts(self.plans.tensor[layer.name], groups, shared)
         regather = strategy.recompute is Recompute.NONE  # what is recomputed is gathered again anyway
-        shards = shard_layer(self._block(placed), plan, group, strategy.sequence_parallel, regather=regather)
+        shards = shard_layer(self._block(placed), plan, group, shared, regather=regather)
         named = {f"{layer.modules[0]}.{name}": shard for name, shard in shards.items()}
         spread = {} if plan.experts else self.done.experts
         self.done.shards |= {name: shard for name, shard in named.items() if name not in spread}
@@ -162,20 +162,20 @@ class StageSplitter:
     def _split_channels(
         self, module: nn.Module, path: str, placed: LayerAssignment, plan: ChannelPlan
     ) -> BoundaryLayout:
-        line = ProcessAxisGroup(self.meshes.groups(placed.strategy).slices)
+        line = ProcessAxisGroup(self.meshes.groups(placed.strategy).channels)
         self.done.shards |= {f"{path}.{name}": one for name, one in shard_channels(module, plan, line).items()}
-        if placed.strategy.channels == 1:
+        if placed.layout.channels == 1:
             return BoundaryLayout(placed.layout)
-        return BoundaryLayout(placed.layout, slices=line, outputs=plan.outputs)
+        return BoundaryLayout(placed.layout, channels=line, outputs=plan.outputs)
 
     def _share_states(self, layers: Sequence[LayerAssignment]) -> None:
         strategy, done = layers[0].strategy, self.done
-        mesh = self.meshes.groups(strategy).zero_mesh
+        mesh = self.meshes.groups(strategy).states.mesh
         modules = [self.model.get_submodule(path) for placed in layers for path in placed.layer.modules]
         # what cannot run (a ParameterList) would never be gathered: its parameters stay whole, as those of the root do
         runs = [module for module in modules if type(module).forward is not nn.Module.forward]
         holding = [module for module in runs if next(module.parameters(), None) is not None]
-        if mesh is None or not holding or strategy.zero_stage == 1:
+        if mesh is None or not holding or strategy.parameter_shards == 1:
             return
         partial = [name for name, shard in done.shards.items() if shard.placement is Placement.PARTIAL]
         ignored = {self.model.get_parameter(name) for name in partial} | self._share_experts(modules, strategy)
@@ -188,7 +188,7 @@ class StageSplitter:
 
     def _share_experts(self, modules: Sequence[nn.Module], strategy: Strategy) -> set[nn.Parameter]:
         """ZeRO of experts that are spread, over the ranks that hold the same ones; the parameters of which none do."""
-        groups, inside = self.meshes.groups(strategy).expert, {part for module in modules for part in module.modules()}
+        groups, inside = self.meshes.groups(strategy).spread, {part for module in modules for part in module.modules()}
         homes = {
             path: self.model.get_submodule(path) for path in (name.rpartition(".")[0] for name in self.done.experts)
         }
@@ -205,7 +205,7 @@ class StageSplitter:
 def lot_of(placed: LayerAssignment, meshes: Meshes) -> SampleSlice:
     """This rank's share of a layer's work, by which it draws random numbers."""
     groups, strategy = meshes.groups(placed.strategy), placed.strategy
-    line = groups.tensor if strategy.tensor > 1 else groups.slices
+    line = groups.weights
     inner = (1, 0) if line is None else (dist.get_world_size(line), dist.get_rank(line))
     replicas = meshes.stage_devices // strategy.batch_degree
     return SampleSlice(strategy.batch_degree, meshes.index_in_stage // replicas, inner)
@@ -227,14 +227,14 @@ def tied_layers(model: nn.Module, stage: Sequence[LayerAssignment]) -> list[list
     return together
 
 
-def _beside_experts(plan: TensorPlan, groups: StrategyGroups, sequence_parallel: bool) -> TensorPlan:
+def _beside_experts(plan: TensorPlan, groups: StrategyGroups, shared: bool) -> TensorPlan:
     """What is left to a tensor group where experts are spread: nothing of full ones; of those that it slices the sums,
     unless the exchange of shared tokens makes them."""
-    if groups.expert is None:
+    if groups.spread is None:
         return plan
-    if not groups.expert.sliced:
+    if not groups.spread.sliced:
         return replace(plan, experts=())
-    return replace(plan, experts=tuple(replace(one, summed=not sequence_parallel) for one in plan.experts))
+    return replace(plan, experts=tuple(replace(one, summed=not shared) for one in plan.experts))
 
 
 def _gathered_together(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, ...]]:

@@ -22,7 +22,7 @@ from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.rng.modules import Draws
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
 from galvatron_lite.plans.execution import pipeline_of
-from galvatron_lite.runtime.activations.layout import Layout
+from galvatron_lite.runtime.activations.layout import ActivationLayout
 from galvatron_lite.runtime.activations.traffic import ActivationRedistributor
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
@@ -89,7 +89,7 @@ class RankStage:
     model: nn.Module  # the structure
     cut: StageModel | None  # None where the plan has one stage
     deferral: Deferral | None  # of the gradients of weights, where the schedule leaves them to passes of their own
-    incoming: frozenset[Layout]  # in which what earlier stages send may lie: they pass on what came to them
+    incoming: frozenset[ActivationLayout]  # in which what earlier stages send may lie: they pass on what came to them
 
 
 def cut_stages(model: nn.Module, prepared: Prepared, meshes: Meshes, device: torch.device) -> list[RankStage]:
@@ -137,7 +137,7 @@ def _cut_stage(model: nn.Module, prepared: Prepared, number: int, device: torch.
 def _defer(model: nn.Module, stage: Sequence[LayerAssignment], deferral: Deferral) -> None:
     """Leave the gradients of weights to passes of their own, but where ZeRO reduces them when backward ends."""
     for placed in stage:
-        for path in placed.layer.modules if placed.strategy.zero_stage in (0, 1) else ():
+        for path in placed.layer.modules if placed.strategy.parameter_shards == 1 else ():
             defer_weights(model.get_submodule(path), deferral)
 
 

@@ -35,10 +35,10 @@ from itertools import pairwise
 import numpy as np
 
 from galvatron_lite.cost.layer import ALONE, LayerPricer
-from galvatron_lite.cost.layout import Layout, of_layout
 from galvatron_lite.cost.memory import resting
 from galvatron_lite.cost.stage import sharing_of, tied_groups, transfer_seconds
 from galvatron_lite.model.graph import ModelGraph, Recompute, Role
+from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
@@ -238,7 +238,9 @@ class ShapeModel:
         return self._flows[key]
 
     def _moved(self, size: int, stage: int, a: Layout, b: Layout) -> float:
-        return self._pricer(stage).redistribution(size, self.problem.shape.microbatch, of_layout(a), of_layout(b))
+        return self._pricer(stage).redistribution(
+            size, self.problem.shape.microbatch, strategy_with(a), strategy_with(b)
+        )
 
     def _across(self, layout: Layout, others: Iterable[Layout]) -> list[Layout]:
         """Layouts that the other side of a boundary may have: the same."""
@@ -250,7 +252,7 @@ class ShapeModel:
         key = (place, stage, wire, right)
         if key not in self._edges:
             number = self._edges[key] = self.programme.variable(binary=False)
-            sender = of_layout(wire)
+            sender = strategy_with(wire)
             shape, pricer = self.problem.shape, self.problem.pricer
             groups = (self._group(stage), self._group(stage + 1))
             apart = groups[0] != groups[1]

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import NEAR, Layout, of_layout
 from galvatron_lite.cost.schedule import Figure, Form
 from galvatron_lite.cost.stage import Shape, sharing_of, transfer_seconds
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
+from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, fills
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
@@ -258,7 +258,7 @@ class Problem:
     @property
     def sender(self) -> Strategy:
         """A strategy of the layout at boundaries; where that is open, the one that sends least."""
-        return of_layout(self.choice.wire or (1, 1, self.shape.stage_devices, NEAR, True))
+        return strategy_with(self.choice.wire or Layout(sequence=self.shape.stage_devices))
 
     def send(self, stage: int, output: int) -> tuple[int, float]:
         """Bytes of a boundary tensor on a device before a stage, and the seconds of sending it."""

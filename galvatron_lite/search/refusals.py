@@ -17,11 +17,11 @@ from math import ceil
 
 from galvatron_lite.cluster.budget import Budget, as_budget, bytes_on
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.layout import layout
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.backends import ANY, backend_named
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.layout import layout_of
 from galvatron_lite.parallelism.registry import REFUSING, choosing
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import Profile
@@ -86,7 +86,7 @@ def _unglued(request: Request) -> str:
     for layer in graph.layers if 1 in request.pipelines and is_glued(graph) else ():
         if layer.role is not Role.BLOCK:
             taken = _taken(request, layer, request.devices)
-            offered[layer.name] = {glue_of(layout(one)): one for one in reversed(taken)}
+            offered[layer.name] = {glue_of(layout_of(one)): one for one in reversed(taken)}
     if len(offered) <= 1 or set.intersection(*({*own} for own in offered.values())):
         return ""
     said = []

@@ -14,11 +14,11 @@ from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import NEAR, Layout, layout, of_layout
 from galvatron_lite.cost.stage import Shape, sharing_of, tied_groups
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.backends import Backend, in_mode
+from galvatron_lite.parallelism.layout import Layout, layout_of, strategy_with
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Mode, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
@@ -103,7 +103,7 @@ class Request:
         if not self.space.backend.asked(schedule):
             return True
         devices = self.devices // stages
-        plain, under = of_layout((devices, 1, 1, NEAR, False)), self.under(schedule)
+        plain, under = strategy_with(Layout(batch=devices)), self.under(schedule)
         if not self.fixed.layers and self.space.backend.says(plain) and under.allows(plain):
             return True  # any layer can be replicated
         names = {(layer.kind, layer.name if self.fixed.layers else "") for layer in self.graph.layers}
@@ -201,7 +201,7 @@ def with_edges(problem: Problem) -> Iterator[Problem]:
     tied = problem.choice.tied
     for glue, wire in _edge_choices(problem):
         if all(
-            glue is None or glue_of(layout(s)) == glue
+            glue is None or glue_of(layout_of(s)) == glue
             for place, s in tied
             if problem.graph.layers[place].role is not Role.BLOCK
         ):

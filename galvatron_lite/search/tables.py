@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from galvatron_lite.arrays import BoolArray, IntArray, Real
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import Layout, layout
 from galvatron_lite.cost.memory import late_gradients, resting, terms
 from galvatron_lite.cost.schedule import Form, form_of
 from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.parallelism.divisors import divisors
+from galvatron_lite.parallelism.layout import Layout, layout_of
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
 from galvatron_lite.search.chain import MEMORY
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
@@ -96,13 +96,13 @@ def _figures(costs: LayerCost, single: bool) -> StrategyFigures:
     )
 
 
-Glue = tuple[int, int, int, int]
+Glue = Layout
 """A layout without the choice of tensor groups to share tokens."""
 
 
 def glue_of(layout: Layout) -> Glue:
     """What layouts must have in common to be glued: all but whether groups share what they hold."""
-    return layout[:4]
+    return layout.replicated("sequence")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +129,7 @@ class StrategyOptions:
 
 def options_of(strategies: Sequence[Strategy]) -> StrategyOptions:
     """Strategies as options."""
-    own = [layout(strategy) for strategy in strategies]
+    own = [layout_of(strategy) for strategy in strategies]
     samples = dict(zip(reversed(own), reversed(strategies), strict=True))
     names = sorted(samples)
     numbers = {name: number for number, name in enumerate(names)}

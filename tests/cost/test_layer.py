@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron_lite.cost.layer import LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import exchanging, layout, of_layout
+from galvatron_lite.cost.layout import exchanging
 from galvatron_lite.model.graph import Recompute
+from galvatron_lite.parallelism.layout import layout_of, strategy_with
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.profiler.schema import LayerPoint, Overlap
 from tests.factories import make_cluster, make_graph, make_kind, make_profile
@@ -35,7 +36,7 @@ def test_context_ranks_take_shares_of_the_tokens() -> None:
     assert shared is not None
     assert shared.forward == pytest.approx(whole.forward / 4)
     assert shared.kept == pytest.approx(whole.kept / 4)
-    assert layout(Strategy(context=4)) != layout(Strategy(data=4))
+    assert layout_of(Strategy(context=4)) != layout_of(Strategy(data=4))
 
 
 @pytest.mark.parametrize(
@@ -86,10 +87,10 @@ def parts(strategy: Strategy) -> list[tuple[Fraction, Fraction]]:
 def test_devices_outside_a_run_of_exchanging_ones_need_nothing_of_it(pair: tuple[Strategy, Strategy]) -> None:
     """Each run holds the same tokens before and after."""
     left, right = (parts(strategy) for strategy in pair)
-    layouts = [np.array(layout(strategy)) for strategy in pair]
+    layouts = [np.array(layout_of(strategy)) for strategy in pair]
     size = int(exchanging(*layouts))
     assert pair[0].devices % size == 0
-    if layout(pair[0]) == layout(pair[1]):
+    if layout_of(pair[0]) == layout_of(pair[1]):
         assert size == 1
     for start in range(0, len(left), size):
         held = [cells(own[start : start + size], strategy) for own, strategy in zip((left, right), pair, strict=True)]
@@ -106,9 +107,9 @@ def test_redistribution_of_all_pairs_of_layouts_at_once() -> None:
     every = [
         Strategy(data=4 // c // t, context=c, tensor=t) for c, t in ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
     ]
-    layouts, known = [layout(strategy) for strategy in every], pricer()
+    layouts, known = [layout_of(strategy) for strategy in every], pricer()
     matrix = known.redistributions(100, 8, layouts, layouts)
     for row, left in enumerate(every):
         assert [known.redistribution(100, 8, left, right) for right in every] == list(matrix[row])
     assert (matrix > 0).any()
-    assert all(layout(of_layout(own)) == own for own in layouts)
+    assert all(layout_of(strategy_with(own)) == own for own in layouts)

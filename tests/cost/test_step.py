@@ -13,7 +13,7 @@ from galvatron_lite.cost.communication import Links, together
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.cost.memory import reserved
 from galvatron_lite.cost.plan import evaluate
-from galvatron_lite.cost.points import figures_at, index_points
+from galvatron_lite.cost.points import figures_at, index_points, key_of
 from galvatron_lite.cost.stage import Shape, transfer_seconds
 from galvatron_lite.cost.step import device_memory, predict, price_stages, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
@@ -142,7 +142,7 @@ def test_points_lie_on_straight_lines() -> None:
         LayerPoint("a", count, 1, False, Recompute.NONE, forward, 1.0, 10 * count, 10 * count, 10 * count)
         for count, forward in ((2, 2.0), (4, 3.0), (8, 9.0))
     )
-    known = index_points(points)[("a", 1, False, Recompute.NONE, 1, 1, 1)]
+    known = index_points(points)[key_of("a", Strategy())]
     assert [figures_at(known, count).forward for count in (2, 3, 4, 6, 8, 10)] == [2.0, 2.5, 3.0, 6.0, 9.0, 12.0]
     assert figures_at(known, 1).forward == 1.5
     assert figures_at(known, 3).kept == 30

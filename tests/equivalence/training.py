@@ -226,11 +226,11 @@ def whole(
 
 def _gathered(one: ManagedParameter, local: Tensor) -> Tensor:
     """The full tensor from every rank's slices."""
-    group = one.groups.tensor or one.groups.slices
+    group = one.groups.weights
     if one.shard is not None and group is not None:
         local = gather_full(local, one.shard, ProcessTensorGroup(group))
-    if one.spread is not None and one.groups.expert is not None:
-        local = gather_full(local, one.spread, ProcessTensorGroup(one.groups.expert.line))
+    if one.spread is not None and one.groups.spread is not None:
+        local = gather_full(local, one.spread, ProcessTensorGroup(one.groups.spread.over))
     return local
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.parallelism.base import Communication, DimensionContext, LayerWork, Moment
-from galvatron_lite.parallelism.ranks import context_group, expert_spread_of, spread_of, tensor_group
+from galvatron_lite.parallelism.ranks import expert_spread_of, group_along, spread_of
 from galvatron_lite.parallelism.registry import dimensions
 from galvatron_lite.parallelism.strategy import Strategies, Strategy
 from tests.factories import make_kind
@@ -93,9 +93,9 @@ def test_groups_are_those_of_the_grid(data: int, zero: int, context: int, tensor
     spread = spread_of(strategy)
     assert members(spread.shards) == ranks(strategy, {"zero", "context"} if sharded else set())
     assert members(spread.replicas) == ranks(strategy, {"data"} if sharded else {"data", "context"})
-    assert members(tensor_group(strategy)) == ranks(strategy, {"tensor"})
-    assert members(context_group(strategy)) == ranks(strategy, {"context"})
-    for group in (spread.shards, spread.replicas, tensor_group(strategy), context_group(strategy)):
+    assert members(group_along(strategy, "tensor")) == ranks(strategy, {"tensor"})
+    assert members(group_along(strategy, "context")) == ranks(strategy, {"context"})
+    for group in (spread.shards, spread.replicas, *(group_along(strategy, name) for name in ("tensor", "context"))):
         assert group.siblings * group.size == strategy.devices
         assert members(group)[-1] == group.reach
 
@@ -118,7 +118,10 @@ def members(group: RankGroup) -> list[int]:
 @given(st.lists(st.tuples(degrees, degrees, degrees, degrees), min_size=1))
 def test_groups_of_many_are_those_of_each(chosen: list[tuple[int, int, int, int]]) -> None:
     made = [Strategy(d, z, 1, t, context=c, expert=2) for d, z, c, t in chosen]
-    for groups in (tensor_group, context_group, lambda one: spread_of(one).shards, lambda one: spread_of(one).replicas):
+    for groups in (
+        lambda one: group_along(one, "tensor"), lambda one: group_along(one, "context"),
+        lambda one: spread_of(one).shards, lambda one: spread_of(one).replicas,
+    ):  # fmt: skip
         many = groups(Strategies.of(made))
         for place, strategy in enumerate(made):
             own = groups(strategy)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.runtime.activations.layout import Axis, AxisSplit, Box, Layout, layout_of, nothing, route
+from galvatron_lite.runtime.activations.layout import ActivationLayout as Layout
+from galvatron_lite.runtime.activations.layout import Axis, AxisSplit, Box, nothing, route
 
 ROWS = 12
 Pair = tuple[AxisSplit, AxisSplit, tuple[int, ...]]
@@ -22,10 +23,11 @@ def layouts(draw: st.DrawFn, devices: int) -> Layout:
     group = devices // batch
     kind = draw(st.sampled_from(["whole", "tokens", "channels", "pixels"]))
     if kind != "pixels":
-        return Layout(batch, group if kind == "tokens" else 1, devices, channels=group if kind == "channels" else 1)
+        named = {"whole": "copies", "tokens": "sequence", "channels": "channels"}
+        return Layout(batch, **{named[kind]: group})
     depth = draw(st.sampled_from(divisors(group)))
     height = draw(st.sampled_from(divisors(group // depth)))
-    return Layout(batch, 1, devices, (depth, height, group // depth // height))
+    return Layout(batch, planes=depth, rows=height, columns=group // depth // height)
 
 
 @st.composite
@@ -84,17 +86,17 @@ def test_nothing_travels_that_is_at_hand(pair: Pair) -> None:
 
 
 def test_layouts_of_strategies() -> None:
-    assert layout_of(Strategy(data=2, tensor=2)) == Layout(2, 1, 4)
-    assert layout_of(Strategy(zero=2, zero_stage=3, tensor=2, sequence_parallel=True)) == Layout(2, 2, 4)
-    assert layout_of(Strategy(tensor=2, sequence_parallel=True)).whole_tokens == Layout(1, 1, 2)
-    assert layout_of(Strategy(data=2, height=2, width=3)) == Layout(2, 1, 12, (1, 2, 3))
-    assert layout_of(Strategy(data=2, depth=2)).whole_tokens == Layout(2, 1, 4, (2, 1, 1))
-    assert layout_of(Strategy(filters=2)) == Layout(1, 1, 2)
-    assert layout_of(Strategy(channels=4)) == Layout(1, 1, 4, channels=4)
+    assert Layout.of(Strategy(data=2, tensor=2)) == Layout(batch=2, copies=2)
+    assert Layout.of(Strategy(zero=2, zero_stage=3, tensor=2, sequence_parallel=True)) == Layout(batch=2, sequence=2)
+    assert Layout.of(Strategy(tensor=2, sequence_parallel=True)).whole_tokens == Layout(copies=2)
+    assert Layout.of(Strategy(data=2, height=2, width=3)) == Layout(batch=2, rows=2, columns=3)
+    assert Layout.of(Strategy(data=2, depth=2)).whole_tokens == Layout(batch=2, planes=2)
+    assert Layout.of(Strategy(filters=2)) == Layout(copies=2)
+    assert Layout.of(Strategy(channels=4)) == Layout(channels=4)
 
 
 def test_pixels_are_the_last_dims() -> None:
-    layout = Layout(2, 1, 12, (1, 2, 3))
+    layout = Layout(batch=2, rows=2, columns=3)
     assert layout.hidden((4, 8, 6, 6)).axes == (Axis(2, 6), Axis(), Axis(2, 3), Axis(3, 1))
     assert layout.hidden((4, 8, 9, 6, 6)).axes == (Axis(2, 6), Axis(), Axis(), Axis(2, 3), Axis(3, 1))
     assert layout.hidden((4, 8, 6)).axes == (Axis(2, 6), Axis(), Axis(3, 1))
@@ -103,7 +105,7 @@ def test_pixels_are_the_last_dims() -> None:
 
 
 def test_what_a_rank_holds_of_an_uneven_picture() -> None:
-    split = Layout(2, 1, 4, (1, 2, 1)).hidden((4, 3, 5, 7))
+    split = Layout(batch=2, rows=2).hidden((4, 3, 5, 7))
     assert [split.box(place, (4, 3, 5, 7)).ranges for place in range(4)] == [
         ((0, 2), (0, 3), (0, 3), (0, 7)), ((0, 2), (0, 3), (3, 5), (0, 7)),
         ((2, 4), (0, 3), (0, 3), (0, 7)), ((2, 4), (0, 3), (3, 5), (0, 7)),
@@ -112,24 +114,22 @@ def test_what_a_rank_holds_of_an_uneven_picture() -> None:
 
 def test_what_cannot_be_shared_is_refused() -> None:
     with pytest.raises(InputError, match="samples"):
-        Layout(2, 1, 2).samples((3, 4))
+        Layout(batch=2).samples((3, 4))
     with pytest.raises(InputError, match="tokens"):
-        Layout(1, 2, 2).hidden((2, 3, 4))
-    with pytest.raises(InputError, match="layout"):
-        Layout(2, 3, 4)
+        Layout(sequence=2).hidden((2, 3, 4))
 
 
 def test_an_early_and_a_late_piece_of_the_tokens() -> None:
     """Ranks that share tokens take them from both ends; a tensor group splits each rank's again."""
     shape = (8, 16, 3)
     tokens = [
-        [box.ranges[1] for box in layout_of(strategy).hidden(shape).boxes(place, shape)]
+        [box.ranges[1] for box in Layout.of(strategy).hidden(shape).boxes(place, shape)]
         for strategy in (Strategy(data=2, context=2), Strategy(context=2, tensor=2, sequence_parallel=True))
         for place in range(4)
     ]
     early, late = [(0, 4), (12, 16)], [(4, 8), (8, 12)]
     assert tokens == [early, late, early, late, early[:1], early[1:], late[:1], late[1:]]
     uneven = (8, 18, 3)
-    assert layout_of(Strategy(context=2)).hidden(uneven).box(1, uneven) == Box(((0, 8), (9, 18), (0, 3)))
+    assert Layout.of(Strategy(context=2)).hidden(uneven).box(1, uneven) == Box(((0, 8), (9, 18), (0, 3)))
     with pytest.raises(InputError, match="context=1"):
-        layout_of(Strategy(context=2)).hidden(shape).box(0, shape)
+        Layout.of(Strategy(context=2)).hidden(shape).box(0, shape)

@@ -10,7 +10,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import PLAN_VERSION, LayerRun, Plan, Schedule, Stage
-from galvatron_lite.runtime.activations.layout import Layout
+from galvatron_lite.runtime.activations.layout import ActivationLayout as Layout
 from galvatron_lite.runtime.assignment import check_samples, glue_layout, place_layers
 from tests.runtime.plans import make_plan
 
@@ -28,14 +28,14 @@ def test_runs_are_spread_over_their_layers() -> None:
     plan = Plan(PLAN_VERSION, "m", 4, 8, 1, Schedule.GPIPE, "fp32", stages)
     first, last = place_layers(plan, LAYERS)
     assert [placed.layer.name for placed in first] == ["before", *(f"blocks.{i}" for i in range(4))]
-    assert [placed.layout for placed in first[:2]] == [Layout(2, 1, 2), Layout(1, 2, 2)]
+    assert [placed.layout for placed in first[:2]] == [Layout(batch=2), Layout(sequence=2)]
     assert [placed.layer.name for placed in last] == ["after"]
 
 
 def test_edges_never_share_tokens() -> None:
     (stage,) = place_layers(make_plan([[layer.name for layer in LAYERS]], [[SEQUENCE] * 6], 8), LAYERS)
-    assert stage[0].layout == Layout(1, 1, 2) == glue_layout(stage)
-    assert glue_layout(stage[1:5]) == Layout(1, 1, 2)
+    assert stage[0].layout == Layout(copies=2) == glue_layout(stage)
+    assert glue_layout(stage[1:5]) == Layout(copies=2)
 
 
 def test_a_run_of_another_length_is_refused() -> None:

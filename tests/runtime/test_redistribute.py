@@ -8,16 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_lite.runtime.activations.layout import AxisSplit, Box, BoxExchange, Layout
+from galvatron_lite.runtime.activations.layout import ActivationLayout as Layout
+from galvatron_lite.runtime.activations.layout import AxisSplit, Box, BoxExchange
 from tests.pool import WorkerPool
 
 TOKENS, PICTURE = (8, 12, 3), (4, 4, 5, 7)
 SPLITS = {
-    TOKENS: [Layout(4, 1, 4), Layout(2, 1, 4), Layout(2, 2, 4), Layout(1, 1, 4), Layout(1, 4, 4),
-        Layout(2, 1, 4, context=2), Layout(1, 1, 4, context=2), Layout(1, 2, 4, context=2)],
+    TOKENS: [Layout(batch=4), Layout(batch=2, copies=2), Layout(batch=2, sequence=2), Layout(copies=4),
+        Layout(sequence=4), Layout(batch=2, tokens=2), Layout(tokens=2, copies=2), Layout(tokens=2, sequence=2)],
     PICTURE: [
-        Layout(4, 1, 4), Layout(2, 1, 4, (1, 2, 1)), Layout(1, 1, 4, (1, 2, 2)), Layout(1, 1, 4, (1, 1, 4)),
-        Layout(1, 1, 4), Layout(1, 1, 4, channels=4), Layout(1, 1, 4, (2, 1, 2)),
+        Layout(batch=4), Layout(batch=2, rows=2), Layout(rows=2, columns=2), Layout(columns=4),
+        Layout(copies=4), Layout(channels=4), Layout(planes=2, columns=2),
     ],
 }  # fmt: skip
 
@@ -49,7 +50,7 @@ def move_everywhere(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def move_rows_only() -> list[list[int]]:
     place = dist.get_rank()
     mover, whole = BoxExchange(dist.group.WORLD, place), torch.arange(8)
-    source, target = Layout(2, 1, 4).samples((8,)), Layout(4, 1, 4).samples((8,))
+    source, target = Layout(batch=2, copies=2).samples((8,)), Layout(batch=4).samples((8,))
     own = whole[place // 2 * 4 : place // 2 * 4 + 4]
     there = mover(own, source, target, (8,))
     return [there.tolist(), mover(there, target, source, (8,)).tolist()]
@@ -59,8 +60,8 @@ def move_to_few() -> list[float]:
     """Three rows of pixels on four ranks: one has none, and gets and gives nothing."""
     place, shape = dist.get_rank(), (1, 1, 3)
     whole = torch.arange(3.0).view(shape)
-    source = Layout(1, 1, 4).samples(shape)
-    target = AxisSplit(4, Layout(1, 1, 4, (1, 1, 4)).hidden((1, 1, 4)).axes)
+    source = Layout(copies=4).samples(shape)
+    target = AxisSplit(4, Layout(columns=4).hidden((1, 1, 4)).axes)
     there = BoxExchange(dist.group.WORLD, place)(whole, source, target, shape)
     back = BoxExchange(dist.group.WORLD, place)(there, target, source, shape)
     assert torch.equal(back, whole)

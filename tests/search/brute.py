@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron_lite.cost.layer import ALONE, LayerCost, LayerPricer
-from galvatron_lite.cost.layout import Layout, layout
 from galvatron_lite.cost.memory import group_memory, terms
 from galvatron_lite.cost.stage import Shape, StageCost, price_chunk, sharing_of, transfer_seconds
 from galvatron_lite.cost.step import bound_seconds, price_stages, shape_of, straggling, strategies_of
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, Recompute, Role
+from galvatron_lite.parallelism.layout import Layout, layout_of
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes, buffer_bytes, chunks_in_flight
 from galvatron_lite.parallelism.pipeline.schedule import group_of, stage_at
 from galvatron_lite.parallelism.strategy import Strategy
@@ -354,8 +354,8 @@ class Brute:
         keys: dict[Key, list[int]] = {}
         for column, choice in enumerate(grid.T.tolist()):
             own = [names[place][row] for place, row in enumerate(choice)]
-            wires = {layout(own[place]) for place in ends}
-            glue = {layout(own[place - inside.start])[:4] for place in glued}
+            wires = {layout_of(own[place]) for place in ends}
+            glue = {layout_of(own[place - inside.start]).replicated("sequence") for place in glued}
             tied = [{own[place - inside.start] for place in group} for group in groups]
             if self.runs is not None and self._runs(inside, own) > self.runs:
                 continue
@@ -418,8 +418,9 @@ class Brute:
         """Seconds of the gradient sent back and of the output sent on, and bytes of the buffers for both."""
         sizes, seconds = [0, 0], [0.0, 0.0]
         if wire is not None:
-            batch, context, tensor, _, shared = wire
-            sender = Strategy(data=batch, context=context, tensor=tensor, sequence_parallel=shared)
+            shared = wire.sequence > 1
+            tensor = wire.sequence * wire.copies
+            sender = Strategy(data=wire.batch, context=wire.tokens, tensor=tensor, sequence_parallel=shared)
             for side, cut in enumerate((inside.start, inside.stop)):
                 if 0 < cut < len(self.profile.graph.layers):
                     output = self.profile.graph.crossing(cut)
@@ -437,8 +438,8 @@ class Brute:
             return False
         if len(cuts) == 2:
             edges = [own for own, layer in zip(strategies, layers, strict=True) if layer.role is not Role.BLOCK]
-            return not self._matmuls() or len({layout(own)[:4] for own in edges}) <= 1
-        return len({layout(strategies[index]) for cut in cuts[1:-1] for index in (cut - 1, cut)}) == 1
+            return not self._matmuls() or len({layout_of(own).replicated("sequence") for own in edges}) <= 1
+        return len({layout_of(strategies[index]) for cut in cuts[1:-1] for index in (cut - 1, cut)}) == 1
 
     def _matmuls(self) -> bool:
         """Whether the matmuls of some layer can be split."""

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.layout import layout
 from galvatron_lite.cost.stage import Shape, StageCost, price_stage
 from galvatron_lite.cost.step import bound_seconds
 from galvatron_lite.errors import InfeasibleError, InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.model.shapes import load_model
 from galvatron_lite.parallelism.backends import ANY
+from galvatron_lite.parallelism.layout import layout_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan, Schedule
 from galvatron_lite.profiler.estimate import estimate_profile
@@ -110,8 +110,8 @@ def _allowed(profile: Profile, cuts: tuple[int, ...], strategies: tuple[Strategy
         return False
     if len(cuts) == 2:
         edges = [s for s, layer in zip(strategies, profile.graph.layers, strict=True) if layer.role is not Role.BLOCK]
-        return len({layout(strategy)[:4] for strategy in edges}) <= 1
-    return len({layout(strategies[index]) for cut in cuts[1:-1] for index in (cut - 1, cut)}) == 1
+        return len({layout_of(strategy).replicated("sequence") for strategy in edges}) <= 1
+    return len({layout_of(strategies[index]) for cut in cuts[1:-1] for index in (cut - 1, cut)}) == 1
 
 
 def fits(held: tuple[tuple[str, int], ...], budget: int | Budget) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.parallelism.axes import MeshAxis, Part
 from galvatron_lite.parallelism.base import Dimension, DimensionContext, LayerWork
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.ranks import Either
@@ -19,6 +20,8 @@ class PodDimension(Dimension):
     degree: str = "pods"
     means: str = "pods of devices, each with its own samples"
     aliases: tuple[str, ...] = ("islands",)
+
+    axes = (MeshAxis("pods", Part.SAMPLES, replicates=True),)
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Every divisor of the devices."""

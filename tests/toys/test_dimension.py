@@ -12,6 +12,8 @@ from galvatron_lite import plan as make_plan
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Role
 from galvatron_lite.parallelism.base import Dimension
+from galvatron_lite.parallelism.layout import Layout, layout_of
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.registry import add, added
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.io import read_plan, write_plan
@@ -59,6 +61,15 @@ def test_pods_of_replicas_cost_what_as_many_replicas_do() -> None:
     assert strategies(pods) == {Strategy(data=2, more=(("pods", 2),))}
     assert pods.prediction.step_seconds == data.prediction.step_seconds
     assert pods.prediction.peak_memory == data.prediction.peak_memory
+
+
+@pytest.mark.usefixtures("pods")
+def test_its_axis_says_how_activations_lie_and_which_ranks_work_together() -> None:
+    strategy = parse_strategy("pods2 zero3x2 tensor2")
+    assert layout_of(strategy) == Layout(batch=4, copies=2)
+    lines = lines_of(strategy)
+    assert lines.batch.through(5) == (1, 3, 5, 7)
+    assert (lines.states.shards.through(5), lines.states.replicas.through(5)) == ((5, 7), (1, 5))
 
 
 @pytest.mark.usefixtures("pods")

@@ -209,7 +209,7 @@ def test_a_stage_that_begins_one_layer_late() -> None:
 
 
 def test_an_activation_that_is_kept() -> None:
-    fault = patch("galvatron_lite.runtime.sharding.apply_recompute", lambda *_: None)
+    fault = patch("galvatron_lite.parallelism.wrapping.apply_recompute", lambda *_: None)
     found = failed(with_fault(AGAIN, fault, [0, 1]), AGAIN)
     assert set(found) == {KEPT}
     assert "blocks.1 on rank 0" in found[KEPT].said

@@ -29,6 +29,7 @@ from types import MappingProxyType
 from galvatron_lite.arrays import Flag, Real, never, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
@@ -56,7 +57,7 @@ from galvatron_lite.parallelism.channel.parts import (
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import has_weights, is_picture, items_of
-from galvatron_lite.parallelism.ranks import Either, channel_group
+from galvatron_lite.parallelism.ranks import Either, group_along
 from galvatron_lite.parallelism.strategy import Strategy
 
 BY = ("filters", "channels")
@@ -70,6 +71,9 @@ class ChannelDimension(Dimension):
     name: str = "channel"
     degree: str = "filters"
 
+    axes = (MeshAxis("filters", Part.CHANNELS), MeshAxis("channels", Part.CHANNELS))
+    runs = ("filters", "channels")
+    purposes = (Purpose.ACTIVATIONS,)
     fields = (
         StrategyField("filters", "filters", (), "devices that share convolutions' output channels", splits=True),
         StrategyField("channels", "channels", (), "devices that share convolutions' input channels", splits=True),
@@ -94,6 +98,10 @@ class ChannelDimension(Dimension):
             if (degree := degree_in(word, name)) is not None:
                 return {name: degree}
         return None
+
+    def layout(self, strategy: Strategy) -> dict[str, int]:
+        """See ``Dimension.layout``."""
+        return {"channels": strategy.channels}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, and degrees that divide all channels."""
@@ -143,7 +151,7 @@ def _moved(kind: LayerKind, strategy: Either, by: str, share: Real, each: bool) 
 
     ``share``: samples x bytes of an item.
     """
-    group, degree = channel_group(strategy), getattr(strategy, by)
+    group, degree = group_along(strategy, *BY), getattr(strategy, by)
     for collective, moment, sizes in each_sizes(kind, by) if each else _sizes(kind, by, degree):
         if sizes:
             yield _together(collective, moment, [size * share for size in sizes], group, degree > 1)

@@ -38,6 +38,18 @@ from galvatron_lite.parallelism.channel.parts import ChannelPlan, OperatorPart
 from galvatron_lite.parallelism.sharded.groups import ShapeOnlyAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import Call, ShardedTensor, global_shape, specs_of
 from galvatron_lite.parallelism.shares import share
+from galvatron_lite.parallelism.strategy import Strategy
+
+
+def shared_by(strategy: Strategy) -> tuple[str, int]:
+    """Which channels of a layer a strategy shares (``filters`` or ``channels``), and among how many.
+
+    Raises:
+        InputError: it shares both.
+    """
+    if strategy.filters > 1 and strategy.channels > 1:
+        raise InputError("filters", strategy.filters, "Share the filters of a layer or its channels, not both.")
+    return ("filters", strategy.filters) if strategy.filters > 1 else ("channels", strategy.channels)
 
 
 def infer_channels(

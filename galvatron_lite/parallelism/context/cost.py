@@ -24,6 +24,7 @@ from types import MappingProxyType
 from galvatron_lite.arrays import Real, Whole, largest, never, opposite
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, OperatorClass
+from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     SWITCH,
     Chosen,
@@ -37,8 +38,11 @@ from galvatron_lite.parallelism.base import (
     degree_in,
 )
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.ranks import Either, context_group
+from galvatron_lite.parallelism.ranks import Either, group_along
 from galvatron_lite.parallelism.strategy import Strategy
+
+ULYSSES = "ulysses"
+"""Cause of the all-to-alls around attention: they block, unlike the ring's hops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,9 @@ class ContextDimension(Dimension):
     name: str = "context"
     degree: str = "context"
 
+    axes = (MeshAxis("context", Part.TOKENS),)
+    purposes = (Purpose.TOKENS,)
+    causes = (ULYSSES,)
     fields = (
         StrategyField("context", "context", ("cp",), "context-parallel degree", splits=True),
         StrategyField("ulysses", "ulysses", (), "on or off: heads for tokens instead of a ring", SWITCH,
@@ -73,6 +80,14 @@ class ContextDimension(Dimension):
             return {"context": heads, "ulysses": True}
         degree = degree_in(word, "context")
         return None if degree is None else {"context": degree}
+
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        return {"ulysses" if strategy.ulysses else "context"} if strategy.context > 1 else set()
+
+    def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:
+        """See ``Dimension.shrunk``."""
+        return [{"ulysses": strategy.ulysses and smaller.context > 1}]
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off; a ring, or nothing but shares of the tokens where a layer has no attention; Ulysses where it has."""
@@ -125,7 +140,7 @@ class ContextDimension(Dimension):
         if never(strategy.context > 1):
             return work
         share = work.samples / strategy.token_degree * context.activation_item_bytes
-        group = context_group(strategy)
+        group = group_along(strategy, "context")
         moved = (*_hops(kind, strategy, share, group), *_exchanges(kind, strategy, share, group))
         return replace(work.sending(*moved), samples=work.samples / strategy.context)
 
@@ -184,10 +199,6 @@ def _exchanges(kind: LayerKind, strategy: Either, share: Real, group: RankGroup)
     for moment in (Moment.FORWARD, Moment.BACKWARD):
         for size in sizes:
             yield Communication(Collective.ALL_TO_ALL, size, group, moment, False, count, ULYSSES)
-
-
-ULYSSES = "ulysses"
-"""Cause of the all-to-alls around attention: they block, unlike the ring's hops."""
 
 
 @dataclass(frozen=True, slots=True)

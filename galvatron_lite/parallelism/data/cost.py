@@ -11,6 +11,7 @@ from types import MappingProxyType
 from galvatron_lite.arrays import where
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
@@ -45,6 +46,9 @@ class DataDimension(Dimension):
     name: str = "data"
     degree: str = "data"
 
+    axes = (MeshAxis("data", Part.SAMPLES, replicates=True),)
+    purposes = (Purpose.GRADIENTS, Purpose.STATES)
+    sums = True
     fields = (
         StrategyField("batch_degree", "dp", ("batch_degree",), "replicas times shards", splits=True),
         StrategyField("data", "data", ("ddp", "replicas"), "replicas that hold all states"),

@@ -23,6 +23,7 @@ from types import MappingProxyType
 from galvatron_lite.arrays import Real, Whole, each, largest, least, never, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Routing
+from galvatron_lite.parallelism.axes import ParameterSpread, Purpose, RankAxis, RankLine
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
@@ -35,7 +36,7 @@ from galvatron_lite.parallelism.base import (
     degree_in,
 )
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.ranks import Either, expert_group, expert_slices
+from galvatron_lite.parallelism.ranks import Either, expert_group, expert_slices, expert_spread_of
 from galvatron_lite.parallelism.strategy import Strategy
 
 
@@ -45,6 +46,10 @@ class ExpertDimension(Dimension):
 
     name: str = "expert"
 
+    runs = ("expert",)
+    # on one device, the only ones that a profile measured there has: as many tokens, of all experts
+    stands_in = True
+    purposes = (Purpose.EXPERTS,)
     fields = (
         StrategyField("expert", "expert", ("ep",), "expert-parallel degree"),
         StrategyField("expert_tensor", "expert_tensor", ("etp",), "tensor degree of experts"),
@@ -67,6 +72,35 @@ class ExpertDimension(Dimension):
         if degree is None:
             return None
         return {"expert": degree, "expert_tensor": 1} if word.endswith("-whole") else {"expert": degree}
+
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        if strategy.expert == 1:
+            return set()
+        return {"expert", "whole experts"} if strategy.expert_tensor else {"expert"}
+
+    def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:
+        """Spread over ranks that take other samples or tokens."""
+        ranks = smaller.batch_degree * smaller.context
+        return [
+            {"expert": ways, "expert_tensor": strategy.expert_tensor if ways > 1 and smaller.tensor > 1 else 0}
+            for ways in divisors(strategy.expert)
+            if ranks % ways == 0
+        ]
+
+    def spread(self, strategy: Strategy) -> ParameterSpread | None:
+        """The experts': in the order slices, experts, shards, replicas, the first innermost."""
+        if strategy.expert == 1:
+            return None
+        states, slices = expert_spread_of(strategy), int(expert_slices(strategy))
+        shards, replicas = (RankAxis(int(group.size), int(group.stride)) for group in (states.shards, states.replicas))
+        return ParameterSpread(
+            RankLine(Purpose.STATES, (shards,)),
+            RankLine(Purpose.STATES, (replicas,)),
+            RankLine(Purpose.GRADIENTS, (replicas, shards)),
+            RankLine(Purpose.EXPERTS, (RankAxis(strategy.expert, slices),)),
+            slices,
+        )
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or the divisors of the devices and of the experts, each expert sliced by the tensor group or whole."""

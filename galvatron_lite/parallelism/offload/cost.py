@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from galvatron_lite.arrays import Real, largest, where
+from galvatron_lite.arrays import Flag, Real, is_option, largest, where
 from galvatron_lite.cluster.cluster import Device
 from galvatron_lite.model.graph import LayerKind
 from galvatron_lite.parallelism.base import (
@@ -68,6 +68,10 @@ class OffloadDimension(Dimension):
         kept = {"offload": Offload.ALL, "offload-states": Offload.STATES, "offload-activations": Offload.ACTIVATIONS}
         return {"offload": kept[word]} if word in kept else None
 
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        return set() if strategy.offload is Offload.NONE else {f"offload of {strategy.offload.value}"}
+
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """Nothing, states, activations or both; no states where there are no parameters, no activations where a layer
         keeps none."""
@@ -88,6 +92,10 @@ class OffloadDimension(Dimension):
         single = chosen["tensor"] == 1 or chosen["sequence_parallel"]
         states, kept = offload is not Offload.ACTIVATIONS, offload is not Offload.STATES
         return (sharded or not states) and (single or not kept)
+
+    def runs_on(self, device: Device, kind: LayerKind, strategy: Either) -> Flag:  # noqa: ARG002
+        """Where the device's link to its host is known."""
+        return is_option(strategy.offload, Offload.NONE) | (device.host_bandwidth > 0)
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:  # noqa: ARG002
         """Marks what lies in host memory; must run last, when it is known what the device owns."""

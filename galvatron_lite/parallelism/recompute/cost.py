@@ -41,6 +41,7 @@ class RecomputeDimension(Dimension):
 
     name: str = "recompute"
 
+    runs = ("recompute",)
     fields = (
         StrategyField("recompute", "recompute", ("ckpt", "checkpointing", "ac"), "none, selective or full",
                       {**{choice.value: choice for choice in Recompute}, "off": Recompute.NONE, "on": Recompute.FULL}),
@@ -62,6 +63,11 @@ class RecomputeDimension(Dimension):
         """See ``word``."""
         found = {"recompute": Recompute.FULL, "selective": Recompute.SELECTIVE}.get(word)
         return None if found is None else {"recompute": found}
+
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        again = strategy.recompute
+        return set() if again is Recompute.NONE else {f"{again.value} recomputation"}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:  # noqa: ARG002
         """What capture found runnable."""

@@ -27,9 +27,10 @@ from types import MappingProxyType
 import numpy as np
 
 from galvatron_lite.arrays import Flag, IntArray, Real, Whole, is_option, never, up, where
-from galvatron_lite.cluster.cluster import Collective, RankGroup
+from galvatron_lite.cluster.cluster import Collective, Device, RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute
 from galvatron_lite.model.sides import SIDES
+from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
@@ -44,7 +45,7 @@ from galvatron_lite.parallelism.base import (
 )
 from galvatron_lite.parallelism.divisors import divisors
 from galvatron_lite.parallelism.pictures import extents_of
-from galvatron_lite.parallelism.ranks import Either, side_group
+from galvatron_lite.parallelism.ranks import Either, group_along
 from galvatron_lite.parallelism.spatial.grids import (
     Grid,
     GridLayout,
@@ -66,6 +67,10 @@ class SpatialDimension(Dimension):
     name: str = "spatial"
     degree: str = "height"
 
+    axes = (
+        MeshAxis("depth", Part.PLANES), MeshAxis("height", Part.ROWS), MeshAxis("width", Part.COLUMNS),
+    )  # fmt: skip
+    purposes = (Purpose.PIXELS,)
     fields = (
         StrategyField("depth", "depth", (), "devices that share the planes of a volume", splits=True),
         StrategyField("height", "height", (), "devices that share the rows of a picture", splits=True),
@@ -118,6 +123,10 @@ class SpatialDimension(Dimension):
         """Why pictures that are too small stay whole."""
         said = [refusal(kind, place, 2) for place, extent in enumerate(extents_of(kind)) if extent > 1]
         return f"spatial: {kind.name}: {said[0]}" if splits_pixels(kind) and all(said) else ""
+
+    def runs_on(self, device: Device, kind: LayerKind, strategy: Either) -> Flag:  # noqa: ARG002
+        """Pixels of pictures that are large enough."""
+        return shares_pixels(kind, strategy)
 
     def apply(self, work: LayerWork, kind: LayerKind, strategy: Either, context: DimensionContext) -> LayerWork:
         """A share of the pixels, exchanges with neighbours and sums over all pixels.
@@ -207,13 +216,13 @@ def _exchanges(
     for name, border in zip(SIDES, borders, strict=True):
         if name not in cut:
             continue
-        group = side_group(strategy, name)
+        group = group_along(strategy, name)
         both = (Moment.FORWARD, border.items, border.sends), (Moment.BACKWARD, border.returned_items, border.returned)
         for moment, items, sends in both:
             size = items * share / where(sends > 0, sends, 1)
             yield Communication(Collective.SEND_RECV, size, group, moment, False, sends, "spatial")
     for name in cut:
-        yield from _summed(kind, side_group(strategy, name), getattr(strategy, name), local_norms)
+        yield from _summed(kind, group_along(strategy, name), getattr(strategy, name), local_norms)
 
 
 def _summed(kind: LayerKind, group: RankGroup, degree: Whole, local_norms: bool) -> Iterator[Communication]:

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from galvatron_lite.arrays import Flag, Real, Whole, is_option, largest, never, opposite, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind, Recompute, TensorBoundary, TensorSplit
+from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     SWITCH,
     Chosen,
@@ -36,8 +37,13 @@ from galvatron_lite.parallelism.base import (
     sent,
 )
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.ranks import Either, tensor_group
+from galvatron_lite.parallelism.ranks import Either, group_along
 from galvatron_lite.parallelism.strategy import Strategy
+
+NAME = "tensor"
+ASYNC = "tensor-async"
+"""Cause of what may run beside the matmul of weight gradients: all that the input's gradient needs. Software that does
+so says which share it hides (``StackConstants.hidden``); our own runtime waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,10 @@ class TensorDimension(Dimension):
     name: str = "tensor"
     degree: str = "tensor"
 
+    axes = (MeshAxis("tensor", Part.MATMULS),)
+    runs = ("tensor", "sequence_parallel")
+    purposes = (Purpose.ACTIVATIONS,)
+    causes = (ASYNC,)
     fields = (
         StrategyField("tensor", "tensor", ("tp",), "tensor-parallel degree", splits=True),
         StrategyField("sequence_parallel", "sequence", ("sp", "sequence_parallel"), "on or off, beside tensor", SWITCH,
@@ -74,6 +84,19 @@ class TensorDimension(Dimension):
         if degree is None:
             return None
         return {"tensor": degree, "sequence_parallel": True} if shared else {"tensor": degree}
+
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        used = ("tensor", strategy.tensor > 1), ("sequence parallelism", strategy.sequence_parallel)
+        return {name for name, uses in used if uses}
+
+    def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:
+        """See ``Dimension.shrunk``."""
+        return [{"sequence_parallel": strategy.sequence_parallel and smaller.tensor > 1}]
+
+    def layout(self, strategy: Strategy) -> dict[str, int]:
+        """See ``Dimension.layout``."""
+        return {"sequence": strategy.tensor} if strategy.sequence_parallel else {}
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or the divisors of ``devices`` that the structure allows, without and with sequence parallelism."""
@@ -103,7 +126,7 @@ class TensorDimension(Dimension):
         if never(split):
             return work
         shared = strategy.sequence_parallel & split
-        group = tensor_group(strategy)
+        group = group_along(strategy, "tensor")
         samples = work.samples / strategy.token_degree
         once = shared & is_option(strategy.recompute, Recompute.NONE)
         # a region's input, gathered for its columns alone, is beyond what kinds count: they keep and work with shards
@@ -196,12 +219,6 @@ def _whole_logits(bytes_: TensorSplit, kind: LayerKind, strategy: Either, sample
     own = bytes_.tensor * samples
     gathered = (strategy.tensor > 1) & opposite(_stays_split(kind, strategy))
     return up(where(gathered, own - (own - spared * samples) / strategy.tensor, 0.0))
-
-
-NAME = "tensor"
-ASYNC = "tensor-async"
-"""Cause of what may run beside the matmul of weight gradients: all that the input's gradient needs. Software that does
-so says which share it hides (``StackConstants.hidden``); our own runtime waits."""
 
 
 def copying(communications: Sequence[Communication], context: DimensionContext) -> Real:

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from galvatron_lite.arrays import Flag, Real, Whole, never, opposite, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.model.graph import LayerKind
+from galvatron_lite.parallelism.axes import MeshAxis, Part, Purpose
 from galvatron_lite.parallelism.base import (
     Chosen,
     Communication,
@@ -45,6 +46,9 @@ class ZeroDimension(Dimension):
     name: str = "zero"
     degree: str = "zero"
 
+    axes = (MeshAxis("zero", Part.SAMPLES),)
+    purposes = (Purpose.GRADIENTS, Purpose.STATES)
+    sums = False
     fields = (
         StrategyField("zero_stage", "zero", ("zero_stage",), "ZeRO stage, 0 to 3", least=0, most=3,
                       remedy="ZeRO has stages 0 (off), 1, 2 and 3."),
@@ -69,6 +73,19 @@ class ZeroDimension(Dimension):
         """See ``word``."""
         found = re.fullmatch(r"zero([123])(?:x([1-9]\d*))?", word, re.ASCII)
         return {"zero": int(found[2] or 1), "zero_stage": int(found[1])} if found else None
+
+    def features(self, strategy: Strategy) -> set[str]:
+        """See ``Dimension.features``."""
+        if strategy.zero_stage:
+            return {f"zero{strategy.zero_stage}"}
+        return {"zero"} if strategy.zero > 1 else set()
+
+    def shrunk(self, smaller: Strategy, strategy: Strategy) -> Sequence[dict[str, object]]:
+        """See ``Dimension.shrunk``; ranks of context or pixels alone may share states or not."""
+        stages = {strategy.zero_stage} if smaller.zero > 1 else {0}
+        if smaller.context * smaller.spatial > 1:
+            stages.add(strategy.zero_stage)
+        return [{"zero_stage": stage} for stage in sorted(stages)]
 
     def choices(self, kind: LayerKind, devices: int) -> Sequence[dict[str, object]]:
         """Off, or every divisor of ``devices`` in stages 1 to 3 (1: states go over the context or spatial

@@ -20,7 +20,7 @@ from galvatron_lite.parallelism.channel.apply import is_shared
 from galvatron_lite.parallelism.sharded.collectives import enter
 from galvatron_lite.parallelism.sharded.tensor import ShardSpec, ShardSpecs
 from galvatron_lite.parallelism.spatial.apply import SPECS, SpecsAt
-from galvatron_lite.runtime.activations.layout import IDS, INNER, AxisSplit, Layout
+from galvatron_lite.runtime.activations.layout import IDS, INNER, ActivationLayout, AxisSplit
 from galvatron_lite.runtime.activations.traffic import (
     ActivationRedistributor,
     Bordered,
@@ -42,7 +42,7 @@ def install_hooks(
     model: nn.Module,
     stage: Sequence[Bordered],
     traffic: ActivationRedistributor,
-    incoming: Collection[Layout],
+    incoming: Collection[ActivationLayout],
     users: UserHooks = MappingProxyType({}),
 ) -> None:
     """Put the hooks on a stage's layers, where layouts or precision ask for any.
@@ -103,15 +103,15 @@ class _Entry:
 
     def _target(self, shape: tuple[int, ...], tensor: Tensor, hidden: Tensor | None) -> AxisSplit:
         layout = self.border.layout
-        if hidden is None and layout.context > 1 and len(shape) == IDS:
+        if hidden is None and layout.tokens > 1 and len(shape) == IDS:
             return layout.of_tokens(shape)
         alike = layout.splits_pixels and hidden is not None and len(shape) == hidden.dim()
-        if self.border.slices is not None:
+        if self.border.channels is not None:
             alike = is_shared(tensor)
         return layout.hidden(shape) if tensor is hidden or alike else layout.samples(shape)
 
     def _loose(self, tensor: Tensor) -> Tensor:
-        full, line = self._cast(self.traffic.loose(tensor, self.border.layout)), self.border.slices
+        full, line = self._cast(self.traffic.loose(tensor, self.border.layout)), self.border.channels
         if line is None or not is_shared(full):
             return full
         cut = ShardSpec(INNER, full.shape[INNER], line)
@@ -148,7 +148,7 @@ class _Exit:
         extents = iter(self.border.outputs)
 
         def convert(place: str, tensor: Tensor) -> Tensor:
-            if self.border.slices is not None and is_shared(tensor):
+            if self.border.channels is not None and is_shared(tensor):
                 channels = next(extents, None) or tensor.shape[INNER] * layout.channels
                 shape = (self.traffic.rows, channels, *tensor.shape[INNER + 1 :])
                 return self.traffic.hand(RankPiece(tensor, layout.hidden(shape), shape))

@@ -12,18 +12,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, product
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
+from galvatron_lite.parallelism.layout import Layout, layout_of
 from galvatron_lite.parallelism.shares import Range, mirrored, part_of, share
 from galvatron_lite.parallelism.strategy import Strategy
 
-Sides = tuple[int, int, int]
-"""Ways that planes, rows and columns of pictures are shared."""
 INNER, PIXELS = 1, 2
 """Dims of a tensor where tokens or channels lie, and where pixels begin."""
 IDS, HIDDEN = 2, 3
@@ -130,56 +129,37 @@ class AxisSplit:
         return next((dim for dim, axis in enumerate(self.axes) if axis.mirrored), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class ActivationLayout(Layout):
     """How a strategy lays activations on a stage."""
 
-    batch: int  # ways the samples are split; divides ``devices``
-    sequence: int  # ways the tokens are split by tensor groups: 1, or ``devices / batch / context``
-    devices: int  # ranks of the stage
-    # ways the planes, rows and columns of pictures are split: 1, or ``devices / batch`` together
-    sides: Sides = (1, 1, 1)
-    channels: int = 1  # ways the channels of pictures are split: 1, or ``devices / batch``
-    context: int = 1  # ways the tokens are split, attention included; outside of ``sequence``
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        inside, outside = self.sequence * prod(self.sides) * self.channels, self.batch * self.context
-        if self.devices % outside or inside not in (1, self.devices // outside):
-            remedy = "batch must divide devices, and the ways that a sample is split be 1 or devices / batch."
-            raise InputError("layout", self, remedy)
+    @classmethod
+    def of(cls, strategy: Strategy) -> Self:
+        """The layout at the borders of a block under a strategy."""
+        return cls(*layout_of(strategy))
 
     @property
-    def whole_tokens(self) -> Layout:
+    def whole_tokens(self) -> Self:
         """The same samples and pixels with all tokens and channels."""
-        return replace(self, sequence=1, channels=1)
+        return self.replicated("sequence", "channels")
 
     @property
-    def whole_channels(self) -> Layout:
+    def whole_channels(self) -> Self:
         """The same with all channels."""
-        return replace(self, channels=1)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that have the same samples."""
-        return self.devices // self.batch
-
-    @property
-    def splits_pixels(self) -> bool:
-        """Whether ranks share pixels."""
-        return prod(self.sides) > 1
+        return self.replicated("channels")
 
     @property
     def token_axis(self) -> Axis:
         """Ranks along the tokens by context parallelism, whose shares tensor groups do not split."""
-        return Axis(self.context, self.replicas // self.context, mirrored=True) if self.context > 1 else WHOLE
+        return Axis(self.tokens, self.stride("tokens"), mirrored=True) if self.tokens > 1 else WHOLE
 
     @property
     def pixel_axes(self) -> tuple[Axis, Axis, Axis]:
         """Ranks along planes, rows and columns."""
-        _, height, width = self.sides
-        strides = height * width, width, 1
         planes, rows, columns = (
-            Axis(ways, stride) if ways > 1 else WHOLE for ways, stride in zip(self.sides, strides, strict=True)
+            Axis(getattr(self, name), self.stride(name)) if getattr(self, name) > 1 else WHOLE
+            for name in ("planes", "rows", "columns")
         )
         return planes, rows, columns
 
@@ -199,11 +179,11 @@ class Layout:
         split = self.samples(shape)
         axes = list(split.axes)
         if len(axes) > INNER and self.sequence * self.channels > 1:
-            if shape[INNER] % (self.sequence * self.context):
-                remedy = f"With sequence parallelism they must be divisible by {self.sequence * self.context}."
+            if shape[INNER] % (self.sequence * self.tokens):
+                remedy = f"With sequence parallelism they must be divisible by {self.sequence * self.tokens}."
                 raise InputError("tokens", shape[INNER], remedy)
-            axes[INNER] = Axis(self.sequence * self.channels, 1)
-        if len(axes) == HIDDEN and self.context > 1:
+            axes[INNER] = Axis(self.sequence * self.channels, self.copies)
+        if len(axes) == HIDDEN and self.tokens > 1:
             axes[INNER] = replace(self.token_axis, inner=self.sequence)
         count = len(axes) - PIXELS
         if pictures and 0 < count <= len(self.sides) and self._fills(shape[PIXELS:]):
@@ -212,13 +192,6 @@ class Layout:
 
     def _fills(self, extents: Sequence[int]) -> bool:
         return all(extent >= ways for extent, ways in zip(extents, self.sides[-len(extents) :], strict=True))
-
-
-def layout_of(strategy: Strategy) -> Layout:
-    """The layout of the activations at the borders of a block under a strategy."""
-    sequence = strategy.tensor if strategy.sequence_parallel else 1
-    sides = (strategy.depth, strategy.height, strategy.width)
-    return Layout(strategy.batch_degree, sequence, strategy.devices, sides, strategy.channels, strategy.context)
 
 
 @dataclass(frozen=True, slots=True)

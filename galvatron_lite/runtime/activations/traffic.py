@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron_lite.model.batch import map_places, map_tensors, tensors_of
-from galvatron_lite.parallelism.context.rules import rules_of
 from galvatron_lite.parallelism.sharded.groups import AxisGroup, MirroredGroup, ProcessAxisGroup
 from galvatron_lite.parallelism.sharded.tensor import (
     Rules,
@@ -25,14 +24,13 @@ from galvatron_lite.parallelism.sharded.tensor import (
     specs_of,
 )
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
-from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
-from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.vocabulary.logits import whole_logits
-from galvatron_lite.runtime.activations.layout import PIXELS, WHOLE, Axis, AxisSplit, BoxExchange, Layout
+from galvatron_lite.parallelism.wrapping import rules_under
+from galvatron_lite.runtime.activations.layout import PIXELS, ActivationLayout, Axis, AxisSplit, BoxExchange
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of
 from galvatron_lite.runtime.mesh import Meshes, StrategyGroups
 
-Arrived = tuple[Mapping[str, tuple[AxisSplit, tuple[int, ...]]], Layout]
+Arrived = tuple[Mapping[str, tuple[AxisSplit, tuple[int, ...]]], ActivationLayout]
 """Of a nest that travels between stages: split and full shape of each tensor that holds samples, by place, and the
 layout that they come from."""
 
@@ -50,10 +48,10 @@ class RankPiece:
 class BoundaryLayout:
     """What code in one layout works on."""
 
-    layout: Layout  # of its activations
+    layout: ActivationLayout  # of its activations
     axes: tuple[Axis, ...] = ()  # along which its pictures or tokens are cut; none where it works on plain tensors
     lines: tuple[AxisGroup, ...] = ()  # the ranks along each
-    slices: AxisGroup | None = None  # the ranks that share the channels of what enters and leaves
+    channels: AxisGroup | None = None  # the ranks that share the channels of what enters and leaves
     outputs: tuple[int, ...] = ()  # channels of the pictures that leave, in order; empty where their shares are equal
 
     def cuts(self, split: AxisSplit, shape: Sequence[int]) -> ShardSpecs:
@@ -84,20 +82,13 @@ class Bordered:
     border: BoundaryLayout
 
 
-def rules_under(strategy: Strategy) -> Rules:
-    """What functions do with what a layer's ranks share: tokens or pixels."""
-    return rules_of(strategy) if strategy.context > 1 else PIXELS_RULES
-
-
-def border_of(layout: Layout, strategy: Strategy, groups: StrategyGroups) -> BoundaryLayout:
+def border_of(layout: ActivationLayout, groups: StrategyGroups) -> BoundaryLayout:
     """The border of a layer: lines of ranks along the tokens or the sides of pictures that its strategy shares."""
-    if strategy.context > 1 and groups.context is not None:
-        return BoundaryLayout(layout, (layout.token_axis,), (MirroredGroup(ProcessAxisGroup(groups.context)),))
-    sides = zip(layout.pixel_axes, (groups.depth, groups.height, groups.width), strict=True)
-    lines = [(axis, ProcessAxisGroup(group)) for axis, group in sides if axis != WHOLE and group is not None]
-    if strategy.spatial == 1:
-        return BoundaryLayout(layout)
-    return BoundaryLayout(layout, tuple(axis for axis, _ in lines), tuple(line for _, line in lines))
+    if groups.tokens is not None:
+        return BoundaryLayout(layout, (layout.token_axis,), (MirroredGroup(ProcessAxisGroup(groups.tokens)),))
+    sides = zip(layout.pixel_axes, (groups.planes, groups.rows, groups.columns), strict=True)
+    lines = {axis: ProcessAxisGroup(group) for axis, group in sides if group is not None}
+    return BoundaryLayout(layout, tuple(lines), tuple(lines.values()))
 
 
 class LayoutTensor(ShardedTensor):
@@ -154,7 +145,7 @@ class ActivationRedistributor:
     brought: dict[tuple[int, object], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
-    def glue(self) -> Layout:
+    def glue(self) -> ActivationLayout:
         """The layout of the glue code."""
         return self.border.layout
 
@@ -168,7 +159,7 @@ class ActivationRedistributor:
         self.brought.clear()
         self.is_running = False
 
-    def has_rows(self, tensor: Tensor, layout: Layout) -> bool:
+    def has_rows(self, tensor: Tensor, layout: ActivationLayout) -> bool:
         """Whether a tensor may hold a share of the samples along dim 0."""
         return tensor.dim() > 0 and tensor.shape[0] * layout.batch == self.rows
 
@@ -182,15 +173,15 @@ class ActivationRedistributor:
         cuts, shape = specs_of(tensor), (self.rows, *global_shape(tensor)[1:])
         return RankPiece(leaving(tensor, self.border.lines), self.border.split(cuts, shape), shape)
 
-    def loose(self, tensor: Tensor, layout: Layout) -> Tensor:
+    def loose(self, tensor: Tensor, layout: ActivationLayout) -> Tensor:
         """A glue tensor without samples for a layer: its gradient there, summed over the stage, counts once."""
         return self._between(leaving(whole_logits(tensor), self.border.lines), self.glue, layout)
 
-    def see(self, tensor: Tensor, layout: Layout) -> Tensor:
+    def see(self, tensor: Tensor, layout: ActivationLayout) -> Tensor:
         """A layer's output that does not hold the samples, as glue code sees it."""
         return entering(self._between(tensor, layout, self.glue), (), self.border.lines, self.rules)
 
-    def _between(self, tensor: Tensor, source: Layout, target: Layout) -> Tensor:
+    def _between(self, tensor: Tensor, source: ActivationLayout, target: ActivationLayout) -> Tensor:
         """A tensor without samples goes from one layout to another.
 
         In each, a rank's gradient is that of its samples: complete on all ranks that hold the same.
@@ -275,7 +266,7 @@ def redistributor_of(
 ) -> ActivationRedistributor:
     """The redistributor of a stage, whose glue code has the layout of its first edge, else of its first block."""
     glue = glue_of(stage).strategy
-    border = border_of(glue_layout(stage), glue, meshes.groups(glue))
+    border = border_of(glue_layout(stage), meshes.groups(glue))
     mover = BoxExchange(meshes.groups(stage[0].strategy).everyone, meshes.index_in_stage)
     return ActivationRedistributor(mover, border, rules_under(glue), compute, sampled)
 

@@ -19,10 +19,11 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import batch_size, call_model, map_tensors, resize_batch
 from galvatron_lite.model.graph import Layer, Role
 from galvatron_lite.model.trace_meta import meta_copy
+from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import BranchPlacement, Plan, Stage
-from galvatron_lite.runtime.activations.layout import AxisSplit, Boxes, Layout, nothing
-from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of, place_layers
+from galvatron_lite.runtime.activations.layout import ActivationLayout, AxisSplit, Boxes, nothing
+from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, place_layers
 from galvatron_lite.runtime.branches.pending import resolved
 
 TRUNK = "trunk"
@@ -37,7 +38,7 @@ class PlacedPart:
     devices: int  # how many consecutive ranks
     stage: tuple[LayerAssignment, ...]  # its layers and strategies
     roots: tuple[str, ...] = ()  # paths of the modules that hold it; none of the trunk
-    layout: Layout = field(init=False)  # how what enters and leaves lies on its ranks
+    layout: ActivationLayout = field(init=False)  # how what enters and leaves lies on its ranks
 
     def __post_init__(self) -> None:
         """Read at every call."""
@@ -50,8 +51,7 @@ class PlacedPart:
 
     def entering(self, shape: tuple[int, ...]) -> AxisSplit:
         """How a tensor of the samples lies that enters."""
-        pixels = glue_of(self.stage).strategy.spatial > 1
-        return self.layout.hidden(shape) if pixels else self.layout.samples(shape)
+        return self.layout.hidden(shape) if self.layout.splits_pixels else self.layout.samples(shape)
 
     def boxes(self, split: AxisSplit, shape: tuple[int, ...], world: int) -> tuple[Boxes, ...]:
         """By rank of the world, what it holds of a tensor of that full shape."""
@@ -101,7 +101,7 @@ def _trunk(plan: Plan, layers: Sequence[Layer]) -> PlacedPart:
         return PlacedPart(TRUNK, 0, plan.devices, stage)
     degrees = [run.strategy.batch_degree for branch in plan.branches for run in branch.runs]
     shared = plan.microbatch % plan.devices == 0 and all(plan.devices % degree == 0 for degree in degrees)
-    strategy = Strategy(data=plan.devices) if shared else Strategy()
+    strategy = strategy_with(Layout(batch=plan.devices)) if shared else Strategy()
     return PlacedPart(TRUNK, 0, plan.devices, (LayerAssignment(Layer(TRUNK, TRUNK, Role.BEFORE), strategy),))
 
 

@@ -17,7 +17,7 @@ from galvatron_lite.parallelism.cyclic.programme import CyclicProgramme
 from galvatron_lite.parallelism.cyclic.rules import CyclicSetting
 from galvatron_lite.parallelism.cyclic.stages import StagePart, StageStates, check_untied, cut_stages, stage_of
 from galvatron_lite.parallelism.precision import compute_context
-from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.parallelism.wrapping import wrap_forward
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.assignment import LayerAssignment, place_layers
@@ -110,7 +110,7 @@ def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.d
     for one in stage:
         for path in one.layer.modules if one.layer.role is Role.BLOCK else ():
             module = part.model.get_submodule(path)
-            apply_recompute(module, one.strategy.recompute)
+            wrap_forward(module, one.strategy)
             if compute is not None:
                 module.register_forward_pre_hook(cast, with_kwargs=True)
 

@@ -24,9 +24,9 @@ from galvatron_lite.model.batch import (
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy, prepare_for_training
 from galvatron_lite.parallelism.backends import DEEPSPEED
-from galvatron_lite.parallelism.recompute.apply import apply_recompute
+from galvatron_lite.parallelism.wrapping import wrap_forward
 from galvatron_lite.plans.execution import check_runs
-from galvatron_lite.plans.export.deepspeed import config_of
+from galvatron_lite.plans.export.deepspeed import config_of, zero_stage
 from galvatron_lite.plans.export.fields import nested
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import LayerAssignment, check_samples, place_layers
@@ -95,7 +95,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
         self.plan, self.max_grad_norm, self._loss_fn = check_runs(plan, DEEPSPEED), max_grad_norm, loss_fn
         join_world(plan, self.device.type)
         strategies = [run.strategy for stage in plan.stages for run in stage.runs]
-        sharded = (strategy for strategy in strategies if strategy.zero_stage or strategy.offloads_states)
+        sharded = (strategy for strategy in strategies if zero_stage(strategy))
         pinned = self.device.type == "cuda"
         self.config = config_of(
             plan, next(sharded, strategies[0]), precision=precision, max_grad_norm=max_grad_norm, pinned=pinned
@@ -117,7 +117,7 @@ class DeepSpeedModel(Saving, Observable, nn.Module):
             for placed in layers:
                 materializer.place(placed.layer)
             for placed, module in [(p, model.get_submodule(path)) for p in layers for path in p.layer.modules]:
-                apply_recompute(module, placed.strategy.recompute)
+                wrap_forward(module, placed.strategy)
                 if self.config["zero_optimization.stage"] == 3:
                     if self._compute is not None:
                         module.to(self._compute)

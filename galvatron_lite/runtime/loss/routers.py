@@ -113,11 +113,11 @@ def install_router_losses(
 
 def _shares(placed: LayerAssignment, glue: LayerAssignment, meshes: Meshes) -> _Shares:
     strategy, groups = placed.strategy, meshes.groups(placed.strategy)
-    splits_tokens = strategy.sequence_parallel and strategy.tensor > 1
-    group = groups.everyone if splits_tokens else groups.gradients
+    splits_tokens = placed.layout.sequence > 1
+    group = groups.everyone if splits_tokens else groups.states.gradients
     ranks = 1 if group is None else group.size()
     samples = (groups.batch_index, strategy.batch_degree)
-    tokens = (groups.tensor_index, strategy.tensor) if splits_tokens else (0, 1)
+    tokens = (groups.weights_index, placed.layout.sequence) if splits_tokens else (0, 1)
     return _Shares(group, glue.strategy.token_degree / ranks, samples, tokens)
 
 

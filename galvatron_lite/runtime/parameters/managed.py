@@ -60,9 +60,9 @@ class ManagedParameter:
     @property
     def summing(self) -> Group:
         """The ranks over which we sum its gradient where FSDP does not."""
-        if self.spread is not None and self.groups.expert is not None:
-            return self.groups.expert.gradients
-        return self.groups.stage if self.is_partial else self.groups.gradients
+        if self.spread is not None and self.groups.spread is not None:
+            return self.groups.spread.gradients
+        return self.groups.stage if self.is_partial else self.groups.states.gradients
 
     @property
     def reduced(self) -> nn.Parameter:
@@ -106,7 +106,7 @@ def _owned(
     partial = shard is not None and shard.placement is Placement.PARTIAL
     split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
     groups = meshes.groups(strategy)
-    mesh = groups.expert.mesh if groups.expert is not None and spread is not None else groups.zero_mesh
+    mesh = (groups.states if groups.spread is None or spread is None else groups.spread).mesh
     share = share_of(parameter, mesh) if strategy.zero_stage == 1 and mesh is not None and not partial else None
     shared = mesh.size(-1) if mesh is not None and (isinstance(parameter, DTensor) or share is not None) else 1
     copies = meshes.stage_devices // (split * shared * (1 if spread is None else spread.degree))

@@ -216,7 +216,7 @@ def _buffers(
 ) -> Iterator[tuple[str, Tensor, tuple[ItemRun, ...]]]:
     # those that no layer has are on every part
     here = {placed.layer.name for placed in runtime.stage} | ({""} if is_first else set())
-    groups = ((placed.layer.modules, runtime.meshes.groups(placed.strategy).slices) for placed in runtime.stage)
+    groups = ((placed.layer.modules, runtime.meshes.groups(placed.strategy).channels) for placed in runtime.stage)
     sliced = {f"{path}.": group for modules, group in groups if group is not None for path in modules}
     for name, buffer in tree.named_buffers():
         if entries.homes.get(name) not in here:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import _composable_state
 
 from galvatron_lite.model.graph import Layer
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.precision import compute_dtype
 from galvatron_lite.parallelism.process_groups import ProcessGroups
 from galvatron_lite.parallelism.tensor.regions import TensorPlan
@@ -73,7 +74,7 @@ class OriginalModel:
             tensor = options.tensor_plans
             if tensor is None:
                 placed = [layer for stage in place_layers(plan, self.layers) for layer in stage]
-                wanted = {layer.layer.name for layer in placed if layer.strategy.tensor > 1}
+                wanted = {layer.layer.name for layer in placed if lines_of(layer.strategy).matmuls.size > 1}
                 tensor = self.tensor_plans if wanted <= self.tensor_plans.keys() else None
             group = rank // plan.stage_devices
             prepared = prepare(self.model, plan, self.layers, batch, group, tensor, options.loss_fn)

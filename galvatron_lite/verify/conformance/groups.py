@@ -7,22 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from galvatron_lite.model.graph import ModelGraph
-from galvatron_lite.parallelism.ranks import expert_group, expert_spread_of
+from galvatron_lite.parallelism.axes import Purpose, RankLine
+from galvatron_lite.parallelism.lines import StageLines, lines_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
-from galvatron_lite.verify.conformance.layers import (
-    OTHERS,
-    PlannedLayers,
-    check_of,
-    holders_of_experts,
-    line_of,
-    together,
-)
+from galvatron_lite.verify.conformance.layers import PlannedLayers, check_of
 from galvatron_lite.verify.match.meeting import rank_list, where
 from galvatron_lite.verify.schema import Check, During, Message, MessageType, ParameterSplit, RoleRun
 
 GROUPS = "groups are the plan's"
-_SIDES = ("depth", "height", "width")
 Ranks = tuple[int, ...]
 
 
@@ -36,46 +29,19 @@ def groups_fit(runs: Sequence[RoleRun], plan: Plan, graph: ModelGraph) -> Check:
 def _wrong(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
     names = [name for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
     strategies = {planned.strategies[name] for name in names}
-    legal = {group for strategy in strategies for group in _groups(strategy, run.rank)}
+    legal = {
+        (line.purpose.value, line.around(run.rank, strategy.devices))
+        for strategy in strategies
+        for line in lines_of(strategy)
+    }
     first: dict[tuple[str, Ranks], Message] = {}
     for one in run.messages:
         first.setdefault((one.purpose, tuple(sorted(one.ranks))), one)
-    known = {purpose for purpose, _ in legal} | set(_PURPOSES)
     for (purpose, ranks), one in first.items():
-        if purpose in known and (purpose, ranks) not in legal:
+        if purpose in set(Purpose) and (purpose, ranks) not in legal:
             wanted = "; ".join(sorted(rank_list(own) for other, own in legal if other == purpose)) or "none"
             place = where(run.stage, one)
             yield f"Rank {run.rank} ({place}) uses {rank_list(ranks)} for {purpose}; the plan's are: {wanted}."
-
-
-_PURPOSES = ("gradients", "states", "activations", "pixels", "tokens", "experts")
-"""Purposes of groups inside a stage (``runtime.mesh``)."""
-
-
-def _groups(strategy: Strategy, rank: int) -> Iterator[tuple[str, Ranks]]:
-    shards = [name for name in OTHERS if name != "data"]
-    start = rank - rank % strategy.devices
-    stage = tuple(range(start, start + strategy.devices))
-    yield from (("gradients", together(strategy, rank, OTHERS)), ("gradients", stage), ("activations", stage))
-    yield from (("states", together(strategy, rank, shards)), ("states", together(strategy, rank, ("data",))))
-    yield from (("tokens", together(strategy, rank, ("context",))),)
-    for names in (("tensor",), ("channel",), ("data", "zero")):
-        yield "activations", together(strategy, rank, names)
-    inner = strategy.slices
-    for side in reversed(_SIDES):
-        degree = getattr(strategy, side)
-        yield "pixels", line_of(strategy.devices, rank, [(inner, degree)])
-        inner *= degree
-    if strategy.expert > 1:
-        yield from _expert_groups(strategy, rank)
-
-
-def _expert_groups(strategy: Strategy, rank: int) -> Iterator[tuple[str, Ranks]]:
-    spread, line = expert_spread_of(strategy), expert_group(strategy)
-    yield "experts", line_of(strategy.devices, rank, [(int(line.stride), int(line.size))])
-    yield "gradients", holders_of_experts(strategy, rank)
-    for group in (spread.shards, spread.replicas):
-        yield "states", line_of(strategy.devices, rank, [(int(group.stride), int(group.size))])
 
 
 GRADIENTS = "gradients are summed"
@@ -156,24 +122,28 @@ either), and items of the gradient in a step."""
 
 
 def _sums_of(run: RoleRun, one: ParameterSplit, strategy: Strategy, planned: PlannedLayers) -> Sums:
-    if strategy.expert > 1 and _is_expert(one, strategy):
-        if strategy.state_shards == 1:
-            yield holders_of_experts(strategy, run.rank), False, prod(one.held)
+    def around(line: RankLine) -> Ranks:
+        return line.around(run.rank, strategy.devices)
+
+    lines = lines_of(strategy)
+    states, sharded = lines.states, lines.states.shards.size > 1
+    if lines.spread is not None and _is_spread(one, lines):
+        if not sharded:
+            yield around(lines.spread.gradients), False, prod(one.held)
         return
-    others = together(strategy, run.rank, OTHERS)
-    shards = together(strategy, run.rank, [name for name in OTHERS if name != "data"])
-    if strategy.state_shards == 1 or not (one.sharded or one.updated < prod(one.held)):
-        if strategy.state_shards > 1 and one.held[:1] == (1,):  # one row: the first rank may have all of the share
+    shards = around(states.shards)
+    if not sharded or not (one.sharded or one.updated < prod(one.held)):
+        if sharded and one.held[:1] == (1,):  # one row: the first rank may have all of the share
             yield shards, None, prod(one.held)
         else:
-            yield others, False, prod(one.held)
+            yield around(states.gradients), False, prod(one.held)
         return
     passes = planned.plan.microbatches if one.sharded else 1
     own = prod(one.held) if one.sharded else one.updated
     whole = own * len(shards) if one.sharded else prod(one.held)
     if _even(one, len(shards)):
         yield shards, True, whole * passes
-        yield together(strategy, run.rank, ("data",)), False, own
+        yield around(states.replicas), False, own
 
 
 def _even(one: ParameterSplit, shards: int) -> bool:
@@ -181,10 +151,10 @@ def _even(one: ParameterSplit, shards: int) -> bool:
     return not one.sharded or bool(one.held and one.whole and one.whole[0] % shards == 0)
 
 
-def _is_expert(one: ParameterSplit, strategy: Strategy) -> bool:
-    """Whether a parameter is spread: a rank has less of it than tensor slices and shards leave it."""
-    shards = strategy.state_shards if one.sharded else 1
-    return prod(one.held) * strategy.tensor * shards < prod(one.whole)
+def _is_spread(one: ParameterSplit, lines: StageLines) -> bool:
+    """Whether a parameter is spread: a rank has less of it than slices and shards leave it."""
+    shards = lines.states.shards.size if one.sharded else 1
+    return prod(one.held) * lines.weights.size * shards < prod(one.whole)
 
 
 def _apart(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:

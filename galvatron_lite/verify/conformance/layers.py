@@ -1,58 +1,29 @@
 """Whether stages, parameter splits and recomputation are those of the plan.
 
-The ranks that work together follow from the plan's strategies alone: nothing is shared with ``runtime.mesh``, whose
-groups are checked against them.
+The ranks that work together follow from the plan's strategies alone (``parallelism.lines``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import prod
 
 from galvatron_lite.cluster.cluster import Cluster
-from galvatron_lite.cost.layout import layout
 from galvatron_lite.model.graph import Layer, LayerKind, ModelGraph, OperatorClass, Recompute, Role, Tie
+from galvatron_lite.parallelism.base import DimensionContext, LayerWork
+from galvatron_lite.parallelism.layout import layout_of
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.pipeline.schedule import stage_at
-from galvatron_lite.parallelism.ranks import expert_slices, strides_of
-from galvatron_lite.parallelism.strategy import ADDED, Strategy
+from galvatron_lite.parallelism.registry import work_on
+from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.assignment import Stages, place_layers
 from galvatron_lite.units import format_bytes
 from galvatron_lite.verify.conformance.memory import memory_checks
 from galvatron_lite.verify.match.meeting import folded
 from galvatron_lite.verify.schema import Check, LayerSplit, MessageType, ParameterSplit, RoleRun, Verdict
-
-OTHERS = ("data", "zero", "context", "spatial")
-"""Dimensions whose ranks see other samples, tokens or pixels, besides those that are added."""
-
-
-def together(strategy: Strategy, rank: int, names: Iterable[str]) -> tuple[int, ...]:
-    """World ranks, ascending, that differ from one in these dimensions only; those that are added go with data."""
-    strides = {name: int(stride) for name, stride in strides_of(strategy).items()}  # the innermost first
-    degrees = {
-        name: outer // inner
-        for (name, inner), outer in zip(strides.items(), [*strides.values(), strategy.devices][1:], strict=True)
-    }
-    wanted = tuple(names)
-    steps = [(strides[name], degrees[name]) for name in (*(ADDED if "data" in wanted else ()), *wanted)]
-    return line_of(strategy.devices, rank, steps)
-
-
-def holders_of_experts(strategy: Strategy, rank: int) -> tuple[int, ...]:
-    """World ranks, ascending, that hold the same experts as one."""
-    stride = int(expert_slices(strategy)) * strategy.expert
-    return line_of(strategy.devices, rank, [(stride, max(strategy.devices // stride, 1))])
-
-
-def line_of(devices: int, rank: int, steps: list[tuple[int, int]]) -> tuple[int, ...]:
-    """World ranks, ascending, in the dims of these strides and sizes through one rank of a stage of so many."""
-    start, place = rank - rank % devices, rank % devices
-    first = place - sum(place // stride % size * stride for stride, size in steps)
-    moves = product(*(range(0, stride * size, stride) for stride, size in steps))
-    return tuple(sorted(start + first + sum(move) for move in moves))
-
 
 STAGES = "stages are the plan's"
 SPLITS = "layers are split as planned"
@@ -75,21 +46,18 @@ class PlannedLayers:
         return {layer.name: layer for layer in self.graph.layers}
 
     @cached_property
+    def _placed(self) -> Stages:
+        return place_layers(self.plan, self.graph.layers)
+
+    @cached_property
     def stages(self) -> list[list[str]]:
         """Names of each stage's layers."""
-        names, found, start = list(self.layers), [], 0
-        for stage in self.plan.stages:
-            count = sum(run.count for run in stage.runs)
-            found.append(names[start : start + count])
-            start += count
-        return found
+        return [[placed.layer.name for placed in stage] for stage in self._placed]
 
     @cached_property
     def strategies(self) -> dict[str, Strategy]:
         """By the layer's name."""
-        runs = [run for stage in self.plan.stages for run in stage.runs]
-        chosen = [run.strategy for run in runs for _ in range(run.count)]
-        return dict(zip(self.layers, chosen, strict=False))
+        return {placed.layer.name: placed.strategy for stage in self._placed for placed in stage}
 
     def stages_of(self, group: int) -> list[int]:
         """Numbers of the stages that a group of devices runs."""
@@ -99,6 +67,19 @@ class PlannedLayers:
     def kind(self, name: str) -> LayerKind:
         """Of a layer."""
         return self.graph.kind_of(self.layers[name])
+
+    def work_of(self, kind: LayerKind, strategy: Strategy) -> LayerWork:
+        """What one device does and holds under a strategy; its communications are counted, not sized."""
+        context = DimensionContext(
+            devices=strategy.devices,
+            node_devices=strategy.devices,
+            activation_item_bytes=1,
+            gather_item_bytes=1,
+            parameter_item_bytes=1,
+            reduce_item_bytes=1,
+            microbatches=self.plan.microbatches,
+        )
+        return work_on(kind, strategy, self.plan.microbatch, context)
 
     def _has_copy(self, tie: Tie, here: Collection[str]) -> bool:
         """Whether a layer before the second one of a tie has what they share."""
@@ -199,15 +180,19 @@ def _other_split(
     run: RoleRun, split: LayerSplit, homes: Mapping[int, RoleRun], planned: PlannedLayers
 ) -> Iterator[str]:
     strategy = planned.strategies[split.layer]
-    wanted = _items(split.layer, strategy, planned, run)
-    if wanted is None or (strategy.expert > 1 and strategy.state_shards > 1):
+    lines = lines_of(strategy)
+    unknown = lines.channels.size > 1  # of which the graph says nothing
+    if unknown or (lines.spread is not None and lines.states.shards.size > 1):
         return
+    # a layer that shares parameters with one that is not on these devices has a copy of its own
+    wanted = planned.work_of(planned.kind_on(split.layer, {one.layer for one in run.splits}), strategy).parameters
     where = f"{split.layer} on rank {run.rank} (stage {run.stage}), planned {strategy}"
     sharded = any(one.sharded for one in split.parameters)
-    if sharded != (strategy.state_shards > 1 and strategy.zero_stage != 1):
+    if sharded != (strategy.parameter_shards > 1):
         yield f"{where}: its parameters are {'' if sharded else 'not '}shared out over ranks."
         return
-    ranks = [rank for rank in together(strategy, run.rank, ("tensor",)) if rank in homes]
+    around = lines.weights.around(run.rank, strategy.devices)
+    ranks = [rank for rank in around if rank in homes]
     sums = [_held_together(rank, split.layer, homes, planned) for rank in ranks]
     # tensor ranks may have unequal parts of what does not divide evenly, but together all of it
     held, updated = (sum(one) / len(ranks) for one in zip(*sums, strict=True))
@@ -219,10 +204,9 @@ def _other_split(
 
 def _held_together(rank: int, layer: str, homes: Mapping[int, RoleRun], planned: PlannedLayers) -> tuple[int, int]:
     strategy, run = planned.strategies[layer], homes[rank]
-    shards = strategy.state_shards > 1
-    members = together(strategy, rank, ("zero", "context", "spatial")) if shards else (rank,)
+    members = lines_of(strategy).states.shards.around(rank, strategy.devices)
     known = [own for one in members if one in homes and (own := _split_of(homes[one], layer)) is not None]
-    place = together(strategy, run.rank, ("zero", "context", "spatial")).index(run.rank)
+    place = lines_of(strategy).states.shards.index(run.rank % strategy.devices)
     alone = len({homes[one].rank for one in members if one in homes}) == 1
     held = updated = 0
     for one in (_split_of(run, layer) or LayerSplit(layer, (), (), 0)).parameters:
@@ -244,27 +228,13 @@ def _is_uneven_share(one: ParameterSplit, place: int, shards: int) -> bool:
 
 
 def _stays(one: ParameterSplit, strategy: Strategy, layer: Layer) -> bool:
-    """Whether a parameter is not shared out: no module of the layer holds it, or tensor ranks all have it whole."""
+    """Whether a parameter is not shared out: no module of the layer holds it, or all slices have it whole."""
     inside = any(one.name.startswith(f"{path}.") for path in layer.modules)
-    return not inside or (strategy.sequence_parallel and not one.sharded and one.held == one.whole)
+    return not inside or (layout_of(strategy).sequence > 1 and not one.sharded and one.held == one.whole)
 
 
 def _split_of(run: RoleRun, layer: str) -> LayerSplit | None:
     return next((one for one in run.splits if one.layer == layer), None)
-
-
-def _items(layer: str, strategy: Strategy, planned: PlannedLayers, run: RoleRun) -> float | None:
-    """Items of parameters that a rank computes with; None where channels are shared, of which the graph says nothing.
-
-    A layer that shares parameters with one that is not on these devices has a copy of its own.
-    """
-    if strategy.slices > 1:
-        return None
-    own = planned.kind_on(layer, {split.layer for split in run.splits})
-    items = float(own.parameters.at(strategy.tensor, strategy.sequence_parallel))
-    if strategy.expert > 1 and own.expert_parameters:
-        items += own.expert_parameters * (1 / (strategy.expert * int(expert_slices(strategy))) - 1 / strategy.tensor)
-    return items
 
 
 def _kept_said(planned: PlannedLayers) -> str:
@@ -293,7 +263,7 @@ def _other_forwards(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
         layer, times = planned.layers.get(split.layer), planned.plan.microbatches
         if layer is None or layer.role is not Role.BLOCK or not split.forwards:
             continue
-        choice = planned.strategies[split.layer].recompute
+        choice = _recomputed(planned.work_of(planned.kind(split.layer), planned.strategies[split.layer]))
         wanted = {Recompute.NONE: times, Recompute.FULL: 2 * times}.get(choice, split.forwards)
         if split.forwards != wanted:
             where = f"{split.layer} on rank {run.rank} (stage {run.stage})"
@@ -302,27 +272,27 @@ def _other_forwards(run: RoleRun, planned: PlannedLayers) -> Iterator[str]:
 
 def _other_layer_kept(run: RoleRun, name: str, kept: int, planned: PlannedLayers) -> Iterator[str]:
     strategy, kind = planned.strategies[name], planned.kind(name)
-    exact = strategy.spatial * strategy.slices * strategy.expert == 1 and not kind.expert_parameters
+    work, lines = planned.work_of(kind, strategy), lines_of(strategy)
+    exact = not lines.uneven and not kind.expert_parameters
     lent = any(tensor.borrowed for tensor in planned.graph.tensors)
-    exact &= not (lent and strategy.context > 1)  # copies of what an encoder gave come together there
-    gathers = strategy.state_shards > 1 and strategy.zero_stage == 2  # gathered parameters are seen as kept
-    if strategy.offloads_activations or gathers or not exact:
+    exact &= not (lent and lines.tokens.size > 1)  # copies of what an encoder gave come together there
+    if work.host_kept or work.gathered_items or not exact:  # gathered parameters are seen as kept
         return
-    samples = planned.plan.microbatch / strategy.token_degree
-    choices = {one: samples * split.at(strategy.tensor, strategy.sequence_parallel) for one, split in kind.kept.items()}
-    wanted = float(choices[strategy.recompute])
+    samples, again = work.samples, _recomputed(work)
+    choices = {one: samples * split.at(work.tensor, work.sequence_parallel) for one, split in kind.kept.items()}
+    wanted = float(choices[again])
     less, more = _ends_apart(name, planned)
     less += _in_steps(kind) * samples
     # a bias that later layers read, too (T5's), outlasts recomputation
-    more += samples * (kind.kept[Recompute.NONE].total - kind.kept[strategy.recompute].total) * lent
+    more += samples * (kind.kept[Recompute.NONE].total - kind.kept[again].total) * lent
     slack = _KEPT_TOLERANCE * wanted + _KEPT_SLACK
     if wanted - less - slack <= kept <= wanted + more + slack:
         return
     near = min(choices, key=lambda one: abs(float(choices[one]) - kept))
-    like = f", as with {_again(near)}" if near is not strategy.recompute else ""
+    like = f", as with {_again(near)}" if near is not again else ""
     yield (
         f"{name} on rank {run.rank} (stage {run.stage}) keeps {format_bytes(kept)} of a micro-batch{like}; with "
-        f"{_again(strategy.recompute)}, as planned, it keeps {format_bytes(wanted)}."
+        f"{_again(again)}, as planned, it keeps {format_bytes(wanted)}."
     )
 
 
@@ -346,14 +316,19 @@ def _ends_apart(name: str, planned: PlannedLayers) -> tuple[float, float]:
     """
     names, graph, own = list(planned.layers), planned.graph, planned.strategies[name]
     place = names.index(name)
-    shares = own.token_degree * (own.tensor if own.sequence_parallel else 1)
+    shares = layout_of(own).devices // layout_of(own).copies
     given, made = (graph.crossing(cut) * planned.plan.microbatch / shares for cut in (place, place + 1))
     if given != made or any(len(tensor.readers) > 1 for tensor in graph.tensors):
         return max(given, made), max(given, made)
-    before, after = (layout(planned.strategies[names[side]]) != layout(own) for side in (place - 1, place + 1))
+    before, after = (layout_of(planned.strategies[names[side]]) != layout_of(own) for side in (place - 1, place + 1))
     last = planned.layers[names[place + 1]].role is not Role.BLOCK  # which may keep nothing (a mean)
     first = not planned.kind(names[place - 1]).returns
     return made * (after or last), given * (before or first)
+
+
+def _recomputed(work: LayerWork) -> Recompute:
+    assert isinstance(work.recompute, Recompute)  # of one strategy
+    return work.recompute
 
 
 def _again(choice: Recompute) -> str:

@@ -12,35 +12,32 @@ from collections.abc import Collection, Sequence
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from galvatron_lite.cluster.cluster import Collective
 from galvatron_lite.cost.layer import LayerPricer
-from galvatron_lite.cost.layout import layout, received
+from galvatron_lite.cost.layout import received
 from galvatron_lite.cost.stage import sharing_of
+from galvatron_lite.parallelism.axes import Purpose
 from galvatron_lite.parallelism.base import Communication, Moment
+from galvatron_lite.parallelism.layout import layout_of
 from galvatron_lite.parallelism.pipeline.cost import boundary_bytes
 from galvatron_lite.parallelism.pipeline.schedule import group_of
+from galvatron_lite.parallelism.registry import pinned
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.units import ITEM_BYTES, format_bytes
 from galvatron_lite.verify.conformance.groups import COPIES
-from galvatron_lite.verify.conformance.layers import PlannedLayers, together
+from galvatron_lite.verify.conformance.layers import PlannedLayers
 from galvatron_lite.verify.conformance.memory import EXPLAINED
 from galvatron_lite.verify.match.meeting import folded
 from galvatron_lite.verify.schema import Check, During, Message, MessageType, RoleRun, Verdict
 
 VOLUME = "communication is as priced"
-CLASSES = (
-    "tensor", "zero", "data", "context", "expert", "spatial", "channel", "redistribution", "pipeline", COPIES,
-)  # fmt: skip
 TOLERANCE, SMALL, SLACK = 0.10, 0.02, 2**11
 """A class may differ by this share of itself, by that of all that is sent, and by so many bytes a micro-batch, at least
 two (sums of single figures, of which layers may make a few more than priced). A group of devices that sends more than
 priced in all, by ``EXPLAINED`` of it, fails."""
-_CAUSES = {"tensor-async": "tensor", "ulysses": "context", "filters": "channel", "channels": "channel"}
-_PURPOSES = {"tokens": "context", "experts": "expert", "pixels": "spatial", COPIES: COPIES}
 _NOT_PRICED = "not priced"
 
 
@@ -48,7 +45,7 @@ def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
     """A table of what was sent and what was priced, by class, of each group of devices."""
     planned, pricer = PlannedLayers(plan, profile.graph), LayerPricer(profile)
     lines, wrong, far = list[str](), list[str](), list[str]()
-    slack = SLACK * max(plan.microbatches, 2)
+    slack, classes = SLACK * max(plan.microbatches, 2), _classes()
     for group in range(plan.pipeline):
         group_runs = [run for run in runs if run.stage == group]
         if not group_runs:
@@ -56,13 +53,13 @@ def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
         priced, sent = predicted_bytes(pricer, planned, group), _most(group_runs, planned)
         together, sent_together = sum(priced.values()), sum(sent.values())
         least = max(SMALL * max(together, sent_together), slack)
-        for name in (*CLASSES, *sorted(sent.keys() - set(CLASSES))):
+        for name in (*classes, *sorted(sent.keys() - set(classes))):
             line = f"predicted {format_bytes(priced.get(name, 0.0))}, dry run {format_bytes(sent[name])}"
             difference = sent[name] - priced.get(name, 0.0)
             if sent[name] or priced.get(name):
                 sign = "-" if difference < 0 else "+"
                 lines.append(f"stage {group}: {name}: {line}, difference {sign}{format_bytes(abs(difference))}")
-            if name not in CLASSES and sent[name] > least:
+            if name not in classes and sent[name] > least:
                 wrong.append(f"Stage {group} sends {format_bytes(sent[name])} that is {name}.")
             elif abs(difference) > max(TOLERANCE * priced.get(name, 0.0), least):
                 said = f"{format_bytes(sent[name])} for {name}; priced are {format_bytes(priced.get(name, 0.0))}."
@@ -76,38 +73,40 @@ def volume(runs: Sequence[RoleRun], plan: Plan, profile: Profile) -> Check:
     return Check(VOLUME, Verdict.PASSED, said, tuple(folded(lines)))
 
 
+def _classes() -> list[str]:
+    """What a step's bytes are sent for, as far as it is priced: dimensions by name, and what lies between layers."""
+    return [*(one.name for one in pinned()), "redistribution", "pipeline", COPIES]
+
+
 def _most(runs: Sequence[RoleRun], planned: PlannedLayers) -> dict[str, float]:
     each = [sent_bytes(run, planned) for run in runs]
-    names = dict.fromkeys([*CLASSES, *(name for one in each for name in one)])
+    names = dict.fromkeys([*_classes(), *(name for one in each for name in one)])
     return {name: max(one.get(name, 0.0) for one in each) for name in names}
 
 
 def sent_bytes(run: RoleRun, planned: PlannedLayers) -> dict[str, float]:
     """Wire bytes of a rank in a step, by class."""
-    names = [name for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
-    strategies = {planned.strategies[name] for name in names}
-    tensor = {together(one, run.rank, ("tensor",)) for one in strategies if one.tensor > 1}
+    here = [planned.strategies[name] for stage in planned.stages_of(run.stage) for name in planned.stages[stage]]
     found: dict[str, float] = defaultdict(float)
     for one in run.messages:
         if one.phase is not During.SETUP:
-            found[_class_of(one, tensor, planned)] += wire_bytes(one, run.rank) * one.times
+            strategy = planned.strategies.get(one.layer or "")
+            found[_class_of(one, here if strategy is None else [strategy])] += wire_bytes(one, run.rank) * one.times
     return found
 
 
-def _class_of(message: Message, tensor: set[tuple[int, ...]], planned: PlannedLayers) -> str:
+def _class_of(message: Message, strategies: Sequence[Strategy]) -> str:
+    """What a message is sent for, of a layer that has one of these strategies."""
     purpose, kind = message.purpose, message.kind
-    if purpose == "activations" and kind is not MessageType.ALL_TO_ALL and message.layer in planned.strategies:
-        own = planned.strategies[message.layer]
-        if (own.slices > 1) != (own.tensor > 1):
-            return "channel" if own.slices > 1 else "tensor"
     if purpose.startswith("pipeline "):
         return "pipeline"
-    if purpose in ("gradients", "states"):
-        return "data" if kind is MessageType.ALL_REDUCE else "zero"
-    if purpose == "activations":
-        inside = "tensor" if tuple(sorted(message.ranks)) in tensor else "channel"
-        return "redistribution" if kind is MessageType.ALL_TO_ALL else inside
-    return _PURPOSES.get(purpose, f"{_NOT_PRICED} ({purpose})")
+    if purpose == COPIES:
+        return COPIES
+    if purpose == Purpose.ACTIVATIONS and kind is MessageType.ALL_TO_ALL:
+        return "redistribution"
+    senders = [one for one in pinned() if one.sends(purpose, sums=kind is MessageType.ALL_REDUCE)]
+    used = [one for one in senders if any(map(one.word, strategies))]
+    return next((one.name for one in (*used, *reversed(senders))), f"{_NOT_PRICED} ({purpose})")
 
 
 def wire_bytes(message: Message, rank: int) -> float:
@@ -148,14 +147,16 @@ def _summed_copies(profile: Profile, planned: PlannedLayers, here: Collection[st
     layers, total = list(planned.layers), 0.0
     for place, sharing in sharing_of(planned.graph, {layers.index(name) for name in here}).items():
         strategy = planned.strategies[layers[place]]
-        shards = 1 if strategy.zero_stage == 1 else strategy.state_shards
-        total += sharing.exchanged / (strategy.tensor * shards) * ITEM_BYTES[profile.reduce_precision]
+        share = sharing.exchanged / (strategy.weight_slices * strategy.parameter_shards)
+        total += share * ITEM_BYTES[profile.reduce_precision]
     return total
 
 
 def _caused(one: Communication) -> str:
-    cause = _CAUSES.get(one.cause, one.cause)
-    return "data" if cause == "tensor" and one.moment is Moment.STEP else cause
+    """The dimension that it is sent for; what is summed once a step are gradients, whatever makes the sum needed."""
+    if one.moment is Moment.STEP and one.collective is Collective.ALL_REDUCE:
+        return next(sender.name for sender in pinned() if sender.sends(Purpose.GRADIENTS, sums=True))
+    return next((sender.name for sender in pinned() if one.cause in (sender.name, *sender.causes)), one.cause)
 
 
 def _priced_bytes(one: Communication, microbatches: int) -> float:
@@ -170,14 +171,11 @@ def _moved(planned: PlannedLayers, names: Sequence[str]) -> float:
     inside = range(places[names[0]], places[names[-1]] + 1)
     chosen, first = list(planned.strategies.values()), inside.start
     pairs = [(first - 1, first, graph.crossing(first))] * bool(first)
+    layouts = [np.array(layout_of(strategy)) for strategy in chosen]
     return sum(
-        2 * size * planned.plan.microbatch * float(received(_layout(chosen[left]), _layout(chosen[right])))
+        2 * size * planned.plan.microbatch * float(received(layouts[left], layouts[right]))
         for left, right, size in (*pairs, *graph.exchanges(inside))
     )
-
-
-def _layout(strategy: Strategy) -> NDArray[np.int64]:
-    return np.array(layout(strategy))
 
 
 def _handed_on(planned: PlannedLayers, stage: int) -> float:

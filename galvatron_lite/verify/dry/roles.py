@@ -12,11 +12,13 @@ from torch import Tensor
 from galvatron_lite.errors import GalvatronError, InputError
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.graph import Role as LayerRole
-from galvatron_lite.parallelism.ranks import expert_slices, expert_spread_of
+from galvatron_lite.parallelism.layout import layout_of
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.parallelism.zero.cost import cut_dim
 from galvatron_lite.plans.execution import pipeline_of
 from galvatron_lite.plans.schema import Plan
+from galvatron_lite.runtime.assignment import shorten
 from galvatron_lite.verify.dry.mode import DryRunError
 from galvatron_lite.verify.dry.repeat import UnlikeError
 from galvatron_lite.verify.dry.step import Subject, dry_run
@@ -40,7 +42,7 @@ def named_for(plan: Plan, layers: Sequence[Layer]) -> Plan:
     if not strange and sizes == counts:
         return plan
     if strange and len(strange) * 2 < len([name for name in ends if name not in SHARED]):
-        raise InputError("plan: layer", strange[0], f"The model has no such layer. {_layer_list(names)}")
+        raise InputError("plan: layer", strange[0], f"The model has no such layer. Its layers are: {shorten(names)}.")
     if sum(sizes) != len(names):
         remedy = f"The plan is for {sum(sizes)} layers, the model has {len(names)}: give the model it was made for."
         raise InputError("plan", plan.model, remedy)
@@ -68,11 +70,6 @@ def _sizes(counts: Sequence[int], names: Sequence[str]) -> list[int]:
         return list(counts)
     ends = accumulate(counts)
     return [count + more * (0 <= between[0] - end + count < count) for count, end in zip(counts, ends, strict=True)]
-
-
-def _layer_list(names: Sequence[str]) -> str:
-    shown = list(names) if len(names) <= 12 else [*names[:6], "...", *names[-5:]]
-    return f"Its layers are: {', '.join(shown)}."
 
 
 Progress = Callable[[int, int, str], None]  # told how many roles were run, of how many, and the last one
@@ -127,26 +124,26 @@ def _places(
     if not _alike([*strategies, *entering]):
         repeats = width if apart else _repeats([*strategies, *entering])
         alike = even and not apart and _tensor_peers_alike([*strategies, *entering])
-        inner = gcd(*(one.tensor for one in (*strategies, *entering))) if alike else 1
+        inner = gcd(*(one.weight_slices for one in (*strategies, *entering))) if alike else 1
         said = f"of {width}" if repeats == width else f"of every {repeats}"
         return {
             f"place {place} {said}": [one for one in range(width) if one % repeats // inner == place // inner]
             for place in range(0, repeats, inner)
         }
-    tensor = strategies[0].tensor
-    if even or tensor == 1:
+    slices = strategies[0].weight_slices
+    if even or slices == 1:
         return {"all ranks": list(range(width))}
     split: dict[str, list[int]] = {}
     for place in range(width):
-        split.setdefault(f"tensor place {place % tensor} of {tensor}", []).append(place)
+        split.setdefault(f"tensor place {place % slices} of {slices}", []).append(place)
     return split
 
 
 def _alike(strategies: Sequence[Strategy]) -> bool:
     """Whether no rank of a stage does anything that its neighbours do not."""
-    degrees = {(one.batch_degree, one.tensor) for one in strategies}
-    places = any(one.context * one.spatial * one.slices * one.expert > 1 for one in strategies)
-    return len(degrees) == 1 and not places
+    degrees = {(one.batch_degree, one.weight_slices) for one in strategies}
+    lines = map(lines_of, strategies)
+    return len(degrees) == 1 and not any(one.uneven or one.tokens.size > 1 for one in lines)
 
 
 def _tensor_peers_alike(strategies: Sequence[Strategy]) -> bool:
@@ -155,17 +152,16 @@ def _tensor_peers_alike(strategies: Sequence[Strategy]) -> bool:
     They do where tokens that are split anywhere are split over the same ranks everywhere, or not at all: elsewhere it
     depends on a rank's place which of its tokens another layer wants.
     """
-    if len({one.batch_degree for one in strategies}) > 1 or any(
-        one.spatial * one.slices * one.expert > 1 for one in strategies
-    ):
+    if len({one.batch_degree for one in strategies}) > 1 or any(lines_of(one).uneven for one in strategies):
         return False
-    return len({(one.context, one.tensor) for one in strategies if one.context > 1 or one.sequence_parallel}) < 2
+    layouts = {layout_of(one): one.weight_slices for one in strategies}
+    return len({(one.tokens, slices) for one, slices in layouts.items() if one.tokens * one.sequence > 1}) < 2
 
 
 def _repeats(strategies: Sequence[Strategy]) -> int:
-    inner = [one.devices // one.batch_degree for one in strategies]
-    experts = [int(expert_slices(one)) * one.expert for one in strategies if one.expert > 1]
-    return lcm(*inner, *experts)
+    inner = [layout_of(one).replicas for one in strategies]
+    spread = [one for one in (lines_of(strategy).spread for strategy in strategies) if one is not None]
+    return lcm(*inner, *(one.over.size * one.sharing for one in spread if one.over is not None))
 
 
 def run_roles(
@@ -241,17 +237,18 @@ def _shards_alike(subject: Subject, plan: Plan) -> bool:
     for name, parameter in subject.model.named_parameters():
         owners = (inside[path] for path in _paths_above(name) if path in inside)
         for one in next(owners, edges):
-            if one.state_shards > 1 and parameter.dim() and not _divides(tuple(parameter.shape), one):
+            if lines_of(one).states.shards.size > 1 and parameter.dim() and not _divides(tuple(parameter.shape), one):
                 return False
     return True
 
 
 def _divides(shape: tuple[int, ...], strategy: Strategy) -> bool:
     """Whether all shards of a parameter are of one size, however tensor ranks slice it."""
-    shards = strategy.state_shards
-    if len(shape) > 2 and strategy.expert > 1 and shape[0] % strategy.expert == 0:  # experts that are stacked
-        shape, shards = (shape[0] // strategy.expert, *shape[1:]), int(expert_spread_of(strategy).shards.size)
-    parts = shards * strategy.tensor
+    states, spread = lines_of(strategy).states, lines_of(strategy).spread
+    ways = 1 if spread is None or spread.over is None else spread.over.size
+    if len(shape) > 2 and spread is not None and shape[0] % ways == 0:  # experts that are stacked
+        shape, states = (shape[0] // ways, *shape[1:]), spread
+    parts = states.shards.size * strategy.weight_slices
     return shape[cut_dim(shape, parts, strategy.zero_stage)] % parts == 0
 
 
@@ -264,5 +261,5 @@ def _paths_above(name: str) -> Iterator[str]:
 
 def _is_even(subject: Subject, plan: Plan) -> bool:
     rows = {len(one) for name, one in subject.model.named_parameters() if name.endswith("weight") and one.dim() > 1}
-    degrees = {run.strategy.tensor for stage in plan.stages for run in stage.runs}
+    degrees = {run.strategy.weight_slices for stage in plan.stages for run in stage.runs}
     return all(size % degree == 0 for size in rows for degree in degrees)

@@ -27,6 +27,7 @@ from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_meta import meta_copy
 from galvatron_lite.model.trace_record import Recorder
 from galvatron_lite.model.trace_run import shapes_only
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.pipeline.tied import layer_of
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.traffic import LayoutTensor
@@ -162,7 +163,7 @@ def _explain_refusals(place: RankPlace) -> Iterator[None]:
 
 def _notes(plan: Plan, run: Plan) -> tuple[str, ...]:
     notes = ["All numbers are taken to be finite, as a step without an overflow has them."]
-    if any(one.strategy.expert > 1 for stage in plan.stages for one in stage.runs):
+    if any(lines_of(one.strategy).spread for stage in plan.stages for one in stage.runs):
         notes.append("Routers are taken to send every expert as many tokens as every other.")
     if left := plan.microbatches - run.microbatches:
         notes.append(

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
-from typing import Any
 
-from galvatron_lite.model.graph import LayerKind, Recompute, Role
+from galvatron_lite.model.graph import LayerKind, Role
 from galvatron_lite.parallelism.backends import GALVATRON
 from galvatron_lite.parallelism.divisors import divisors
-from galvatron_lite.parallelism.strategy import Offload, Strategy, changed, degree_names
+from galvatron_lite.parallelism.registry import pinned
+from galvatron_lite.parallelism.strategy import Strategy, changed, degree_names
 from galvatron_lite.plans.schema import LayerRun, Plan, Stage
 from galvatron_lite.search.space import Narrowed, strategies_for
 
@@ -46,21 +46,8 @@ class Size:
 
 
 def features(strategy: Strategy) -> frozenset[str]:
-    """What a strategy uses, whatever the degrees: ``tensor``, ``zero3``, ``recompute full``."""
-    used = {name for name in (*degree_names(), "expert") if getattr(strategy, name) > 1}
-    if strategy.zero_stage:
-        used = (used - {"zero"}) | {f"zero{strategy.zero_stage}"}
-    if strategy.context > 1 and strategy.ulysses:
-        used = (used - {"context"}) | {"ulysses"}
-    if strategy.sequence_parallel:
-        used.add("sequence parallelism")
-    if strategy.expert > 1 and strategy.expert_tensor:
-        used.add("whole experts")
-    if strategy.recompute is not Recompute.NONE:
-        used.add(f"{strategy.recompute.value} recomputation")
-    if strategy.offload is not Offload.NONE:
-        used.add(f"offload of {strategy.offload.value}")
-    return frozenset(used)
+    """What a strategy uses, whatever the degrees: ``tensor``, ``zero3``, ``full recomputation``."""
+    return frozenset(name for one in pinned() for name in one.features(strategy))
 
 
 def reductions(strategy: Strategy, devices: int) -> Iterator[Strategy]:
@@ -68,25 +55,9 @@ def reductions(strategy: Strategy, devices: int) -> Iterator[Strategy]:
     names = [name for name in degree_names() if getattr(strategy, name) > 1]
     for degrees in product(*(divisors(getattr(strategy, name)) for name in names)):
         if math.prod(degrees) == devices:
-            smaller: dict[str, Any] = dict(zip(names, degrees, strict=True))
-            yield from _settled(changed(strategy, smaller), strategy)
-
-
-def _settled(smaller: Strategy, strategy: Strategy) -> Iterator[Strategy]:
-    """The same with what hangs on its degrees: shards, shared tokens, experts."""
-    shared = smaller.context * smaller.spatial > 1
-    stages = {strategy.zero_stage} if smaller.zero > 1 else {0, strategy.zero_stage} if shared else {0}
-    ranks = smaller.batch_degree * smaller.context
-    for stage, expert in product(sorted(stages), divisors(strategy.expert)):
-        if ranks % expert == 0:
-            yield replace(
-                smaller,
-                zero_stage=stage,
-                sequence_parallel=strategy.sequence_parallel and smaller.tensor > 1,
-                ulysses=strategy.ulysses and smaller.context > 1,
-                expert=expert,
-                expert_tensor=strategy.expert_tensor if expert > 1 and smaller.tensor > 1 else 0,
-            )
+            smaller = changed(strategy, dict(zip(names, degrees, strict=True)))
+            for settings in product(*(one.shrunk(smaller, strategy) for one in pinned())):
+                yield changed(smaller, {name: value for part in settings for name, value in part.items()})
 
 
 def reduced(strategy: Strategy, devices: int, legal: Legal = lambda _: True) -> Strategy | None:

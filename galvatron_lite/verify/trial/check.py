@@ -19,6 +19,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import LossFn, map_places, model_inputs, slice_batch
 from galvatron_lite.model.graph import Layer
 from galvatron_lite.model.trace_flow import at
+from galvatron_lite.parallelism.lines import lines_of
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.loss.weights import (
@@ -176,7 +177,7 @@ class Findings:
                 "none, to have one found; or move buffers and update into a module that is called."
             )
             raise InputError("buffers", _few(self.loose), remedy)
-        shared = any(one.zero_stage > 1 or _shares_inside(one) for one in strategies)
+        shared = any(one.parameter_shards > 1 or _shares_inside(one) for one in strategies)
         if self.outside and (shared or len(plan.stages) > 1 or plan.branches):
             remedy = (
                 "Code outside of their layers reads these parameters, of which a rank under this plan has a share, or "
@@ -187,7 +188,7 @@ class Findings:
 
 
 def _shares_inside(one: Strategy) -> bool:
-    return max(one.tensor, one.context, one.spatial, one.slices, one.expert) > 1
+    return one.devices > one.batch_degree or lines_of(one).spread is not None
 
 
 SAMPLES_NEED = ("tensor", "context", "expert", "spatial", "channel", "branches")
