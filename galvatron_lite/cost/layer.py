@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, up, where
+from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, least, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links, exposed_by
 from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
@@ -327,9 +327,10 @@ class LayerPricer:
         tensors = sum(one.count for one in kind.operators if one.weight_bytes and not one.frozen)
         own = work.state_items - work.host_items
         update = own * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
-        item = HostItem(
-            ITEM_BYTES[profile.reduce_precision], ITEM_BYTES[profile.parameter_precision], optimizer.state_bytes
-        )  # fmt: skip
+        # masters are read, and cast for the gather
+        wide = ITEM_BYTES[profile.parameter_precision]
+        update += work.master_items * (wide + profile.copied_bytes) / profile.cluster.device.memory_bandwidth
+        item = HostItem(ITEM_BYTES[profile.reduce_precision], wide, optimizer.state_bytes)
         seconds = (figures.forward, figures.backward)
         host = host_traffic(profile.cluster.device, work, seconds, figures.kept, item)
         return {
@@ -367,6 +368,7 @@ class LayerPricer:
             microbatches=1,
             host=self._host,
             accumulates=self.profile.accumulates,
+            masters=self.profile.copied_bytes > 0,
             shard_share=self.profile.shard_share,
             pictures=self.profile.pictures,
         )
@@ -404,6 +406,7 @@ class LayerPricer:
     ) -> dict[str, Whole]:
         profile, optimizer = self.profile, self.profile.optimizer
         gather, summed = ITEM_BYTES[profile.gather_precision], ITEM_BYTES[profile.reduce_precision]
+        wide, narrow = ITEM_BYTES[profile.parameter_precision], work.narrow_items
         bucket = where(strategy.token_degree > 1, profile.bucket_bytes, 0)
         gradients = up(work.gradient_items * (summed + bucket))
         reduced = where(profile.unbuffered, 0.0, work.reduce_items)
@@ -412,12 +415,15 @@ class LayerPricer:
         lasting = at_use * gather + whole if grouped else work.gathered_items * gather
         own = work.state_items - work.host_items
         copies, passing = copied_bytes(profile, kind, work, strategy)
-        new, cast = new_gradient_bytes(profile, kind, work, strategy)
+        full, new, cast = new_gradient_bytes(profile, kind, work, strategy)
+        frozen = where(
+            narrow > 0, least(work.frozen_items * profile.copied_bytes, copies), copies * frozen_copies(kind)
+        )
         return {
-            "parameters": up(work.parameter_items * ITEM_BYTES[profile.parameter_precision]) + kind.buffer_bytes,
+            "parameters": up(work.parameter_items * wide - narrow * (wide - profile.copied_bytes)) + kind.buffer_bytes,
             "gradients": where(work.gradients_persist, gradients, 0),
             "formed_gradients": where(work.gradients_persist, 0, gradients),
-            "states": up(own * optimizer.state_bytes),
+            "states": up(own * optimizer.state_bytes + work.master_items * wide),
             "kept": where(work.host_kept > 0, 0, figures.kept),
             "returning": where(work.host_kept > 0, figures.kept, 0),
             "gathered": up(lasting),
@@ -430,10 +436,10 @@ class LayerPricer:
             "passing_gradients": up(work.gradient_items * profile.passing_bytes),
             "accumulated": largest(up(work.reduce_items * summed) - gradients, 0) if profile.accumulates else 0,
             "copies": copies,
-            "frozen_copies": up(copies * frozen_copies(kind)),
+            "frozen_copies": up(frozen),
             "new_gradient": new,
             "cast_gradient": cast,
-            "bucket": self._copied_bucket(strategy, new),
+            "bucket": self._copied_bucket(strategy, full),
             "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }
 

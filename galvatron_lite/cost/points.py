@@ -239,7 +239,8 @@ def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: E
         return 0, 0
     wrapped = (strategy.state_shards > 1) & (strategy.zero_stage > 1)
     left = work.parameters - sharded_items(work, strategy)
-    copies = up(where(wrapped, left, _items(profile, kind, work, strategy)) * profile.copied_bytes)
+    cast = least(_items(profile, kind, work, strategy), work.parameters - work.narrow_items)
+    copies = up(where(wrapped, left, cast) * profile.copied_bytes)
     held = is_option(strategy.recompute, Recompute.NONE)
     return where(held, copies, 0), where(held, 0, copies)
 
@@ -251,14 +252,17 @@ def frozen_copies(kind: LayerKind) -> float:
     return sum(operator.weight_bytes for operator in cast if operator.frozen) / total if total else 0.0
 
 
-def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> tuple[Whole, Whole]:
-    """Bytes of the largest gradient of one weight of a layer on one device, in the precision of its parameters; and
-    with the one in that of compute which it is cast from, as tables that are looked up have none.
+def new_gradient_bytes(
+    profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either
+) -> tuple[Whole, Whole, Whole]:
+    """Bytes of the largest gradient of one weight of a layer on one device: in the buffer it is added to; of its own,
+    in the precision of its parameters; and with the one in that of compute which it is cast from, as tables that are
+    looked up, and parameters in that precision, have none.
 
     Args as ``copied_bytes``.
     """
     if not profile.copied_bytes:
-        return 0, 0
+        return 0, 0, 0
     item, total, wide = (
         activation_bytes(profile.graph.precision),
         kind.trainable,
@@ -275,7 +279,9 @@ def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strat
         return where(wrapped, 0.0, work.gradient_items * (most / total) if most <= total else most / strategy.tensor)
 
     table, weight = on_device(looked_up), on_device(read)
-    return up(largest(table, weight) * wide), up(largest(table * wide, weight * (wide + profile.copied_bytes)))
+    most, narrow = largest(table, weight), work.narrow_items > 0
+    own, cast = most * profile.copied_bytes, largest(table * wide, weight * (wide + profile.copied_bytes))
+    return up(most * wide), up(where(narrow, own, most * wide)), up(where(narrow, own, cast))
 
 
 def _items(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:
