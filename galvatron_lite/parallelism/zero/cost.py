@@ -3,9 +3,10 @@
 Stage 1 (Megatron's distributed optimizer, DeepSpeed's ZeRO-1) shards the optimizer's states only: gradients are
 reduce-scattered and updated parameters all-gathered once a step, as wide as they are at rest, together the volume of
 one all-reduce of such items (section 7.2.1 of arXiv:1910.02054). Where compute is narrower than parameters, our runtime
-keeps these in its precision, and the masters of a shard beside its states (unless those are in host memory). Stages 2 and 3 are FSDP2's ``fully_shard``: 2 gathers parameters in
-the forward of every micro-batch and lets go of them after its backward; 3 lets go after each use and gathers again for
-backward (1.5 times the volume). Both reduce-scatter gradients in the backward of every micro-batch.
+keeps these in its precision, and the masters of a shard beside its states (unless those are in host memory). Stages 2
+and 3 are FSDP2's ``fully_shard``: 2 gathers parameters in the forward of every micro-batch and lets go of them after
+its backward; 3 lets go after each use and gathers again for backward (1.5 times the volume). Both reduce-scatter
+gradients in the backward of every micro-batch.
 
 Where gradients accumulate whole (``Profile.accumulates``, FSDP's ``no_sync``), all stages scatter them as they form in
 the last micro-batch: with a single one they are never all there, with several they are, under any stage.
