@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, least, up, where
+from galvatron_lite.arrays import BoolArray, FloatArray, IntArray, Real, Whole, is_option, largest, up, where
 from galvatron_lite.cluster.cluster import Collective, RankGroup
 from galvatron_lite.cost.communication import Links, exposed_by
 from galvatron_lite.cost.forward_only import passes_with_moves, without_gradients
@@ -26,7 +26,6 @@ from galvatron_lite.cost.points import (
     code_of,
     copied_bytes,
     figures_at,
-    frozen_copies,
     index_points,
     new_gradient_bytes,
     points_of,
@@ -414,11 +413,8 @@ class LayerPricer:
         whole, at_use = up(reduced * gather), work.gathered_items + transient
         lasting = at_use * gather + whole if grouped else work.gathered_items * gather
         own = work.state_items - work.host_items
-        copies, passing = copied_bytes(profile, kind, work, strategy)
+        copies, frozen, passing = copied_bytes(profile, kind, work, strategy)
         full, new, cast = new_gradient_bytes(profile, kind, work, strategy)
-        frozen = where(
-            narrow > 0, least(work.frozen_items * profile.copied_bytes, copies), copies * frozen_copies(kind)
-        )
         return {
             "parameters": up(work.parameter_items * wide - narrow * (wide - profile.copied_bytes)) + kind.buffer_bytes,
             "gradients": where(work.gradients_persist, gradients, 0),
@@ -436,7 +432,7 @@ class LayerPricer:
             "passing_gradients": up(work.gradient_items * profile.passing_bytes),
             "accumulated": largest(up(work.reduce_items * summed) - gradients, 0) if profile.accumulates else 0,
             "copies": copies,
-            "frozen_copies": up(frozen),
+            "frozen_copies": frozen,
             "new_gradient": new,
             "cast_gradient": cast,
             "bucket": self._copied_bucket(strategy, full),

@@ -26,6 +26,7 @@ from galvatron_lite.arrays import (
 from galvatron_lite.model.graph import LayerKind, OperatorClass, Recompute
 from galvatron_lite.parallelism.base import LayerWork
 from galvatron_lite.parallelism.ranks import Either, sharded_items
+from galvatron_lite.parallelism.zero.cost import keeps_masters
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.units import ITEM_BYTES, activation_bytes
 
@@ -226,8 +227,9 @@ _CAST = frozenset({OperatorClass.MATMUL, OperatorClass.CONVOLUTION})
 """Operators whose weights autocast casts; tables of embeddings are looked up as they are."""
 
 
-def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> tuple[Whole, Whole]:
-    """Bytes of a layer's copies on one device: those held through a step, and those that a pass makes for itself.
+def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> tuple[Whole, Whole, Whole]:
+    """Bytes of a layer's copies on one device: those held through a step, those among them that get no gradient, and
+    those that a pass makes for itself. Parameters in the precision of compute (ZeRO-1's) need none.
 
     Args:
         profile: says of how many bytes an item of a copy is (``Profile.copied_bytes``); 0: there are none.
@@ -236,16 +238,18 @@ def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: E
         strategy: of the layer, or of many.
     """
     if not profile.copied_bytes:
-        return 0, 0
+        return 0, 0, 0
     wrapped = (strategy.state_shards > 1) & (strategy.zero_stage > 1)
-    left = work.parameters - sharded_items(work, strategy)
-    cast = least(_items(profile, kind, work, strategy), work.parameters - work.narrow_items)
-    copies = up(where(wrapped, left, cast) * profile.copied_bytes)
-    held = is_option(strategy.recompute, Recompute.NONE)
-    return where(held, copies, 0), where(held, 0, copies)
+    left, share = work.parameters - sharded_items(work, strategy), _frozen_share(kind)
+    cast = _items(profile, kind, work, strategy)
+    beside = cast * share + work.parameters - work.frozen_items - work.narrow_items
+    items = where(wrapped, left, where(keeps_masters(strategy), beside, cast))
+    frozen = where(wrapped, left, cast) * share
+    held, copies = is_option(strategy.recompute, Recompute.NONE), up(items * profile.copied_bytes)
+    return where(held, copies, 0), where(held, up(frozen * profile.copied_bytes), 0), where(held, 0, copies)
 
 
-def frozen_copies(kind: LayerKind) -> float:
+def _frozen_share(kind: LayerKind) -> float:
     """Share of a layer's copies of weights that get no gradient."""
     cast = [operator for operator in kind.operators if operator.kind in _CAST]
     total = sum(operator.weight_bytes for operator in cast)
@@ -279,7 +283,7 @@ def new_gradient_bytes(
         return where(wrapped, 0.0, work.gradient_items * (most / total) if most <= total else most / strategy.tensor)
 
     table, weight = on_device(looked_up), on_device(read)
-    most, narrow = largest(table, weight), work.narrow_items > 0
+    most, narrow = largest(table, weight), keeps_masters(strategy)
     own, cast = most * profile.copied_bytes, largest(table * wide, weight * (wide + profile.copied_bytes))
     return up(most * wide), up(where(narrow, own, most * wide)), up(where(narrow, own, cast))
 

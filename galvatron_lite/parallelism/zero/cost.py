@@ -113,7 +113,7 @@ class ZeroDimension(Dimension):
             for one in (parts, trained)
         )
         spread_out, trains = sharded_items(work, strategy), sharded_items(work, strategy, trained=True)
-        narrow = once & opposite(strategy.offloads_states) & context.masters
+        narrow = keeps_masters(strategy) & context.masters
         masters = sum(
             where(spread.shards.size > 1, items * shard_of(spread.shards.size, context.shard_share), 0.0)
             for items, spread in trained
@@ -165,6 +165,12 @@ class ZeroDimension(Dimension):
         last, each = (once + scattered, 0) if context.accumulates else (once, scattered)
         for moment, count in ((Moment.STEP, last), (Moment.BACKWARD, each)):
             yield Communication(Collective.REDUCE_SCATTER, reduced, group, moment, True, count, self.name)
+
+
+def keeps_masters(strategy: Either) -> Flag:
+    """Whether weights that train are in the precision of compute, where that is narrower than their masters."""
+    once = (strategy.zero_stage == 1) & (strategy.state_shards > 1)
+    return once & opposite(strategy.offloads_states)
 
 
 def shard_of(ranks: Whole, more: float) -> Real:
