@@ -12,7 +12,8 @@ ranks one way, the shards of ZeRO the other, each an even part. With
     seconds = FIXED + LAYER * layers + sum over levels l of (a(l) + max over m of B(l, m) / (b(l) e(l))) + 2 max C / w
 
 Levels are taken one after the other, which is an upper bound of moving over all at once. Experts count as layers do
-whose matmuls are split; buffers are left out. Where only recomputation or the schedule changes nothing moves, and where
+whose matmuls are split; buffers are left out. Where ZeRO-1 keeps masters of shards, those move, and are gathered in the
+precision of compute. Where only recomputation or the schedule changes nothing moves, and where
 only the batch changes nothing is done at all.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from galvatron_lite.cost.step import strategies_of
 from galvatron_lite.parallelism.pipeline.schedule import group_of
 from galvatron_lite.parallelism.ranks import strides_of
 from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.zero.cost import keeps_masters
 from galvatron_lite.plans.phases import SwitchCost, same_split
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.profiler.schema import Profile
@@ -51,7 +53,7 @@ class StateRectangle:
     slice_of: IntArray
     shards: int  # the same of ZeRO
     shard_of: IntArray
-    sharded: bool  # whether parameters are shards at rest too, not only optimizer states
+    sharded: bool  # whether parameters (or their masters) are shards at rest too, not only optimizer states
 
     def boxes(self, states: bool) -> tuple[FloatArray, FloatArray]:
         """(n, 2) interval of each device among the slices, and among the shards."""
@@ -63,8 +65,11 @@ def _intervals(index: IntArray, ways: int) -> FloatArray:
     return np.stack([index / ways, (index + 1) / ways], axis=1)
 
 
-def share_of(strategy: Strategy) -> StateRectangle:
-    """What each device of a stage holds under a strategy; see ``parallelism.ranks`` for the order."""
+def share_of(strategy: Strategy, masters: bool) -> StateRectangle:
+    """What each device of a stage holds under a strategy; see ``parallelism.ranks`` for the order.
+
+    ``masters``: whether ZeRO-1 keeps parameters as masters of shards.
+    """
     place, strides = np.arange(strategy.devices), strides_of(strategy)
 
     def index(name: str, ways: int) -> IntArray:
@@ -76,7 +81,8 @@ def share_of(strategy: Strategy) -> StateRectangle:
     tokens = index("context", strategy.context) * strategy.spatial + index("spatial", strategy.spatial)
     shard_of = index("zero", strategy.zero) * strategy.context * strategy.spatial + tokens
     shards = strategy.state_shards
-    return StateRectangle(slices, slice_of, shards, shard_of % shards, strategy.zero_stage >= 2)
+    sharded = strategy.zero_stage >= 2 or bool(masters and keeps_masters(strategy))
+    return StateRectangle(slices, slice_of, shards, shard_of % shards, sharded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +112,15 @@ def switch_cost(profile: Profile, before: Plan, after: Plan) -> SwitchCost:
     cluster, device = profile.cluster, profile.cluster.device
     received, given = (np.zeros((len(cluster.levels), after.devices)) for _ in range(2))
     held = np.zeros(after.devices)
-    parameter = ITEM_BYTES[profile.parameter_precision]
+    parameter, cast = ITEM_BYTES[profile.parameter_precision], profile.copied_bytes
     for part in _parts(profile, before, after):
+        old, new = (share_of(strategy, cast > 0) for strategy in (part.before, part.after))
+        former, ranks = part.old + np.arange(part.before.devices), part.new + np.arange(part.after.devices)
         for states, width in ((False, parameter), (True, profile.optimizer.state_bytes)):
-            _move(cluster, part, states, width, received, given, held)
+            _move(cluster, part, former, (old.boxes(states), new.boxes(states)), width, received, given, held)
+        if cast and keeps_masters(part.after):
+            gathered = replace(new, sharded=False).boxes(states=False)
+            _move(cluster, part, ranks, (new.boxes(states=True), gathered), cast, received, given, held)
     seconds = FIXED + LAYER * len(profile.graph.layers) + 2 * float(held.max()) / device.memory_bandwidth
     seconds += sum(_level_seconds(cluster, place, received[place], given[place]) for place in range(len(received)))
     got = received.sum(axis=0)
@@ -146,15 +157,16 @@ def _firsts(plan: Plan) -> list[int]:
 def _move(
     cluster: Cluster,
     part: MovedLayers,
-    states: bool,
+    holders: IntArray,
+    rectangles: tuple[tuple[FloatArray, FloatArray], tuple[FloatArray, FloatArray]],
     width: int,
     received: FloatArray,
     sent: FloatArray,
     held: FloatArray,
 ) -> None:
-    """Add a part's parameters (or optimizer states) to what each device takes over each level, gives, and holds."""
-    old, new = share_of(part.before), share_of(part.after)
-    sources, targets = old.boxes(states), new.boxes(states)
+    """Add a part's parameters (or optimizer states) to what each device takes over each level, gives, and holds;
+    ``rectangles``: of the devices that hold them, and of those that are to."""
+    sources, targets = rectangles
     boxes, box_of = np.unique(np.concatenate(sources, axis=1), axis=0, return_inverse=True)
     box_of = box_of.reshape(-1)
     ranks = part.new + np.arange(part.after.devices)
@@ -164,7 +176,7 @@ def _move(
         rows = slice(start, start + _ROWS)
         across = _covered(targets[0][rows], boxes[:, :2]) * part.items + part.whole * _first_slice(boxes, targets, rows)
         wanted = across * _covered(targets[1][rows], boxes[:, 2:]) * width
-        _route(cluster, ranks[rows], wanted, part.old + np.arange(part.before.devices), box_of, received, sent)
+        _route(cluster, ranks[rows], wanted, holders, box_of, received, sent)
 
 
 def _first_slice(boxes: FloatArray, targets: tuple[FloatArray, FloatArray], rows: slice) -> FloatArray:
