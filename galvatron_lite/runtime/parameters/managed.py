@@ -305,7 +305,7 @@ class Updates:
         Raises:
             InputError: a parameter that is a cast of masters was changed in place, which would be lost.
         """
-        if changed := [name for name, version in self._casts().items() if version != self.casts[name]]:
+        if changed := [name for name, version in self._casts().items() if self.casts.get(name) not in (None, version)]:
             raise InputError("parameter", changed[0], _CAST_CHANGED)
         if not self.due and self.versions == self._versions():
             return
