@@ -51,6 +51,8 @@ def uncaptured_plan(
             raise InputError(f"--fix {name}", value, remedy)
     shared = devices > 1 and zero == 1
     least = 2 * size + STATES * size // (devices if shared else 1)
+    if shared and precision != "fp32":  # weights in 16 bits, and masters of shares
+        least = size + size // 2 + (STATES + 1) * size // devices
     if least > budget:
         raise InfeasibleError(
             f"{model} takes {format_bytes(least)} a device for parameters, gradients and states alone: values of "

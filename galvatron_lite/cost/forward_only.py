@@ -66,7 +66,9 @@ def live_bytes(graph: ModelGraph) -> dict[str, int]:
 def without_gradients(work: LayerWork) -> LayerWork:
     """What a layer does where no gradient is made: nothing is sent but in forward, and no states are kept."""
     forward = tuple(one for one in work.communications if one.moment is Moment.FORWARD)
-    return replace(work, communications=forward, gradient_items=0.0, reduce_items=0.0, state_items=0.0)
+    return replace(
+        work, communications=forward, gradient_items=0.0, reduce_items=0.0, state_items=0.0, master_items=0.0
+    )
 
 
 def passes_with_moves(profile: Profile) -> float:

@@ -26,7 +26,6 @@ from galvatron_lite.cost.points import (
     code_of,
     copied_bytes,
     figures_at,
-    frozen_copies,
     index_points,
     key_of,
     new_gradient_bytes,
@@ -328,9 +327,10 @@ class LayerPricer:
         tensors = sum(one.count for one in kind.operators if one.weight_bytes and not one.frozen)
         own = work.state_items - work.host_items
         update = own * optimizer.seconds_per_item + tensors * optimizer.seconds_per_tensor
-        item = HostItem(
-            ITEM_BYTES[profile.reduce_precision], ITEM_BYTES[profile.parameter_precision], optimizer.state_bytes
-        )  # fmt: skip
+        # masters are read, and cast for the gather
+        wide = ITEM_BYTES[profile.parameter_precision]
+        update += work.master_items * (wide + profile.copied_bytes) / profile.cluster.device.memory_bandwidth
+        item = HostItem(ITEM_BYTES[profile.reduce_precision], wide, optimizer.state_bytes)
         seconds = (figures.forward, figures.backward)
         host = host_traffic(profile.cluster.device, work, seconds, figures.kept, item)
         return {
@@ -368,6 +368,7 @@ class LayerPricer:
             microbatches=1,
             host=self._host,
             accumulates=self.profile.accumulates,
+            masters=self.profile.copied_bytes > 0,
             shard_share=self.profile.shard_share,
             pictures=self.profile.pictures,
         )
@@ -400,6 +401,7 @@ class LayerPricer:
     ) -> dict[str, Whole]:
         profile, optimizer = self.profile, self.profile.optimizer
         gather, summed = ITEM_BYTES[profile.gather_precision], ITEM_BYTES[profile.reduce_precision]
+        wide, narrow = ITEM_BYTES[profile.parameter_precision], work.narrow_items
         bucket = where(strategy.token_degree > 1, profile.bucket_bytes, 0)
         gradients = up(work.gradient_items * (summed + bucket))
         reduced = where(profile.unbuffered, 0.0, work.reduce_items)
@@ -407,13 +409,13 @@ class LayerPricer:
         whole, at_use = up(reduced * gather), work.gathered_items + transient
         lasting = at_use * gather + whole if grouped else work.gathered_items * gather
         own = work.state_items - work.host_items
-        copies, passing = copied_bytes(profile, kind, work, strategy)
-        new, cast = new_gradient_bytes(profile, kind, work, strategy)
+        copies, frozen, passing = copied_bytes(profile, kind, work, strategy)
+        full, new, cast = new_gradient_bytes(profile, kind, work, strategy)
         return {
-            "parameters": up(work.parameter_items * ITEM_BYTES[profile.parameter_precision]) + kind.buffer_bytes,
+            "parameters": up(work.parameter_items * wide - narrow * (wide - profile.copied_bytes)) + kind.buffer_bytes,
             "gradients": where(work.gradients_persist, gradients, 0),
             "formed_gradients": where(work.gradients_persist, 0, gradients),
-            "states": up(own * optimizer.state_bytes),
+            "states": up(own * optimizer.state_bytes + work.master_items * wide),
             "kept": where(work.host_kept > 0, 0, figures.kept),
             "returning": where(work.host_kept > 0, figures.kept, 0),
             "gathered": up(lasting),
@@ -426,9 +428,9 @@ class LayerPricer:
             "passing_gradients": up(work.gradient_items * profile.passing_bytes),
             "accumulated": largest(up(work.reduce_items * summed) - gradients, 0) if profile.accumulates else 0,
             "copies": copies,
-            "frozen_copies": up(copies * frozen_copies(kind)),
+            "frozen_copies": frozen,
             "new_gradient": new,
             "cast_gradient": cast,
-            "bucket": self._copied_bucket(strategy, new),
+            "bucket": self._copied_bucket(strategy, full),
             "updating": up(own * optimizer.working_bytes * optimizer.working_share),
         }

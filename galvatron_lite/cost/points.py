@@ -225,8 +225,9 @@ _CAST = frozenset({OperatorClass.MATMUL, OperatorClass.CONVOLUTION})
 """Operators whose weights autocast casts; tables of embeddings are looked up as they are."""
 
 
-def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> tuple[Whole, Whole]:
-    """Bytes of a layer's copies on one device: those held through a step, and those that a pass makes for itself.
+def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> tuple[Whole, Whole, Whole]:
+    """Bytes of a layer's copies on one device: those held through a step, those among them that get no gradient, and
+    those that a pass makes for itself. Parameters in the precision of compute (ZeRO-1's) need none.
 
     Args:
         profile: says of how many bytes an item of a copy is (``Profile.copied_bytes``); 0: there are none.
@@ -235,29 +236,35 @@ def copied_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: E
         strategy: of the layer, or of many.
     """
     if not profile.copied_bytes:
-        return 0, 0
+        return 0, 0, 0
     wrapped = strategy.parameter_shards > 1
-    left = work.parameters - sharded_items(work, strategy)
-    copies = up(where(wrapped, left, _items(profile, kind, work, strategy)) * profile.copied_bytes)
-    held = is_option(work.recompute, Recompute.NONE)
-    return where(held, copies, 0), where(held, 0, copies)
+    left, share = work.parameters - sharded_items(work, strategy), _frozen_share(kind)
+    cast = _items(profile, kind, work, strategy)
+    beside = cast * share + work.parameters - work.frozen_items - work.narrow_items
+    items = where(wrapped, left, where(strategy.keeps_masters, beside, cast))
+    frozen = where(wrapped, left, cast) * share
+    held, copies = is_option(work.recompute, Recompute.NONE), up(items * profile.copied_bytes)
+    return where(held, copies, 0), where(held, up(frozen * profile.copied_bytes), 0), where(held, 0, copies)
 
 
-def frozen_copies(kind: LayerKind) -> float:
+def _frozen_share(kind: LayerKind) -> float:
     """Share of a layer's copies of weights that get no gradient."""
     cast = [operator for operator in kind.operators if operator.kind in _CAST]
     total = sum(operator.weight_bytes for operator in cast)
     return sum(operator.weight_bytes for operator in cast if operator.frozen) / total if total else 0.0
 
 
-def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> tuple[Whole, Whole]:
-    """Bytes of the largest gradient of one weight of a layer on one device, in the precision of its parameters; and
-    with the one in that of compute which it is cast from, as tables that are looked up have none.
+def new_gradient_bytes(
+    profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either
+) -> tuple[Whole, Whole, Whole]:
+    """Bytes of the largest gradient of one weight of a layer on one device: in the buffer it is added to; of its own,
+    in the precision of its parameters; and with the one in that of compute which it is cast from, as tables that are
+    looked up, and parameters in that precision, have none.
 
     Args as ``copied_bytes``.
     """
     if not profile.copied_bytes:
-        return 0, 0
+        return 0, 0, 0
     item, total, wide = (
         activation_bytes(profile.graph.precision),
         kind.trainable,
@@ -276,7 +283,9 @@ def new_gradient_bytes(profile: Profile, kind: LayerKind, work: LayerWork, strat
         )
 
     table, weight = on_device(looked_up), on_device(read)
-    return up(largest(table, weight) * wide), up(largest(table * wide, weight * (wide + profile.copied_bytes)))
+    most, narrow = largest(table, weight), strategy.keeps_masters
+    own, cast = most * profile.copied_bytes, largest(table * wide, weight * (wide + profile.copied_bytes))
+    return up(most * wide), up(where(narrow, own, most * wide)), up(where(narrow, own, cast))
 
 
 def _items(profile: Profile, kind: LayerKind, work: LayerWork, strategy: Either) -> Whole:

@@ -82,6 +82,9 @@ class LayerWork:
     edge_working: tuple[Whole, Whole] = (0, 0)  # bytes that backward and forward work with beside them
     frozen_items: Real = 0.0  # the part of ``parameters`` that gets no gradient
     frozen_experts: Real = 0.0  # the part of ``expert_items`` that gets none
+    # the part of ``parameter_items`` in the precision of compute, and items of their masters on this device (ZeRO-1)
+    narrow_items: Real = 0.0
+    master_items: Real = 0.0
 
     def sliced(self, items: Real, frozen: Real) -> LayerWork:
         """The same with a slice of so many items of the parameters, some of them frozen."""
@@ -130,6 +133,8 @@ class DimensionContext:
     # fixed host seconds by the dimension's name (see ``HostOverhead``)
     host: Mapping[str, float] = field(default_factory=dict)
     accumulates: bool = False  # see ``Profile``
+    # whether ZeRO-1 keeps parameters in the precision in which they are gathered, beside masters of the shares
+    masters: bool = False
     shard_share: float = 0.0  # share of a layer's states by which each shard is larger than an even one
     pictures: PictureSplit = SPARING  # how pictures are split
 

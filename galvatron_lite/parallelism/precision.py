@@ -1,8 +1,9 @@
-"""The precision of compute. Parameters, their gradients and the optimizer's states stay float32.
+"""The precision of compute. Gradients, the optimizer's states and the values that it updates stay float32.
 
 Under bf16 and fp16 the model runs inside autocast, and floating-point inputs of every block are cast, so that
-activations are of that precision whichever way a layer is split: ZeRO gathers parameters in it, and all else is cast
-where autocast casts it: weights once a step (``holding_copies``). Under fp16 the loss is scaled (``runtime.scaling``).
+activations are of that precision whichever way a layer is split: ZeRO gathers parameters in it (stage 1 once a step),
+and all else is cast where autocast casts it: weights once a step (``holding_copies``). Under fp16 the loss is scaled
+(``runtime.scaling``).
 
 Norms compute in it, too (``narrow_norms``). On accelerators autocast runs ``layer_norm`` and ``rms_norm`` in float32
 (``AT_FORALL_FP32`` in ATen's autocast_mode.h): it keeps a wide copy of their input, returns a wide output, and each

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from galvatron_lite.arrays import BoolArray, IntArray, is_option, where
+from galvatron_lite.arrays import BoolArray, IntArray, is_option, opposite, where
 from galvatron_lite.files import STRICT
 from galvatron_lite.model.graph import Recompute
 
@@ -106,6 +106,12 @@ class Degrees(Generic[N, B]):
         """How many ways parameters and their gradients are sharded: as states are, but under ZeRO-1 not at all."""
         shards: N = where(self.zero_stage == 1, 1, self.state_shards)
         return shards
+
+    @property
+    def keeps_masters(self) -> B:
+        """Whether weights are whole in the precision of compute, where that is narrower than the masters of the shards."""
+        once: B = (self.zero_stage == 1) & (self.state_shards > 1) & opposite(self.offloads_states)  # type: ignore[assignment]
+        return once
 
     @property
     def weight_slices(self) -> N:

@@ -497,7 +497,9 @@ class ParallelModel(Saving, Resharding, Observable, nn.Module):
         """
         if any(runtime.holds_shares for runtime in self.runtimes):
             warnings.warn(
-                "state_dict() holds this rank's shares alone. Call parallel.save(folder) on all ranks.", stacklevel=2
+                "state_dict() holds this rank's shares alone; under ZeRO-1 weights are in the precision of compute. "
+                "Call parallel.save(folder) on all ranks.",
+                stacklevel=2,
             )
         return super().state_dict(*args, **kwargs)
 

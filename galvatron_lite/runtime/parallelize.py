@@ -127,7 +127,7 @@ def split_stage(
     install_router_losses(model, stage, meshes, sharded.experts)
     tie(model, tied)
     elsewhere = {id(parameter) for parameter in tied.values()}
-    every = managed_parameters(model, stage, meshes, sharded.shards, sharded.experts)
+    every = managed_parameters(model, stage, meshes, sharded.shards, sharded.experts, options.compute)
     owned = [one for one in every if id(one.parameter) not in elsewhere]
     reducer = GradientReducer(reduced_parameters(owned))
     updates = Updates(owned, reducer, guarded=hides_norm(owned, meshes.stage_devices))

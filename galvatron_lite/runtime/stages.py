@@ -76,8 +76,8 @@ class StageRuntime:
 
     @property
     def holds_shares(self) -> bool:
-        """Whether parameters are split over ranks, or other stages have theirs."""
-        split = any(one.shard is not None or isinstance(one.parameter, DTensor) for one in self.owned)
+        """Whether parameters, or masters of them, are split over ranks, or other stages have theirs."""
+        split = any(one.shard is not None or isinstance(one.held, DTensor) for one in self.owned)
         return split or bool(self.sharded.experts) or self.pipeline is not None
 
 
@@ -158,9 +158,10 @@ def join_stages(
         return
     pipeline = pipeline_of(prepared.plan)
     strategies = {placed.layer.name: placed.strategy for stage in prepared.stages for placed in stage}
-    reduced = {one.parameter: one.reduced for runtime in runtimes for one in runtime.owned}
+    owned = [one for runtime in runtimes for one in runtime.owned]
+    reduced, held = {one.parameter: one.reduced for one in owned}, {one.parameter: one.held for one in owned}
     models = {one.number: one.model for one in cuts}
-    shared = SharedCopies(models, prepared.ties, prepared.names, strategies, options.groups, reduced, pipeline)
+    shared = SharedCopies(models, prepared.ties, prepared.names, strategies, options.groups, reduced, held, pipeline)
     groups = pipeline_groups(pipeline.groups, options.groups, turns=pipeline.virtual > 1)
     runner = PipelineRunner(chunks, groups, pipeline, meshes.stage_index, options.device)
     for runtime in runtimes:

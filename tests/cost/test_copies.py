@@ -11,7 +11,7 @@ from galvatron_lite.cluster.catalog import load_cluster
 from galvatron_lite.cost.layer import LayerPricer
 from galvatron_lite.model.graph import Recompute
 from galvatron_lite.model.shapes.registry import load_model
-from galvatron_lite.parallelism.strategy import Strategy
+from galvatron_lite.parallelism.strategy import Offload, Strategy
 from galvatron_lite.profiler.estimate import estimate_profile
 from galvatron_lite.profiler.schema import Profile
 
@@ -34,9 +34,30 @@ def held(known: Profile, kind: str, strategy: Strategy) -> int:
 
 def test_a_block_holds_one_of_each_weight(known: Profile) -> None:
     assert held(known, "block", Strategy(data=8)) == 2 * (WEIGHTS + BIASES)
-    assert held(known, "block", Strategy(zero=8, zero_stage=1)) == 2 * (WEIGHTS + BIASES)
     sliced = held(known, "block", Strategy(data=4, tensor=2))
     assert WEIGHTS <= sliced <= WEIGHTS + 2 * BIASES
+
+
+@pytest.mark.parametrize("kind", ["before", "block", "after"])
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
+def test_zero_1_holds_weights_as_megatron_does(known: Profile, kind: str, recompute: Recompute) -> None:
+    """2 bytes an item, 4 of gradients and 12 / 8 of masters and moments (Megatron-Core, distributed optimizer)."""
+    items, again = known.graph.kinds[kind].trainable, recompute if kind == "block" else Recompute.NONE
+    cost = LayerPricer(known).price(kind, Strategy(zero=8, zero_stage=1, recompute=again), 8, 1)
+    assert cost is not None
+    assert (cost.parameters, cost.formed_gradients, cost.copies) == (2 * items, 0, 0)
+    assert (cost.gradients, cost.states) == (4 * items, pytest.approx(12 * items / 8, abs=1))
+
+
+def test_masters_in_host_memory_are_beside_whole_parameters(known: Profile) -> None:
+    cluster = replace(known.cluster, groups=tuple(
+        replace(group, device=replace(group.device, host_bandwidth=2e10, host_memory_bandwidth=2e10))
+        for group in known.cluster.groups
+    ))  # fmt: skip
+    strategy = Strategy(zero=8, zero_stage=1, offload=Offload.STATES)
+    cost = LayerPricer(replace(known, cluster=cluster)).price("block", strategy, 8, 1)
+    assert cost is not None
+    assert (cost.parameters, cost.copies) == (4 * (WEIGHTS + BIASES + 4 * HIDDEN), 2 * (WEIGHTS + BIASES))
 
 
 def test_tables_are_copied_where_a_matmul_reads_them(known: Profile) -> None:

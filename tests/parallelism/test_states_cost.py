@@ -54,6 +54,17 @@ def test_states_at_rest_are_rajbhandaris(stage: int, bytes_an_item: float) -> No
     assert held / ITEMS == pytest.approx(bytes_an_item)
 
 
+@pytest.mark.parametrize("strategy", [Strategy(zero=8, zero_stage=1), Strategy(zero=4, zero_stage=1, context=2)])
+def test_masters_halve_the_gather(strategy: Strategy) -> None:
+    items = float(ITEMS)
+    start = LayerWork(64.0, 1, False, Recompute.NONE, items, items, items, items)
+    context = DimensionContext(strategy.devices, 8, 2, 2, 4, 4, 1, masters=True)
+    done = reduce(lambda known, dimension: dimension.apply(known, KIND, strategy, context), dimensions(), start)
+    gathers = [one for one in done.communications if one.collective is Collective.ALL_GATHER]
+    assert [(one.size, one.moment) for one in gathers] == [(2 * ITEMS, Moment.STEP)]
+    assert (done.narrow_items, done.master_items) == (ITEMS, ITEMS / 8)
+
+
 def test_stage_1_moves_once_a_step_and_keeps_gradients() -> None:
     done = work(Strategy(zero=4, zero_stage=1))
     assert {one.moment for one in done.communications} == {Moment.STEP}

@@ -138,6 +138,21 @@ def test_what_two_devices_take_from_each_other(before: Strategy, after: Strategy
     assert cost.seconds == pytest.approx(FIXED + LAYER + moving)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "received"),
+    [
+        (ZERO1, DATA, ITEMS // 2 * STATE),
+        (DATA, ZERO1, ITEMS // 2 * 2),
+        (ZERO1, ZERO3, 0),
+        (ZERO3, ZERO1, ITEMS // 2 * 2),
+    ],
+)
+def test_masters_move_and_are_gathered_in_16_bits(before: Strategy, after: Strategy, received: int) -> None:
+    profile = replace(one_layer(2), copied_bytes=2)
+    cost = switch_cost(profile, plan_with(profile, [before]), plan_with(profile, [after]))
+    assert cost.received == received
+
+
 def test_what_tensor_parallelism_does_not_split_moves_as_a_whole() -> None:
     profile = one_layer(2, whole=80)
     total = profile.graph.kinds["block"].parameters.total

@@ -28,7 +28,7 @@ from galvatron_lite.parallelism.zero.apply import GradientSharing, RowShare, gat
 COPIES = 1
 """Buckets whose gradients are there twice, on their way beside the compute of the next one (as FSDP2 does)."""
 Group = dist.ProcessGroup | None
-Kind = tuple[int, int, bool, torch.dtype, torch.device]
+Kind = tuple[int, int, bool, torch.dtype, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,16 @@ class Reduced:
     parameter: nn.Parameter
     group: Group
     share: RowShare | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which its gradients are summed."""
+        return self.parameter.dtype if self.share is None else self.share.part.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its gradient."""
+        return self.parameter.numel() * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -194,9 +204,7 @@ class GradientReducer:
 
 def _buckets(parameters: Sequence[Reduced], bucket_bytes: int | None) -> list[Bucket]:
     """Buckets of parameters that are alike, in the order in which backward fills them."""
-    bucket_bytes = bucket_bytes or bucket_of(
-        sum(one.parameter.numel() * one.parameter.element_size() for one in parameters)
-    )
+    bucket_bytes = bucket_bytes or bucket_of(sum(one.nbytes for one in parameters))
     backward = [one for one in parameters if one.parameter.requires_grad][::-1]
     place = {id(one.parameter): index for index, one in enumerate(backward)}
     cut = [chosen for kind in dict.fromkeys(map(_kind, backward)) for chosen in _cut(backward, kind, bucket_bytes)]
@@ -208,7 +216,7 @@ def _cut(backward: Sequence[Reduced], kind: Kind, bucket_bytes: int) -> Iterator
     for one in backward:
         if _kind(one) == kind:
             chosen.append(one)
-            size += one.parameter.numel() * one.parameter.element_size()
+            size += one.nbytes
         if size >= bucket_bytes:
             yield chosen
             chosen, size = [], 0
@@ -219,14 +227,14 @@ def _cut(backward: Sequence[Reduced], kind: Kind, bucket_bytes: int) -> Iterator
 def _kind(one: Reduced) -> Kind:
     ranks = one.group if one.share is None else one.share.ranks
     replicas = None if one.share is None else one.share.replicas
-    return id(ranks), id(replicas), one.share is None, one.parameter.dtype, one.parameter.device
+    return id(ranks), id(replicas), one.share is None, one.parameter.dtype, one.dtype, one.parameter.device
 
 
 def _bucket(chosen: Sequence[Reduced]) -> Bucket:
     parameters = [one.parameter for one in chosen]
     sizes = [parameter.numel() for parameter in parameters]
     first = parameters[0]
-    buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+    buffer = torch.zeros(sum(sizes) + len(sizes), dtype=chosen[0].dtype, device=first.device)
     parts = torch.split(buffer[: sum(sizes)], sizes)
     views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
     shares = [one.share for one in chosen if one.share is not None]

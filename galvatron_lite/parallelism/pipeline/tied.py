@@ -82,6 +82,7 @@ class SharedCopies:
         strategies: of every layer, by name.
         groups: makes process groups.
         reduced: what carries a parameter's reduced gradient, where that is not the parameter itself.
+        held: what holds its values, where that is not the parameter itself.
         pipeline: how stages are spread over groups of devices; one each if not given.
 
     Attributes:
@@ -101,10 +102,11 @@ class SharedCopies:
         strategies: Mapping[str, Strategy],
         groups: ProcessGroups | None = None,
         reduced: Mapping[nn.Parameter, nn.Parameter] | None = None,
+        held: Mapping[nn.Parameter, nn.Parameter] | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
         check_shared(shared, strategies)
-        groups, self._reduced = ProcessGroups() if groups is None else groups, reduced or {}
+        groups, self._reduced, self._held = groups or ProcessGroups(), reduced or {}, held or {}
         pipeline = pipeline or Pipeline(DEFAULT_SCHEDULE, len(stages))
         self._copies: list[_Copies] = []
         counted_elsewhere: list[str] = []
@@ -147,7 +149,7 @@ class SharedCopies:
         """Make the copies equal to the first stage's; every rank of the world calls it."""
         with torch.no_grad():
             for copies in self._copies:
-                first, *others = map(_local, copies.parameters)
+                first, *others = (_local(self._held.get(one, one)) for one in copies.parameters)
                 if copies.group is not None:
                     dist.broadcast(first, src=dist.get_global_rank(copies.group, copies.source), group=copies.group)
                 for other in others:

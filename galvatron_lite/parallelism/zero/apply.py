@@ -25,6 +25,11 @@ from galvatron_lite.parallelism.zero.cost import cut_dim
 # storage is the whole parameter's: an optimizer that steps on it keeps states of these rows only, and changes the whole
 # parameter in place. Gradients are summed by one reduce-scatter a bucket, beside the end of backward; once the
 # optimizer has stepped, one all-gather a bucket brings the rows of the others.
+#
+# Under bf16 and fp16 the module holds weights in the precision of compute, and each rank float32 masters of its rows,
+# with a storage of their own, in place of them: 2 + 4 / ranks bytes an item, not 4 and a copy of 2. Weights are what
+# forward casts anyway: parameters of two dims or more (as FSDP2 gathers all). Those of one dim are next to nothing, and
+# norms with running statistics want theirs in float32. Gradients are summed in float32.
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +37,18 @@ class RowShare:
     """This rank's rows of a parameter."""
 
     whole: nn.Parameter  # what the model computes with
-    part: nn.Parameter  # the rows, as the optimizer takes them; its storage is the whole parameter's
+    part: nn.Parameter  # the rows, as the optimizer takes them; its storage is the whole parameter's, or of masters
     dim: int  # along which rows lie; all before it have an extent of 1
     first: int  # first, stop: which rows
     stop: int
     most: int  # rows of the rank that has most
     ranks: dist.ProcessGroup  # that share the rows
     replicas: dist.ProcessGroup | None  # ranks with equal rows, and other samples; None where there are none
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the rows are masters of a parameter that is in the precision of compute."""
+        return self.part.dtype != self.whole.dtype
 
     @property
     def items_of_row(self) -> int:
@@ -58,12 +68,13 @@ class RowShare:
         )
 
 
-def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> RowShare | None:
+def share_of(parameter: nn.Parameter, mesh: DeviceMesh, compute: torch.dtype | None = None) -> RowShare | None:
     """The rows of a parameter that this rank updates; None where it has no rows to share.
 
     Args:
-        parameter: whole, on the device.
+        parameter: whole, on the device. Where it gets masters it is cast, in place.
         mesh: axes (data, zero), or only zero.
+        compute: dtype of a weight whose rows are to be masters; None: they are the parameter's own.
     """
     if parameter.dim() == 0 or parameter.numel() == 0 or not parameter.requires_grad:
         return None
@@ -75,8 +86,10 @@ def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> RowShare | None:
     first = min(mesh.get_local_rank(last) * most, rows)
     stop = min(first + most, rows)
     placements: list[Placement] = [*([Replicate()] * last), Shard(dim)]
+    masters = compute is not None and parameter.dtype is torch.float32 and parameter.dim() > 1
+    held = parameter.detach().narrow(dim, first, stop - first)
     local = DTensor.from_local(
-        parameter.detach().narrow(dim, first, stop - first),
+        held.clone() if masters else held,
         mesh,
         placements,
         run_check=False,
@@ -84,6 +97,9 @@ def share_of(parameter: nn.Parameter, mesh: DeviceMesh) -> RowShare | None:
         stride=parameter.stride(),
     )
     replicas = mesh.get_group(0) if last else None
+    if masters:
+        parameter.data = parameter.data.to(compute)
+        parameter.grad_dtype = None  # its gradients are added up in float32
     return RowShare(parameter, nn.Parameter(local), dim, first, stop, most, mesh.get_group(last), replicas)
 
 
@@ -179,7 +195,9 @@ class GradientSharing:
         ranks, whole = self.shares[0].ranks, self.shares[0].whole
         own = whole.new_zeros(self.offsets[-1])
         for share, start in zip(self.shares, self.offsets, strict=False):
-            rows = share.of(share.whole.detach())
+            part = share.part.detach()
+            assert isinstance(part, DTensor)
+            rows = part.to_local()
             own[start : start + rows.numel()] = rows.reshape(-1)
         everyone = whole.new_empty(ranks.size(), len(own))
         work = all_gather(everyone.view(-1), own, ranks, async_op=True)

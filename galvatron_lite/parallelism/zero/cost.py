@@ -2,9 +2,11 @@
 
 Stage 1 (Megatron's distributed optimizer, DeepSpeed's ZeRO-1) shards the optimizer's states only: gradients are
 reduce-scattered and updated parameters all-gathered once a step, as wide as they are at rest, together the volume of
-one all-reduce (section 7.2.1 of arXiv:1910.02054). Stages 2 and 3 are FSDP2's ``fully_shard``: 2 gathers parameters in
-the forward of every micro-batch and lets go of them after its backward; 3 lets go after each use and gathers again for
-backward (1.5 times the volume). Both reduce-scatter gradients in the backward of every micro-batch.
+one all-reduce of such items (section 7.2.1 of arXiv:1910.02054). Where compute is narrower than parameters, our runtime
+keeps these in its precision, and the masters of a shard beside its states (unless those are in host memory). Stages 2
+and 3 are FSDP2's ``fully_shard``: 2 gathers parameters in the forward of every micro-batch and lets go of them after
+its backward; 3 lets go after each use and gathers again for backward (1.5 times the volume). Both reduce-scatter
+gradients in the backward of every micro-batch.
 
 Where gradients accumulate whole (``Profile.accumulates``, FSDP's ``no_sync``), all stages scatter them as they form in
 the last micro-batch: with a single one they are never all there, with several they are, under any stage.
@@ -127,12 +129,18 @@ class ZeroDimension(Dimension):
             sum(items * shard_of(spread.shards.size, context.shard_share) for items, spread in one)
             for one in (parts, trained)
         )
-        spread_out = sharded_items(work, strategy)
+        spread_out, trains = sharded_items(work, strategy), sharded_items(work, strategy, trained=True)
+        narrow = strategy.keeps_masters & context.masters
+        masters = sum(
+            where(spread.shards.size > 1, items * shard_of(spread.shards.size, context.shard_share), 0.0)
+            for items, spread in trained
+        )
         stages = (once, wrapped, passing * kind.returns)  # what has no backward is not gathered for it
+        updated_bytes = where(narrow, context.gather_item_bytes, context.parameter_item_bytes)
         moved = (
             one
-            for (items, spread), (trains, _) in zip(parts, trained, strict=True)
-            for one in self._moved((items, trains), spread.shards, stages, context)
+            for (items, spread), (mine, _) in zip(parts, trained, strict=True)
+            for one in self._moved((items, mine), spread.shards, stages, updated_bytes, context)
         )
         host, scattered = context.host, sharded if context.accumulates else wrapped
         return replace(
@@ -143,21 +151,28 @@ class ZeroDimension(Dimension):
             gradient_items=where(scattered, updated, work.gradient_items),
             gathered_items=where(wrapped & opposite(passing), spread_out, work.gathered_items),
             transient_items=where(passing, spread_out, work.transient_items),
-            reduce_items=where(scattered, sharded_items(work, strategy, trained=True), work.reduce_items),
+            reduce_items=where(scattered, trains, work.reduce_items),
+            narrow_items=where(narrow, trains, 0.0),
+            master_items=where(narrow, masters, 0.0),
             gradients_persist=work.gradients_persist & opposite(scattered),
             step_overhead=work.step_overhead + where(once, host.get("data", 0.0), 0.0),
             microbatch_overhead=work.microbatch_overhead + where(wrapped, host.get(self.name, 0.0), 0.0),
         )
 
     def _moved(
-        self, items: tuple[Real, Real], group: RankGroup, stages: tuple[Flag, Flag, Flag], context: DimensionContext
+        self,
+        items: tuple[Real, Real],
+        group: RankGroup,
+        stages: tuple[Flag, Flag, Flag],
+        updated_bytes: Whole,
+        context: DimensionContext,
     ) -> Iterator[Communication]:
         """Gathers of parameters and the reduce-scatter of gradients, for ZeRO-1, for ZeRO-2 or 3, for ZeRO-3.
 
-        ``items``: all, and those that get a gradient.
+        ``items``: all, and those that get a gradient; ``updated_bytes``: of one that ZeRO-1 gathers.
         """
         several, trains = group.size > 1, items[1] > 0
-        updated, gathered = items[1] * context.parameter_item_bytes, items[0] * context.gather_item_bytes
+        updated, gathered = items[1] * updated_bytes, items[0] * context.gather_item_bytes
         reduced = items[1] * context.reduce_item_bytes
         once, wrapped, passing = ((several & stage) * 1 for stage in stages)
         once, scattered = once * trains, wrapped * trains

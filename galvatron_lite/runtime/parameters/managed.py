@@ -1,7 +1,7 @@
 """This rank's parameters after splitting: their shards, their gradients, and what the optimizer updates in their place.
 
-Under offload the optimizer updates copies in host memory, under ZeRO-1 rows of the parameters; ``Updates`` carries
-gradients there and updated values back.
+Under offload the optimizer updates copies in host memory, under ZeRO-1 rows of the parameters, or float32 masters of
+them; ``Updates`` carries gradients there and updated values back.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class ManagedParameter:
         return self.parameter if self.share is None else self.share.part
 
     @property
+    def held(self) -> nn.Parameter:
+        """What holds its values to the last bit: the parameter, or this rank's masters where it is a cast of those."""
+        return self.parameter if self.share is None or not self.share.has_masters else self.share.part
+
+    @property
     def updated(self) -> nn.Parameter:
         """What the optimizer updates, and has states for: a copy in host memory, else ``reduced``."""
         return self.reduced if self.host is None else self.host.copy
@@ -83,9 +88,14 @@ class ManagedParameter:
 
 
 def managed_parameters(
-    model: nn.Module, stage: Sequence[LayerAssignment], meshes: Meshes, shards: Shards, experts: Shards
+    model: nn.Module,
+    stage: Sequence[LayerAssignment],
+    meshes: Meshes,
+    shards: Shards,
+    experts: Shards,
+    compute: torch.dtype | None = None,
 ) -> list[ManagedParameter]:
-    """Every parameter of a split stage once, in the order of the layers."""
+    """Every parameter of a split stage once, in the order of the layers; those that get masters are cast, in place."""
     layers = [placed.layer for placed in stage]
     strategies = {placed.layer.name: placed.strategy for placed in stage}
     order = {name: position for position, name in enumerate(strategies)}
@@ -94,20 +104,28 @@ def managed_parameters(
         names.setdefault(parameter, []).append(name)
     homes = {parameter: layer_of(known[0], layers) for parameter, known in names.items()}
     return [
-        _owned(parameter, tuple(names[parameter]), strategies[home], meshes, shards, experts)
+        _owned(parameter, tuple(names[parameter]), strategies[home], meshes, shards, experts, compute)
         for parameter, home in sorted(homes.items(), key=lambda item: order[item[1]])
     ]
 
 
 def _owned(
-    parameter: nn.Parameter, names: tuple[str, ...], strategy: Strategy, meshes: Meshes, shards: Shards, experts: Shards
+    parameter: nn.Parameter,
+    names: tuple[str, ...],
+    strategy: Strategy,
+    meshes: Meshes,
+    shards: Shards,
+    experts: Shards,
+    compute: torch.dtype | None,
 ) -> ManagedParameter:
     shard, spread = (next((known[name] for name in names if name in known), None) for known in (shards, experts))
     partial = shard is not None and shard.placement is Placement.PARTIAL
     split = shard.degree if shard is not None and shard.placement is Placement.SHARDED else 1
     groups = meshes.groups(strategy)
     mesh = (groups.states if groups.spread is None or spread is None else groups.spread).mesh
-    share = share_of(parameter, mesh) if strategy.zero_stage == 1 and mesh is not None and not partial else None
+    shares = strategy.zero_stage == 1 and mesh is not None and not partial
+    # masters in host memory would be copies of copies
+    share = share_of(parameter, mesh, None if strategy.offloads_states else compute) if shares and mesh else None
     shared = mesh.size(-1) if mesh is not None and (isinstance(parameter, DTensor) or share is not None) else 1
     copies = meshes.stage_devices // (split * shared * (1 if spread is None else spread.degree))
     owned = ManagedParameter(names, parameter, shard, groups, copies, share, spread=spread)
@@ -232,6 +250,12 @@ def hides_norm(owned: Sequence[ManagedParameter], stage_devices: int) -> bool:
     return bool(cut) and (sliced or None in meshes or len(meshes) > 1)
 
 
+_CAST_CHANGED = (
+    "It was changed in place, but is a cast under this plan, made anew of float32 values that ranks share (ZeRO-1). "
+    "Change those, parallel.parameters(), or set all with parallel.load_full_state_dict(state)."
+)
+
+
 @dataclass(slots=True)
 class Updates:
     """Carries gradients to what the optimizer updates, and updated values back; nothing to do for plain parameters.
@@ -244,12 +268,13 @@ class Updates:
     guarded: bool = False  # whether gradients refuse that other code takes their norm
     due: bool = False  # whether an optimizer may have stepped since updated values were last brought back
     versions: tuple[int, ...] = ()  # of what it updates, when they were last brought back
+    casts: dict[str, int] = field(default_factory=dict)  # of parameters that are casts of masters, by name, then
     lowering: Lowering = field(init=False)  # brings gradients to host memory
 
     def __post_init__(self) -> None:
         final = [one.host for one in self.owned if one.host is not None and one.is_final]
         self.lowering = Lowering(self.hosts, final, lambda: self.reducer.synchronise)
-        self.versions = self._versions()
+        self.versions, self.casts = self._versions(), self._casts()
 
     @property
     def hosts(self) -> list[HostCopy]:
@@ -275,20 +300,34 @@ class Updates:
             guard_gradients(self.owned)
 
     def publish(self) -> None:
-        """Once the optimizer has stepped: every rank computes with the updated values."""
+        """Once the optimizer has stepped: every rank computes with the updated values.
+
+        Raises:
+            InputError: a parameter that is a cast of masters was changed in place, which would be lost.
+        """
+        if changed := [name for name, version in self._casts().items() if self.casts.get(name) not in (None, version)]:
+            raise InputError("parameter", changed[0], _CAST_CHANGED)
         if not self.due and self.versions == self._versions():
             return
-        self.due = False
         for host in self.hosts:
             host.lift()
-        self.reducer.gather()
-        self.versions = self._versions()
+        self._gather()
 
     def take(self) -> None:
-        """Values of parameters were set from outside: the host's copies follow."""
+        """Values of parameters were set from outside: the host's copies, and casts of masters, follow."""
         for host in self.hosts:
             host.take()
+        if self.casts:
+            self._gather()
         self.due = False
+
+    def _gather(self) -> None:
+        self.due = False
+        self.reducer.gather()
+        self.versions, self.casts = self._versions(), self._casts()
+
+    def _casts(self) -> dict[str, int]:
+        return {one.names[0]: one.parameter._version for one in self.owned if one.held is not one.parameter}
 
     def _versions(self) -> tuple[int, ...]:
         """A training loop may change parameters in place, too (as to clamp them), on all ranks."""

@@ -94,7 +94,7 @@ def held_parameters(parallel: Parallel) -> list[LocalShard]:
 
 def held_parameter(parallel: Parallel, one: ManagedParameter) -> LocalShard:
     """What this rank holds of one parameter, as it was last published."""
-    return _held(parameter_name(parallel, one), one.parameter.detach(), one)
+    return _held(parameter_name(parallel, one), one.held.detach(), one)
 
 
 def held_gradients(parallel: Parallel) -> list[LocalShard]:

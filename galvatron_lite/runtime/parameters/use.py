@@ -38,7 +38,9 @@ def refuse_direct_calls(model: nn.Module, parallel: ParallelModel) -> None:
         parallel = owner()
         if parallel is None or is_alone(parallel.plan) or any(one.traffic.is_running for one in parallel.runtimes):
             return
-        if torch.is_grad_enabled() or len(parallel.plan.stages) > 1:
+        narrow = any(one.updates.casts for one in parallel.runtimes)
+        uncast = narrow and not torch.is_autocast_enabled(parallel.device.type)
+        if torch.is_grad_enabled() or len(parallel.plan.stages) > 1 or uncast:
             remedy = (
                 "The plan has split it over ranks. Call what auto_parallelize returned: parallel(batch), "
                 "parallel.outputs(batch) or parallel.train_step(batch, optimizer)."

@@ -229,7 +229,9 @@ class _Change:
         self._phase("commit", lambda: None)
 
         undo.pop_all()
-        copies = [one.host.copy.detach() for runtime in parallel.runtimes for one in runtime.owned if one.host]
+        owned = [one for runtime in parallel.runtimes for one in runtime.owned]
+        copies = [one.host.copy.detach() for one in owned if one.host]
+        copies += [one.parameter.detach() for one in owned if one.held is not one.parameter]
         _close(parallel.runtimes)
         allocate(new.gradients)
         parallel.adopt(plan, new.runtimes, options)

@@ -317,6 +317,7 @@ class _Run:
         for runtime in self.parallel.runtimes:
             ledger.use(runtime.reducer.buffers, Use.GRADIENTS)
         states = [state for values in self.optimizer.state.values() for state in tensors_of(values)]
+        states += [one.held.detach() for one in owned if one.held is not one.parameter]
         ledger.use(map(local_tensor, states), Use.OPTIMIZER)
         hosts = [one.host.copy for one in owned if one.host is not None]
         ledger.use((local_tensor(one.detach()) for one in hosts), Use.HOST)
