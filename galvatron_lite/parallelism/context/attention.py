@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn.functional import scaled_dot_product_attention
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.context.ring import Ring, ring_attention
+from galvatron_lite.parallelism.precision import autocast_dtype
 from galvatron_lite.parallelism.sharded.calls import input_first, on_full, same_group
-from galvatron_lite.parallelism.sharded.collectives import full_tensor, local_part
-from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, pieces_of, take_pieces
+from galvatron_lite.parallelism.sharded.collectives import full_tensor, linear_map, local_part
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, take_pieces
 from galvatron_lite.parallelism.sharded.tensor import (
     Call,
     Handler,
@@ -38,11 +39,11 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 _SEEDS = 2**31
 
-Way = Callable[[dict[str, Any], ShardSpec, ShardSpec], Tensor]
+AttentionExchange = Callable[[dict[str, Any], ShardSpec, ShardSpec], Tensor]
 """Attention of shares, from the arguments and the cuts of queries and keys."""
 
 
-def attention(exchange: Way) -> Handler:
+def attention(exchange: AttentionExchange) -> Handler:
     """A handler of attention that brings queries, keys and values together in some way.
 
     Where the keys are whole, or the mask takes a gradient (learnt biases), every rank works on its own queries with all
@@ -76,8 +77,8 @@ def by_ring(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -> T
     query, drop, scale = arguments["query"], arguments["dropout_p"], arguments["scale"]
     ring = Ring(
         queries.group,
-        _by_rank(queries),
-        _by_rank(keys),
+        queries.shards,
+        keys.shards,
         float(query.shape[-1] ** -0.5 if scale is None else scale),
         arguments["is_causal"],
         arguments["attn_mask"],
@@ -96,7 +97,10 @@ def by_ulysses(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -
     line = queries.group
     query, key, value = (arguments[name] for name in _NAMES[:3])
     query_heads, key_heads = (heads_by_rank(one.shape[HEADS], line.size) for one in (query, key))
-    swap, other = Swap(line, _by_rank(queries), query_heads), Swap(line, _by_rank(keys), key_heads)
+    swap, other = (
+        Swap(line, queries.shards, query_heads),
+        Swap(line, keys.shards, key_heads),
+    )
     mask = arguments["attn_mask"]
     if mask is not None and mask.dim() > TOKENS and mask.shape[-3] > 1:
         mask = mask[..., slice(*query_heads[line.rank]), :, :]
@@ -139,14 +143,8 @@ def _seed() -> int:
 
 def _cast(tensor: Tensor) -> Tensor:
     """As autocast casts what attention is given."""
-    kind = tensor.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind)) if tensor.is_floating_point() else tensor
-
-
-def _by_rank(cut: ShardSpec) -> tuple[Pieces, ...]:
-    return tuple(pieces_of(cut.extent, cut.group, rank) for rank in range(cut.group.size))
+    dtype = autocast_dtype(tensor)
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _key_cut(arguments: dict[str, Any]) -> ShardSpec | None:
@@ -190,21 +188,9 @@ def heads_by_rank(heads: int, ranks: int) -> tuple[Range, ...]:
 
 def _swap(local: Tensor, swap: Swap, *, to_heads: bool) -> Tensor:
     """This rank's heads with all tokens, in their order, from its tokens with all heads; or the way back."""
-    swapped: Tensor = _Swap.apply(local, swap, to_heads)  # type: ignore[no-untyped-call]
-    return swapped
-
-
-class _Swap(Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, swap: Swap, to_heads: bool) -> Tensor:
-        ctx.swap, ctx.to_heads = swap, to_heads
-        ctx.heads = local.shape[HEADS] if to_heads else swap.heads[-1][1]
-        return _to_heads(local, swap) if to_heads else _to_tokens(local, swap, ctx.heads)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        back = _to_tokens(gradient, ctx.swap, ctx.heads) if ctx.to_heads else _to_heads(gradient, ctx.swap)
-        return back, None, None
+    heads = local.shape[HEADS] if to_heads else swap.heads[-1][1]
+    there, back = partial(_to_heads, swap=swap), partial(_to_tokens, swap=swap, heads=heads)
+    return linear_map(local, there, back) if to_heads else linear_map(local, back, there)
 
 
 def _to_heads(local: Tensor, swap: Swap) -> Tensor:

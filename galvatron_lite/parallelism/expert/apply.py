@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.process_groups import Processes
+from galvatron_lite.parallelism.sharded.collectives import linear_map
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, specs_of, to_local, wrap_locals
 from galvatron_lite.parallelism.tensor.functions import (
     copy_to_group,
@@ -39,6 +40,7 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, 
 # tokens before later ones (algorithm 1 there), so what is dropped depends on the tokens that a rank works on together.
 
 
+Forward = Callable[..., Tensor]
 Run = Callable[[Tensor, Tensor], Tensor]
 """The experts of this rank: rows (rows, hidden) and the local number of each row's expert to outputs (rows, hidden)."""
 
@@ -159,20 +161,8 @@ def _linked(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def _exchanged(rows: Tensor, line: RowExchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    result: Tensor = _Swap.apply(rows, line, sent, received)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, line: RowExchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        ctx.way = (line, sent, received)
-        return line.swap(rows, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        line, sent, received = ctx.way
-        return line.swap(gradient, received, sent), None, None, None
+    there, back = partial(line.swap, sent=sent, received=received), partial(line.swap, sent=received, received=sent)
+    return linear_map(rows, there, back)
 
 
 # How the experts of a mixture are sliced by a tensor group: found by trying, on a small double of their module.
@@ -256,18 +246,18 @@ class _Double:
 
 def _try_all(double: _Double, module: nn.Module, mixture: BlockMixture) -> ExpertSlices | str:
     expected = double.run(double.values)
-    ways = product(*(list(_ways(name, module.get_parameter(name).shape)) for name in mixture.parameters))
-    for way in islice(ways, TRIALS):
-        halves = [{one.name: double.half(one, rank) for one in way} for rank in range(2)]
+    options = product(*(list(_slicings(name, module.get_parameter(name).shape)) for name in mixture.parameters))
+    for slicing in islice(options, TRIALS):
+        halves = [{one.name: double.half(one, rank) for one in slicing} for rank in range(2)]
         if all(value.numel() for half in halves for value in half.values()) and _add_up(double, halves, expected):
-            width = math.gcd(*(length for one in way for length in one.parts))
+            width = math.gcd(*(length for one in slicing for length in one.parts))
             degree = width // ALIGNED if width % ALIGNED == 0 else 1
             narrow = f"{mixture.path}: slices of a width of {width} would be no multiples of {ALIGNED}"
-            return ExpertSlices(mixture.path, way, degree) if degree > 1 else narrow
+            return ExpertSlices(mixture.path, slicing, degree) if degree > 1 else narrow
     return f"{mixture.path}: no way to slice its experts gives outputs that add up"
 
 
-def _ways(name: str, shape: tuple[int, ...]) -> Iterator[SlicedParameter]:
+def _slicings(name: str, shape: tuple[int, ...]) -> Iterator[SlicedParameter]:
     """Along each dim but that of the experts, whole or as two fused parts."""
     for dim in range(1, len(shape)):
         yield SlicedParameter(name, dim, (shape[dim],))
@@ -306,9 +296,6 @@ def _shared(
     return reduce_scatter_rows(forward(every, chosen, shares, **options), group)
 
 
-Forward = Callable[..., Tensor]
-
-
 def spread_experts(
     block: nn.Module, line: RowExchange | None, slices: RowExchange | None = None, capacity: float | None = None
 ) -> dict[str, ParameterShard]:
@@ -329,14 +316,16 @@ def spread_experts(
     Raises:
         InputError: experts that cannot be spread so many ways.
     """
-    found = find_mixtures(block)
-    ways = 1 if line is None else line.size
+    degree = 1 if line is None else line.size
     shards: dict[str, ParameterShard] = {}
-    for mixture in found:
-        _check(mixture, ways)
+    for mixture in find_mixtures(block):
+        if mixture.reason:
+            raise InputError("expert", degree, f"{mixture.reason}. Plan it with expert=1.")
+        if mixture.experts % degree:
+            raise InputError("expert", degree, f"Use a divisor of {mixture.experts}, the experts of {mixture.path}.")
         module = block.get_submodule(mixture.path)
-        own = _keep_share(module, mixture, line)
-        shards |= {f"{mixture.path}.{name}".lstrip("."): shard for name, shard in own.items()}
+        for name, shard in _keep_share(module, mixture, line).items():
+            shards[f"{mixture.path}.{name}".lstrip(".")] = shard
         spread = ExpertSpread(mixture.experts, line, slices, capacity)
         module.forward = partial(_routed, module.forward, spread)
     return shards
@@ -362,13 +351,6 @@ def _on_shares(forward: Forward, hidden: Tensor, index: Tensor, weights: Tensor,
         return forward(hidden, index, weights, **options)
     made: Tensor = wrap_locals(forward(*map(to_local, (hidden, index, weights)), **options), cuts, hidden.rules)
     return made
-
-
-def _check(mixture: BlockMixture, ways: int) -> None:
-    if mixture.reason:
-        raise InputError("expert", ways, f"{mixture.reason}. Plan it with expert=1.")
-    if mixture.experts % ways:
-        raise InputError("expert", ways, f"Use a divisor of {mixture.experts}, the experts of {mixture.path}.")
 
 
 def _keep_share(module: nn.Module, mixture: BlockMixture, line: RowExchange | None) -> dict[str, ParameterShard]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import grad
 from torch.overrides import TorchFunctionMode
 
+from galvatron_lite.parallelism.precision import autocast_dtype
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor
 
 Later = Callable[[], None]
@@ -67,7 +68,9 @@ class _Deferring(TorchFunctionMode):
         kwargs = kwargs or {}
         product = _PRODUCTS.get(func)
         operands = None if product is None else product.operands(args, kwargs)
-        if product is None or operands is None or not _is_trained(operands.weight):
+        weight = None if operands is None else operands.weight
+        trained = isinstance(weight, nn.Parameter) and _is_plain(weight) and weight.requires_grad
+        if product is None or operands is None or not trained:
             return func(*args, **kwargs)
         if isinstance(operands.input, ShardedTensor):
             with self:  # the product of this rank's tokens, which the tensor's rules call, comes here again
@@ -77,10 +80,6 @@ class _Deferring(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = operands.input, operands.weight, operands.bias
         return _Product.apply(*tensors, operands.options, product, self._deferral)  # type: ignore[no-untyped-call]
-
-
-def _is_trained(weight: Tensor) -> bool:
-    return isinstance(weight, nn.Parameter) and _is_plain(weight) and weight.requires_grad
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -187,9 +186,8 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.options, ctx.product, ctx.deferral, ctx.dtype = options, product, deferral, value.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        device = value.device.type
-        if torch.is_autocast_enabled(device):
-            value = value.to(torch.get_autocast_dtype(device))
+        if (dtype := autocast_dtype(value)) is not None:
+            value = value.to(dtype)
         # the parameter itself: what recomputation saves is cut off from it
         ctx.weight = weight
         ctx.save_for_backward(value)
@@ -204,13 +202,12 @@ class _Product(torch.autograd.Function):
         operands = Operands(value, weight.detach().to(gradient.dtype), None, ctx.options)
         first = product.input_gradient(operands, gradient).to(ctx.dtype) if needs[0] else None
         bias = product.bias_gradient(gradient, ctx.bias_dtype) if needs[2] else None
-        later = functools.partial(_make_gradient, product, Operands(value, weight, None, ctx.options), gradient)
+
+        def later() -> None:
+            """As backward would: hooks behind it run."""
+            with torch.no_grad():
+                made = product.weight_gradient(Operands(value, weight, None, ctx.options), gradient).to(weight.dtype)
+            torch.autograd.backward(weight, made)
+
         ctx.deferral.add(later)
         return first, None, bias, None, None, None
-
-
-def _make_gradient(product: _Matmul | _Convolution, operands: Operands, gradient: Tensor) -> None:
-    """Make a weight's gradient, as backward would: hooks behind it run."""
-    with torch.no_grad():
-        weight_gradient = product.weight_gradient(operands, gradient).to(operands.weight.dtype)
-    torch.autograd.backward(operands.weight, weight_gradient)

@@ -101,11 +101,6 @@ def _flip(call: Call) -> Any:
     return _FLIPPED(call._replace(args=(call.args[0], call.args[1:])) if len(call.args) > 2 else call)
 
 
-def _max_or_min(call: Call) -> Any:
-    """``max(x)``, ``max(x, dim)`` (with places) and ``max(x, y)``."""
-    return pointwise(call) if len(tensors_among(call)) > 1 else _REDUCED(call)
-
-
 class _Reduction(NamedTuple):
     """A reduction of a sharded tensor."""
 
@@ -168,7 +163,8 @@ def _norm(call: Call) -> Any:
 
 HANDLERS: Mapping[str, Handler] = {
     **handled_by(_sum_or_mean, "sum mean"),
-    **handled_by(_max_or_min, "max min"),
+    # ``max(x)``, ``max(x, dim)`` (with places) and ``max(x, y)``
+    **handled_by(lambda call: pointwise(call) if len(tensors_among(call)) > 1 else _REDUCED(call), "max min"),
     **handled_by(_REDUCED, "amax amin argmax argmin any all count_nonzero prod median"),
     **handled_by(along(1, drops=True, keepdim=3), "var std var_mean std_mean"),
     **handled_by(_norm, "norm linalg_vector_norm linalg_norm"),

@@ -12,7 +12,6 @@ times the normalised input). Statistics are fp32 of inputs of 16 bits, and kept 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -133,7 +132,7 @@ def sync_batch_norm(module: nn.SyncBatchNorm, groups: Sequence[AxisGroup] = ()) 
     module.forward = partial(_synchronised, module, tuple(groups))  # type: ignore[method-assign]
 
 
-class _KnowsShards(nn.modules.batchnorm._BatchNorm):
+class ShardedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """A batch norm that looks at sharded tensors itself, not through ``__torch_function__``: it saves host time in
     every call."""
 
@@ -144,18 +143,6 @@ class _KnowsShards(nn.modules.batchnorm._BatchNorm):
         local = to_local(image)
         self._check_input_dim(local)  # type: ignore[no-untyped-call]
         return _normalised(self, (), image, local)
-
-
-class ShardedBatchNorm1d(_KnowsShards, nn.BatchNorm1d):
-    """``nn.BatchNorm1d``."""
-
-
-class ShardedBatchNorm2d(_KnowsShards, nn.BatchNorm2d):
-    """``nn.BatchNorm2d``."""
-
-
-class ShardedBatchNorm3d(_KnowsShards, nn.BatchNorm3d):
-    """``nn.BatchNorm3d``."""
 
 
 def _synchronised(module: nn.modules.batchnorm._BatchNorm, groups: tuple[AxisGroup, ...], tensor: Tensor) -> Tensor:
@@ -441,20 +428,6 @@ class _Normalise(Function):
 # Normalisation of rows
 
 
-@dataclass(frozen=True, slots=True)
-class NormRows:
-    """How items of normalised dims, which are the last, are shared."""
-
-    dims: int  # how many they are
-    count: int  # items of a row, of all ranks
-    groups: tuple[AxisGroup, ...]
-
-    @property
-    def last(self) -> tuple[int, ...]:
-        """The normalised dims, counted from the back."""
-        return tuple(range(-self.dims, 0))
-
-
 def _normalise_rows(call: Call, public: Callable[..., Any], built_in: Sequence[str]) -> Any:
     options = arguments(call, public, built_in)
     tensor, normalised, eps = options["input"], tuple(options["normalized_shape"]), options["eps"]
@@ -467,23 +440,24 @@ def _normalise_rows(call: Call, public: Callable[..., Any], built_in: Sequence[s
     affine = {name: _local_items(options[name], specs, first) for name in ("weight", "bias") if name in options}
     if not specs:
         return wrap_like(call, call.function(local, normalised, **affine, eps=eps), tensor)
-    rows = NormRows(len(normalised), prod(normalised), _groups(specs))
+    last, count, groups = tuple(range(-len(normalised), 0)), prod(normalised), _groups(specs)
     mean = None
     with torch.no_grad():
         if centred:
-            found = _over_specs(moments(local, range(first, local.dim())), specs, rows.count)
-            kept = local.shape[:first] + (1,) * rows.dims
+            found = _over_specs(moments(local, range(first, local.dim())), specs, count)
+            kept = local.shape[:first] + (1,) * len(last)
             mean, squares = found.mean.view(kept), found.variance.view(kept)
         else:
-            squares = _wide(local).square().sum(rows.last, keepdim=True)
-            for group in rows.groups:
+            squares = _wide(local).square().sum(last, keepdim=True)
+            for group in groups:
                 squares = group.all_reduce(squares)
-            squares = squares / rows.count
+            squares = squares / count
         # without ``eps`` the smallest step of the shard's type, as in torch
         inverse = (squares + (torch.finfo(local.dtype).eps if eps is None else eps)).rsqrt()
     weight, bias = affine["weight"], affine.get("bias")
-    result: Tensor = _NormaliseRows.apply(local, weight, bias, mean, inverse, rows)  # type: ignore[no-untyped-call]
-    return wrap_like(call, result, tensor)
+    return wrap_like(
+        call, apply_internal(_NormaliseRows, local, weight, bias, mean, inverse, last, count, groups), tensor
+    )
 
 
 def _centred(tensor: Tensor, mean: Tensor | None, inverse: Tensor) -> Tensor:
@@ -494,7 +468,8 @@ class _NormaliseRows(Function):
     """(x - mean) * inverse * weight + bias of this rank's shard of rows (..., *normalised), in its type.
 
     ``mean`` (None where only the root mean square is divided by) and ``inverse``, of the standard deviation or root
-    mean square, are those of global rows (..., 1, ...). Gradients of weight and bias are this rank's part.
+    mean square, are those of global rows (..., 1, ...). ``dims`` are those of a row, counted from the back, and
+    ``count`` is its items, of all ranks of ``groups``. Gradients of weight and bias are this rank's part.
     """
 
     @staticmethod
@@ -505,10 +480,12 @@ class _NormaliseRows(Function):
         bias: Tensor | None,
         mean: Tensor | None,
         inverse: Tensor,
-        rows: NormRows,
+        dims: tuple[int, ...],
+        count: int,
+        groups: tuple[AxisGroup, ...],
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight, bias, mean, inverse)
-        ctx.rows = rows
+        ctx.dims, ctx.count, ctx.groups = dims, count, groups
         result = _centred(tensor, mean, inverse)
         result = result if weight is None else result * weight
         return (result if bias is None else result + bias).to(tensor.dtype)
@@ -516,17 +493,16 @@ class _NormaliseRows(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight, bias, mean, inverse = ctx.saved_tensors
-        rows: NormRows = ctx.rows
         normal, arriving = _centred(tensor, mean, inverse), _wide(gradient)
-        others = tuple(range(tensor.dim() - rows.dims))
+        others = tuple(range(tensor.dim() - len(ctx.dims)))
         by_weight = None if weight is None else (arriving * normal).sum(others).to(weight.dtype)
         by_bias = None if bias is None else arriving.sum(others).to(bias.dtype)
         arriving = arriving if weight is None else arriving * weight
-        sums = [(arriving * normal).sum(rows.last, True)]
-        sums += [] if mean is None else [arriving.sum(rows.last, True)]
+        sums = [(arriving * normal).sum(ctx.dims, True)]
+        sums += [] if mean is None else [arriving.sum(ctx.dims, True)]
         total = torch.stack(sums)
-        for group in rows.groups:
+        for group in ctx.groups:
             total = group.all_reduce(total)
-        passed = arriving - normal * total[0] / rows.count
-        passed = passed if mean is None else passed - total[1] / rows.count
-        return (passed * inverse).to(tensor.dtype), by_weight, by_bias, None, None, None
+        passed = arriving - normal * total[0] / ctx.count
+        passed = passed if mean is None else passed - total[1] / ctx.count
+        return (passed * inverse).to(tensor.dtype), by_weight, by_bias, *[None] * 5

@@ -76,20 +76,16 @@ def pad(call: Call) -> Any:
     if any(others):
         local = functional.pad(local, others, mode, value)
     for spec in moved:
-        local = _padded_side(local, spec, pads[spec.dim], mode, value or 0.0)
+        group = spec.group
+        places = [_pad_places(spec.extent, *pads[spec.dim], mode, group.size, rank) for rank in range(group.size)]
+        index, outside, _ = places[group.rank]
+        local = redistribute(local, spec.dim, shards_of(spec.extent, group), tuple(one[2] for one in places), group)
+        if index is not None:
+            local = local.index_select(spec.dim, torch.tensor(index, device=local.device))
+        local = functional.pad(local, [0, 0] * (local.dim() - 1 - spec.dim) + [*outside], value=value or 0.0)
     after = [ShardSpec(spec.dim, extents[spec.dim], spec.group) for spec in specs]
     # what torch pads is never the tensor itself, even where it pads by nothing
     return from_local(local if moved or any(others) else local.clone(), after, call.rules)
-
-
-def _padded_side(local: Tensor, spec: ShardSpec, pads: tuple[int, int], mode: str, value: float) -> Tensor:
-    group = spec.group
-    places = [_pad_places(spec.extent, *pads, mode, group.size, rank) for rank in range(group.size)]
-    index, outside, _ = places[group.rank]
-    rows = redistribute(local, spec.dim, shards_of(spec.extent, group), tuple(one[2] for one in places), group)
-    if index is not None:
-        rows = rows.index_select(spec.dim, torch.tensor(index, device=rows.device))
-    return functional.pad(rows, [0, 0] * (rows.dim() - 1 - spec.dim) + [*outside], value=value)
 
 
 @lru_cache(maxsize=4096)

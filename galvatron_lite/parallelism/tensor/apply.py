@@ -125,12 +125,6 @@ def find_module(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
     raise InputError("tensor plan", path, "Use a plan that was inferred for these modules.")
 
 
-def divide_attributes(layer: nn.Module, region: Region, degree: int) -> None:
-    """Divides the region's integer attributes by the degree."""
-    for patch in region.attributes:
-        setattr(layer.get_submodule(patch.path), patch.name, patch.value // degree)
-
-
 def slice_parameter(
     parameter: Tensor | None, dim: int, parts: tuple[int, ...], group: TensorGroup, shards: Shards
 ) -> None:
@@ -168,8 +162,8 @@ class _Sharding:
         entrances = self._enter(region, regather)
         for row in region.rows:
             self._make_row(find_module(self.modules, row), entrances)
-        if region.attributes:
-            divide_attributes(self.modules[""], region, self.group.size)
+        for patch in region.attributes:
+            setattr(self.modules[""].get_submodule(patch.path), patch.name, patch.value // self.group.size)
 
     def _enter(self, region: Region, regather: bool) -> list[_Entrance]:
         """Entrances at the columns, one for each tensor that they take in, or at a module around them."""
@@ -220,9 +214,14 @@ class _Sharding:
         extent: int = head.out_features if isinstance(head, nn.Linear) else head.nf  # type: ignore[assignment]
         self._slice(weight_of(head), output_dim(head), (extent,))
         self._slice(bias_of(head), 0, (extent,))
-        give = shared_logits if shares_logits else gather_last
+        forward, group = head.forward, self.group
+
+        def run(tensor: Tensor) -> Tensor:
+            columns = forward(copy_to_group(whole_logits(tensor), group))
+            return shared_logits(columns, group, extent) if shares_logits else gather_last(columns, group, extent)
+
         # no hooks: the head may be a layer, whose forward is replaced where it shares tokens
-        head.forward = partial(_head_forward, head.forward, give, self.group, extent)
+        head.forward = run
 
     def shard_experts(self, experts: ExpertSlices) -> None:
         module = find_module(self.modules, experts.path)
@@ -309,13 +308,3 @@ def _embedding_forward(embedding: nn.Embedding, group: TensorGroup, start: int, 
     # as narrow as layers take what autocast leaves in fp32: a sum of one value and zeros loses nothing by it
     dtype = autocast_dtype(rows)
     return reduce_from_group(rows if dtype is None else rows.to(dtype), group)
-
-
-def _head_forward(
-    forward: Callable[[Tensor], Tensor],
-    give: Callable[[Tensor, TensorGroup, int], Tensor],
-    group: TensorGroup,
-    extent: int,
-    tensor: Tensor,
-) -> Tensor:
-    return give(forward(copy_to_group(whole_logits(tensor), group)), group, extent)
