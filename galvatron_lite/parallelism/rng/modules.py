@@ -319,17 +319,6 @@ def same_randomness(model: nn.Module, batch: Any, seed: int = 0, blocks: Any = N
     for path, module in modules.items():
         draw_inside(module)
         pass_keys(module, path, draws, SampleSlice())
-    model.forward = _stepping(model, draws)
-    try:
-        yield draws
-    finally:
-        for module, forward in before.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward
-
-
-def _stepping(model: nn.Module, draws: Draws) -> Callable[..., Any]:
     forward = model.forward
 
     @functools.wraps(forward)
@@ -339,4 +328,11 @@ def _stepping(model: nn.Module, draws: Draws) -> Callable[..., Any]:
         with draws.inside(SampleSlice()):
             return forward(*args, **kwargs)
 
-    return run
+    model.forward = run
+    try:
+        yield draws
+    finally:
+        for module, original in before.items():
+            del module.forward
+            if original is not None:
+                module.forward = original

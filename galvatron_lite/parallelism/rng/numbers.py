@@ -290,7 +290,7 @@ def _attention(call: Call, source: NumberSource) -> Any:
         scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
         scores = (query * scale) @ key.transpose(-2, -1)
         if options["is_causal"]:
-            places = _row_places(rows, query)
+            places = _ranges(((0, query.shape[-2]),) if rows is None else rows.pieces).to(query.device)
             scores = scores.masked_fill(places[:, None] < torch.arange(key.shape[-2], device=query.device), -torch.inf)
         if mask is not None:
             mask = local_part(mask, rows, mask.dim() - 2) if rows is not None and mask.shape[-2] > 1 else mask
@@ -299,11 +299,6 @@ def _attention(call: Call, source: NumberSource) -> Any:
         kept = source.uniform("scaled_dot_product_attention", weights.shape, specs, weights.device) >= rate
         result: Tensor = (weights * kept * (1 / (1 - rate) if rate < 1 else 0.0)).to(value.dtype) @ value
         return _like(options["query"], result)
-
-
-def _row_places(rows: ShardSpec | None, query: Tensor) -> Tensor:
-    pieces = ((0, query.shape[-2]),) if rows is None else rows.pieces
-    return torch.cat([torch.arange(start, stop, device=query.device) for start, stop in pieces])
 
 
 def _filled(kind: str, names: tuple[str, str], first: float, second: float) -> RandomFunction:

@@ -35,7 +35,7 @@ from galvatron_lite.parallelism.tensor.regions import (
     weight_of,
 )
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
-from galvatron_lite.parallelism.vocabulary.logits import shared_logits, whole_logits
+from galvatron_lite.parallelism.vocabulary.logits import full_logits, shared_logits
 
 Shards = dict[int, ParameterShard]
 """Shards by the identity of the parameter."""
@@ -217,7 +217,7 @@ class _Sharding:
         forward, group = head.forward, self.group
 
         def run(tensor: Tensor) -> Tensor:
-            columns = forward(copy_to_group(whole_logits(tensor), group))
+            columns = forward(copy_to_group(full_logits(tensor), group))
             return shared_logits(columns, group, extent) if shares_logits else gather_last(columns, group, extent)
 
         # no hooks: the head may be a layer, whose forward is replaced where it shares tokens
