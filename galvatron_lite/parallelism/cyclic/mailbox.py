@@ -111,7 +111,8 @@ class ProcessMailbox:
 
     def hear(self, message: CyclicMessage) -> Any:
         """The value that the sender of a message sent ahead of it (``tell``)."""
-        values, options = [None], {"src": message.source, "device": self._device}
+        values: list[Any] = [None]
+        options: dict[str, Any] = {"src": message.source, "device": self._device}
         self._tried(message, AWAITING, lambda group: dist.recv_object_list(values, group=group, **options))
         return values[0]
 

@@ -84,25 +84,18 @@ def _on_shards(forward: Callable[..., Any], groups: Sequence[AxisGroup], rules: 
             return entering(tensor, specs.get(place, ()), groups, rules)
 
         args, kwargs = map_places((args, kwargs), inside)
-        return _plain(forward(*args, **kwargs), groups)
+        output = map_places(forward(*args, **kwargs), lambda _, tensor: settled(tensor, groups))
+        leaving = {place: specs_of(tensor) for place, tensor in places(output) if specs_of(tensor)}
+
+        def outside(place: str, tensor: Tensor) -> Tensor:
+            # Itself made plain again, with no view between: code behind the module may change its input in place, and
+            # autograd would then forget hooks on a view, those of ZeRO among them.
+            plain = unwrap(tensor) if place in leaving else tensor
+            return leave(plain, _others(leaving.get(place, ()), groups)) if plain.requires_grad else plain
+
+        return map_places(output, outside), SpecsAt(leaving)
 
     return run
-
-
-def _plain(output: Any, groups: Sequence[AxisGroup]) -> tuple[Any, SpecsAt]:
-    """A module's output as plain tensors, and how they are sharded.
-
-    The tensors themselves are made plain again, with no view between: code behind the module may change its input in
-    place, and autograd would then forget hooks on a view, those of ZeRO among them.
-    """
-    output = map_places(output, lambda _, tensor: settled(tensor, groups))
-    specs = {place: specs_of(tensor) for place, tensor in places(output) if specs_of(tensor)}
-
-    def outside(place: str, tensor: Tensor) -> Tensor:
-        plain = unwrap(tensor) if place in specs else tensor
-        return leave(plain, _others(specs.get(place, ()), groups)) if plain.requires_grad else plain
-
-    return map_places(output, outside), SpecsAt(specs)
 
 
 def entering(tensor: Tensor, specs: ShardSpecs, groups: Iterable[AxisGroup], rules: Rules) -> Tensor:

@@ -54,24 +54,16 @@ class ConvolutionPlan:
 
     windows: tuple[SideWindow, ...]  # one a side of the image
     function: Callable[..., Tensor]  # torch's
-    name: str  # of it
     # sides that are shared, or padded unevenly; None where each rank's shard is enough
     sides: tuple[HaloSide, ...] | None
     steps: Mapping[str, Any]  # arguments of torch's functions; sides of the halo are padded already
     outputs: tuple[int, ...]  # extents of what the convolution makes, of sharded dims
-
-    @property
-    def transposed(self) -> bool:
-        """Whether it is the adjoint of a convolution."""
-        return self.windows[0].transposed
+    transposed: bool  # whether it is the adjoint of a convolution
 
 
-_NAMES = "input weight bias stride padding dilation groups output_padding"
-_NAMES_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
-_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0, "bias": None}
-_ARGUMENTS, _TRANSPOSED = (
-    {name: _DEFAULTS.get(name) for name in names.split()} for names in (_NAMES, _NAMES_TRANSPOSED)
-)
+_DEFAULTS: dict[str, Any] = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0}
+_ARGUMENTS = {**_DEFAULTS, "dilation": 1, "groups": 1}
+_TRANSPOSED = {**_DEFAULTS, "output_padding": 0, "groups": 1, "dilation": 1}
 
 
 def convolve(call: Call) -> Any:
@@ -155,7 +147,7 @@ def _planned(
         "groups": options["groups"],
     }
     outputs = tuple(output_extent(windows[dim - PIXELS], extents[dim - PIXELS]) for dim, *_ in shards)
-    return ConvolutionPlan(windows, getattr(functional, name), name, sides, steps, outputs)
+    return ConvolutionPlan(windows, getattr(functional, name), sides, steps, outputs, windows[0].transposed)
 
 
 def _windows(kernel: Sequence[int], options: Mapping[str, Any], transposed: bool) -> tuple[SideWindow, ...]:

@@ -346,10 +346,11 @@ def _loss(call: Call) -> Any:
         local, (columns,), uncounted = _columns_last(logits), logits.specs, targets == ignored
         counted = targets.masked_fill(uncounted, 0)
         if call.name == "nll_loss":
-            losses = -_picked(local, counted.unsqueeze(-1), columns).squeeze(-1).masked_fill(uncounted, 0)
-            return _reduced(losses, targets, ignored, options["reduction"])
+            likely = -_picked(local, counted.unsqueeze(-1), columns).squeeze(-1).masked_fill(uncounted, 0)
+            return _reduced(likely, targets, ignored, options["reduction"])
         _check_classes(counted, columns.extent)
-        losses = _TokenLosses.apply(local, targets, columns, ignored, options["label_smoothing"])
+        how = columns, ignored, options["label_smoothing"]
+        losses: Tensor = _TokenLosses.apply(local, targets, *how)  # type: ignore[no-untyped-call]
         return _narrow(_reduced(losses, targets, ignored, options["reduction"]), local)
 
 
