@@ -41,7 +41,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     unwrap,
 )
 from galvatron_lite.parallelism.spatial import norms, pooling, resizing
-from galvatron_lite.parallelism.tensor.apply import Shards, slice_parameter
+from galvatron_lite.parallelism.tensor.apply import Shards, shards_by_name, slice_parameter
 from galvatron_lite.parallelism.tensor.functions import reduce_from_group
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 
@@ -189,16 +189,8 @@ def shard_channels(layer: nn.Module, plan: ChannelPlan, group: AxisGroup) -> dic
             shards |= split_module(weighted, part, sharing)
         # code outside, checkpointing too, sees plain tensors
         layer.forward = partial(_forward, layer.forward, sharing, plan.inputs)
-
-    def unsplit(name: str, parameter: nn.Parameter) -> ParameterShard:
-        is_partial = group.size > 1 and (plan.by == "channels" or name in plan.partial)
-        placement = Placement.PARTIAL if is_partial else Placement.REPLICATED
-        return ParameterShard(placement, tuple(parameter.shape), group.size, group.rank)
-
-    return {
-        name: shards.get(id(parameter)) or unsplit(name, parameter)
-        for name, parameter in layer.named_parameters(remove_duplicate=False)
-    }
+    parameters = layer.named_parameters(remove_duplicate=False)
+    return shards_by_name(parameters, shards, group, lambda name: plan.by == "channels" or name in plan.partial)
 
 
 @dataclass(frozen=True, slots=True)

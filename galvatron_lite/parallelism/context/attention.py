@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.context.ring import Ring, ring_attention
 from galvatron_lite.parallelism.precision import autocast_dtype
-from galvatron_lite.parallelism.sharded.calls import input_first, on_full, same_group
+from galvatron_lite.parallelism.sharded.calls import ATTENTION, named_arguments, on_full, same_group
 from galvatron_lite.parallelism.sharded.collectives import full_tensor, linear_map, local_part
 from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, take_pieces
 from galvatron_lite.parallelism.sharded.tensor import (
@@ -35,8 +35,7 @@ from galvatron_lite.parallelism.shares import Range
 
 HEADS, TOKENS = 1, 2
 """Dims of queries, keys and values (samples, heads, tokens, items)."""
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+_OPERANDS = ("query", "key", "value")
 _SEEDS = 2**31
 
 AttentionExchange = Callable[[dict[str, Any], ShardSpec, ShardSpec], Tensor]
@@ -51,7 +50,7 @@ def attention(exchange: AttentionExchange) -> Handler:
     """
 
     def handler(call: Call) -> Any:
-        arguments = {**_DEFAULTS, **dict(zip(_NAMES, input_first(call).args, strict=False)), **call.kwargs}
+        arguments = named_arguments(call, ATTENTION)
         dims, cuts = len(global_shape(arguments["query"])), specs_of(arguments["query"])
         others = [*specs_of(arguments["key"]), *specs_of(arguments["value"])]
         if len(cuts) != 1 or any(cut.dim != dims - 2 for cut in (*cuts, *others)):
@@ -64,9 +63,7 @@ def attention(exchange: AttentionExchange) -> Handler:
             if keys is None or dims != TOKENS + 2 or learnt or not _plain_heads(arguments):
                 output = _with_all_keys(arguments, cuts[0])
             else:
-                output = exchange(
-                    {**arguments, **{n: _cast(to_local(arguments[n])) for n in _NAMES[:3]}}, cuts[0], keys
-                )
+                output = exchange({**arguments, **{n: _cast(to_local(arguments[n])) for n in _OPERANDS}}, cuts[0], keys)
         return wrap_locals(output, cuts, call.rules)
 
     return handler
@@ -95,7 +92,7 @@ def by_ulysses(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -
         InputError: the heads cannot be spread evenly.
     """
     line = queries.group
-    query, key, value = (arguments[name] for name in _NAMES[:3])
+    query, key, value = (arguments[name] for name in _OPERANDS)
     query_heads, key_heads = (heads_by_rank(one.shape[HEADS], line.size) for one in (query, key))
     swap, other = (
         Swap(line, queries.shards, query_heads),
@@ -106,7 +103,7 @@ def by_ulysses(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -
         mask = mask[..., slice(*query_heads[line.rank]), :, :]
     query, key, value = (_swap(one, how, to_heads=True) for one, how in ((query, swap), (key, other), (value, other)))
     options = {name: arguments[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
-    with _own_randomness(line.rank, query.device, bool(arguments["dropout_p"])):
+    with _randomness_of_rank(line.rank, query.device, bool(arguments["dropout_p"])):
         mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
     return _swap(mixed, swap, to_heads=False)
 
@@ -121,12 +118,12 @@ def _with_all_keys(arguments: dict[str, Any], cut: ShardSpec) -> Tensor:
         places = torch.cat([torch.arange(start, stop, device=query.device) for start, stop in cut.pieces])
         mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
     options = {name: arguments[name] for name in ("dropout_p", "scale", "enable_gqa")}
-    with _own_randomness(cut.group.rank, query.device, bool(arguments["dropout_p"])):
+    with _randomness_of_rank(cut.group.rank, query.device, bool(arguments["dropout_p"])):
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 @contextmanager
-def _own_randomness(rank: int, device: torch.device, needed: bool) -> Iterator[None]:
+def _randomness_of_rank(rank: int, device: torch.device, needed: bool) -> Iterator[None]:
     """Inside, random numbers of this rank alone; outside all ranks go on alike. See ``sharded.randomness``."""
     if not needed:
         yield
@@ -149,7 +146,7 @@ def _cast(tensor: Tensor) -> Tensor:
 
 def _key_cut(arguments: dict[str, Any]) -> ShardSpec | None:
     """How keys and values are both cut, along the line of the queries; None where they are not."""
-    query, key, value = (specs_of(arguments[name]) for name in _NAMES[:3])
+    query, key, value = (specs_of(arguments[name]) for name in _OPERANDS)
     if len(key) != 1 or key != value or not same_group(query[0].group, key[0].group):
         return None
     return key[0]
@@ -157,7 +154,7 @@ def _key_cut(arguments: dict[str, Any]) -> ShardSpec | None:
 
 def _plain_heads(arguments: dict[str, Any]) -> bool:
     """Whether samples are as many everywhere, and each head of keys serves equally many of queries."""
-    query, key, value = (arguments[name].shape for name in _NAMES[:3])
+    query, key, value = (arguments[name].shape for name in _OPERANDS)
     heads = query[HEADS] == key[HEADS] or (arguments["enable_gqa"] and query[HEADS] % key[HEADS] == 0)
     return bool(heads and key[HEADS] == value[HEADS] and query[0] == key[0] == value[0])
 

@@ -278,22 +278,16 @@ def sum_slices(module: nn.Module, group: TensorGroup, sequence_parallel: bool) -
 
     ``sequence_parallel``: whether each device calls it with its own tokens, as many on each.
     """
-    run = _shared if sequence_parallel else _replicated
-    module.forward = partial(run, module.forward, group)
+    forward = module.forward
 
+    def run(hidden: Tensor, index: Tensor, weights: Tensor, **options: Any) -> Tensor:
+        if sequence_parallel:
+            every, chosen, shares = (gather_rows(one, group) for one in (hidden, index, weights))
+            return reduce_scatter_rows(forward(every, chosen, shares, **options), group)
+        output = forward(copy_to_group(hidden, group), index, copy_to_group(weights, group), **options)
+        return reduce_from_group(output, group)
 
-def _replicated(
-    forward: Callable[..., Tensor], group: TensorGroup, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any
-) -> Tensor:
-    output = forward(copy_to_group(hidden, group), index, copy_to_group(weights, group), **options)
-    return reduce_from_group(output, group)
-
-
-def _shared(
-    forward: Callable[..., Tensor], group: TensorGroup, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any
-) -> Tensor:
-    every, chosen, shares = (gather_rows(one, group) for one in (hidden, index, weights))
-    return reduce_scatter_rows(forward(every, chosen, shares, **options), group)
+    module.forward = run
 
 
 def spread_experts(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.sharded.calls import argument, arguments, spec_at
+from galvatron_lite.parallelism.sharded.calls import ATTENTION, argument, arguments, named_arguments, spec_at
 from galvatron_lite.parallelism.sharded.collectives import full_tensor, local_part
 from galvatron_lite.parallelism.sharded.tensor import (
     Call,
@@ -267,16 +267,12 @@ def _like(tensor: Tensor, result: Tensor) -> Tensor:
     return sharded
 
 
-_ATTENTION = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-
-
 def _attention(call: Call, source: NumberSource) -> Any:
     """Attention in which weights are dropped, by its definition: fused kernels draw numbers of their own.
 
     Where the tokens of queries are sharded, each rank works on its own with all keys and values.
     """
-    names = ("query", "key", "value", *_ATTENTION)
-    options = {**_ATTENTION, **dict(zip(names, call.args, strict=False)), **call.kwargs}
+    options = named_arguments(call, ATTENTION)
     if not options["dropout_p"]:
         return NotImplemented
     key, value = full_tensor(options["key"]), full_tensor(options["value"])

@@ -47,6 +47,13 @@ def named_arguments(call: Call, defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults, **dict(zip(defaults, call.args, strict=False)), **call.kwargs}
 
 
+ATTENTION: Mapping[str, Any] = {
+    "query": None, "key": None, "value": None,
+    "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
+}  # fmt: skip
+"""Arguments of ``scaled_dot_product_attention``, with their defaults."""
+
+
 def arguments(call: Call, public: Callable[..., Any], built_in: Sequence[str] = ()) -> dict[str, Any]:
     """Arguments by the names of a documented function, with its defaults.
 

@@ -154,10 +154,10 @@ def exchange_rows(
     return result
 
 
-def _common(own: Pieces, others: Pieces) -> Pieces:
+def _common(pieces: Pieces, others: Pieces) -> Pieces:
     """Where the rows that both have lie in the first one's."""
     common, before = [], 0
-    for start, stop in own:
+    for start, stop in pieces:
         both = ((max(start, low), min(stop, high)) for low, high in others)
         common += [(before + low - start, before + high - start) for low, high in both if low < high]
         before += stop - start

@@ -182,7 +182,11 @@ def interpolate(call: Call) -> Any:
     result = functional.interpolate(torch.empty(shape, device="meta"), **options).shape
     # means of areas are pools, which autocast leaves alone
     local = to_local(tensor) if options["mode"] == "area" else as_autocast(to_local(tensor))
-    sides, shared = _resampled_sides(options, shape, result), {spec.dim for spec in pixels}
+    mode = "linear" if options["mode"].endswith("linear") else options["mode"]
+    factors = _factors(options, len(shape) - PIXELS) or (None,) * (len(shape) - PIXELS)
+    every = zip(shape[PIXELS:], result[PIXELS:], factors, strict=True)
+    sides = [ResampledSide(mode, *side, options["align_corners"]) for side in every]
+    shared = {spec.dim for spec in pixels}
     for spec in pixels:
         local = _resampled(local, spec.dim, sides[spec.dim - PIXELS], spec.group)
     others = [dim for dim in range(PIXELS, len(shape)) if dim not in shared]
@@ -200,13 +204,6 @@ def _factors(options: Mapping[str, Any], sides: int) -> tuple[float, ...] | None
     if factor is None or options["recompute_scale_factor"]:
         return None
     return tuple(factor) if isinstance(factor, (tuple, list)) else (factor,) * sides
-
-
-def _resampled_sides(options: Mapping[str, Any], shape: Sequence[int], result: Sequence[int]) -> list[ResampledSide]:
-    mode = "linear" if options["mode"].endswith("linear") else options["mode"]
-    factors = _factors(options, len(shape) - PIXELS) or (None,) * (len(shape) - PIXELS)
-    sides = zip(shape[PIXELS:], result[PIXELS:], factors, strict=True)
-    return [ResampledSide(mode, *side, options["align_corners"]) for side in sides]
 
 
 def _without_sides(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,16 +89,22 @@ def shard_layer(
         for experts in plan.experts:
             sharding.shard_experts(experts)
     inner = {name for region in plan.regions for name in region.inner_parameters}
+    return shards_by_name(
+        named_parameters(modules), sharding.shards, group, lambda name: sequence_parallel or name in inner
+    )
+
+
+def shards_by_name(
+    parameters: Iterable[tuple[str, nn.Parameter]], shards: Shards, group: TensorGroup, partial: Callable[[str], bool]
+) -> dict[str, ParameterShard]:
+    """How each parameter lies in the full one; of those that no slice was taken of, ``partial`` says by name whether
+    each device has a part of their gradient."""
 
     def unsplit(name: str, parameter: nn.Parameter) -> ParameterShard:
-        partial_gradient = group.size > 1 and (sequence_parallel or name in inner)
-        placement = Placement.PARTIAL if partial_gradient else Placement.REPLICATED
+        placement = Placement.PARTIAL if group.size > 1 and partial(name) else Placement.REPLICATED
         return ParameterShard(placement, tuple(parameter.shape), group.size, group.rank)
 
-    return {
-        name: sharding.shards.get(id(parameter)) or unsplit(name, parameter)
-        for name, parameter in named_parameters(modules)
-    }
+    return {name: shards.get(id(parameter)) or unsplit(name, parameter) for name, parameter in parameters}
 
 
 def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
