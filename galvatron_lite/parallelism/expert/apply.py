@@ -22,9 +22,9 @@ from galvatron_lite.parallelism.sharded.collectives import linear_map
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, specs_of, to_local, wrap_locals
 from galvatron_lite.parallelism.tensor.functions import (
     copy_to_group,
-    gather_rows,
+    gather_tokens,
     reduce_from_group,
-    reduce_scatter_rows,
+    reduce_scatter_tokens,
 )
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 from galvatron_lite.parallelism.tensor.regions import ExpertSlices, SlicedParameter
@@ -282,8 +282,8 @@ def sum_slices(module: nn.Module, group: TensorGroup, sequence_parallel: bool) -
 
     def run(hidden: Tensor, index: Tensor, weights: Tensor, **options: Any) -> Tensor:
         if sequence_parallel:
-            every, chosen, shares = (gather_rows(one, group) for one in (hidden, index, weights))
-            return reduce_scatter_rows(forward(every, chosen, shares, **options), group)
+            every, chosen, shares = (gather_tokens(one, group, 0) for one in (hidden, index, weights))
+            return reduce_scatter_tokens(forward(every, chosen, shares, **options), group, 0)
         output = forward(copy_to_group(hidden, group), index, copy_to_group(weights, group), **options)
         return reduce_from_group(output, group)
 
