@@ -23,6 +23,7 @@ from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, schedule_
 from galvatron_lite.parallelism.pipeline.stage import StageModel
 from galvatron_lite.parallelism.pipeline.table import Pipeline
 from galvatron_lite.parallelism.pipeline.tied import SharedCopies, find_shared
+from galvatron_lite.parallelism.precision import compute_context, holding_copies, narrow_experts
 from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Schedule
 from tests.equivalence.compare import assert_equal_tensors
@@ -30,7 +31,7 @@ from tests.equivalence.families import build_family
 from tests.pool import WorkerPool
 from tests.schedules import SIMPLE
 
-SAMPLES = 8
+SAMPLES, CPU = 8, torch.device("cpu")
 
 
 class TupleBlock(nn.Module):
@@ -317,3 +318,29 @@ def test_results_may_be_written_to() -> None:
         task()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_gradients_of_stacked_experts_are_left_too(compute: torch.dtype | None) -> None:
+    """Over two micro-batches, which share the experts' copies in bf16."""
+    model, batch, layers = build_family("mixtral", 4)
+    alone = copy.deepcopy(model)
+    for one in (model, alone):
+        narrow_experts(one)
+    deferral = Deferral()
+    blocks = [model.get_submodule(path) for layer in layers if layer.role is Role.BLOCK for path in layer.modules]
+    for block in blocks:
+        defer_weights(block, deferral)
+    experts = [name for name, one in model.named_parameters() if one.dim() == 3]
+    assert experts
+    for one in (model, alone):
+        with holding_copies(compute, CPU):
+            for start in (0, 2):
+                with compute_context(compute, CPU):
+                    loss = loss_of(call_model(one, slice_batch(batch, start, start + 2)), None, None)
+                loss.backward()
+            assert one is alone or all(model.get_parameter(name).grad is None for name in experts)
+            for task in deferral.take():
+                task()
+    for name, one in model.named_parameters():
+        torch.testing.assert_close(one.grad, alone.get_parameter(name).grad, rtol=1e-5, atol=1e-6)

@@ -1,8 +1,9 @@
 """Backward in two passes: matmuls and convolutions give the gradient of their input at once, that of weights later.
 
-What a layer multiplies with a parameter of its own runs through functions whose backward keeps what the parameter's
-gradient is made from (Qi et al. 2023, section 2.1). The gradients of all else (norms, biases, embeddings, parameters
-that are changed before they are used) are made in the first pass.
+What a layer multiplies with a parameter of its own, or with one that is cast or transposed, runs through functions
+whose backward keeps what the parameter's gradient is made from (Qi et al. 2023, section 2.1); so do the experts of a
+mixture. The gradients of all else (norms, biases, embeddings, parameters that are changed before they are used) are
+made in the first pass.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import grad
 from torch.overrides import TorchFunctionMode
 
-from galvatron_lite.parallelism.precision import autocast_dtype
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor
 
 Later = Callable[[], None]
@@ -68,9 +69,7 @@ class _Deferring(TorchFunctionMode):
         kwargs = kwargs or {}
         product = _PRODUCTS.get(func)
         operands = None if product is None else product.operands(args, kwargs)
-        weight = None if operands is None else operands.weight
-        trained = isinstance(weight, nn.Parameter) and _is_plain(weight) and weight.requires_grad
-        if product is None or operands is None or not trained:
+        if product is None or operands is None or not _is_trained(operands.weight):
             return func(*args, **kwargs)
         if isinstance(operands.input, ShardedTensor):
             with self:  # the product of this rank's tokens, which the tensor's rules call, comes here again
@@ -79,7 +78,23 @@ class _Deferring(TorchFunctionMode):
         if not plain or operands.input is operands.weight:
             return func(*args, **kwargs)
         tensors = operands.input, operands.weight, operands.bias
-        return _Product.apply(*tensors, operands.options, product, self._deferral)  # type: ignore[no-untyped-call]
+        edge, options = get_gradient_edge(operands.weight), operands.options
+        weight = _WeightGradient(product, edge, operands.weight.shape, operands.weight.dtype, options)
+        return _Product.apply(*tensors, weight, self._deferral)  # type: ignore[no-untyped-call]
+
+
+def _is_trained(weight: Tensor) -> bool:
+    """Whether a weight is a parameter, or a copy of one whose gradient autograd can pass on in a pass of its own."""
+    if not _is_plain(weight) or not weight.requires_grad:
+        return False
+    node = weight.grad_fn
+    while node is not None and type(node).__name__ in _PASSING:
+        node = node.next_functions[0][0]
+    return isinstance(weight, nn.Parameter) or type(node).__name__ == "AccumulateGrad"
+
+
+_PASSING = frozenset({"ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "TBackward0"})
+"""Steps from a parameter to a weight that keep no tensors, so that several passes can go through them."""
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -95,13 +110,15 @@ class Operands:
     input: Tensor
     weight: Tensor
     bias: Tensor | None = None
-    options: tuple[Any, ...] = ()  # of a convolution: stride, padding, dilation, groups
+    # of a convolution: stride, padding, dilation, groups; of a product of groups: where each ends
+    options: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Matmul:
     """``input @ weight``, or with the weight's transpose (``linear``); batched where the weight is."""
 
+    autocasts: ClassVar = True
     signature: tuple[str, ...] = ("input", "weight")  # its arguments in order
     transposed: bool = False  # whether the weight is [outputs, inputs]
 
@@ -125,9 +142,8 @@ class _Matmul:
     def input_gradient(self, operands: Operands, gradient: Tensor) -> Tensor:
         return gradient @ (operands.weight if self.transposed else operands.weight.transpose(-1, -2))
 
-    def weight_gradient(self, operands: Operands, gradient: Tensor) -> Tensor:
-        value = operands.input
-        if operands.weight.dim() == 2:
+    def weight_gradient(self, value: Tensor, gradient: Tensor, shape: torch.Size, _: tuple[Any, ...]) -> Tensor:
+        if len(shape) == 2:
             value, gradient = value.flatten(0, -2), gradient.flatten(0, -2)
         left, right = (gradient, value) if self.transposed else (value, gradient)
         return left.transpose(-1, -2) @ right
@@ -137,7 +153,41 @@ class _Matmul:
 
 
 @dataclass(frozen=True, slots=True)
+class _GroupedMatmul:
+    """``input [rows, inner] @ weight [groups, inner, outputs]``: each group of rows by a weight of its own."""
+
+    autocasts: ClassVar = False
+
+    def operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        """None where it is called in a way that is left alone."""
+        names = ("input", "weight", "offs", "bias", "out_dtype")
+        named: dict[str, Any] = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
+        value, weight, ends = named["input"], named["weight"], named["offs"]
+        plain = set(named) == set(names) and named["bias"] is None and named["out_dtype"] is None
+        if not plain or ends is None or (value.dim(), weight.dim()) != (2, 3):
+            return None
+        # of a transposed weight the gradient is made transposed too, in the parameter's layout
+        return Operands(value, weight, None, (ends, weight.stride(-2) == 1))
+
+    def forward(self, operands: Operands) -> Tensor:
+        return nn.functional.grouped_mm(operands.input, operands.weight, offs=operands.options[0])
+
+    def input_gradient(self, operands: Operands, gradient: Tensor) -> Tensor:
+        return nn.functional.grouped_mm(gradient, operands.weight.transpose(-2, -1), offs=operands.options[0])
+
+    def weight_gradient(self, value: Tensor, gradient: Tensor, _: torch.Size, options: tuple[Any, ...]) -> Tensor:
+        ends, transposed = options
+        left, right = (gradient, value) if transposed else (value, gradient)
+        made = nn.functional.grouped_mm(left.transpose(-2, -1), right, offs=ends)
+        return made.transpose(-2, -1) if transposed else made
+
+    def bias_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
 class _Convolution:
+    autocasts: ClassVar = True
     dims: int  # depth, height and width of its input, or fewer
 
     def operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
@@ -156,21 +206,40 @@ class _Convolution:
         convolve: Callable[..., Tensor] = getattr(grad, f"conv{self.dims}d_input")
         return convolve(operands.input.shape, operands.weight, gradient, *operands.options)
 
-    def weight_gradient(self, operands: Operands, gradient: Tensor) -> Tensor:
+    def weight_gradient(self, value: Tensor, gradient: Tensor, shape: torch.Size, options: tuple[Any, ...]) -> Tensor:
         convolve: Callable[..., Tensor] = getattr(grad, f"conv{self.dims}d_weight")
-        return convolve(operands.input, operands.weight.shape, gradient, *operands.options)
+        return convolve(value, shape, gradient, *options)
 
     def bias_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         return gradient.sum([dim for dim in range(gradient.dim()) if dim != 1], dtype=dtype)
 
 
+_Kernels: TypeAlias = _Matmul | _GroupedMatmul | _Convolution
 _MATMULS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__)
-_PRODUCTS: dict[Callable[..., Any], _Matmul | _Convolution] = {
+_PRODUCTS: dict[Callable[..., Any], _Kernels] = {
     nn.functional.linear: _Matmul(("input", "weight", "bias"), transposed=True),
     **dict.fromkeys(_MATMULS, _Matmul()),
     torch.addmm: _Matmul(("bias", "input", "weight")),
+    torch._grouped_mm: _GroupedMatmul(),  # private: what the public ``grouped_mm`` and older code call
     **{getattr(torch, f"conv{dims}d"): _Convolution(dims) for dims in (1, 2, 3)},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightGradient:
+    """Where the gradient of a product's weight comes from and goes to, without the weight's data."""
+
+    product: _Kernels
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    options: tuple[Any, ...]
+
+    def make(self, value: Tensor, gradient: Tensor) -> None:
+        """Make it as backward would: hooks behind it run."""
+        with torch.no_grad():
+            made = self.product.weight_gradient(value, gradient, self.shape, self.options).to(self.dtype)
+        torch.autograd.backward(self.edge, made)
 
 
 class _Product(torch.autograd.Function):
@@ -178,33 +247,27 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...],
-        product: _Matmul | _Convolution, deferral: Deferral,
-    ) -> Tensor:  # fmt: skip
-        ctx.options, ctx.product, ctx.deferral, ctx.dtype = options, product, deferral, value.dtype
+        ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, later: _WeightGradient, deferral: Deferral
+    ) -> Tensor:
+        ctx.later, ctx.deferral, ctx.dtype = later, deferral, value.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if (dtype := autocast_dtype(value)) is not None:
-            value = value.to(dtype)
-        # the parameter itself: what recomputation saves is cut off from it
-        ctx.weight = weight
-        ctx.save_for_backward(value)
-        result = product.forward(Operands(value, weight, bias, options))
+        device = value.device.type
+        if torch.is_autocast_enabled(device) and later.product.autocasts:
+            value = value.to(torch.get_autocast_dtype(device))
+        # the parameter itself, as what recomputation saves is cut off from it; a copy of it is computed again
+        ctx.parameter = weight if isinstance(weight, nn.Parameter) else None
+        ctx.save_for_backward(value, None if isinstance(weight, nn.Parameter) else weight)
+        result = later.product.forward(Operands(value, weight, bias, later.options))
         # a view made in here could not be written to by the layer's code
         return result if result._base is None else result.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (value,), weight = ctx.saved_tensors, ctx.weight
-        product, needs = ctx.product, ctx.needs_input_grad
-        operands = Operands(value, weight.detach().to(gradient.dtype), None, ctx.options)
+        value, copied = ctx.saved_tensors
+        weight = ctx.parameter.detach() if copied is None else copied
+        product, needs = ctx.later.product, ctx.needs_input_grad
+        operands = Operands(value, weight.to(gradient.dtype), None, ctx.later.options)
         first = product.input_gradient(operands, gradient).to(ctx.dtype) if needs[0] else None
         bias = product.bias_gradient(gradient, ctx.bias_dtype) if needs[2] else None
-
-        def later() -> None:
-            """As backward would: hooks behind it run."""
-            with torch.no_grad():
-                made = product.weight_gradient(Operands(value, weight, None, ctx.options), gradient).to(weight.dtype)
-            torch.autograd.backward(weight, made)
-
-        ctx.deferral.add(later)
-        return first, None, bias, None, None, None
+        ctx.deferral.add(functools.partial(ctx.later.make, value, gradient))
+        return first, None, bias, None, None

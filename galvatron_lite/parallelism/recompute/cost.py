@@ -8,8 +8,7 @@ Communication inside what runs again runs again too:
 - selective that runs matmuls with weights again (torchtitan's per-operator policy, whose list of what is kept holds
   reduce-scatters): gathers of their inputs, and the ring (or Ulysses' all-to-alls) where the core is not kept.
 - selective that runs all but matmuls and attention again (PyTorch's per-operator policy): all of forward's but the
-  ring, whose kernel is kept, and the sums that end regions of tensor parallelism (``recompute.sums``). Sums of sliced
-  experts run again.
+  ring, whose kernel is kept, and the sums that end regions of tensor parallelism (``recompute.sums``).
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _selective(kind: LayerKind) -> Callable[[Communication], Whole]:
         return lambda one: one.count * (core if one.cause in around else one.collective is Collective.ALL_GATHER)
     if core:
         return lambda one: one.count * _is_ring(one)
-    rows = regions(kind)[1] - int(kind.expert_parameters > 0)
+    rows = regions(kind)[1]
     return lambda one: largest(one.count - rows, 0) if _is_sum(one) else one.count * (not _is_ring(one))
 
 
