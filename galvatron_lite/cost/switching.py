@@ -13,8 +13,8 @@ ranks one way, the shards of ZeRO the other, each an even part. With
 
 Levels are taken one after the other, which is an upper bound of moving over all at once. Experts count as layers do
 whose matmuls are split; buffers are left out. Where ZeRO-1 keeps masters of shards, those move, and are gathered in the
-precision of compute. Where only recomputation or the schedule changes nothing moves, and where
-only the batch changes nothing is done at all.
+precision of compute. Where only recomputation or the schedule changes nothing moves, and where only the batch changes
+nothing is done at all.
 """
 
 from __future__ import annotations
@@ -96,90 +96,6 @@ def switch_cost(profile: Profile, before: Plan, after: Plan) -> SwitchCost:
         if cast and part.after.keeps_masters:
             gathered = boxes_of(part.after, True), boxes_of(part.after, False)
             _move(cluster, part, ranks, gathered, cast, received, given, held)
-    seconds = FIXED + LAYER * layers + sum over levels l of (a(l) + max over m of B(l, m) / (b(l) e(l))) + 2 max C / w
-
-Levels are taken one after the other, which is an upper bound of moving over all at once. Experts count as layers do
-whose matmuls are split; buffers are left out. Where ZeRO-1 keeps masters of shards, those move, and are gathered in the
-precision of compute. Where only recomputation or the schedule changes nothing moves, and where
-only the batch changes nothing is done at all.
-"""
-
-from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-import numpy as np
-
-from galvatron_lite.arrays import FloatArray, IntArray
-from galvatron_lite.cluster.cluster import Cluster
-from galvatron_lite.cost.step import strategies_of
-from galvatron_lite.parallelism.axes import ALONE, RankLine
-from galvatron_lite.parallelism.lines import lines_of
-from galvatron_lite.parallelism.pipeline.schedule import group_of
-from galvatron_lite.parallelism.strategy import Strategy
-from galvatron_lite.plans.phases import SwitchCost, same_split
-from galvatron_lite.plans.schema import Plan
-from galvatron_lite.profiler.schema import Profile
-from galvatron_lite.units import ITEM_BYTES
-
-FIXED = 0.25
-"""Estimated seconds of a switch whatever moves: agreeing, process groups, checking what arrived."""
-LAYER = 0.01
-"""Estimated seconds of splitting one layer's modules anew, and of its hooks."""
-_ROWS = 512
-"""Devices that are looked at together, so that arrays stay small."""
-
-
-def boxes_of(strategy: Strategy, sharded: bool) -> tuple[FloatArray, FloatArray]:
-    """Which rectangle of a layer each device of a stage holds: (n, 2) interval among the slices, and among the shards
-    of states, of what is ``sharded`` as these are."""
-    lines, place = lines_of(strategy), np.arange(strategy.devices)
-    return _intervals(lines.weights, place), _intervals(lines.states.shards if sharded else ALONE, place)
-
-
-def _intervals(line: RankLine, place: IntArray) -> FloatArray:
-    index = line.index(place) + np.zeros_like(place)
-    return np.stack([index / line.size, (index + 1) / line.size], axis=1)
-
-
-@dataclass(frozen=True, slots=True)
-class MovedLayers:
-    """Layers that go from one strategy to another, and what of them."""
-
-    before: Strategy  # before, after: strategies
-    after: Strategy
-    old: int  # old, new: first rank of the groups of devices
-    new: int
-    items: float  # parameters whose slices tensor ranks share
-    whole: float  # parameters that every tensor rank holds
-
-
-def switch_cost(profile: Profile, before: Plan, after: Plan) -> SwitchCost:
-    """What it costs to go on with ``after`` where a model is split for ``before``.
-
-    Args:
-        profile: of the model and the cluster, with the bytes of an optimizer state.
-        before, after: plans of the same model and devices, in stages.
-
-    Raises:
-        InputError: a plan whose layers are not the profile's.
-    """
-    if same_split(before, after):
-        return SwitchCost()
-    cluster, device = profile.cluster, profile.cluster.device
-    received, given = (np.zeros((len(cluster.levels), after.devices)) for _ in range(2))
-    held = np.zeros(after.devices)
-    parameter, cast = ITEM_BYTES[profile.parameter_precision], profile.copied_bytes
-    for part in _parts(profile, before, after):
-        old, new = (share_of(strategy, cast > 0) for strategy in (part.before, part.after))
-        former, ranks = part.old + np.arange(part.before.devices), part.new + np.arange(part.after.devices)
-        for states, width in ((False, parameter), (True, profile.optimizer.state_bytes)):
-            _move(cluster, part, former, (old.boxes(states), new.boxes(states)), width, received, given, held)
-        if cast and keeps_masters(part.after):
-            gathered = replace(new, sharded=False).boxes(states=False)
-            _move(cluster, part, ranks, (new.boxes(states=True), gathered), cast, received, given, held)
     seconds = FIXED + LAYER * len(profile.graph.layers) + 2 * float(held.max()) / device.memory_bandwidth
     seconds += sum(_level_seconds(cluster, place, received[place], given[place]) for place in range(len(received)))
     got = received.sum(axis=0)

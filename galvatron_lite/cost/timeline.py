@@ -28,7 +28,7 @@ from galvatron_lite.cost.step import (
 )
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.pipeline.schedule import Action, Pass, ScheduleConfig, group_of, stage_at
-from galvatron_lite.parallelism.pipeline.table import whole_step
+from galvatron_lite.parallelism.pipeline.table import step_work
 from galvatron_lite.parallelism.pipeline.times import StageTimes
 from galvatron_lite.plans.schema import MemoryBreakdown, Plan
 from galvatron_lite.profiler.schema import Profile
@@ -196,7 +196,7 @@ def _worked(profile: Profile, shape: Shape, costs: Sequence[StageCost]) -> list[
     """What every group does, and when, in the seconds that the plan is priced by."""
     course = course_of(shape)
     if shape.schedule.splits_backward:
-        groups = whole_step(order_of(profile, costs), course)
+        groups = step_work(order_of(profile, costs), course)
         return [
             [
                 (action, stage_at(course.schedule, course.groups, number, action.chunk), start)

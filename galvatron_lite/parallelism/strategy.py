@@ -109,9 +109,9 @@ class Degrees(Generic[N, B]):
 
     @property
     def keeps_masters(self) -> B:
-        """Whether weights are whole in the precision of compute, where that is narrower than the masters of the shards."""
-        once: B = (self.zero_stage == 1) & (self.state_shards > 1) & opposite(self.offloads_states)  # type: ignore[assignment]
-        return once
+        """Whether weights are whole in the precision of compute, where that is narrower than their masters."""
+        keeps: B = (self.zero_stage == 1) & (self.state_shards > 1) & opposite(self.offloads_states)
+        return keeps
 
     @property
     def weight_slices(self) -> N:

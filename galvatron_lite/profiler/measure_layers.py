@@ -30,7 +30,7 @@ from galvatron_lite.parallelism.sharded.groups import AxisGroup, ShapeOnlyAxisGr
 from galvatron_lite.parallelism.sharded.tensor import from_local, image_specs, to_local
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.apply import bind_modules
-from galvatron_lite.parallelism.spatial.grids import Grid, laid_on, sensible_grids, splits_pixels
+from galvatron_lite.parallelism.spatial.grids import Grid, layout_on, sensible_grids, splits_pixels
 from galvatron_lite.parallelism.spatial.rules import PIXELS_RULES
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ShapeOnlyGroup
@@ -57,7 +57,7 @@ def measured_grids(kind: LayerKind) -> tuple[Grid, ...]:
 
 def share_on(kind: LayerKind, grid: Grid) -> float:
     """Samples that the first device of a grid works on, of one sample."""
-    return float(laid_on(kind, grid).share)
+    return float(layout_on(kind, grid).share)
 
 
 def cut_pictures(value: Any, kind: LayerKind, grid: Grid, rank: int = 0) -> Any:

@@ -28,7 +28,7 @@ from galvatron_lite.parallelism.precision import compute_context
 from galvatron_lite.parallelism.rng.modules import Draws, find_sites
 from galvatron_lite.parallelism.sharded.tensor import to_local
 from galvatron_lite.parallelism.spatial.apply import leaving
-from galvatron_lite.parallelism.vocabulary.logits import whole_logits
+from galvatron_lite.parallelism.vocabulary.logits import full_logits
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.layout import WHOLE, AxisSplit
 from galvatron_lite.runtime.assignment import glue_of
@@ -200,7 +200,7 @@ def _gathered(runtime: StageRuntime, tensor: Tensor, factor: Tensor | None) -> T
     if piece is not None:
         full = AxisSplit(piece.split.devices, (WHOLE,) * len(piece.shape))
         return traffic.mover(piece.tensor, piece.split, full, piece.shape)
-    plain = to_local(whole_logits(tensor))
+    plain = to_local(full_logits(tensor))
     if plain.is_floating_point() and plain.numel() == 1:
         plain = weighted(plain, factor)
     if group is None or not plain.is_floating_point():

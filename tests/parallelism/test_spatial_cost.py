@@ -25,7 +25,7 @@ from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.spatial.cost import SpatialDimension, samples_of
 from galvatron_lite.parallelism.spatial.grids import (
     borrowed,
-    laid_on,
+    layout_on,
     sensible_grids,
     splits_pixels,
     window_along,
@@ -241,7 +241,7 @@ def test_the_largest_share_decides(extent: int, degree: int, most: int) -> None:
     shape = (CHANNELS, CHANNELS, 1, 4, extent, 1, 1, 1, 1)
     kind = stack(replace(convolved("a", 1), shape=shape))
     kind = replace(kind, dims=replace(kind.dims, height=4, width=extent))
-    assert laid_on(kind, (1, 1, degree)).share == most / extent
+    assert layout_on(kind, (1, 1, degree)).share == most / extent
     point = LayerPoint("block", 1, 1, False, Recompute.NONE, 1e-3, 2e-3, 10**6, 10**6, 10**6)
     profile = make_profile(make_graph([kind], ["block"]), [point], make_cluster(degree))
     cost = LayerPricer(profile).price("block", Strategy(width=degree), 4, 1)
@@ -260,7 +260,7 @@ def test_volumes_are_cut_along_three_sides() -> None:
     assert (planes.size, planes.group) == (item * 16 * 16, RankGroup(2, 4, 4))
     assert (rows.size, rows.group) == (item * 17 * 16, RankGroup(2, 2, 4))
     assert (columns.size, columns.group) == (item * 17 * 17, RankGroup(2, 1, 4))
-    assert laid_on(kind, (2, 2, 2)).share == 1 / 8
+    assert layout_on(kind, (2, 2, 2)).share == 1 / 8
 
 
 def test_shares_of_what_is_no_picture_have_no_price() -> None:

@@ -28,7 +28,7 @@ from galvatron_lite.parallelism.tensor.cost import ASYNC
 from galvatron_lite.parallelism.tensor.group import ProcessTensorGroup, ShapeOnlyGroup
 from galvatron_lite.parallelism.tensor.infer import infer_block, infer_edge
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
-from galvatron_lite.parallelism.vocabulary.logits import whole_logits
+from galvatron_lite.parallelism.vocabulary.logits import full_logits
 from tests.factories import make_kind
 from tests.parallelism.running import gather_full
 from tests.parallelism.tensor_blocks import CASES, HIDDEN, TOKENS, make_case, split_and_compare
@@ -198,7 +198,7 @@ def test_edges_equal_whole(tied: bool, padding: int | None, degree: int) -> None
     def losses(split: Model) -> Tensor:
         output = split(ids)
         output.logsumexp(-1).square().sum().backward()
-        return whole_logits(output.detach())
+        return full_logits(output.detach())
 
     def work(group: ThreadGroup) -> dict[str, Tensor]:
         split = copy.deepcopy(model)

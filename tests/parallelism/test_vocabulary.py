@@ -15,7 +15,7 @@ from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.infer import infer_edge
-from galvatron_lite.parallelism.vocabulary.logits import FIGURES, is_shared, shared_logits, whole_logits
+from galvatron_lite.parallelism.vocabulary.logits import FIGURES, full_logits, is_shared, shared_logits
 from tests.parallelism.running import gather_full
 from tests.parallelism.thread_group import ThreadGroup, run_threads
 
@@ -204,7 +204,7 @@ def test_code_sees_whole_logits() -> None:
         )
         torch.testing.assert_close((shares + 1)[:, :3].tolist(), (logits + 1)[:, :3].tolist())
         assert shares.view(VOCAB, 2).shape == (VOCAB, 2)
-        assert not is_shared(whole_logits(shares))
+        assert not is_shared(full_logits(shares))
         with pytest.raises(InputError, match=r"--fix LAYER\.tensor=1"):
             shares[:, 0] = 0
         with pytest.raises(IndexError):

@@ -41,7 +41,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     unwrap,
 )
 from galvatron_lite.parallelism.spatial import norms, pooling, resizing
-from galvatron_lite.parallelism.tensor.apply import Shards, slice_parameter
+from galvatron_lite.parallelism.tensor.apply import Shards, shards_by_name, slice_parameter
 from galvatron_lite.parallelism.tensor.functions import reduce_from_group
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement
 
@@ -76,14 +76,14 @@ def filters_rules(witness: Witness = lambda _call, _met: None) -> Rules:
     """
     table: dict[str, Handler] = {}
     rules = Rules(table, _on_full, ("filters",))
-    inner = Rules(HANDLERS, lambda _call: _GIVEN_UP, ("filters",))
+    inner = Rules(HANDLERS, lambda _call: _NO_RULE, ("filters",))
     table |= {name: _complete(handler, inner, witness) for name, handler in HANDLERS.items()}
     table |= metadata.METADATA
     table |= {name: _joined(table[name]) for name in shapes.JOINS.split()}
     return rules
 
 
-_GIVEN_UP = object()
+_NO_RULE = object()
 
 
 def _on_full(call: Call) -> Any:
@@ -104,20 +104,30 @@ def _joined(handler: Handler) -> Handler:
 def _complete(handler: Handler, inner: Rules, witness: Witness) -> Handler:
     def handle(call: Call) -> Any:
         full = [one for one in tensors_of((call.args, call.kwargs)) if not isinstance(one, ShardedTensor)]
-        if full and _needs_full(call, full):
-            return _written(call, _call_full(call))
-        return _on_shards(handler, inner, call, full, witness)
+        first = next(sharded_tensors((call.args, call.kwargs)))
+        dims, (spec, *_) = len(global_shape(first)), first.specs
+        images = [one for one in full if is_image(one, dims)]
+        if call.name != "__setitem__" and any(one.shape[spec.dim] > 1 for one in images):
+            return _written(call, _call_full(call))  # a full image with all channels is among the arguments
+
+        def entered(tensor: Tensor) -> Tensor:
+            enters = not isinstance(tensor, ShardedTensor) and is_image(tensor, dims)
+            return enter(tensor, [spec.group]) if enters else tensor
+
+        def left(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, ShardedTensor):
+                tensor.rules = call.rules
+                return tensor
+            return leave(tensor, [spec.group]) if tensor.requires_grad else tensor
+
+        args, kwargs = map_tensors((call.args, call.kwargs), entered) if images else call[2:4]
+        result = handler(call._replace(args=args, kwargs=kwargs, rules=inner))
+        if result is _NO_RULE:
+            return call.rules.otherwise(call)
+        witness(call, [one for one in full if not is_image(one, dims)])
+        return map_tensors(result, left)
 
     return handle
-
-
-def _needs_full(call: Call, full: list[Tensor]) -> bool:
-    """Whether a full image with all channels is among the arguments, and the result may be full, too."""
-    if call.name == "__setitem__":
-        return False
-    first = next(sharded_tensors((call.args, call.kwargs)))
-    dims, spec = len(global_shape(first)), first.specs[0]
-    return any(is_image(one, dims) and one.shape[spec.dim] > 1 for one in full)
 
 
 def _written(call: Call, result: Tensor) -> Tensor:
@@ -129,28 +139,6 @@ def _written(call: Call, result: Tensor) -> Tensor:
         with locals_only():
             shards.copy_(part)
     return result
-
-
-def _on_shards(handler: Handler, inner: Rules, call: Call, full: list[Tensor], witness: Witness) -> Any:
-    first = next(sharded_tensors((call.args, call.kwargs)))
-    dims, groups = len(global_shape(first)), [first.specs[0].group]
-
-    def entered(tensor: Tensor) -> Tensor:
-        enters = not isinstance(tensor, ShardedTensor) and is_image(tensor, dims)
-        return enter(tensor, groups) if enters else tensor
-
-    def left(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, ShardedTensor):
-            tensor.rules = call.rules
-            return tensor
-        return leave(tensor, groups) if tensor.requires_grad else tensor
-
-    args, kwargs = (map_tensors(call.args, entered), map_tensors(call.kwargs, entered)) if full else call[2:4]
-    result = handler(call._replace(args=args, kwargs=kwargs, rules=inner))
-    if result is _GIVEN_UP:
-        return call.rules.otherwise(call)
-    witness(call, [one for one in full if not is_image(one, dims)])
-    return map_tensors(result, left)
 
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -201,16 +189,8 @@ def shard_channels(layer: nn.Module, plan: ChannelPlan, group: AxisGroup) -> dic
             shards |= split_module(weighted, part, sharing)
         # code outside, checkpointing too, sees plain tensors
         layer.forward = partial(_forward, layer.forward, sharing, plan.inputs)
-    return {
-        name: shards.get(id(parameter)) or _full_parameter(parameter, name, plan, group)
-        for name, parameter in layer.named_parameters(remove_duplicate=False)
-    }
-
-
-def _full_parameter(parameter: nn.Parameter, name: str, plan: ChannelPlan, group: AxisGroup) -> ParameterShard:
-    is_partial = group.size > 1 and (plan.by == "channels" or name in plan.partial)
-    placement = Placement.PARTIAL if is_partial else Placement.REPLICATED
-    return ParameterShard(placement, tuple(parameter.shape), group.size, group.rank)
+    parameters = layer.named_parameters(remove_duplicate=False)
+    return shards_by_name(parameters, shards, group, lambda name: plan.by == "channels" or name in plan.partial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,66 +341,45 @@ def split_module(module: Weighted, part: OperatorPart, sharing: ChannelSharing) 
         How its parameters lie in the global ones, by their identity.
     """
     channels, group = _channels_of(module), sharing.group
-    dim, extent = _sliced_dim(channels, part)
+    match part:
+        case OperatorPart.FILTERS:
+            dim, extent = channels.output_dim, channels.outputs
+        case OperatorPart.CHANNELS | OperatorPart.SCATTERED:
+            dim, extent = channels.input_dim, channels.inputs
+        case OperatorPart.SHARED:
+            dim, extent = 0, (channels.inputs, channels.outputs)[channels.output_dim == 0]
+        case _:
+            raise InputError("part", part, "Split outputs, inputs, or groups.")
     shards: Shards = {}
     slice_parameter(module.weight, dim, (extent,), group, shards)
     if module.bias is not None:
         summed = part is OperatorPart.CHANNELS
         placement = Placement.REPLICATED if summed else Placement.PARTIAL
         shards[id(module.bias)] = ParameterShard(placement, tuple(module.bias.shape), group.size, group.rank)
-    module.forward = partial(_FORWARDS[part], module, channels, sharing)  # type: ignore[method-assign]
+    module.forward = partial(_run_split, module, part, channels, sharing)  # type: ignore[method-assign]
     return shards
 
 
-def _sliced_dim(channels: ModuleChannels, part: OperatorPart) -> tuple[int, int]:
-    """Dim of the weight that is sliced, and its extent."""
-    match part:
-        case OperatorPart.FILTERS:
-            return channels.output_dim, channels.outputs
-        case OperatorPart.CHANNELS | OperatorPart.SCATTERED:
-            return channels.input_dim, channels.inputs
-        case OperatorPart.SHARED:
-            return 0, (channels.inputs, channels.outputs)[channels.output_dim == 0]
-    raise InputError("part", part, "Split outputs, inputs, or groups.")
-
-
-def _run_filters(module: Weighted, channels: ModuleChannels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
-    entered = enter(sharing.full(tensor), (sharing.group,))
-    spec = ShardSpec(channel_dim(module, entered), channels.outputs, sharing.group)
-    return from_local(_run(module, entered, _local_bias(module, spec), 1), (spec,), sharing.rules)
-
-
-def _run_channels(module: Weighted, _: ModuleChannels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
-    local = sharing.local(tensor, channel_dim(module, tensor))
-    summed = reduce_from_group(_run(module, local, None, 1), sharing.group)
-    return _with_bias(module, summed, module.bias)
-
-
-def _run_scattered(module: Weighted, channels: ModuleChannels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
+def _run_split(
+    module: Weighted, part: OperatorPart, channels: ModuleChannels, sharing: ChannelSharing, tensor: Tensor
+) -> Tensor:
+    """What a split module does; a bias joins what is a complete sum."""
     dim = channel_dim(module, tensor)
     spec = ShardSpec(dim, channels.outputs, sharing.group)
-    sums = scatter_sum(_run(module, sharing.local(tensor, dim), None, 1), spec)
-    return from_local(_with_bias(module, sums, _local_bias(module, spec)), (spec,), sharing.rules)
-
-
-def _run_groups(module: Weighted, channels: ModuleChannels, sharing: ChannelSharing, tensor: Tensor) -> Tensor:
-    dim = channel_dim(module, tensor)
-    local = sharing.local(tensor, dim)
-    spec = ShardSpec(dim, channels.outputs, sharing.group)
-    groups = channels.groups * local.shape[dim] // channels.inputs
-    return from_local(_run(module, local, _local_bias(module, spec), groups), (spec,), sharing.rules)
-
-
-_FORWARDS: dict[OperatorPart, Callable[[Weighted, ModuleChannels, ChannelSharing, Tensor], Tensor]] = {
-    OperatorPart.FILTERS: _run_filters,
-    OperatorPart.CHANNELS: _run_channels,
-    OperatorPart.SCATTERED: _run_scattered,
-    OperatorPart.SHARED: _run_groups,
-}
-
-
-def _local_bias(module: Weighted, spec: ShardSpec) -> Tensor | None:
-    return None if module.bias is None else module.bias.narrow(0, spec.start, spec.length)
+    if part is OperatorPart.FILTERS:
+        local = enter(sharing.full(tensor), (sharing.group,))
+    else:
+        local = sharing.local(tensor, dim)
+    if part is OperatorPart.CHANNELS:
+        summed = reduce_from_group(_run(module, local, None, 1), sharing.group)
+        return _with_bias(module, summed, module.bias)
+    bias = None if module.bias is None else module.bias.narrow(0, spec.start, spec.length)
+    if part is OperatorPart.SCATTERED:
+        output = _with_bias(module, scatter_sum(_run(module, local, None, 1), spec), bias)
+    else:
+        groups = channels.groups * local.shape[dim] // channels.inputs if part is OperatorPart.SHARED else 1
+        output = _run(module, local, bias, groups)
+    return from_local(output, (spec,), sharing.rules)
 
 
 def _with_bias(module: Weighted, output: Tensor, bias: Tensor | None) -> Tensor:
@@ -440,16 +399,6 @@ def _run(module: Weighted, tensor: Tensor, bias: Tensor | None, groups: int) -> 
         return function(tensor, module.weight, bias, *sides, groups, module.dilation)
     padding = module.padding
     if module.padding_mode != "zeros":
-        tensor, padding = functional.pad(tensor, _pads(module), module.padding_mode), "valid"
+        pads = module._reversed_padding_repeated_twice  # as ``functional.pad`` takes it
+        tensor, padding = functional.pad(tensor, pads, module.padding_mode), "valid"
     return function(tensor, module.weight, bias, module.stride, padding, module.dilation, groups)
-
-
-def _pads(module: Convolution) -> list[int]:
-    """Padding as ``functional.pad`` takes it: before and after, the last side first."""
-    if isinstance(module.padding, str):
-        sides = zip(module.dilation, module.kernel_size, strict=True)
-        totals = [d * (k - 1) if module.padding == "same" else 0 for d, k in sides]
-        pairs = [(total // 2, total - total // 2) for total in totals]
-    else:
-        pairs = [(side, side) for side in module.padding]
-    return [amount for pair in reversed(pairs) for amount in pair]

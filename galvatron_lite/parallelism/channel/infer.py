@@ -72,8 +72,7 @@ def infer_channels(
             leaves has no channels to share.
     """
     with torch.device("meta"), torch.inference_mode(False), torch.enable_grad():
-        run = _Run(meta_copy(layer), by, ShapeOnlyAxisGroup(degree))
-        return run.plan(args, kwargs)
+        return _Run(meta_copy(layer), by, ShapeOnlyAxisGroup(degree)).plan(args, kwargs)
 
 
 @dataclass(slots=True)
@@ -93,7 +92,12 @@ class _Run:
         for path, module in list(self.twin.named_modules()):
             if is_weighted(module):
                 module.forward = partial(self.first, path, module, sharing)
-        leaves = map_tensors((tuple(args), dict(kwargs)), _leaf)
+
+        def leaf(tensor: Tensor) -> Tensor:
+            copied = torch.empty_like(tensor, device="meta")
+            return copied.requires_grad_(copied.is_floating_point())
+
+        leaves = map_tensors((tuple(args), dict(kwargs)), leaf)
         self.entered = {id(one) for one in tensors_of(leaves) if one.requires_grad}
         # the layer may write to its arguments, but not to leaves
         full = map_tensors(leaves, torch.clone)
@@ -134,11 +138,6 @@ class _Run:
                     remedy = "Share the channels of this layer in another way, or keep it whole."
                     raise InputError(f"{call.name} of shares and a whole tensor of", tuple(tensor.shape), remedy)
                 self.met[id(leaf)] = leaf
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    twin = torch.empty_like(tensor, device="meta")
-    return twin.requires_grad_(twin.is_floating_point())
 
 
 def _extents(value: Any) -> tuple[int, ...]:

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn.functional import scaled_dot_product_attention
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.context.ring import Ring, ring_attention
-from galvatron_lite.parallelism.sharded.calls import input_first, on_full, same_group
-from galvatron_lite.parallelism.sharded.collectives import full_tensor, local_part
-from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, pieces_of, take_pieces
+from galvatron_lite.parallelism.precision import autocast_dtype
+from galvatron_lite.parallelism.sharded.calls import ATTENTION, named_arguments, on_full, same_group
+from galvatron_lite.parallelism.sharded.collectives import full_tensor, linear_map, local_part
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, take_pieces
 from galvatron_lite.parallelism.sharded.tensor import (
     Call,
     Handler,
@@ -34,15 +35,14 @@ from galvatron_lite.parallelism.shares import Range
 
 HEADS, TOKENS = 1, 2
 """Dims of queries, keys and values (samples, heads, tokens, items)."""
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+_OPERANDS = ("query", "key", "value")
 _SEEDS = 2**31
 
-Way = Callable[[dict[str, Any], ShardSpec, ShardSpec], Tensor]
+AttentionExchange = Callable[[dict[str, Any], ShardSpec, ShardSpec], Tensor]
 """Attention of shares, from the arguments and the cuts of queries and keys."""
 
 
-def attention(exchange: Way) -> Handler:
+def attention(exchange: AttentionExchange) -> Handler:
     """A handler of attention that brings queries, keys and values together in some way.
 
     Where the keys are whole, or the mask takes a gradient (learnt biases), every rank works on its own queries with all
@@ -50,7 +50,7 @@ def attention(exchange: Way) -> Handler:
     """
 
     def handler(call: Call) -> Any:
-        arguments = {**_DEFAULTS, **dict(zip(_NAMES, input_first(call).args, strict=False)), **call.kwargs}
+        arguments = named_arguments(call, ATTENTION)
         dims, cuts = len(global_shape(arguments["query"])), specs_of(arguments["query"])
         others = [*specs_of(arguments["key"]), *specs_of(arguments["value"])]
         if len(cuts) != 1 or any(cut.dim != dims - 2 for cut in (*cuts, *others)):
@@ -63,9 +63,7 @@ def attention(exchange: Way) -> Handler:
             if keys is None or dims != TOKENS + 2 or learnt or not _plain_heads(arguments):
                 output = _with_all_keys(arguments, cuts[0])
             else:
-                output = exchange(
-                    {**arguments, **{n: _cast(to_local(arguments[n])) for n in _NAMES[:3]}}, cuts[0], keys
-                )
+                output = exchange({**arguments, **{n: _cast(to_local(arguments[n])) for n in _OPERANDS}}, cuts[0], keys)
         return wrap_locals(output, cuts, call.rules)
 
     return handler
@@ -76,8 +74,8 @@ def by_ring(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -> T
     query, drop, scale = arguments["query"], arguments["dropout_p"], arguments["scale"]
     ring = Ring(
         queries.group,
-        _by_rank(queries),
-        _by_rank(keys),
+        queries.shards,
+        keys.shards,
         float(query.shape[-1] ** -0.5 if scale is None else scale),
         arguments["is_causal"],
         arguments["attn_mask"],
@@ -94,15 +92,18 @@ def by_ulysses(arguments: dict[str, Any], queries: ShardSpec, keys: ShardSpec) -
         InputError: the heads cannot be spread evenly.
     """
     line = queries.group
-    query, key, value = (arguments[name] for name in _NAMES[:3])
+    query, key, value = (arguments[name] for name in _OPERANDS)
     query_heads, key_heads = (heads_by_rank(one.shape[HEADS], line.size) for one in (query, key))
-    swap, other = Swap(line, _by_rank(queries), query_heads), Swap(line, _by_rank(keys), key_heads)
+    swap, other = (
+        Swap(line, queries.shards, query_heads),
+        Swap(line, keys.shards, key_heads),
+    )
     mask = arguments["attn_mask"]
     if mask is not None and mask.dim() > TOKENS and mask.shape[-3] > 1:
         mask = mask[..., slice(*query_heads[line.rank]), :, :]
     query, key, value = (_swap(one, how, to_heads=True) for one, how in ((query, swap), (key, other), (value, other)))
     options = {name: arguments[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
-    with _own_randomness(line.rank, query.device, bool(arguments["dropout_p"])):
+    with _randomness_of_rank(line.rank, query.device, bool(arguments["dropout_p"])):
         mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
     return _swap(mixed, swap, to_heads=False)
 
@@ -117,12 +118,12 @@ def _with_all_keys(arguments: dict[str, Any], cut: ShardSpec) -> Tensor:
         places = torch.cat([torch.arange(start, stop, device=query.device) for start, stop in cut.pieces])
         mask = places[:, None] >= torch.arange(key.shape[-2], device=query.device)
     options = {name: arguments[name] for name in ("dropout_p", "scale", "enable_gqa")}
-    with _own_randomness(cut.group.rank, query.device, bool(arguments["dropout_p"])):
+    with _randomness_of_rank(cut.group.rank, query.device, bool(arguments["dropout_p"])):
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 @contextmanager
-def _own_randomness(rank: int, device: torch.device, needed: bool) -> Iterator[None]:
+def _randomness_of_rank(rank: int, device: torch.device, needed: bool) -> Iterator[None]:
     """Inside, random numbers of this rank alone; outside all ranks go on alike. See ``sharded.randomness``."""
     if not needed:
         yield
@@ -139,19 +140,13 @@ def _seed() -> int:
 
 def _cast(tensor: Tensor) -> Tensor:
     """As autocast casts what attention is given."""
-    kind = tensor.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind)) if tensor.is_floating_point() else tensor
-
-
-def _by_rank(cut: ShardSpec) -> tuple[Pieces, ...]:
-    return tuple(pieces_of(cut.extent, cut.group, rank) for rank in range(cut.group.size))
+    dtype = autocast_dtype(tensor)
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _key_cut(arguments: dict[str, Any]) -> ShardSpec | None:
     """How keys and values are both cut, along the line of the queries; None where they are not."""
-    query, key, value = (specs_of(arguments[name]) for name in _NAMES[:3])
+    query, key, value = (specs_of(arguments[name]) for name in _OPERANDS)
     if len(key) != 1 or key != value or not same_group(query[0].group, key[0].group):
         return None
     return key[0]
@@ -159,7 +154,7 @@ def _key_cut(arguments: dict[str, Any]) -> ShardSpec | None:
 
 def _plain_heads(arguments: dict[str, Any]) -> bool:
     """Whether samples are as many everywhere, and each head of keys serves equally many of queries."""
-    query, key, value = (arguments[name].shape for name in _NAMES[:3])
+    query, key, value = (arguments[name].shape for name in _OPERANDS)
     heads = query[HEADS] == key[HEADS] or (arguments["enable_gqa"] and query[HEADS] % key[HEADS] == 0)
     return bool(heads and key[HEADS] == value[HEADS] and query[0] == key[0] == value[0])
 
@@ -190,21 +185,9 @@ def heads_by_rank(heads: int, ranks: int) -> tuple[Range, ...]:
 
 def _swap(local: Tensor, swap: Swap, *, to_heads: bool) -> Tensor:
     """This rank's heads with all tokens, in their order, from its tokens with all heads; or the way back."""
-    swapped: Tensor = _Swap.apply(local, swap, to_heads)  # type: ignore[no-untyped-call]
-    return swapped
-
-
-class _Swap(Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, swap: Swap, to_heads: bool) -> Tensor:
-        ctx.swap, ctx.to_heads = swap, to_heads
-        ctx.heads = local.shape[HEADS] if to_heads else swap.heads[-1][1]
-        return _to_heads(local, swap) if to_heads else _to_tokens(local, swap, ctx.heads)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        back = _to_tokens(gradient, ctx.swap, ctx.heads) if ctx.to_heads else _to_heads(gradient, ctx.swap)
-        return back, None, None
+    heads = local.shape[HEADS] if to_heads else swap.heads[-1][1]
+    there, back = partial(_to_heads, swap=swap), partial(_to_tokens, swap=swap, heads=heads)
+    return linear_map(local, there, back) if to_heads else linear_map(local, back, there)
 
 
 def _to_heads(local: Tensor, swap: Swap) -> Tensor:

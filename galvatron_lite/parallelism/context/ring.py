@@ -9,7 +9,6 @@ they make c - 1 hops too, the last one home. At no time does a rank hold more th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -377,15 +376,6 @@ _RINGS: dict[int, Ring] = {}
 """Rings of calls under way, by identity: an operator takes no objects."""
 
 
-@contextmanager
-def _registered(ring: Ring) -> Iterator[int]:
-    _RINGS[id(ring)] = ring
-    try:
-        yield id(ring)
-    finally:
-        del _RINGS[id(ring)]
-
-
 @torch.library.custom_op("galvatron::ring_attention", mutates_args=())
 def ring_forward(query: Tensor, key: Tensor, value: Tensor, ring: int) -> tuple[Tensor, Tensor]:
     """The forward pass as one operator, whose outputs selective recomputation keeps as it keeps those of attention in
@@ -416,8 +406,11 @@ class _Ring(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
         output: Tensor
-        with _registered(ring) as number:
-            output, sums = ring_forward(query, key, value, number)
+        _RINGS[id(ring)] = ring
+        try:
+            output, sums = ring_forward(query, key, value, id(ring))
+        finally:
+            del _RINGS[id(ring)]
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.ring = ring
         return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from galvatron_lite.parallelism.context.attention import Way, attention, by_ring, by_ulysses
+from galvatron_lite.parallelism.context.attention import AttentionExchange, attention, by_ring, by_ulysses
 from galvatron_lite.parallelism.sharded.calls import align, argument, first_specs, input_first, on_full, spec_at
 from galvatron_lite.parallelism.sharded.rules import COMMON
 from galvatron_lite.parallelism.sharded.tensor import (
@@ -70,7 +70,7 @@ HANDLERS: Mapping[str, Handler] = {
 }
 
 
-def _rules(exchange: Way) -> Rules:
+def _rules(exchange: AttentionExchange) -> Rules:
     handlers = {**HANDLERS, "scaled_dot_product_attention": attention(exchange)}
     return Rules(handlers, on_full, ("context",), "sequence")
 

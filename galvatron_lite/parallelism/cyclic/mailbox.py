@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,17 +40,13 @@ _NAMES = {
 }
 
 
-class Lane(NamedTuple):
-    """Messages that keep their order: of one kind, between two ranks, in one direction."""
-
-    kind: MessageContent
-    source: int
-    target: int
+Lane = tuple[MessageContent, int, int]
+"""Messages that keep their order: of one kind, between two ranks, in one direction."""
 
 
 def lane_of(message: CyclicMessage) -> Lane:
     """The lane that a message takes."""
-    return Lane(message.kind, message.source, message.target)
+    return message.kind, message.source, message.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +106,15 @@ class ProcessMailbox:
 
     def tell(self, message: CyclicMessage, value: object) -> None:
         """Send something small that can be pickled, ahead of the message."""
-        self._tried(
-            message,
-            SENDING,
-            lambda group: dist.send_object_list([value], dst=message.target, group=group, device=self._device),
-        )
+        options: dict[str, Any] = {"dst": message.target, "device": self._device}
+        self._tried(message, SENDING, lambda group: dist.send_object_list([value], group=group, **options))
 
     def hear(self, message: CyclicMessage) -> Any:
         """The value that the sender of a message sent ahead of it (``tell``)."""
-        box: list[Any] = [None]
-        self._tried(
-            message,
-            AWAITING,
-            lambda group: dist.recv_object_list(box, src=message.source, group=group, device=self._device),
-        )
-        return box[0]
+        values: list[Any] = [None]
+        options: dict[str, Any] = {"src": message.source, "device": self._device}
+        self._tried(message, AWAITING, lambda group: dist.recv_object_list(values, group=group, **options))
+        return values[0]
 
     def _finish(self, transfers: list[_Transfer]) -> None:
         waiting = {id(one) for one in transfers}
@@ -282,22 +272,16 @@ def _taken_by(message: CyclicMessage, programme: CyclicProgramme, step: int) -> 
     return any(message in one.receives for past in steps for one in programme.passes(message.target, past))
 
 
-@dataclass(slots=True)
-class _Done:
-    """The last training step whose passes here were all run, and the programme that they were of."""
-
-    programme: CyclicProgramme
-    step: int = -1
-
-
-def _see_off(mailbox: ProcessMailbox, done: _Done) -> None:
+def _see_off(mailbox: ProcessMailbox, done: list[tuple[CyclicProgramme, int]]) -> None:
     """Wait for what others still take in training steps that this process has run: a transfer ends with its handle.
 
     Nobody waits for one who waits here in turn: all with as many training steps behind them have taken what they need.
+    ``done``: the last training step whose passes here were all run, and the programme that they were of.
     """
+    ((programme, step),) = done
     if dist.is_initialized():
         with suppress(LaunchError):  # the receiver is gone, and with it the need
-            mailbox.finish(lambda message: _taken_by(message, done.programme, done.step))
+            mailbox.finish(lambda message: _taken_by(message, programme, step))
 
 
 class MessageExchange:
@@ -316,7 +300,7 @@ class MessageExchange:
     ) -> None:
         self._programme, self._desk, self._states, self._mailbox = programme, desk, states, mailbox
         self._templates: dict[tuple[Lane, Shape], Value] = {}
-        self._done = _Done(programme)
+        self._done = [(programme, -1)]
         weakref.finalize(self, _see_off, mailbox, self._done)
 
     def expect(self, messages: Sequence[CyclicMessage]) -> None:
@@ -349,7 +333,7 @@ class MessageExchange:
 
     def done(self, programme: CyclicProgramme, step: int) -> None:
         """All passes of a training step, and of those before, have been run here."""
-        self._done.programme, self._done.step = programme, step
+        self._done[:] = [(programme, step)]
 
     def _number(self, message: CyclicMessage) -> int:
         return message.step * self._programme.workers + message.worker

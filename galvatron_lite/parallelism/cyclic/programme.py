@@ -16,7 +16,6 @@ time, never needs a second version, and all apply the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
@@ -115,11 +114,11 @@ class CyclicProgramme:
         It ends before the first pass that needs the next batch. Under ``single`` passes of the batch before are among
         them, and some of this batch are left for the next call; elsewhere they are those of this batch.
         """
-        return self._all(self._between(process, step, step + 1))
+        return tuple(map(self._pass, self._between(process, step, step + 1)))
 
     def left(self, process: int, step: int) -> tuple[CyclicPass, ...]:
         """What is left to do, in order, after the batches before training step ``step``."""
-        return self._all(moment for moment in self._between(process, step, None) if moment.step < step)
+        return tuple(self._pass(moment) for moment in self._between(process, step, None) if moment.step < step)
 
     def all_passes(self, steps: range) -> tuple[tuple[int, CyclicPass], ...]:
         """Every pass of some training steps, each with the process that runs it; a process's are in its order."""
@@ -135,12 +134,15 @@ class CyclicProgramme:
         The passes hold messages alone: none is run. After them a process knows every update; it applies those that it
         has not yet, and all processes of a stage are alike.
         """
-        later = sorted((moment for one in (step, step + 1) for moment in self._pairs_of(process, one)), key=self._key)
-        kept = (_only_updates(self._pass(moment), step) for moment in later)
-        return tuple(one for one in kept if one.receives or one.sends)
 
-    def _all(self, passes: Iterable[StagePass]) -> tuple[CyclicPass, ...]:
-        return tuple(self._pass(moment) for moment in passes)
+        def updates(messages: tuple[CyclicMessage, ...]) -> tuple[CyclicMessage, ...]:
+            return tuple(one for one in messages if one.kind is MessageContent.UPDATE and one.step < step)
+
+        later = sorted((moment for one in (step, step + 1) for moment in self._pairs_of(process, one)), key=self._key)
+        kept = (
+            replace(one, receives=updates(one.receives), sends=updates(one.sends)) for one in map(self._pass, later)
+        )
+        return tuple(one for one in kept if one.receives or one.sends)
 
     def _between(self, process: int, step: int, end: int | None) -> list[StagePass]:
         """Passes of a process from the first of one training step on, up to the first of another."""
@@ -164,49 +166,37 @@ class CyclicProgramme:
     def _pass(self, moment: StagePass) -> CyclicPass:
         number, stage = self._number(moment), moment.stage
         receives, sends = (self._messages(moment, arriving) for arriving in (True, False))
-        applies = () if moment.backward else self._applied(stage, number)
+        applies: tuple[int, ...] = ()
+        before = number - self.replicas(stage)  # the micro-batch of the process's forward pass before
+        if not (moment.backward or self.setting is CyclicSetting.SINGLE or before < self.begin * self.workers):
+            applies = tuple(range(self.version(stage, before), self.version(stage, number)))
         finishes = moment.backward and moment.worker == self.workers - 1
         return CyclicPass(moment, self.version(stage, number), receives, sends, applies, finishes)
 
-    def _applied(self, stage: int, number: int) -> tuple[int, ...]:
-        """Updates that bring a process from the version of its last forward pass of a stage to that of this one."""
-        before = number - self.replicas(stage)
-        if self.setting is CyclicSetting.SINGLE or before < self.begin * self.workers:
-            return ()
-        return tuple(range(self.version(stage, before), self.version(stage, number)))
-
     def _messages(self, moment: StagePass, arriving: bool) -> tuple[CyclicMessage, ...]:
-        number, stage = self._number(moment), moment.stage
+        number, stage, messages = self._number(moment), moment.stage, list[CyclicMessage]()
+
+        def add(kind: MessageContent, sender: tuple[int, int], target: tuple[int, int]) -> None:
+            step, worker = divmod(sender[1], self.workers)
+            ends = self.process_of(*sender), self.process_of(*target)
+            messages.append(CyclicMessage(kind, sender[0], step, worker, *ends))
+
         if moment.backward:
-            found = [*self._gradient(stage + arriving, number), *self._partial(stage, number - arriving)]
-            found += [] if arriving else self._first_update(stage, number)
+            above, first = stage + arriving, number - arriving
+            if 0 < above < self.workers:
+                add(MessageContent.GRADIENT, (above, number), (above - 1, number))
+            if first % self.workers != self.workers - 1:
+                add(MessageContent.PARTIAL, (stage, first), (stage, first + 1))
+            step = number // self.workers
+            if not arriving and number == self._last_of(step) and not self._waits(stage, step):
+                # from the pass that completes the sum to the process that needs it first
+                add(MessageContent.UPDATE, (stage, number), (stage, self._first_use(stage, step)))
         else:
-            found = self._activation(stage - arriving, number)
-            found += self._arriving_update(stage, number) if arriving else self._passed_update(stage, number)
-        return tuple(message for message in found if message.source != message.target)
-
-    def _activation(self, stage: int, number: int) -> list[CyclicMessage]:
-        if not 0 <= stage < self.workers - 1:
-            return []
-        return [self._message(MessageContent.ACTIVATION, stage, number, (stage, number), (stage + 1, number))]
-
-    def _gradient(self, stage: int, number: int) -> list[CyclicMessage]:
-        if not 0 < stage < self.workers:
-            return []
-        return [self._message(MessageContent.GRADIENT, stage, number, (stage, number), (stage - 1, number))]
-
-    def _partial(self, stage: int, number: int) -> list[CyclicMessage]:
-        if number % self.workers == self.workers - 1:
-            return []
-        return [self._message(MessageContent.PARTIAL, stage, number, (stage, number), (stage, number + 1))]
-
-    def _first_update(self, stage: int, number: int) -> list[CyclicMessage]:
-        """From the pass that completes the sum to the process that needs it first."""
-        step = number // self.workers
-        if number != self._last_of(step) or self._waits(stage, step):
-            return []
-        target = stage, self._first_use(stage, step)
-        return [self._message(MessageContent.UPDATE, stage, number, (stage, number), target)]
+            below = stage - arriving
+            if 0 <= below < self.workers - 1:
+                add(MessageContent.ACTIVATION, (below, number), (below + 1, number))
+            messages += self._arriving_update(stage, number) if arriving else self._passed_update(stage, number)
+        return tuple(message for message in messages if message.source != message.target)
 
     def _arriving_update(self, stage: int, number: int) -> list[CyclicMessage]:
         turn = self._turn(stage, number)
@@ -248,18 +238,3 @@ class CyclicProgramme:
 
     def _last_of(self, step: int) -> int:
         return step * self.workers + self.workers - 1
-
-    def _message(
-        self, kind: MessageContent, stage: int, number: int, source: tuple[int, int], target: tuple[int, int]
-    ) -> CyclicMessage:
-        step, worker = divmod(number, self.workers)
-        return CyclicMessage(kind, stage, step, worker, self.process_of(*source), self.process_of(*target))
-
-
-def _only_updates(one: CyclicPass, step: int) -> CyclicPass:
-    """The pass with nothing but messages that hold updates of training steps before ``step``."""
-    receives, sends = (
-        tuple(message for message in messages if message.kind is MessageContent.UPDATE and message.step < step)
-        for messages in (one.receives, one.sends)
-    )
-    return replace(one, receives=receives, sends=sends)

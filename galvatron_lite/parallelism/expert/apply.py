@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.process_groups import Processes
+from galvatron_lite.parallelism.sharded.collectives import linear_map
 from galvatron_lite.parallelism.sharded.tensor import ShardedTensor, specs_of, to_local, wrap_locals
 from galvatron_lite.parallelism.tensor.functions import (
     copy_to_group,
-    gather_rows,
+    gather_tokens,
     reduce_from_group,
-    reduce_scatter_rows,
+    reduce_scatter_tokens,
 )
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 from galvatron_lite.parallelism.tensor.regions import ExpertSlices, SlicedParameter
@@ -39,6 +40,7 @@ from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, 
 # tokens before later ones (algorithm 1 there), so what is dropped depends on the tokens that a rank works on together.
 
 
+Forward = Callable[..., Tensor]
 Run = Callable[[Tensor, Tensor], Tensor]
 """The experts of this rank: rows (rows, hidden) and the local number of each row's expert to outputs (rows, hidden)."""
 
@@ -159,20 +161,8 @@ def _linked(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def _exchanged(rows: Tensor, line: RowExchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    result: Tensor = _Swap.apply(rows, line, sent, received)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, line: RowExchange, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        ctx.way = (line, sent, received)
-        return line.swap(rows, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        line, sent, received = ctx.way
-        return line.swap(gradient, received, sent), None, None, None
+    there, back = partial(line.swap, sent=sent, received=received), partial(line.swap, sent=received, received=sent)
+    return linear_map(rows, there, back)
 
 
 # How the experts of a mixture are sliced by a tensor group: found by trying, on a small double of their module.
@@ -256,18 +246,18 @@ class _Double:
 
 def _try_all(double: _Double, module: nn.Module, mixture: BlockMixture) -> ExpertSlices | str:
     expected = double.run(double.values)
-    ways = product(*(list(_ways(name, module.get_parameter(name).shape)) for name in mixture.parameters))
-    for way in islice(ways, TRIALS):
-        halves = [{one.name: double.half(one, rank) for one in way} for rank in range(2)]
+    options = product(*(list(_slicings(name, module.get_parameter(name).shape)) for name in mixture.parameters))
+    for slicing in islice(options, TRIALS):
+        halves = [{one.name: double.half(one, rank) for one in slicing} for rank in range(2)]
         if all(value.numel() for half in halves for value in half.values()) and _add_up(double, halves, expected):
-            width = math.gcd(*(length for one in way for length in one.parts))
+            width = math.gcd(*(length for one in slicing for length in one.parts))
             degree = width // ALIGNED if width % ALIGNED == 0 else 1
             narrow = f"{mixture.path}: slices of a width of {width} would be no multiples of {ALIGNED}"
-            return ExpertSlices(mixture.path, way, degree) if degree > 1 else narrow
+            return ExpertSlices(mixture.path, slicing, degree) if degree > 1 else narrow
     return f"{mixture.path}: no way to slice its experts gives outputs that add up"
 
 
-def _ways(name: str, shape: tuple[int, ...]) -> Iterator[SlicedParameter]:
+def _slicings(name: str, shape: tuple[int, ...]) -> Iterator[SlicedParameter]:
     """Along each dim but that of the experts, whole or as two fused parts."""
     for dim in range(1, len(shape)):
         yield SlicedParameter(name, dim, (shape[dim],))
@@ -288,25 +278,16 @@ def sum_slices(module: nn.Module, group: TensorGroup, sequence_parallel: bool) -
 
     ``sequence_parallel``: whether each device calls it with its own tokens, as many on each.
     """
-    run = _shared if sequence_parallel else _replicated
-    module.forward = partial(run, module.forward, group)
+    forward = module.forward
 
+    def run(hidden: Tensor, index: Tensor, weights: Tensor, **options: Any) -> Tensor:
+        if sequence_parallel:
+            every, chosen, shares = (gather_tokens(one, group, 0) for one in (hidden, index, weights))
+            return reduce_scatter_tokens(forward(every, chosen, shares, **options), group, 0)
+        output = forward(copy_to_group(hidden, group), index, copy_to_group(weights, group), **options)
+        return reduce_from_group(output, group)
 
-def _replicated(
-    forward: Callable[..., Tensor], group: TensorGroup, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any
-) -> Tensor:
-    output = forward(copy_to_group(hidden, group), index, copy_to_group(weights, group), **options)
-    return reduce_from_group(output, group)
-
-
-def _shared(
-    forward: Callable[..., Tensor], group: TensorGroup, hidden: Tensor, index: Tensor, weights: Tensor, **options: Any
-) -> Tensor:
-    every, chosen, shares = (gather_rows(one, group) for one in (hidden, index, weights))
-    return reduce_scatter_rows(forward(every, chosen, shares, **options), group)
-
-
-Forward = Callable[..., Tensor]
+    module.forward = run
 
 
 def spread_experts(
@@ -329,14 +310,16 @@ def spread_experts(
     Raises:
         InputError: experts that cannot be spread so many ways.
     """
-    found = find_mixtures(block)
-    ways = 1 if line is None else line.size
+    degree = 1 if line is None else line.size
     shards: dict[str, ParameterShard] = {}
-    for mixture in found:
-        _check(mixture, ways)
+    for mixture in find_mixtures(block):
+        if mixture.reason:
+            raise InputError("expert", degree, f"{mixture.reason}. Plan it with expert=1.")
+        if mixture.experts % degree:
+            raise InputError("expert", degree, f"Use a divisor of {mixture.experts}, the experts of {mixture.path}.")
         module = block.get_submodule(mixture.path)
-        own = _keep_share(module, mixture, line)
-        shards |= {f"{mixture.path}.{name}".lstrip("."): shard for name, shard in own.items()}
+        for name, shard in _keep_share(module, mixture, line).items():
+            shards[f"{mixture.path}.{name}".lstrip(".")] = shard
         spread = ExpertSpread(mixture.experts, line, slices, capacity)
         module.forward = partial(_routed, module.forward, spread)
     return shards
@@ -362,13 +345,6 @@ def _on_shares(forward: Forward, hidden: Tensor, index: Tensor, weights: Tensor,
         return forward(hidden, index, weights, **options)
     made: Tensor = wrap_locals(forward(*map(to_local, (hidden, index, weights)), **options), cuts, hidden.rules)
     return made
-
-
-def _check(mixture: BlockMixture, ways: int) -> None:
-    if mixture.reason:
-        raise InputError("expert", ways, f"{mixture.reason}. Plan it with expert=1.")
-    if mixture.experts % ways:
-        raise InputError("expert", ways, f"Use a divisor of {mixture.experts}, the experts of {mixture.path}.")
 
 
 def _keep_share(module: nn.Module, mixture: BlockMixture, line: RowExchange | None) -> dict[str, ParameterShard]:

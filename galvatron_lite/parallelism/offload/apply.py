@@ -205,9 +205,11 @@ class HostTraveller:
         return run
 
     def _pack(self, kept: Kept, tensor: Tensor) -> Tensor | OffloadedTensor:
-        if not _travels(tensor, kept.weights):
-            return tensor
         storage = tensor.untyped_storage()
+        strided = type(tensor) is Tensor and tensor.layout is torch.strided
+        # an activation of some size is worth it
+        if not strided or storage.nbytes() < SMALLEST or id(storage) in kept.weights or _is_weight(tensor):
+            return tensor
         place = (id(storage), storage.nbytes(), tensor._version, _part(tensor))
         item = kept.items.get(place)
         if item is None:
@@ -220,7 +222,7 @@ class HostTraveller:
 
     def _down(self, data: Tensor) -> HostStorage:
         self.bytes_down += data.numel()
-        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+        host = _host_like(data)
         if not data.is_cuda:
             return HostStorage(host.copy_(data), data.device)
         down, _ = self._streams_of(data.device)
@@ -288,14 +290,6 @@ def _part(tensor: Tensor) -> int:
     base = tensor._base if tensor._base is not None else tensor
     apart = base.numel() * base.element_size() < base.untyped_storage().nbytes()
     return int(base.storage_offset()) if apart else -1
-
-
-def _travels(tensor: Tensor, weights: frozenset[int]) -> bool:
-    """Whether a saved tensor is worth a way to the host: an activation of some size."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        return False
-    storage = tensor.untyped_storage()
-    return storage.nbytes() >= SMALLEST and id(storage) not in weights and not _is_weight(tensor)
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -199,19 +199,16 @@ class _Convolution:
         return Operands(named["input"], named["weight"], named["bias"], tuple(named[name] for name in names[3:]))
 
     def forward(self, operands: Operands) -> Tensor:
-        convolve = getattr(nn.functional, f"conv{self.dims}d")
-        output: Tensor = convolve(operands.input, operands.weight, operands.bias, *operands.options)
-        return output
+        convolve: Callable[..., Tensor] = getattr(nn.functional, f"conv{self.dims}d")
+        return convolve(operands.input, operands.weight, operands.bias, *operands.options)
 
     def input_gradient(self, operands: Operands, gradient: Tensor) -> Tensor:
-        convolve = getattr(grad, f"conv{self.dims}d_input")
-        output: Tensor = convolve(operands.input.shape, operands.weight, gradient, *operands.options)
-        return output
+        convolve: Callable[..., Tensor] = getattr(grad, f"conv{self.dims}d_input")
+        return convolve(operands.input.shape, operands.weight, gradient, *operands.options)
 
     def weight_gradient(self, value: Tensor, gradient: Tensor, shape: torch.Size, options: tuple[Any, ...]) -> Tensor:
-        convolve = getattr(grad, f"conv{self.dims}d_weight")
-        output: Tensor = convolve(value, shape, gradient, *options)
-        return output
+        convolve: Callable[..., Tensor] = getattr(grad, f"conv{self.dims}d_weight")
+        return convolve(value, shape, gradient, *options)
 
     def bias_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         return gradient.sum([dim for dim in range(gradient.dim()) if dim != 1], dtype=dtype)

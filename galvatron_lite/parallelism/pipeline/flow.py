@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -300,7 +300,9 @@ def _observe(
         stack.enter_context(shapes_only(Recorder()))
         stack.enter_context(torch.no_grad())
         output = call_model(twin, example)
-        run.reads.append(LayerRead(sources_of(_loss_or_output(output, example, loss_fn)), len(layers) - 1))
+        with suppress(Exception):  # the user's function, on tensors without values
+            output = loss_of(output, example, loss_fn)
+        run.reads.append(LayerRead(sources_of(output), len(layers) - 1))
     return run
 
 
@@ -331,10 +333,3 @@ def _mark_loose(model: nn.Module, layers: Sequence[Layer], idle: Collection[str]
                 source = Output(f"{prefix}.{name}".lstrip("."), LOOSE, "")
                 delattr(module, name)
                 setattr(module, name, unknown(shape_of(parameter), frozenset([source]), _META))
-
-
-def _loss_or_output(output: Any, batch: Any, loss_fn: LossFn | None) -> Any:
-    try:
-        return loss_of(output, batch, loss_fn)
-    except Exception:  # the user's function, on tensors without values
-        return output

@@ -104,7 +104,10 @@ class StageModel:
         what is sent is what the layers return, and what is received enters before other hooks see it.
         """
         for path in () if self.first else self._units:
-            check = partial(self._check, path)
+
+            def check(_module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                check_known(path, (args, kwargs))
+
             self.model.get_submodule(path).register_forward_pre_hook(check, prepend=True, with_kwargs=True)
         if self._enters_at_block:
             entry = self.model.get_submodule(self.layers[0].modules[0])
@@ -160,7 +163,7 @@ class StageModel:
                 else:
                     drop_parameters(module)
                     is_last = path == earlier[-1].modules[-1]
-                    module.forward = self._pass_on if is_last else partial(self._pass_shape, path)
+                    module.forward = (lambda *_, **__: self._received) if is_last else partial(self._pass_shape, path)
         if earlier:
             for module in _ancestors(self.model, [*earlier, *self.layers]):
                 _drop_loose_parameters(module, device)
@@ -174,9 +177,6 @@ class StageModel:
 
     def _leave(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         raise StageEnd
-
-    def _pass_on(self, *_args: Any, **_kwargs: Any) -> Any:
-        return self._received
 
     def _pass_shape(self, path: str, *_args: Any, **_kwargs: Any) -> Any:
         """Nobody here reads it, but code between layers may take it apart, or change it in place: without values."""
@@ -197,9 +197,6 @@ class StageModel:
             remedy = "A module of a later stage runs earlier. Give an example batch, so that the order is known."
             raise InputError("layers", self.layers[-1].name, remedy)
         raise StageEnd
-
-    def _check(self, path: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        check_known(path, (args, kwargs))
 
     def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._entered:  # the block runs again: it is called with what the stage has computed

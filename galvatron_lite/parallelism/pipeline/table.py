@@ -118,7 +118,7 @@ class _Group:
         return GroupWork(tuple(self.actions), tuple(self.starts), self.free - self.begin)
 
 
-def whole_step(order: PassOrder, course: ScheduleConfig) -> tuple[GroupWork, ...]:
+def step_work(order: PassOrder, course: ScheduleConfig) -> tuple[GroupWork, ...]:
     """What every group of devices does in a step, by the rule that ``shown_rounds`` found best."""
     shown = shown_of(course)
     if shown == course:
@@ -158,31 +158,17 @@ def _simulated(order: PassOrder, course: ScheduleConfig, patience: float) -> tup
         if chosen is None:
             continue
         stage = stage_at(course.schedule, course.groups, place, chosen[1])
-        result = group.start(now, chosen, order.stages[stage], order.hidden)
-        if result is not None:
-            _deliver(groups, wakes, course, stage, result, chosen[0] is Pass.FORWARD)
+        result, forward = group.start(now, chosen, order.stages[stage], order.hidden), chosen[0] is Pass.FORWARD
+        if result is not None and (forward or stage > 0):
+            # to the stage that waits for it; the last forward to its own backward
+            turns = forward and stage == course.groups * course.virtual - 1
+            target = stage if turns else stage + 1 if forward else stage - 1
+            reader = group_of(course.schedule, course.groups, target)
+            queues = groups[reader].forwards if forward and not turns else groups[reader].backwards
+            queues[target // course.groups].append(result)
+            heappush(wakes, (result[0], reader))
         heappush(wakes, (group.free, place))
     return tuple(group.worked for group in groups)
-
-
-def _deliver(
-    groups: list[_Group],
-    wakes: list[tuple[float, int]],
-    course: ScheduleConfig,
-    stage: int,
-    what: tuple[float, int],
-    forward: bool,
-) -> None:
-    """Hand a pass's result to the stage that waits for it; the last forward to its own backward."""
-    last = course.groups * course.virtual - 1
-    if not forward and stage == 0:
-        return
-    turns = forward and stage == last
-    target = stage if turns else stage + 1 if forward else stage - 1
-    place = group_of(course.schedule, course.groups, target)
-    queue = groups[place].forwards if forward and not turns else groups[place].backwards
-    queue[target // course.groups].append(what)
-    heappush(wakes, (what[0], place))
 
 
 Table = tuple[tuple[Action, ...], ...]
@@ -202,7 +188,7 @@ def actions_of(course: ScheduleConfig, order: PassOrder | None = None) -> Table:
     """
     if course.schedule.splits_backward:
         order = order or even_order(course.groups * course.virtual)
-        return tuple(worked.actions for worked in whole_step(order, course))
+        return tuple(worked.actions for worked in step_work(order, course))
     return tuple(
         course.schedule.actions(course.groups, group, course.microbatches, course.virtual)
         for group in range(course.groups)

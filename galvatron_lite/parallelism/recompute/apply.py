@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.batch import tensors_of
@@ -65,12 +65,12 @@ class _Container:
                 if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                     yield key, value
 
-    def write_first(self) -> None:
-        """Its content before the call, with copies in place of tensors that were overwritten since."""
-        content = self.content.copy()
-        for key, (_, copied) in self.copies.items():
-            content[key] = copied
-        self.write(content)
+    def keep_overwritten(self) -> None:
+        """Let go of the copies of tensors that the call has left as they were."""
+        for key, (version, copied) in list(self.copies.items()):
+            tensor = self.content[key]
+            if tensor._version == version and (tensor.is_meta or torch.equal(tensor, copied)):
+                del self.copies[key]
 
     @property
     def changed(self) -> bool:
@@ -127,16 +127,13 @@ class LayerState:
             remedy = "It overwrites a tensor that it is given, and cannot run again on it: plan it without recompute."
             raise InputError("recompute", self._name, remedy)
         if self._overwritten is None:
-            self._learn(before)
+            for one in before:
+                one.keep_overwritten()
+            self._overwritten = {(one.path, key) for one in before for key in one.copies}
+            self._changes = bool(self._overwritten) or any(one.changed for one in before)
+            if not self._changes:
+                before.clear()
         return output
-
-    def _learn(self, before: list[_Container]) -> None:
-        for one in before:
-            one.copies = {key: copy for key, copy in one.copies.items() if _is_overwritten(one.content[key], *copy)}
-        self._overwritten = {(one.path, key) for one in before for key in one.copies}
-        self._changes = bool(self._overwritten) or any(one.changed for one in before)
-        if not self._changes:
-            before.clear()
 
     def _containers(self, arguments: Any) -> Iterator[_Container]:
         seen: set[int] = set()
@@ -153,7 +150,10 @@ def as_before(containers: list[_Container]) -> Iterator[None]:
     """The state of a layer before its first run, inside; afterwards as it is now."""
     now = [(one, one.read()) for one in containers]
     for one in containers:
-        one.write_first()
+        content = one.content.copy()
+        for key, (_, copied) in one.copies.items():
+            content[key] = copied
+        one.write(content)
     try:
         yield
     finally:
@@ -176,10 +176,6 @@ def _inside(path: str, value: Any, seen: set[int]) -> Iterator[_Container]:
     if not isinstance(held, set):
         for key, item in list(held.items() if isinstance(held, dict) else enumerate(held)):
             yield from _inside(f"{path}.{key}", item, seen)
-
-
-def _is_overwritten(tensor: Tensor, version: int, copied: Tensor) -> bool:
-    return tensor._version != version or not (tensor.is_meta or torch.equal(tensor, copied))
 
 
 Forward = Callable[..., Any]
@@ -293,7 +289,7 @@ def _contexts(
     """Of the first run, and of the second, which has the layer's state from before the first."""
     if recompute is not Recompute.SELECTIVE:
         return nullcontext(), as_before(before)
-    first, again = create_selective_checkpoint_contexts(_keep_expensive)  # type: ignore[no-untyped-call]
+    first, again = create_selective_checkpoint_contexts(list(KEPT_OPERATORS))  # type: ignore[no-untyped-call]
     sums = KeptSums()
     return _nested(sums.active(again=False), first), _nested(as_before(before), sums.active(again=True), again)
 
@@ -304,7 +300,3 @@ def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
-
-
-def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

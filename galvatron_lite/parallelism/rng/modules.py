@@ -30,6 +30,7 @@ from galvatron_lite.parallelism.rng.numbers import (
     RANDOM,
     REFUSED,
     REMEDY,
+    Distribution,
     Drawn,
     DrawSite,
     NumberSource,
@@ -37,10 +38,8 @@ from galvatron_lite.parallelism.rng.numbers import (
     SampleSlice,
     Sites,
     draws_nothing,
-    normal,
     places_of,
     stream_of,
-    uniform,
 )
 from galvatron_lite.parallelism.sharded.tensor import Call, ShardSpecs, name_of
 
@@ -72,21 +71,17 @@ class _Numbers:
     key: RngKey
     drawn: int = field(default=0, init=False)
 
-    def uniform(self, name: str, shape: torch.Size, specs: ShardSpecs, device: torch.device) -> Tensor:
-        return uniform(*self._next(name, shape, specs, device))
-
-    def normal(self, name: str, shape: torch.Size, specs: ShardSpecs, device: torch.device) -> Tensor:
-        return normal(*self._next(name, shape, specs, device))
-
-    def _next(self, name: str, shape: torch.Size, specs: ShardSpecs, device: torch.device) -> tuple[int, Tensor]:
+    def draw(
+        self, numbers: Distribution, name: str, shape: torch.Size, specs: ShardSpecs, device: torch.device
+    ) -> Tensor:
         key, site = self.key, DrawSite(self.key.path, self.key.call, self.drawn)
         self.drawn += 1
         drawn = key.sites.get(site)
         if drawn is None or drawn.function != name:
             where = f"{name} of {key.path or 'the model itself'}"
             raise InputError(f"randomness of {where}", "same", f"It did not draw so on the example batch. {REMEDY}")
-        where_to = places_of(site, drawn, shape, specs, key.slice, key.rows, device)
-        return stream_of(key.seed, key.step, *site), where_to
+        places = places_of(site, drawn, shape, specs, key.slice, key.rows, device)
+        return numbers(stream_of(key.seed, key.step, *site), places)
 
 
 @dataclass
@@ -98,12 +93,17 @@ class _Recorder:
     noted: _Noted
     drawn: int = field(default=0, init=False)
 
-    def uniform(self, name: str, shape: torch.Size, specs: ShardSpecs, device: torch.device) -> Tensor:  # noqa: ARG002
+    def draw(
+        self,
+        numbers: Distribution,  # noqa: ARG002
+        name: str,
+        shape: torch.Size,
+        specs: ShardSpecs,  # noqa: ARG002
+        device: torch.device,
+    ) -> Tensor:
         self.noted[DrawSite(self.path, self.call, self.drawn)] = (name, tuple(shape))
         self.drawn += 1
         return torch.zeros(shape, device=device)
-
-    normal = uniform
 
 
 class Drawing(TorchFunctionMode):
@@ -319,17 +319,6 @@ def same_randomness(model: nn.Module, batch: Any, seed: int = 0, blocks: Any = N
     for path, module in modules.items():
         draw_inside(module)
         pass_keys(module, path, draws, SampleSlice())
-    model.forward = _stepping(model, draws)
-    try:
-        yield draws
-    finally:
-        for module, forward in before.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward
-
-
-def _stepping(model: nn.Module, draws: Draws) -> Callable[..., Any]:
     forward = model.forward
 
     @functools.wraps(forward)
@@ -339,4 +328,11 @@ def _stepping(model: nn.Module, draws: Draws) -> Callable[..., Any]:
         with draws.inside(SampleSlice()):
             return forward(*args, **kwargs)
 
-    return run
+    model.forward = run
+    try:
+        yield draws
+    finally:
+        for module, original in before.items():
+            del module.forward
+            if original is not None:
+                module.forward = original

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.sharded.calls import argument, arguments, spec_at
+from galvatron_lite.parallelism.sharded.calls import ATTENTION, argument, arguments, named_arguments, spec_at
 from galvatron_lite.parallelism.sharded.collectives import full_tensor, local_part
 from galvatron_lite.parallelism.sharded.tensor import (
     Call,
@@ -219,17 +219,19 @@ def _ranges(pieces: Sequence[Range]) -> Tensor:
 # Random functions of torch that take their numbers, item by item, from a source.
 
 
+Distribution = Callable[[int, Tensor], Tensor]
+"""``uniform`` or ``normal``."""
+
+
 class NumberSource(Protocol):
-    """Numbers for a draw, of a shard's shape, on a device."""
+    """Numbers for the draws of a module's call."""
 
     drawn: int  # draws so far
 
-    def uniform(self, name: str, shape: torch.Size, specs: ShardSpecs, device: torch.device) -> Tensor:
-        """In [0, 1); float32."""
-        ...
-
-    def normal(self, name: str, shape: torch.Size, specs: ShardSpecs, device: torch.device) -> Tensor:
-        """Of mean 0 and variance 1; float64."""
+    def draw(
+        self, numbers: Distribution, name: str, shape: torch.Size, specs: ShardSpecs, device: torch.device
+    ) -> Tensor:
+        """Those of a function's draw, of a shard's shape, on a device."""
         ...
 
 
@@ -251,7 +253,7 @@ def _dropout(call: Call, source: NumberSource) -> Any:
         if not by_item:
             shape = torch.Size([*shape[:_BY_CHANNEL], *[1] * (tensor.dim() - _BY_CHANNEL)])
             specs = tuple(spec for spec in specs if spec.dim < _BY_CHANNEL)
-        kept = source.uniform(call.name, shape, specs, tensor.device) >= rate
+        kept = source.draw(uniform, call.name, shape, specs, tensor.device) >= rate
         scale = 1 / (1 - rate) if rate < 1 else 0.0
         return (
             tensor.mul_(kept).mul_(scale) if call.name == "dropout_" else _like(tensor, to_local(tensor) * kept * scale)
@@ -265,16 +267,12 @@ def _like(tensor: Tensor, result: Tensor) -> Tensor:
     return sharded
 
 
-_ATTENTION = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-
-
 def _attention(call: Call, source: NumberSource) -> Any:
     """Attention in which weights are dropped, by its definition: fused kernels draw numbers of their own.
 
     Where the tokens of queries are sharded, each rank works on its own with all keys and values.
     """
-    names = ("query", "key", "value", *_ATTENTION)
-    options = {**_ATTENTION, **dict(zip(names, call.args, strict=False)), **call.kwargs}
+    options = named_arguments(call, ATTENTION)
     if not options["dropout_p"]:
         return NotImplemented
     key, value = full_tensor(options["key"]), full_tensor(options["value"])
@@ -290,23 +288,19 @@ def _attention(call: Call, source: NumberSource) -> Any:
         scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
         scores = (query * scale) @ key.transpose(-2, -1)
         if options["is_causal"]:
-            places = _row_places(rows, query)
+            places = _ranges(((0, query.shape[-2]),) if rows is None else rows.pieces).to(query.device)
             scores = scores.masked_fill(places[:, None] < torch.arange(key.shape[-2], device=query.device), -torch.inf)
         if mask is not None:
             mask = local_part(mask, rows, mask.dim() - 2) if rows is not None and mask.shape[-2] > 1 else mask
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         rate, weights = options["dropout_p"], scores.softmax(-1)
-        kept = source.uniform("scaled_dot_product_attention", weights.shape, specs, weights.device) >= rate
+        name = "scaled_dot_product_attention"
+        kept = source.draw(uniform, name, weights.shape, specs, weights.device) >= rate
         result: Tensor = (weights * kept * (1 / (1 - rate) if rate < 1 else 0.0)).to(value.dtype) @ value
         return _like(options["query"], result)
 
 
-def _row_places(rows: ShardSpec | None, query: Tensor) -> Tensor:
-    pieces = ((0, query.shape[-2]),) if rows is None else rows.pieces
-    return torch.cat([torch.arange(start, stop, device=query.device) for start, stop in pieces])
-
-
-def _filled(kind: str, names: tuple[str, str], first: float, second: float) -> RandomFunction:
+def _filled(numbers: Distribution, names: tuple[str, str], first: float, second: float) -> RandomFunction:
     """``uniform_(from, to)`` and ``normal_(mean, std)``."""
 
     def fill(call: Call, source: NumberSource) -> Any:
@@ -314,8 +308,8 @@ def _filled(kind: str, names: tuple[str, str], first: float, second: float) -> R
             return NotImplemented
         tensor, low, high = call.args[0], argument(call, 1, names[0], first), argument(call, 2, names[1], second)
         with locals_only(), torch.no_grad():
-            numbers = getattr(source, kind)(call.name, tensor.shape, specs_of(tensor), tensor.device)
-            return tensor.copy_(numbers * (high - low) + low if kind == "uniform" else numbers * high + low)
+            drawn = source.draw(numbers, call.name, tensor.shape, specs_of(tensor), tensor.device)
+            return tensor.copy_(drawn * (high - low) + low if numbers is uniform else drawn * high + low)
 
     return fill
 
@@ -327,11 +321,11 @@ def _bernoulli(call: Call, source: NumberSource) -> Any:
     tensor = argument(call, 0, "input")
     rate = argument(call, 1, "p", 0.5) if call.name == "bernoulli_" else tensor
     with locals_only(), torch.no_grad():
-        kept = source.uniform(call.name, tensor.shape, specs_of(tensor), tensor.device) < to_local(rate)
+        kept = source.draw(uniform, call.name, tensor.shape, specs_of(tensor), tensor.device) < to_local(rate)
         return tensor.copy_(kept) if call.name == "bernoulli_" else _like(tensor, kept.to(tensor.dtype))
 
 
-def _new(kind: str) -> RandomFunction:
+def _new(numbers: Distribution) -> RandomFunction:
     """``rand`` and ``randn`` of sizes, ``rand_like`` and ``randn_like``."""
 
     def draw(call: Call, source: NumberSource) -> Any:
@@ -342,10 +336,10 @@ def _new(kind: str) -> RandomFunction:
                 tensor = argument(call, 0, "input")
                 options = {name: one for name, one in call.kwargs.items() if name != "input"}
                 empty = torch.empty_like(tensor, **options)
-                numbers = getattr(source, kind)(call.name, empty.shape, specs_of(tensor), empty.device)
-                return _like(tensor, numbers.to(empty.dtype))
+                drawn = source.draw(numbers, call.name, empty.shape, specs_of(tensor), empty.device)
+                return _like(tensor, drawn.to(empty.dtype))
             like = torch.empty(*call.args, **call.kwargs)
-            return like.copy_(getattr(source, kind)(call.name, like.shape, (), like.device))
+            return like.copy_(source.draw(numbers, call.name, like.shape, (), like.device))
 
     return draw
 
@@ -353,11 +347,11 @@ def _new(kind: str) -> RandomFunction:
 RANDOM: Mapping[str, RandomFunction] = {
     **dict.fromkeys(["dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"], _dropout),
     "scaled_dot_product_attention": _attention,
-    "uniform_": _filled("uniform", ("from", "to"), 0.0, 1.0),
-    "normal_": _filled("normal", ("mean", "std"), 0.0, 1.0),
+    "uniform_": _filled(uniform, ("from", "to"), 0.0, 1.0),
+    "normal_": _filled(normal, ("mean", "std"), 0.0, 1.0),
     **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
-    **dict.fromkeys(("rand", "rand_like"), _new("uniform")),
-    **dict.fromkeys(("randn", "randn_like"), _new("normal")),
+    **dict.fromkeys(("rand", "rand_like"), _new(uniform)),
+    **dict.fromkeys(("randn", "randn_like"), _new(normal)),
 }
 _REFUSED = """
 randint randint_like randperm multinomial poisson exponential_ cauchy_ geometric_ log_normal_ random_ normal

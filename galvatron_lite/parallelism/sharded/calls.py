@@ -47,6 +47,13 @@ def named_arguments(call: Call, defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults, **dict(zip(defaults, call.args, strict=False)), **call.kwargs}
 
 
+ATTENTION: Mapping[str, Any] = {
+    "query": None, "key": None, "value": None,
+    "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
+}  # fmt: skip
+"""Arguments of ``scaled_dot_product_attention``, with their defaults."""
+
+
 def arguments(call: Call, public: Callable[..., Any], built_in: Sequence[str] = ()) -> dict[str, Any]:
     """Arguments by the names of a documented function, with its defaults.
 
@@ -122,11 +129,6 @@ def same_group(one: AxisGroup, other: AxisGroup) -> bool:
     return one is other or one == other
 
 
-def same_spec(one: ShardSpec, other: ShardSpec) -> bool:
-    """Whether two dims are sharded alike, wherever they are in their tensors."""
-    return one.extent == other.extent and same_group(one.group, other.group)
-
-
 def spec_at(specs: ShardSpecs, dim: int) -> ShardSpec | None:
     """The spec of a dim."""
     return next((spec for spec in specs if spec.dim == dim), None)
@@ -172,7 +174,7 @@ def align(tensor: Tensor, specs: ShardSpecs, dims: int) -> Tensor:
     kept = specs_of(tensor)
     for spec in kept:
         wanted = spec_at(specs, spec.dim + before)
-        if wanted is None or not same_spec(spec, wanted):
+        if wanted is None or spec.extent != wanted.extent or not same_group(spec.group, wanted.group):
             tensor, kept = gather_dims(tensor, [spec]), tuple(one for one in kept if one is not spec)
     for wanted in specs:
         dim = wanted.dim - before
@@ -249,13 +251,9 @@ def keep_full(tensor: ShardedTensor) -> str:
 def _caller() -> FrameType:
     """The innermost frame outside torch and this package; the outermost frame where there is none."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_internal(frame):
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(_INTERNAL):
         frame = frame.f_back
     return frame
-
-
-def _is_internal(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "galvatron_lite")
 
 
 def _place(frame: FrameType) -> str:

@@ -154,10 +154,10 @@ def exchange_rows(
     return result
 
 
-def _common(own: Pieces, others: Pieces) -> Pieces:
+def _common(pieces: Pieces, others: Pieces) -> Pieces:
     """Where the rows that both have lie in the first one's."""
     common, before = [], 0
-    for start, stop in own:
+    for start, stop in pieces:
         both = ((max(start, low), min(stop, high)) for low, high in others)
         common += [(before + low - start, before + high - start) for low, high in both if low < high]
         before += stop - start
@@ -198,7 +198,7 @@ def gathered(local: Tensor, spec: ShardSpec) -> Tensor:
 
 def scattered(tensor: Tensor, spec: ShardSpec) -> Tensor:
     """This rank's items of the sum of the ranks' full tensors. No autograd."""
-    held = shards_of(spec.extent, spec.group)
+    held = spec.shards
     if len({length_of(pieces) for pieces in held}) > 1:
         return local_part(spec.group.all_reduce(tensor), spec).contiguous()
     by_rank = take_pieces(tensor, spec.dim, merge_pieces([piece for pieces in held for piece in pieces]))

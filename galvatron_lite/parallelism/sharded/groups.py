@@ -27,12 +27,17 @@ Pieces = tuple[Range, ...]
 """Items of a dim: disjoint ranges."""
 
 
-class Arrival(Protocol):
+@dataclass(frozen=True, slots=True)
+class Arrival:
     """Messages under way."""
+
+    works: Sequence[dist.Work] = ()
+    tensors: Any = ()  # alive until they have arrived
 
     def wait(self) -> None:
         """Return once everything has arrived and what was sent may be overwritten."""
-        ...
+        for work in self.works:
+            work.wait()
 
 
 class AxisGroup(TensorGroup, Protocol):
@@ -49,16 +54,6 @@ class AxisGroup(TensorGroup, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Works:
-    works: Sequence[dist.Work] = ()
-    tensors: Any = ()  # alive until they have arrived
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
-@dataclass(frozen=True, slots=True)
 class ProcessAxisGroup(ProcessTensorGroup):
     """Processes of ``torch.distributed``, in the order of their process group."""
 
@@ -67,7 +62,7 @@ class ProcessAxisGroup(ProcessTensorGroup):
         group = self.process_group
         calls = [dist.P2POp(dist.isend, one, group=group, group_peer=peer) for peer, one in sent]
         calls += [dist.P2POp(dist.irecv, one, group=group, group_peer=peer) for peer, one in wanted]
-        return _Works(dist.batch_isend_irecv(calls) if calls else (), (sent, wanted))
+        return Arrival(dist.batch_isend_irecv(calls) if calls else (), (sent, wanted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +77,7 @@ class ShapeOnlyAxisGroup(ShapeOnlyGroup):
         with torch.no_grad():
             for _, buffer in wanted:
                 buffer.zero_()
-        return _Works()
+        return Arrival()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     locals_only,
     sharded_tensors,
     specs_of,
+    to_local,
     wrap_locals,
 )
 
@@ -91,21 +92,16 @@ def _gradient(call: Call) -> Any:
 def _hook(call: Call) -> Any:
     """The hook is called with the gradient as a sharded tensor, too."""
     tensor, hook = call.args[0], argument(call, 1, "hook")
-    with locals_only():
-        return call.function(tensor, _sharded_hook(hook, tensor))
-
-
-def _sharded_hook(hook: Callable[[Tensor], Any], tensor: ShardedTensor) -> Callable[[Tensor], Any]:
     specs, rules = tensor.specs, tensor.rules
 
     def run(gradient: Tensor) -> Any:
         with locals_only():
             alias = wrap_locals(gradient.view_as(gradient), specs, rules)
         result = hook(alias)
-        with locals_only():
-            return result.as_subclass(Tensor) if isinstance(result, ShardedTensor) else result
+        return to_local(result) if isinstance(result, Tensor) else result
 
-    return run
+    with locals_only():
+        return call.function(tensor, run)
 
 
 def _backward(call: Call) -> Any:
@@ -141,15 +137,13 @@ def _sequence(value: Any) -> Sequence[Any]:
 
 def _local_starts(tensors: Any, gradients: Any) -> Any:
     """The gradients that a backward pass starts from, as shards."""
-    if gradients is None:
-        return None
-    return tuple(_local_start(*pair) for pair in zip(_sequence(tensors), _sequence(gradients), strict=True))
 
+    def local(tensor: Tensor, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or (not isinstance(gradient, ShardedTensor) and gradient.shape == tensor.shape):
+            return gradient
+        return align(gradient, specs_of(tensor), tensor.dim())
 
-def _local_start(tensor: Tensor, gradient: Tensor | None) -> Tensor | None:
-    if gradient is None or (not isinstance(gradient, ShardedTensor) and gradient.shape == tensor.shape):
-        return gradient
-    return align(gradient, specs_of(tensor), tensor.dim())
+    return None if gradients is None else tuple(map(local, _sequence(tensors), _sequence(gradients)))
 
 
 GRADIENTS: Mapping[str, Handler] = {"grad": _gradient, "register_hook": _hook, "backward": _backward}

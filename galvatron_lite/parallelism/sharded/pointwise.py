@@ -49,8 +49,11 @@ def pointwise(call: Call) -> Any:
     tensors = tensors_among(call) if kwargs else [one for one in args if isinstance(one, Tensor)]
     sharded: Any = tensors[0]
     if len(tensors) > 1:
-        sharded = _first_that_fits(tensors)
-        if sharded is None or (sharded is not tensors[0] and in_place(call)):
+        sharded = next(one for one in tensors if isinstance(one, ShardedTensor))
+        with locals_only():
+            dims = sharded.dim()
+            fit = all(one is sharded or _fits(one, sharded, dims) for one in tensors)
+        if not fit or (sharded is not tensors[0] and in_place(call)):
             return _aligned(call, tensors)
     with locals_only():
         if len(tensors) > 1 and not in_place(call):
@@ -64,17 +67,9 @@ def _saved(value: Any) -> Any:
     return to_local(value) if isinstance(value, ShardedTensor) and value.dtype == torch.bool else value
 
 
-def _first_that_fits(tensors: list[Tensor]) -> ShardedTensor | None:
-    """The first sharded tensor, if the others are broadcast to its shard as they are; None otherwise."""
-    first = next(one for one in tensors if isinstance(one, ShardedTensor))
-    with locals_only():
-        dims = first.dim()
-        fits = all(one is first or _fits(one, first, dims) for one in tensors)
-    return first if fits else None
-
-
 def _fits(other: Tensor, sharded: ShardedTensor, dims: int) -> bool:
-    """Whether a tensor is sharded in the same way, or has no dim where the other one is sharded.
+    """Whether a tensor is sharded in the same way, or has no dim where the other one is sharded: it is broadcast to the
+    shard as it is.
 
     In the backward pass of a user's ``Function`` autograd hands in gradients of sharded tensors as plain shards.
     """
@@ -103,11 +98,6 @@ def _aligned(call: Call, tensors: list[Tensor]) -> Any:
 def cast(call: Call) -> Any:
     """``to``, ``type_as`` and their kind: of a sharded tensor; of a full one, like a sharded one."""
     return wrap_like(call, on_locals(call), call.args[0])
-
-
-def _where(call: Call) -> Any:
-    """``where(condition, x, y)``; ``where(condition)`` lists places, of the full tensor."""
-    return pointwise(call) if len(call.args) + len(call.kwargs) > 1 else on_full(call)
 
 
 def _prelu(call: Call) -> Any:
@@ -162,7 +152,8 @@ HANDLERS: Mapping[str, Handler] = {
     **handled_by(cast, _CASTS),
     "requires_grad_": pointwise,
     "data": _data,
-    "where": _where,
+    # ``where(condition, x, y)``; ``where(condition)`` lists places, of the full tensor
+    "where": lambda call: pointwise(call) if len(call.args) + len(call.kwargs) > 1 else on_full(call),
     "prelu": _prelu,
 }
 
@@ -178,14 +169,6 @@ HANDLERS: Mapping[str, Handler] = {
 
 _SEEDS = 2**62
 _PRIME = 1_000_003
-
-
-def _rank_generator(device: torch.device, specs: ShardSpecs) -> Generator:
-    """A generator that no other rank of the tensor has; torch's own advances by one number on all of them."""
-    seed = int(torch.randint(_SEEDS, (), device="cpu").item())
-    for spec in specs:
-        seed = (seed * _PRIME + spec.group.rank) % _SEEDS
-    return Generator(device if device.type != "meta" else "cpu").manual_seed(seed)
 
 
 def _dropout(call: Call) -> Any:
@@ -219,8 +202,11 @@ def _dropped(call: Call, shape: tuple[int, ...], specs: ShardSpecs, training: bo
         if not (training and rate):
             return wrap_like(call, tensor if writes else tensor.view_as(tensor), tensor)
         kept = torch.empty(shape, dtype=torch.bool, device=tensor.device)
+        seed = int(torch.randint(_SEEDS, (), device="cpu").item())  # torch's own generator advances alike on all ranks
+        for spec in specs:
+            seed = (seed * _PRIME + spec.group.rank) % _SEEDS
         if not kept.is_meta:
-            kept.bernoulli_(1 - rate, generator=_rank_generator(tensor.device, specs))
+            kept.bernoulli_(1 - rate, generator=Generator(tensor.device).manual_seed(seed))
         scale = 1 / (1 - rate) if rate < 1 else 0.0
         return wrap_like(call, tensor.mul_(kept).mul_(scale) if writes else tensor * kept * scale, tensor)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.parallelism.sharded.calls import (
+    ATTENTION,
     align,
     align_all,
     argument,
@@ -23,6 +24,7 @@ from galvatron_lite.parallelism.sharded.calls import (
     first_specs,
     handled_by,
     input_first,
+    named_arguments,
     on_full,
     refuse_write,
     spec_at,
@@ -101,11 +103,6 @@ def _flip(call: Call) -> Any:
     return _FLIPPED(call._replace(args=(call.args[0], call.args[1:])) if len(call.args) > 2 else call)
 
 
-def _max_or_min(call: Call) -> Any:
-    """``max(x)``, ``max(x, dim)`` (with places) and ``max(x, y)``."""
-    return pointwise(call) if len(tensors_among(call)) > 1 else _REDUCED(call)
-
-
 class _Reduction(NamedTuple):
     """A reduction of a sharded tensor."""
 
@@ -168,7 +165,8 @@ def _norm(call: Call) -> Any:
 
 HANDLERS: Mapping[str, Handler] = {
     **handled_by(_sum_or_mean, "sum mean"),
-    **handled_by(_max_or_min, "max min"),
+    # ``max(x)``, ``max(x, dim)`` (with places) and ``max(x, y)``
+    **handled_by(lambda call: pointwise(call) if len(tensors_among(call)) > 1 else _REDUCED(call), "max min"),
     **handled_by(_REDUCED, "amax amin argmax argmin any all count_nonzero prod median"),
     **handled_by(along(1, drops=True, keepdim=3), "var std var_mean std_mean"),
     **handled_by(_norm, "norm linalg_vector_norm linalg_norm"),
@@ -269,24 +267,20 @@ def _einsum(call: Call) -> Any:
 
 def _attention(call: Call) -> Any:
     """``scaled_dot_product_attention``: every rank its queries, with the keys and values of all."""
-    call = input_first(call)
-    query, key, value = (argument(call, number, name) for number, name in enumerate(_OPERANDS))
-    options = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), call.args[3:], strict=False)), **call.kwargs}
-    dims, mask = len(global_shape(query)), options.get("attn_mask")
+    options = named_arguments(call, ATTENTION)
+    query, key, value, mask = (options.pop(name) for name in ("query", "key", "value", "attn_mask"))
+    dims = len(global_shape(query))
     specs = tuple(spec for spec in specs_of(query) if spec.dim < dims - 1)
     # where the pattern depends on the query's place, or on chance
-    if not specs or options.get("is_causal") or options.get("dropout_p") or options.get("enable_gqa"):
+    if not specs or options["is_causal"] or options["dropout_p"] or options["enable_gqa"]:
         return on_full(call)
     samples = tuple(spec for spec in specs if spec.dim < dims - 2)
     with locals_only():
         shards = [align(query, specs, dims), align(key, samples, dims), align(value, samples, dims)]
-        if mask is not None:
-            options["attn_mask"] = align(mask, specs, dims)
-        result = call.function(*shards, **{name: one for name, one in options.items() if name not in _OPERANDS})
+        mask = None if mask is None else align(mask, specs, dims)
+        result = call.function(*shards, attn_mask=mask, **options)
     return wrap_locals(result, specs, call.rules)
 
-
-_OPERANDS = ("query", "key", "value")
 
 PRODUCTS: Mapping[str, Handler] = {
     **handled_by(_matmul, "matmul __matmul__ __rmatmul__ bmm mm mv"),

@@ -131,12 +131,12 @@ def _reshaped_local(local: Tensor, after: Shape, kept: Sequence[_Kept]) -> Tenso
     moving = [(one, *one.held()) for one in kept if one.moves]
     for one, old, new in moving:
         spec = one.before
-        local = redistribute(local, spec.dim, shards_of(spec.extent, spec.group), old, spec.group)
+        local = redistribute(local, spec.dim, spec.shards, old, spec.group)
         shape[one.after.dim] = length_of(new[spec.group.rank])
     local = local.reshape(shape)
     for one, _, new in moving:
         spec = one.after
-        local = redistribute(local, spec.dim, new, shards_of(spec.extent, spec.group), spec.group)
+        local = redistribute(local, spec.dim, new, spec.shards, spec.group)
     return local
 
 
@@ -166,11 +166,6 @@ def _reshaped(call: Call) -> Any:
     if lost and len(after) > 2:
         warn_gathered(call, tensor)
     return wrap_locals(result, tuple(one.after for one in kept), call.rules)
-
-
-def _as_other(name: str) -> Handler:
-    """``view_as`` and ``reshape_as``: the other tensor only gives its shape."""
-    return lambda call: getattr(call.args[0], name)(global_shape(call.args[1]))
 
 
 def _widened(call: Call) -> Any:
@@ -234,14 +229,14 @@ def _joined_shards(call: Call, tensors: Sequence[Tensor], dim: int) -> Any:
     result = shards_of(sum(extents), group)
     with locals_only():
         moved = [
-            redistribute(one, dim, shards_of(extent, group), _of_part(result, start, extent), group)
+            redistribute(one, dim, shards_of(extent, group), _within(result, start, extent), group)
             for one, extent, start in zip(tensors, extents, accumulate(extents, initial=0), strict=False)
         ]
         joined = call.function(moved, dim)
     return wrap_locals(joined, (ShardSpec(dim, sum(extents), group),), call.rules)
 
 
-def _of_part(shards: Sequence[Pieces], start: int, extent: int) -> tuple[Pieces, ...]:
+def _within(shards: Sequence[Pieces], start: int, extent: int) -> tuple[Pieces, ...]:
     """The rows of each rank that lie in a part of all rows, counted from the part's first."""
     both = [[(max(low - start, 0), min(high - start, extent)) for low, high in pieces] for pieces in shards]
     return tuple(tuple((low, high) for low, high in pieces if low < high) for pieces in both)
@@ -274,8 +269,9 @@ HANDLERS: Mapping[str, Handler] = {
     **handled_by(_widened, "expand broadcast_to repeat tile"),
     **handled_by(_joined, JOINS),
     "stack": _stacked,
-    "view_as": _as_other("view"),
-    "reshape_as": _as_other("reshape"),
+    # the other tensor only gives its shape
+    "view_as": lambda call: call.args[0].view(global_shape(call.args[1])),
+    "reshape_as": lambda call: call.args[0].reshape(global_shape(call.args[1])),
 }
 
 
@@ -378,7 +374,7 @@ def _slice(local: Tensor, spec: ShardSpec, part: slice) -> tuple[Tensor, ShardSp
         return local, spec
     if isinstance(group, OrderedGroup):
         return _range(local, spec, start, extent), ShardSpec(spec.dim, extent, RangeGroup(group, spec.extent, start))
-    shards = shards_of(spec.extent, group)
+    shards = spec.shards
     held = [_numbers(rows, start, step, extent) for (rows,) in shards]
     first, last = held[group.rank]
     offset = start + first * step - spec.start if first < last else 0

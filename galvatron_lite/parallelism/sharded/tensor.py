@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from galvatron_lite.errors import InputError
-from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, pieces_of
+from galvatron_lite.parallelism.sharded.groups import AxisGroup, Pieces, length_of, pieces_of, shards_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class ShardSpec:
     def pieces(self) -> Pieces:
         """The items that this rank holds, in order."""
         return pieces_of(self.extent, self.group, self.group.rank)
+
+    @property
+    def shards(self) -> tuple[Pieces, ...]:
+        """The items of every rank."""
+        return shards_of(self.extent, self.group)
 
     @property
     def start(self) -> int:

@@ -21,8 +21,8 @@ from galvatron_lite.parallelism.sharded.tensor import (
     unwrap,
     wrap_locals,
 )
-from galvatron_lite.parallelism.spatial.convolution import ShardedConv1d, ShardedConv2d, ShardedConv3d
-from galvatron_lite.parallelism.spatial.norms import ShardedBatchNorm1d, ShardedBatchNorm2d, ShardedBatchNorm3d
+from galvatron_lite.parallelism.spatial.convolution import ShardedConvolution
+from galvatron_lite.parallelism.spatial.norms import ShardedBatchNorm
 
 SPECS = "galvatron_specs"
 """Name of the argument that tells a split module how its other arguments are sharded."""
@@ -60,18 +60,18 @@ def split_pixels(module: nn.Module, groups: Sequence[AxisGroup], rules: Rules) -
 def bind_modules(module: nn.Module) -> None:
     """Make torch's convolutions and batch norms within a module ones that know sharded tensors, in place."""
     for one in module.modules():
-        kind = _KNOWING.get(type(one))
+        kind = _SHARDED_KINDS.get(type(one))
         if kind is not None and "forward" not in vars(one):
             one.__class__ = kind
 
 
-_KNOWING: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Conv1d: ShardedConv1d,
-    nn.Conv2d: ShardedConv2d,
-    nn.Conv3d: ShardedConv3d,
-    nn.BatchNorm1d: ShardedBatchNorm1d,
-    nn.BatchNorm2d: ShardedBatchNorm2d,
-    nn.BatchNorm3d: ShardedBatchNorm3d,
+_SHARDED_KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    kind: type(f"Sharded{kind.__name__}", (base, kind), {})
+    for base, kinds in (
+        (ShardedConvolution, (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+        (ShardedBatchNorm, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
+    )
+    for kind in kinds
 }
 
 
@@ -84,25 +84,18 @@ def _on_shards(forward: Callable[..., Any], groups: Sequence[AxisGroup], rules: 
             return entering(tensor, specs.get(place, ()), groups, rules)
 
         args, kwargs = map_places((args, kwargs), inside)
-        return _plain(forward(*args, **kwargs), groups)
+        output = map_places(forward(*args, **kwargs), lambda _, tensor: settled(tensor, groups))
+        leaving = {place: specs_of(tensor) for place, tensor in places(output) if specs_of(tensor)}
+
+        def outside(place: str, tensor: Tensor) -> Tensor:
+            # Itself made plain again, with no view between: code behind the module may change its input in place, and
+            # autograd would then forget hooks on a view, those of ZeRO among them.
+            plain = unwrap(tensor) if place in leaving else tensor
+            return leave(plain, _others(leaving.get(place, ()), groups)) if plain.requires_grad else plain
+
+        return map_places(output, outside), SpecsAt(leaving)
 
     return run
-
-
-def _plain(output: Any, groups: Sequence[AxisGroup]) -> tuple[Any, SpecsAt]:
-    """A module's output as plain tensors, and how they are sharded.
-
-    The tensors themselves are made plain again, with no view between: code behind the module may change its input in
-    place, and autograd would then forget hooks on a view, those of ZeRO among them.
-    """
-    output = map_places(output, lambda _, tensor: settled(tensor, groups))
-    specs = {place: specs_of(tensor) for place, tensor in places(output) if specs_of(tensor)}
-
-    def outside(place: str, tensor: Tensor) -> Tensor:
-        plain = unwrap(tensor) if place in specs else tensor
-        return leave(plain, _others(specs.get(place, ()), groups)) if plain.requires_grad else plain
-
-    return map_places(output, outside), SpecsAt(specs)
 
 
 def entering(tensor: Tensor, specs: ShardSpecs, groups: Iterable[AxisGroup], rules: Rules) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -19,16 +19,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from galvatron_lite.parallelism.sharded.calls import apply_internal, named_arguments
+from galvatron_lite.parallelism.precision import autocast_dtype
+from galvatron_lite.parallelism.sharded.calls import apply_internal, named_arguments, on_locals
 from galvatron_lite.parallelism.sharded.tensor import (
     PIXELS,
     Call,
     Handler,
-    Rules,
     ShardedTensor,
     ShardSpec,
-    ShardSpecs,
-    locals_only,
     specs_of,
     to_local,
     wrap_locals,
@@ -56,24 +54,16 @@ class ConvolutionPlan:
 
     windows: tuple[SideWindow, ...]  # one a side of the image
     function: Callable[..., Tensor]  # torch's
-    name: str  # of it
     # sides that are shared, or padded unevenly; None where each rank's shard is enough
     sides: tuple[HaloSide, ...] | None
     steps: Mapping[str, Any]  # arguments of torch's functions; sides of the halo are padded already
     outputs: tuple[int, ...]  # extents of what the convolution makes, of sharded dims
-
-    @property
-    def transposed(self) -> bool:
-        """Whether it is the adjoint of a convolution."""
-        return self.windows[0].transposed
+    transposed: bool  # whether it is the adjoint of a convolution
 
 
-_NAMES = "input weight bias stride padding dilation groups output_padding"
-_NAMES_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
-_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0, "bias": None}
-_ARGUMENTS, _TRANSPOSED = (
-    {name: _DEFAULTS.get(name) for name in names.split()} for names in (_NAMES, _NAMES_TRANSPOSED)
-)
+_DEFAULTS: dict[str, Any] = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0}
+_ARGUMENTS = {**_DEFAULTS, "dilation": 1, "groups": 1}
+_TRANSPOSED = {**_DEFAULTS, "output_padding": 0, "groups": 1, "dilation": 1}
 
 
 def convolve(call: Call) -> Any:
@@ -90,62 +80,43 @@ def convolve(call: Call) -> Any:
         return call.rules.otherwise(call)
     values = [options.get(name, 0) for name in _AMOUNTS]
     amounts = tuple([tuple(one) if isinstance(one, list) else one for one in values])
-    extents = tuple([spec.extent for spec in specs])
-    plan = _planned(call.name, shard.shape, extents, weight.shape, amounts, shards_in(specs))
-    if plan.sides is not None:
-        return _with_halo(plan, plan.sides, shard, weight, bias, specs, call.rules)
-    with locals_only():
-        result: Tensor = call.function(*call.args, **call.kwargs)
-    return wrap_locals(result, _specs_after(plan, specs), call.rules)
+    return _convolved(image, shard, call.name, weight, bias, amounts, lambda _: on_locals(call))
 
 
-def _with_halo(
-    plan: ConvolutionPlan,
-    sides: tuple[HaloSide, ...],
-    shard: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    specs: ShardSpecs,
-    rules: Rules,
-) -> Any:
-    shard, weight, bias = _as_autocast(shard, weight, bias)
-    result = apply_internal(_Convolve, shard, weight, bias, plan, halo_of(sides, specs))
-    return wrap_locals(result, _specs_after(plan, specs), rules)
-
-
-def _specs_after(plan: ConvolutionPlan, specs: ShardSpecs) -> ShardSpecs:
-    return tuple([ShardSpec(one.dim, extent, one.group) for one, extent in zip(specs, plan.outputs, strict=True)])
-
-
-class _KnowsShards(nn.modules.conv._ConvNd):
+class ShardedConvolution(nn.modules.conv._ConvNd):
     """A convolution that looks at sharded tensors itself, not through ``__torch_function__``: it saves host time in
     every call."""
 
     def forward(self, image: Tensor) -> Any:
         """As the convolution does."""
-        specs = specs_of(image)
-        if not isinstance(image, ShardedTensor) or specs[0].dim < PIXELS or self.padding_mode != "zeros":
+        if not isinstance(image, ShardedTensor) or image.specs[0].dim < PIXELS or self.padding_mode != "zeros":
             return super().forward(image)
         shard, name = to_local(image), f"conv{len(self.kernel_size)}d"
         check_batched(shard, len(self.kernel_size), name)
         amounts = (self.stride, self.padding, self.dilation, self.groups, 0)
-        extents, weight = tuple([spec.extent for spec in specs]), self.weight
-        plan = _planned(name, shard.shape, extents, weight.shape, amounts, shards_in(specs))
-        if plan.sides is not None:
-            return _with_halo(plan, plan.sides, shard, weight, self.bias, specs, image.rules)
-        return wrap_locals(super().forward(shard), _specs_after(plan, specs), image.rules)
+        return _convolved(image, shard, name, self.weight, self.bias, amounts, super().forward)
 
 
-class ShardedConv1d(_KnowsShards, nn.Conv1d):
-    """``nn.Conv1d``."""
-
-
-class ShardedConv2d(_KnowsShards, nn.Conv2d):
-    """``nn.Conv2d``."""
-
-
-class ShardedConv3d(_KnowsShards, nn.Conv3d):
-    """``nn.Conv3d``."""
+def _convolved(
+    image: ShardedTensor,
+    shard: Tensor,
+    name: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    amounts: _Amounts,
+    alone: Callable[[Tensor], Any],
+) -> Any:
+    """The sharded result; ``alone`` convolves the shard where no rank needs another."""
+    specs = image.specs
+    extents = tuple([spec.extent for spec in specs])
+    plan = _planned(name, shard.shape, extents, weight.shape, amounts, shards_in(specs))
+    if plan.sides is None:
+        result = alone(shard)
+    else:
+        operands = _as_autocast(shard, weight, bias)
+        result = apply_internal(_Convolve, *operands, plan, halo_of(plan.sides, specs))
+    after = [ShardSpec(one.dim, extent, one.group) for one, extent in zip(specs, plan.outputs, strict=True)]
+    return wrap_locals(result, tuple(after), image.rules)
 
 
 _AMOUNTS = ("stride", "padding", "dilation", "groups", "output_padding")
@@ -176,7 +147,7 @@ def _planned(
         "groups": options["groups"],
     }
     outputs = tuple(output_extent(windows[dim - PIXELS], extents[dim - PIXELS]) for dim, *_ in shards)
-    return ConvolutionPlan(windows, getattr(functional, name), name, sides, steps, outputs)
+    return ConvolutionPlan(windows, getattr(functional, name), sides, steps, outputs, windows[0].transposed)
 
 
 def _windows(kernel: Sequence[int], options: Mapping[str, Any], transposed: bool) -> tuple[SideWindow, ...]:
@@ -194,15 +165,14 @@ def _windows(kernel: Sequence[int], options: Mapping[str, Any], transposed: bool
 
 def _as_autocast(shard: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """In the dtype that autocast runs convolutions in, where it is on; it leaves float64 alone."""
-    kind = shard.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    dtype = autocast_dtype(shard)
+    if dtype is None:
         return shard, weight, bias
-    cast = partial(_lowered, dtype=torch.get_autocast_dtype(kind))
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
     return cast(shard), cast(weight), None if bias is None else cast(bias)
-
-
-def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
 OVERLAP_WORK = 2**30

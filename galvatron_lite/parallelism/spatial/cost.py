@@ -50,7 +50,7 @@ from galvatron_lite.parallelism.spatial.grids import (
     Grid,
     GridLayout,
     SideTraffic,
-    laid_on,
+    layout_on,
     refusal,
     sensible_grids,
     splits_pixels,
@@ -153,7 +153,7 @@ class SpatialDimension(Dimension):
 def pixels_of(kind: LayerKind, strategy: Either) -> GridLayout:
     """A layer on the grid of a strategy, or (arrays) of many; worked out once for each ``Strategies``."""
     if not isinstance(strategy, Strategies):
-        return laid_on(kind, (strategy.depth, strategy.height, strategy.width))
+        return layout_on(kind, (strategy.depth, strategy.height, strategy.width))
     key = ("pixels", id(kind.operators))
     cached: tuple[object, GridLayout] | None = strategy.known.get(key)
     if cached is None:
@@ -164,7 +164,7 @@ def pixels_of(kind: LayerKind, strategy: Either) -> GridLayout:
 
 def _pixels_of_many(kind: LayerKind, many: Strategies) -> GridLayout:
     grids, place = _grids_of(many)
-    every = [laid_on(kind, grid) for grid in grids]
+    every = [layout_on(kind, grid) for grid in grids]
     figures = np.array([[_BORDER(border) for border in laid.borders] for laid in every]).transpose(1, 2, 0)[..., place]
     share, legal = np.array([laid.share for laid in every]), np.array([laid.legal for laid in every])
     return GridLayout(share[place], tuple(SideTraffic(*side) for side in figures), legal[place])

@@ -227,7 +227,7 @@ def _kept_full(same: KindKey) -> str:
     return f"{first.name} takes its picture as one row" if flat and first is not None else ""
 
 
-def laid_on(kind: LayerKind, grid: Grid) -> GridLayout:
+def layout_on(kind: LayerKind, grid: Grid) -> GridLayout:
     """A layer on a grid of devices."""
     return _grid_layout(KindKey(kind), grid)
 

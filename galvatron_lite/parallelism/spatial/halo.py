@@ -21,15 +21,7 @@ from torch.nn import functional
 from galvatron_lite.errors import InputError
 from galvatron_lite.parallelism.sharded.collectives import resized
 from galvatron_lite.parallelism.sharded.groups import Arrival, AxisGroup, ShapeOnlyAxisGroup
-from galvatron_lite.parallelism.sharded.tensor import (
-    PIXELS,
-    Call,
-    ShardSpec,
-    ShardSpecs,
-    global_shape,
-    locals_only,
-    wrap_locals,
-)
+from galvatron_lite.parallelism.sharded.tensor import PIXELS, ShardSpec, ShardSpecs, global_shape
 from galvatron_lite.parallelism.shares import Range
 from galvatron_lite.parallelism.spatial.grids import (
     SideWindow,
@@ -40,7 +32,6 @@ from galvatron_lite.parallelism.spatial.grids import (
     output_extent,
     output_range,
     shard_range,
-    stays,
     travels,
     window_refusal,
 )
@@ -180,19 +171,6 @@ def check_batched(image: Tensor, sides: int, layer: str) -> None:
         raise InputError(f"shape of the input of {layer}", global_shape(image), remedy)
 
 
-def on_shards(call: Call, specs: ShardSpecs, windows: Sequence[SideWindow]) -> Tensor | None:
-    """A layer that every rank can do on its shard alone; None where ranks need one another, or pad.
-
-    The same on all ranks, and so is what autograd keeps.
-    """
-    if not all(stays(windows[spec.dim - PIXELS], spec.extent, spec.group.size) for spec in specs):
-        return None
-    with locals_only():
-        result: Tensor = call.function(*call.args, **call.kwargs)
-    wrapped: Tensor = wrap_locals(result, specs_after(specs, windows), call.rules)
-    return wrapped
-
-
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -219,13 +197,6 @@ def _unframed(tensor: Tensor, side: HaloSide) -> Tensor:
     for dim, before, _, length in side.framed:
         tensor = tensor.narrow(dim, before, length)
     return tensor
-
-
-def _framed(border: Tensor, side: HaloSide, fill: float) -> Tensor:
-    for dim, before, after, _ in side.framed:
-        amounts = [0, 0] * (border.dim() - 1 - dim) + [before, after]
-        border = functional.pad(border, amounts, value=fill)
-    return border
 
 
 class Borrowing:
@@ -278,8 +249,9 @@ class Borrowing:
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
-        if side.framed:
-            borders = [_framed(one, side, self.fill) for one in borders]
+        for framed, low, high, _ in side.framed:
+            amounts = [0, 0] * (image.dim() - 1 - framed) + [low, high]
+            borders = [functional.pad(one, amounts, value=self.fill) for one in borders]
         part = image if side.used is None else image.narrow(dim, *side.used)
         parts = [*borders[: side.below], part, *borders[side.below :]]
         before, after = side.outside

@@ -31,8 +31,9 @@ from galvatron_lite.parallelism.sharded.tensor import (
     global_shape,
     specs_of,
     to_local,
+    wrap_locals,
 )
-from galvatron_lite.parallelism.spatial.grids import SideWindow, needed, output_extent
+from galvatron_lite.parallelism.spatial.grids import SideWindow, needed, output_extent, stays
 from galvatron_lite.parallelism.spatial.halo import (
     Borrowing,
     Halo,
@@ -41,7 +42,6 @@ from galvatron_lite.parallelism.spatial.halo import (
     halo_of,
     halo_sides,
     layout_of,
-    on_shards,
     per_side,
     shards_in,
     specs_after,
@@ -67,14 +67,6 @@ class Pool:
             "padding": tuple(0 if dim in padded else one.before for dim, one in enumerate(self.windows, PIXELS)),
             "ceil_mode": self.windows[0].ceil,
         }
-
-
-def _pool_of(image: Tensor, name: str, windows: Sequence[SideWindow]) -> Pool:
-    """Raises InputError where ranks cannot share the image under these windows."""
-    extents = global_shape(image)[PIXELS:]
-    specs = specs_of(image)
-    sides = halo_sides(extents, tuple(windows), shards_in(specs), name)
-    return Pool(name, tuple(windows), halo_of(sides, specs), extents)
 
 
 def _sides(call: Call) -> int:
@@ -132,32 +124,29 @@ def max_pool(call: Call) -> Any:
         InputError: the image has no dim of samples, or its ranks need more than the ranks beside them hold.
     """
     options = named_arguments(call, _MAX)
-    return _pooled(call, options, lambda pool: _apply(_MaxPool, options["input"], pool))
+    return _pooled(call, options, _MaxPool)
 
 
 def avg_pool(call: Call) -> Any:
     """avg_pool1d, 2d and 3d of a sharded image: a sharded image; raises as ``max_pool``."""
     options = named_arguments(call, _MEAN)
-    counted, divisor = options["count_include_pad"], options["divisor_override"]
-    return _pooled(call, options, lambda pool: _apply(_MeanPool, options["input"], pool, counted, divisor))
+    return _pooled(call, options, _MeanPool, options["count_include_pad"], options["divisor_override"])
 
 
-def _apply(function: type[Function], image: Tensor, *args: Any) -> Tensor:
-    result: Tensor = apply_internal(function, to_local(image), *args)
-    return result
-
-
-def _pooled(call: Call, options: Mapping[str, Any], run: Callable[[Pool], Tensor]) -> Any:
+def _pooled(call: Call, options: Mapping[str, Any], function: type[Function], *more: Any) -> Any:
     image, windows = options["input"], _windows(_sides(call), options)
     if _has_full_pixels(image, call):
         return wrap_like(call, on_locals(call), image)
     if options.get("return_indices") or not _can_pool(image, windows, call):
         return call.rules.otherwise(call)
     specs = specs_of(image)
-    simple = on_shards(call, specs, windows)
-    if simple is not None:
-        return simple
-    return from_local(run(_pool_of(image, call.name, windows)), specs_after(specs, windows), call.rules)
+    if all(stays(windows[spec.dim - PIXELS], spec.extent, spec.group.size) for spec in specs):
+        # the same on all ranks, and so is what autograd keeps
+        return wrap_locals(on_locals(call), specs_after(specs, windows), call.rules)
+    extents = global_shape(image)[PIXELS:]
+    halo = halo_of(halo_sides(extents, windows, shards_in(specs), call.name), specs)
+    made = apply_internal(function, to_local(image), Pool(call.name, windows, halo, extents), *more)
+    return from_local(made, specs_after(specs, windows), call.rules)
 
 
 def _windows(sides: int, options: Mapping[str, Any]) -> tuple[SideWindow, ...]:

@@ -76,20 +76,16 @@ def pad(call: Call) -> Any:
     if any(others):
         local = functional.pad(local, others, mode, value)
     for spec in moved:
-        local = _padded_side(local, spec, pads[spec.dim], mode, value or 0.0)
+        group = spec.group
+        places = [_pad_places(spec.extent, *pads[spec.dim], mode, group.size, rank) for rank in range(group.size)]
+        index, outside, _ = places[group.rank]
+        local = redistribute(local, spec.dim, shards_of(spec.extent, group), tuple(one[2] for one in places), group)
+        if index is not None:
+            local = local.index_select(spec.dim, torch.tensor(index, device=local.device))
+        local = functional.pad(local, [0, 0] * (local.dim() - 1 - spec.dim) + [*outside], value=value or 0.0)
     after = [ShardSpec(spec.dim, extents[spec.dim], spec.group) for spec in specs]
     # what torch pads is never the tensor itself, even where it pads by nothing
     return from_local(local if moved or any(others) else local.clone(), after, call.rules)
-
-
-def _padded_side(local: Tensor, spec: ShardSpec, pads: tuple[int, int], mode: str, value: float) -> Tensor:
-    group = spec.group
-    places = [_pad_places(spec.extent, *pads, mode, group.size, rank) for rank in range(group.size)]
-    index, outside, _ = places[group.rank]
-    rows = redistribute(local, spec.dim, shards_of(spec.extent, group), tuple(one[2] for one in places), group)
-    if index is not None:
-        rows = rows.index_select(spec.dim, torch.tensor(index, device=rows.device))
-    return functional.pad(rows, [0, 0] * (rows.dim() - 1 - spec.dim) + [*outside], value=value)
 
 
 @lru_cache(maxsize=4096)
@@ -186,7 +182,11 @@ def interpolate(call: Call) -> Any:
     result = functional.interpolate(torch.empty(shape, device="meta"), **options).shape
     # means of areas are pools, which autocast leaves alone
     local = to_local(tensor) if options["mode"] == "area" else as_autocast(to_local(tensor))
-    sides, shared = _resampled_sides(options, shape, result), {spec.dim for spec in pixels}
+    mode = "linear" if options["mode"].endswith("linear") else options["mode"]
+    factors = _factors(options, len(shape) - PIXELS) or (None,) * (len(shape) - PIXELS)
+    every = zip(shape[PIXELS:], result[PIXELS:], factors, strict=True)
+    sides = [ResampledSide(mode, *side, options["align_corners"]) for side in every]
+    shared = {spec.dim for spec in pixels}
     for spec in pixels:
         local = _resampled(local, spec.dim, sides[spec.dim - PIXELS], spec.group)
     others = [dim for dim in range(PIXELS, len(shape)) if dim not in shared]
@@ -204,13 +204,6 @@ def _factors(options: Mapping[str, Any], sides: int) -> tuple[float, ...] | None
     if factor is None or options["recompute_scale_factor"]:
         return None
     return tuple(factor) if isinstance(factor, (tuple, list)) else (factor,) * sides
-
-
-def _resampled_sides(options: Mapping[str, Any], shape: Sequence[int], result: Sequence[int]) -> list[ResampledSide]:
-    mode = "linear" if options["mode"].endswith("linear") else options["mode"]
-    factors = _factors(options, len(shape) - PIXELS) or (None,) * (len(shape) - PIXELS)
-    sides = zip(shape[PIXELS:], result[PIXELS:], factors, strict=True)
-    return [ResampledSide(mode, *side, options["align_corners"]) for side in sides]
 
 
 def _without_sides(

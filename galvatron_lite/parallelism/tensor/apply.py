@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from galvatron_lite.parallelism.tensor.regions import (
     weight_of,
 )
 from galvatron_lite.parallelism.tensor.shards import ParameterShard, Placement, slice_full
-from galvatron_lite.parallelism.vocabulary.logits import shared_logits, whole_logits
+from galvatron_lite.parallelism.vocabulary.logits import full_logits, shared_logits
 
 Shards = dict[int, ParameterShard]
 """Shards by the identity of the parameter."""
@@ -89,16 +89,22 @@ def shard_layer(
         for experts in plan.experts:
             sharding.shard_experts(experts)
     inner = {name for region in plan.regions for name in region.inner_parameters}
+    return shards_by_name(
+        named_parameters(modules), sharding.shards, group, lambda name: sequence_parallel or name in inner
+    )
+
+
+def shards_by_name(
+    parameters: Iterable[tuple[str, nn.Parameter]], shards: Shards, group: TensorGroup, partial: Callable[[str], bool]
+) -> dict[str, ParameterShard]:
+    """How each parameter lies in the full one; of those that no slice was taken of, ``partial`` says by name whether
+    each device has a part of their gradient."""
 
     def unsplit(name: str, parameter: nn.Parameter) -> ParameterShard:
-        partial_gradient = group.size > 1 and (sequence_parallel or name in inner)
-        placement = Placement.PARTIAL if partial_gradient else Placement.REPLICATED
+        placement = Placement.PARTIAL if group.size > 1 and partial(name) else Placement.REPLICATED
         return ParameterShard(placement, tuple(parameter.shape), group.size, group.rank)
 
-    return {
-        name: sharding.shards.get(id(parameter)) or unsplit(name, parameter)
-        for name, parameter in named_parameters(modules)
-    }
+    return {name: shards.get(id(parameter)) or unsplit(name, parameter) for name, parameter in parameters}
 
 
 def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -123,12 +129,6 @@ def find_module(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
         if inside != path or not prefix:
             return module.get_submodule(inside)
     raise InputError("tensor plan", path, "Use a plan that was inferred for these modules.")
-
-
-def divide_attributes(layer: nn.Module, region: Region, degree: int) -> None:
-    """Divides the region's integer attributes by the degree."""
-    for patch in region.attributes:
-        setattr(layer.get_submodule(patch.path), patch.name, patch.value // degree)
 
 
 def slice_parameter(
@@ -168,8 +168,8 @@ class _Sharding:
         entrances = self._enter(region, regather)
         for row in region.rows:
             self._make_row(find_module(self.modules, row), entrances)
-        if region.attributes:
-            divide_attributes(self.modules[""], region, self.group.size)
+        for patch in region.attributes:
+            setattr(self.modules[""].get_submodule(patch.path), patch.name, patch.value // self.group.size)
 
     def _enter(self, region: Region, regather: bool) -> list[_Entrance]:
         """Entrances at the columns, one for each tensor that they take in, or at a module around them."""
@@ -220,9 +220,14 @@ class _Sharding:
         extent: int = head.out_features if isinstance(head, nn.Linear) else head.nf  # type: ignore[assignment]
         self._slice(weight_of(head), output_dim(head), (extent,))
         self._slice(bias_of(head), 0, (extent,))
-        give = shared_logits if shares_logits else gather_last
+        forward, group = head.forward, self.group
+
+        def run(tensor: Tensor) -> Tensor:
+            columns = forward(copy_to_group(full_logits(tensor), group))
+            return shared_logits(columns, group, extent) if shares_logits else gather_last(columns, group, extent)
+
         # no hooks: the head may be a layer, whose forward is replaced where it shares tokens
-        head.forward = partial(_head_forward, head.forward, give, self.group, extent)
+        head.forward = run
 
     def shard_experts(self, experts: ExpertSlices) -> None:
         module = find_module(self.modules, experts.path)
@@ -309,13 +314,3 @@ def _embedding_forward(embedding: nn.Embedding, group: TensorGroup, start: int, 
     # as narrow as layers take what autocast leaves in fp32: a sum of one value and zeros loses nothing by it
     dtype = autocast_dtype(rows)
     return reduce_from_group(rows if dtype is None else rows.to(dtype), group)
-
-
-def _head_forward(
-    forward: Callable[[Tensor], Tensor],
-    give: Callable[[Tensor, TensorGroup, int], Tensor],
-    group: TensorGroup,
-    extent: int,
-    tensor: Tensor,
-) -> Tensor:
-    return give(forward(copy_to_group(whole_logits(tensor), group)), group, extent)

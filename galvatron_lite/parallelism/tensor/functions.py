@@ -35,31 +35,21 @@ def reduce_from_group(tensor: Tensor, group: TensorGroup) -> Tensor:
     return _apply(_Reduce, tensor, group)
 
 
-def gather_rows(tensor: Tensor, group: TensorGroup) -> Tensor:
-    """Every device's rows (tokens, ...), as many of each: all-gather in forward, reduce-scatter in backward."""
-    return _apply(_Gather, tensor, group, 0, None)
-
-
-def reduce_scatter_rows(tensor: Tensor, group: TensorGroup) -> Tensor:
-    """This device's rows of the sum over the group: reduce-scatter in forward, all-gather in backward."""
-    return _apply(_ReduceScatter, tensor, group, 0)
-
-
 Keeper = Callable[[Any, Tensor], None]
 """Is given the autograd node of a gather, which saves the shard, and the gathered tensor."""
 
 
-def gather_tokens(tensor: Tensor, group: TensorGroup, keeper: Keeper | None = None) -> Tensor:
+def gather_tokens(tensor: Tensor, group: TensorGroup, dim: int = TOKENS, keeper: Keeper | None = None) -> Tensor:
     """Token shards [batch, tokens / size, hidden] become all tokens: all-gather in forward, reduce-scatter in backward.
 
-    ``keeper`` is given where autograd is to save the shard with the gather's node (``GatheredInput``).
+    ``keeper`` is passed where autograd is to save the shard with the gather's node (``GatheredInput``).
     """
-    return _apply(_Gather, tensor, group, TOKENS, keeper)
+    return _apply(_Gather, tensor, group, dim, keeper)
 
 
-def reduce_scatter_tokens(tensor: Tensor, group: TensorGroup) -> Tensor:
+def reduce_scatter_tokens(tensor: Tensor, group: TensorGroup, dim: int = TOKENS) -> Tensor:
     """Partial sums [batch, tokens, hidden] become token shards: reduce-scatter in forward, all-gather in backward."""
-    return _apply(_ReduceScatter, tensor, group, TOKENS)
+    return _apply(_ReduceScatter, tensor, group, dim)
 
 
 def gather_last(tensor: Tensor, group: TensorGroup, extent: int) -> Tensor:
@@ -204,7 +194,7 @@ def enter_region(shard: Tensor, group: TensorGroup) -> tuple[Tensor, GatheredInp
     if not shard.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return gather_tokens(shard, group), None
     kept = GatheredInput(group)
-    return gather_tokens(shard, group, kept.note), kept
+    return gather_tokens(shard, group, keeper=kept.note), kept
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -121,7 +121,7 @@ class ListeningGroup(ShapeOnlyGroup):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor."""
         self.heard.append(("returns" if _backward_node() else "ends", tensor.nbytes))
-        return tensor.clone()
+        return ShapeOnlyGroup.all_reduce(self, tensor)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The tensor repeated along ``dim``."""
@@ -129,13 +129,12 @@ class ListeningGroup(ShapeOnlyGroup):
         node = _backward_node()
         again = "resumes" if node.startswith("_ReduceScatter") else "regathers"
         self.heard.append((again if node else "begins", self.size * tensor.nbytes))
-        return torch.cat([tensor] * self.size, dim)
+        return ShapeOnlyGroup.all_gather(self, tensor, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This device's share of the tensor along ``dim``."""
         self.heard.append(("returns" if _backward_node() else "ends", tensor.nbytes))
-        share = _share_extent(tensor, dim, self.size)
-        return tensor.narrow(dim, self.rank * share, share).contiguous()
+        return ShapeOnlyGroup.reduce_scatter(self, tensor, dim)
 
 
 def _backward_node() -> str:

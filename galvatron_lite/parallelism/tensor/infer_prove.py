@@ -409,9 +409,8 @@ def _check_halves(probe: Probe, reference: ReferenceRun, regions: Sequence[Regio
         handlers: dict[str, Handler] = {}
         for region in regions:
             for column in region.columns:
-                handlers[column.path] = partial(
-                    _column_of_half, _input_of(reference, column.path), region.gather is None, start, half
-                )
+                full = _input_of(reference, column.path)
+                handlers[column.path] = partial(_column_of_half, full, region.gather is None, start, half)
             for row in region.rows:
                 handlers[row] = partial(_row_of_half, *reference.calls[row][0], start, half)
         try:

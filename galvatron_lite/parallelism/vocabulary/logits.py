@@ -12,7 +12,7 @@ of its own columns from it alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
@@ -44,7 +44,6 @@ from galvatron_lite.parallelism.sharded.tensor import (
     to_local,
     wrap_locals,
 )
-from galvatron_lite.parallelism.shares import share
 from galvatron_lite.parallelism.tensor.functions import copy_to_group, gather_last, reduce_from_group
 from galvatron_lite.parallelism.tensor.group import TensorGroup
 
@@ -57,28 +56,22 @@ def is_shared(value: object) -> bool:
     return isinstance(value, ShardedTensor) and getattr(getattr(value, "rules", None), "what", "") == WHAT
 
 
-def whole_logits(tensor: Tensor) -> Tensor:
+def full_logits(tensor: Tensor) -> Tensor:
     """Logits as a plain tensor, gathered where they are shares and have not been before; others as they are."""
     if not is_shared(tensor):
         return tensor
     shares = cast("ShardedTensor", tensor)
     with locals_only():
         stamp = shares._version, torch.is_grad_enabled()
-    known = getattr(shares, "gathered", None)
-    if known is None or known[0] != stamp:
-        (cut,) = shares.specs
-        last = to_local(shares).movedim(cut.dim, -1)
-        known = stamp, gather_last(last, cut.group, cut.extent).movedim(-1, cut.dim)
-        shares.gathered = known  # type: ignore[attr-defined]
-    return cast("Tensor", known[1])
+    cached = getattr(shares, "gathered", None)
+    if cached is None or cached[0] != stamp:
+        (columns,) = shares.specs
+        cached = stamp, gather_last(_columns_last(shares), columns.group, columns.extent).movedim(-1, columns.dim)
+        shares.gathered = cached  # type: ignore[attr-defined]
+    return cast("Tensor", cached[1])
 
 
-def columns_of(tensor: ShardedTensor) -> Columns:
-    """Which columns a share has."""
-    return Columns(tensor.specs[0].group, tensor.specs[0].extent)
-
-
-def columns_last(tensor: ShardedTensor) -> Tensor:
+def _columns_last(tensor: ShardedTensor) -> Tensor:
     """The share as a plain tensor whose last dim are the columns."""
     return to_local(tensor).movedim(tensor.specs[0].dim, -1)
 
@@ -88,70 +81,32 @@ FIGURES = 3
 and the target's logit. With label smoothing there is one more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The part of a vocabulary that a rank has."""
-
-    group: TensorGroup  # ranks that share it
-    extent: int  # items of the whole vocabulary; ranks have shares of it that may differ by one
-
-    @property
-    def start(self) -> int:
-        """The first of this rank."""
-        return share(self.extent, self.group.size, self.group.rank)[0]
-
-    @property
-    def length(self) -> int:
-        """How many this rank has."""
-        return share(self.extent, self.group.size, self.group.rank)[1]
-
-    def place(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Where targets lie among this rank's columns, and whether they do; the first place where they do not."""
-        local = targets - self.start
-        here = (local >= 0) & (local < self.length)
-        return local.masked_fill(~here, 0), here
+def _place(targets: Tensor, columns: ShardSpec) -> tuple[Tensor, Tensor]:
+    """Where targets lie among this rank's columns, and whether they do; the first place where they do not."""
+    local = targets - columns.start
+    here = (local >= 0) & (local < columns.length)
+    return local.masked_fill(~here, 0), here
 
 
-def token_losses(
-    logits: Tensor, targets: Tensor, columns: Columns, ignored: int = -100, smoothing: float = 0.0
-) -> Tensor:
-    """Cross entropy of each token (...), the same on every rank; in fp32 where logits are of half precision.
-
-    Args:
-        logits: (..., columns of this rank).
-        targets: (...) classes of the whole vocabulary.
-        columns: of this rank.
-        ignored: class of targets whose loss is zero.
-        smoothing: how much of the target is spread evenly over all classes.
+def _check_classes(targets: Tensor, extent: int) -> None:
+    """Let torch look whether targets are classes: an index into one item seen many times, which costs no memory.
 
     Raises:
         IndexError: a target that is no class (on a GPU, an assertion there).
     """
-    check_classes(targets.masked_fill(targets == ignored, 0), columns.extent)
-    losses: Tensor = _TokenLosses.apply(logits, targets, columns, ignored, smoothing)  # type: ignore[no-untyped-call]
-    return losses
-
-
-def check_classes(targets: Tensor, extent: int) -> None:
-    """Let torch look whether targets are classes: an index into one item seen many times, which costs no memory."""
     targets.new_zeros(1).expand(extent).index_select(0, targets.reshape(-1))
 
 
-def log_total(logits: Tensor, columns: Columns) -> Tensor:
-    """Logarithm of the sum of exponentials over the whole vocabulary: (..., columns) to (...), on every rank."""
+def _log_total(logits: Tensor, columns: ShardSpec) -> Tensor:
+    """Logarithm of the sum of exponentials over the full vocabulary: (..., columns) to (...), on every rank."""
     total: Tensor = _LogTotal.apply(logits, columns)  # type: ignore[no-untyped-call]
     return total
 
 
-def log_shares(logits: Tensor, columns: Columns) -> Tensor:
-    """Logarithms of the softmax over the whole vocabulary: this rank's columns of it."""
-    return logits - copy_to_group(log_total(logits, columns), columns.group).unsqueeze(-1)
-
-
-def picked(values: Tensor, targets: Tensor, columns: Columns) -> Tensor:
-    """From values (..., columns of this rank), those of classes (..., n) of the whole vocabulary, on every rank."""
-    check_classes(targets, columns.extent)
-    place, here = columns.place(targets)
+def _picked(values: Tensor, targets: Tensor, columns: ShardSpec) -> Tensor:
+    """From values (..., columns of this rank), those of classes (..., n) of the full vocabulary, on every rank."""
+    _check_classes(targets, columns.extent)
+    place, here = _place(targets, columns)
     return reduce_from_group(values.gather(-1, place).masked_fill(~here, 0), columns.group)
 
 
@@ -181,10 +136,18 @@ def _gather_figures(figures: list[Tensor], group: TensorGroup) -> Tensor:
 
 
 class _TokenLosses(Function):
+    """Cross entropy of each token (...), the same on every rank; in fp32 where logits are of half precision.
+
+    Of logits (..., columns of this rank), targets (...), the class of targets that do not count, and how much of the
+    target is spread evenly over all classes.
+    """
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, columns: Columns, ignored: int, smoothing: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, columns: ShardSpec, ignored: int, smoothing: float
+    ) -> Tensor:
         wide = _wide(logits)
-        place, here = columns.place(targets)
+        place, here = _place(targets, columns)
         own = [wide.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)]
         own += [wide.sum(-1)] if smoothing else []
         everyone = _gather_figures([*_exponentials(wide, wide is not logits), *own], columns.group)
@@ -206,7 +169,7 @@ class _TokenLosses(Function):
         likely = (wide - total if wide is logits else wide.sub_(total)).exp_()
         if smoothing:
             likely.sub_(smoothing / columns.extent)
-        place, here = columns.place(targets)
+        place, here = _place(targets, columns)
         likely.scatter_add_(-1, place.unsqueeze(-1), here.to(likely.dtype).mul_(smoothing - 1).unsqueeze(-1))
         likely.mul_(gradient.masked_fill(targets == ignored, 0).unsqueeze(-1))
         return likely.to(logits.dtype), None, None, None, None
@@ -214,7 +177,7 @@ class _TokenLosses(Function):
 
 class _LogTotal(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, columns: Columns) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, columns: ShardSpec) -> Tensor:
         wide = _wide(logits)
         total = _total_of(_gather_figures(list(_exponentials(wide, wide is not logits)), columns.group))
         ctx.save_for_backward(logits, total)
@@ -237,14 +200,14 @@ CLASSES = 1
 """Dim of the classes in logits (samples, classes, ...); 0 in those of one sample, (classes)."""
 
 
-def _on_whole_logits(call: Call) -> Any:
+def _on_full_logits(call: Call) -> Any:
     """On whole logits.
 
     Raises:
         InputError: the function would write to them: a gathered copy is not what it means.
     """
     refuse_write(call)
-    return call.function(*map_tensors(call.args, whole_logits), **map_tensors(call.kwargs, whole_logits))
+    return call.function(*map_tensors(call.args, full_logits), **map_tensors(call.kwargs, full_logits))
 
 
 def _with_columns_at(output: Tensor, logits: ShardedTensor, dim: int) -> Any:
@@ -260,7 +223,7 @@ def _itemwise(call: Call) -> Any:
     operands = [one for one in (*call.args, *call.kwargs.values()) if isinstance(one, Tensor)]
     logits = next(one for one in operands if isinstance(one, ShardedTensor))
     if (in_place(call) and logits is not operands[0]) or not all(_fits(one, logits) for one in operands):
-        return _on_whole_logits(call)
+        return _on_full_logits(call)
     with locals_only():
         args = tuple(_beside(one, logits) for one in call.args)
         given = {name: _beside(one, logits) for name, one in call.kwargs.items()}
@@ -281,7 +244,7 @@ def _beside(other: Any, logits: ShardedTensor) -> Any:
     if not isinstance(other, Tensor) or isinstance(other, ShardedTensor):
         return other
     if other.requires_grad:
-        other = copy_to_group(other, columns_of(logits).group)
+        other = copy_to_group(other, logits.specs[0].group)
     (cut,) = logits.specs
     dim = cut.dim - (logits.dim() - other.dim())
     return other.narrow(dim, cut.start, cut.length) if dim >= 0 and other.shape[dim] == cut.extent > 1 else other
@@ -293,14 +256,14 @@ def _reshaped(call: Call) -> Any:
     logits = call.args[0]
     after = _sizes(call) if isinstance(logits, ShardedTensor) and not call.kwargs else None
     if after is None:
-        return _on_whole_logits(call)
+        return _on_full_logits(call)
     return _as_shape(call, logits, after)
 
 
 def _as_shape(call: Call, logits: ShardedTensor, after: list[int]) -> Any:
     (cut,), before = logits.specs, global_shape(logits)
     if cut.dim != len(before) - 1 or not after or after[-1] != cut.extent or prod(after) != prod(before):
-        return _on_whole_logits(call)
+        return _on_full_logits(call)
     local = [*after[:-1], cut.length]
     with locals_only():
         made = logits.view(local) if call.name == "view" else logits.reshape(local)
@@ -348,7 +311,7 @@ def _indexed(call: Call) -> Any:
     logits, index = call.args
     parts = index if isinstance(index, tuple) else (index,)
     if not isinstance(logits, ShardedTensor) or not _keeps_last(parts, logits.specs[0].dim, len(global_shape(logits))):
-        return _on_whole_logits(call)
+        return _on_full_logits(call)
     with locals_only():
         made = logits[index]
     return _with_columns_at(made, logits, made.dim() - 1)
@@ -372,28 +335,23 @@ def _dims_of(one: Any) -> int:
     return one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
 
 
-def _cross_entropy(call: Call) -> Any:
-    """Of classes by their number; other targets (likelihoods) and weights of classes are for whole logits."""
-    given = arguments(call, functional.cross_entropy)
-    if not _is_plain(given):
-        return _on_whole_logits(call)
-    logits, targets = given["input"], given["target"]
+def _loss(call: Call) -> Any:
+    """``cross_entropy`` and ``nll_loss`` of classes by their number; other targets (likelihoods) and weights of classes
+    are for full logits."""
+    options = arguments(call, getattr(functional, call.name))
+    if not _is_plain(options):
+        return _on_full_logits(call)
+    logits, targets, ignored = options["input"], options["target"], options["ignore_index"]
     with locals_only():
-        own, ignored = columns_last(logits), given["ignore_index"]
-        losses = token_losses(own, targets, columns_of(logits), ignored, given["label_smoothing"])
-        return _narrow(_reduced(losses, targets, ignored, given["reduction"]), own)
-
-
-def _nll_loss(call: Call) -> Any:
-    """Of logarithms of likelihoods."""
-    given = arguments(call, functional.nll_loss)
-    if not _is_plain(given):
-        return _on_whole_logits(call)
-    likely, targets, ignored = given["input"], given["target"], given["ignore_index"]
-    with locals_only():
-        counted = targets.masked_fill(targets == ignored, 0).unsqueeze(-1)
-        losses = -picked(columns_last(likely), counted, columns_of(likely)).squeeze(-1)
-        return _reduced(losses.masked_fill(targets == ignored, 0), targets, ignored, given["reduction"])
+        local, (columns,), uncounted = _columns_last(logits), logits.specs, targets == ignored
+        counted = targets.masked_fill(uncounted, 0)
+        if call.name == "nll_loss":
+            likely = -_picked(local, counted.unsqueeze(-1), columns).squeeze(-1).masked_fill(uncounted, 0)
+            return _reduced(likely, targets, ignored, options["reduction"])
+        _check_classes(counted, columns.extent)
+        how = columns, ignored, options["label_smoothing"]
+        losses: Tensor = _TokenLosses.apply(local, targets, *how)  # type: ignore[no-untyped-call]
+        return _narrow(_reduced(losses, targets, ignored, options["reduction"]), local)
 
 
 def _is_plain(arguments: Mapping[str, Any]) -> bool:
@@ -426,12 +384,13 @@ def _softmax(call: Call) -> Any:
     call = input_first(call)
     logits, dim, dtype = call.args[0], argument(call, 1, "dim"), call.kwargs.get("dtype")
     if not _is_over_columns(logits, dim):
-        return _on_whole_logits(call)
+        return _on_full_logits(call)
     with locals_only():
-        own = columns_last(logits) if dtype is None else columns_last(logits).to(dtype)
-        made = _narrow(log_shares(own, columns_of(logits)), own)
-        made = (made if call.name == "log_softmax" else made.exp()).movedim(-1, logits.specs[0].dim)
-        return wrap_locals(made, logits.specs, call.rules)
+        local, (columns,) = _columns_last(logits), logits.specs
+        local = local if dtype is None else local.to(dtype)
+        result = _narrow(local - copy_to_group(_log_total(local, columns), columns.group).unsqueeze(-1), local)
+        result = (result if call.name == "log_softmax" else result.exp()).movedim(-1, columns.dim)
+        return wrap_locals(result, logits.specs, call.rules)
 
 
 def _is_over_columns(logits: Any, dim: Any) -> bool:
@@ -448,11 +407,11 @@ def _logsumexp(call: Call) -> Any:
     call = input_first(call)
     logits, dim = call.args[0], argument(call, 1, "dim")
     if not _is_over_columns(logits, dim):
-        return _on_whole_logits(call)
+        return _on_full_logits(call)
     with locals_only():
-        own = columns_last(logits)
-        total = _narrow(log_total(own, columns_of(logits)), own)
-        return total.unsqueeze(logits.specs[0].dim) if argument(call, 2, "keepdim", False) else total
+        local, (columns,) = _columns_last(logits), logits.specs
+        total = _narrow(_log_total(local, columns), local)
+        return total.unsqueeze(columns.dim) if argument(call, 2, "keepdim", False) else total
 
 
 def _gather(call: Call) -> Any:
@@ -460,11 +419,11 @@ def _gather(call: Call) -> Any:
     call = input_first(call)
     values, dim, index = call.args[0], argument(call, 1, "dim"), argument(call, 2, "index")
     if not _is_over_columns(values, dim) or isinstance(index, ShardedTensor):
-        return _on_whole_logits(call)
-    place = values.specs[0].dim
+        return _on_full_logits(call)
+    (columns,) = values.specs
     with locals_only():
-        found = picked(columns_last(values), index.movedim(place, -1), columns_of(values))
-        return found.movedim(-1, place)
+        picked = _picked(_columns_last(values), index.movedim(columns.dim, -1), columns)
+        return picked.movedim(-1, columns.dim)
 
 
 LOGITS = Rules(
@@ -478,12 +437,11 @@ LOGITS = Rules(
         "flatten": _flattened,
         "__getitem__": _indexed,
         **handled_by(_softmax, "softmax log_softmax"),
-        "cross_entropy": _cross_entropy,
-        "nll_loss": _nll_loss,
+        **handled_by(_loss, "cross_entropy nll_loss"),
         "logsumexp": _logsumexp,
         "gather": _gather,
     },
-    _on_whole_logits,
+    _on_full_logits,
     pins=("tensor",),
     what=WHAT,
 )

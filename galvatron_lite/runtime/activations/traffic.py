@@ -24,7 +24,7 @@ from galvatron_lite.parallelism.sharded.tensor import (
     specs_of,
 )
 from galvatron_lite.parallelism.spatial.apply import entering, leaving, settled
-from galvatron_lite.parallelism.vocabulary.logits import whole_logits
+from galvatron_lite.parallelism.vocabulary.logits import full_logits
 from galvatron_lite.parallelism.wrapping import rules_under
 from galvatron_lite.runtime.activations.layout import PIXELS, ActivationLayout, Axis, AxisSplit, BoxExchange
 from galvatron_lite.runtime.assignment import LayerAssignment, glue_layout, glue_of
@@ -169,13 +169,13 @@ class ActivationRedistributor:
             return tensor.piece
         if sampled not in (None, 1) or not self.has_rows(tensor, self.glue):
             return None
-        tensor = settled(whole_logits(tensor), self.border.lines)
+        tensor = settled(full_logits(tensor), self.border.lines)
         cuts, shape = specs_of(tensor), (self.rows, *global_shape(tensor)[1:])
         return RankPiece(leaving(tensor, self.border.lines), self.border.split(cuts, shape), shape)
 
     def loose(self, tensor: Tensor, layout: ActivationLayout) -> Tensor:
         """A glue tensor without samples for a layer: its gradient there, summed over the stage, counts once."""
-        return self._between(leaving(whole_logits(tensor), self.border.lines), self.glue, layout)
+        return self._between(leaving(full_logits(tensor), self.border.lines), self.glue, layout)
 
     def see(self, tensor: Tensor, layout: ActivationLayout) -> Tensor:
         """A layer's output that does not hold the samples, as glue code sees it."""

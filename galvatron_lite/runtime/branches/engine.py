@@ -92,7 +92,10 @@ def set_up_branches(
         runtimes.append(split_stage(tree, part.layers, part.stage, mesh, splits, options, roots=roots))
     branches: dict[str, RankBranch] = {}
     for part, entered, runtime in zip(parts[1:], paths[1:], runtimes[1:], strict=True):
-        branch = RankBranch(part, foreseen, runtime, Stream(_seed(seed, part), options.device))
+        # ranks that have the same samples draw the same
+        alike = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
+        stream = Stream(seed + (part.first if alike else dist.get_rank()), options.device)
+        branch = RankBranch(part, foreseen, runtime, stream)
         branches |= dict.fromkeys(entered, branch)
     trunk = runtimes[0]
     assert trunk is not None  # every rank runs the trunk
@@ -113,12 +116,6 @@ def _check_ties(model: nn.Module, parts: Sequence[PlacedPart], layers: Sequence[
             remedy = f"{' and '.join(homes)} share it: make them one branch, or leave both in the trunk."
             raise InputError("parameter", tie.names[0], remedy)
     check_shared(ties, {placed.layer.name: placed.strategy for part in parts for placed in part.stage})
-
-
-def _seed(seed: int, part: PlacedPart) -> int:
-    """Of a branch's random numbers: ranks that have the same samples draw the same."""
-    alike = any(placed.strategy.devices > placed.strategy.batch_degree for placed in part.stage)
-    return seed + (part.first if alike else dist.get_rank())
 
 
 class BranchedModel(ParallelModel):

@@ -124,10 +124,8 @@ def flushed_state(folder: Path | str) -> dict[str, Tensor]:
     return {name: state[first] for name, first in manifest.names.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    files: dict[str, Content]
-    stages: dict[int, StageRecord]
+_Written = tuple[dict[str, Content], dict[int, StageRecord]]
+"""What a process wrote: contents of files by name, and records of stages by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +158,12 @@ class CyclicCheckpointer:
             if _writer_of(programme, stage, step) == runtime.process:
                 contents[_stage_file(stage)] = partial(_stage_content, states)
                 records[stage] = _record(states)
-        return _Written({name: write_plain(folder / name, make()) for name, make in contents.items()}, records)
+        return {name: write_plain(folder / name, make()) for name, make in contents.items()}, records
 
     def _finish(self, folder: Path, place: Path, step: int, parts: list[_Written]) -> None:
-        files = {name: content for part in parts for name, content in part.files.items()}
+        files = {name: content for contents, _ in parts for name, content in contents.items()}
         check_arrived(folder, place, files)
-        stages = {stage: record for part in parts for stage, record in part.stages.items()}
+        stages = {stage: record for _, records in parts for stage, record in records.items()}
         programme, draws = self.runtime.executor.programme, self.runtime.executor.draws
         sequence = 1 + max((one.sequence for _, one in survey(CyclicManifest, place.parent, FORMAT)[0]), default=0)
         manifest = CyclicManifest(
@@ -202,14 +200,13 @@ class CyclicCheckpointer:
     def _take(self, folder: Path, manifest: CyclicManifest) -> None:
         runtime, executor, step = self.runtime, self.runtime.executor, manifest.step
         programme = replace(executor.programme, begin=step, base=manifest.base)
-        older = dict[int, dict[str, Tensor]]()
+        older, numbers = dict[int, dict[str, Tensor]](), range(step * programme.workers, (step + 1) * programme.workers)
         for stage, states in executor.states.items():
             content = read_plain(folder / _stage_file(stage))
             _put_stage(states, content)
-            if _uses_older(programme, runtime.process, stage, step):
-                older[stage] = {
-                    name: one.to(states.masters[name].device) for name, one in content["older"].items()
-                }  # fmt: skip
+            first = next((one for one in numbers if programme.process_of(stage, one) == runtime.process), None)
+            if first is not None and programme.version(stage, first) < step:
+                older[stage] = {name: one.to(states.masters[name].device) for name, one in content["older"].items()}
         executor.restart(step, manifest.base, older)
         if manifest.seed is not None:
             executor.draws = SeededDraws(manifest.seed, runtime.device)
@@ -240,13 +237,6 @@ def _writer_of(programme: CyclicProgramme, stage: int, step: int) -> int:
     """
     last = programme.workers - 1
     return programme.process_of(stage, step * programme.workers + (last if stage == last else last - 1 - stage))
-
-
-def _uses_older(programme: CyclicProgramme, process: int, stage: int, step: int) -> bool:
-    """Whether a process keeps a stage's parameters before their last update, for its passes from step ``step`` on."""
-    numbers = range(step * programme.workers, (step + 1) * programme.workers)
-    first = next((number for number in numbers if programme.process_of(stage, number) == process), None)
-    return first is not None and programme.version(stage, first) < step
 
 
 def _stage_content(states: StageStates) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.assignment import check_samples
 from galvatron_lite.runtime.checkpoint.manifest import FIELD
 from galvatron_lite.runtime.cyclic.checkpoint import CyclicCheckpointer, latest
-from galvatron_lite.runtime.cyclic.setup import CyclicOptions, even_out, full_state, load_full_state, set_up
+from galvatron_lite.runtime.cyclic.setup import CyclicOptions, even_out, full_state, local_shards, set_up
 from galvatron_lite.runtime.loss.weights import LossWeight, check_even, check_reduction, share_scales
 from galvatron_lite.runtime.mesh import join_world
 from galvatron_lite.runtime.monitor.observer import Observable, observed
+from galvatron_lite.runtime.parameters.full_state import put
 from galvatron_lite.runtime.parameters.use import check_hooks
 from galvatron_lite.runtime.peers import Peers, at_first, broadcast_values, first_seed
 from galvatron_lite.world import pick_device
@@ -269,7 +270,7 @@ class CyclicModel(Observable, nn.Module):
             InputError: an entry is missing, or has another shape.
         """
         self.flush()
-        load_full_state(self.runtime, state)
+        put(local_shards(self.runtime), self.runtime.entries, state)
 
     def save(self, folder: Path | str) -> Tensor | None:
         """Write a checkpoint, after ``drain``: resuming from it gives the same run. All ranks call it.

@@ -21,7 +21,7 @@ from galvatron_lite.parallelism.wrapping import wrap_forward
 from galvatron_lite.plans.schema import Plan
 from galvatron_lite.runtime.activations.layout import all_of
 from galvatron_lite.runtime.assignment import LayerAssignment, place_layers
-from galvatron_lite.runtime.parameters.full_state import gather, put
+from galvatron_lite.runtime.parameters.full_state import gather
 from galvatron_lite.runtime.parameters.materialize import Materializer
 from galvatron_lite.runtime.parameters.pieces import Entries, ItemRun, LocalShard, entries_of
 from galvatron_lite.runtime.peers import everyone
@@ -117,13 +117,8 @@ def _prepare(part: StagePart, stage: Sequence[LayerAssignment], compute: torch.d
 
 def full_state(runtime: CyclicRuntime) -> dict[str, Tensor]:
     """The model's ``state_dict()``, after ``flush``, on the CPU of every rank; all ranks call it."""
-    found = gather(_held(runtime))
+    found = gather(local_shards(runtime))
     return {name: found[first] for name, first in runtime.entries.names.items() if first in found}
-
-
-def load_full_state(runtime: CyclicRuntime, state: Mapping[str, Tensor]) -> None:
-    """Take this process's part of a full state."""
-    put(_held(runtime), runtime.entries, state)
 
 
 def even_out(runtime: CyclicRuntime) -> None:
@@ -149,7 +144,7 @@ def between(values: Sequence[Tensor]) -> Tensor:
     return stacked.mean(0) if first.is_floating_point() or first.is_complex() else stacked.amax(0)
 
 
-def _held(runtime: CyclicRuntime) -> list[LocalShard]:
+def local_shards(runtime: CyclicRuntime) -> list[LocalShard]:
     """What this process has of the state; after ``flush`` all processes of a stage have the same."""
     tensors: dict[str, Tensor] = loose_buffers(runtime)
     for stage, states in runtime.executor.states.items():
