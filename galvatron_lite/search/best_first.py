@@ -319,9 +319,7 @@ class _Walk:
         before = problem.work
         for _ in range(_MOST_STAGES):
             limit = self.limit
-            if limit is not None:
-                bounds = bounds.within(float(limit))
-            if not np.isfinite(bounds.bound):
+            if not self.worth(bounds.bound) or not np.isfinite(bounds.bound):
                 break
             cuts = bounds.cuts()
             stages = [(stage, *ends) for stage, ends in enumerate(pairwise(cuts))]

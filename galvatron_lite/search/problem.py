@@ -203,26 +203,33 @@ class Problem:
         return self._memo.once(key, lambda: self._layer_tables(stage, inside))
 
     def _layer_tables(self, stage: int, inside: range) -> list[StrategyTable]:
-        sharings, known = sharing_of(self.graph, inside) if self.graph.ties else {}, Memo()
+        key = ("inner", id(self.tables[stage]), self.choice.glue, self.choice.tied, self.runs is None)
+        tables = self.answers.memo.once(key, lambda: self._inner_tables(stage))[inside.start : inside.stop]
+        sharings = sharing_of(self.graph, inside)
         ends = {*([inside.start] if inside.start else ()), *([inside.stop - 1] if inside.stop < self._end else ())}
-        named = bool(self.tables[stage].fixed.layers)
+        for place in ends | sharings.keys():
+            sharing = sharings.get(place, ALONE)
+            tables[place - inside.start] = self._layer_table(stage, place, sharing, at_end=place in ends)
+        return tables
 
-        def table(place: int) -> StrategyTable:
-            layer, sharing = self.graph.layers[place], sharings.get(place, ALONE)
-            settled = (place in ends, layer.role is Role.BLOCK, self._tied.get(place))
-            key = (layer.kind, layer.name if named else "", sharing, *settled)
-            return known.once(key, lambda: self._layer_table(stage, layer, sharing, *settled))
+    def _inner_tables(self, stage: int) -> list[StrategyTable]:
+        """The table of each layer of the model where it is next to no boundary and shares nothing."""
+        named, known = bool(self.tables[stage].fixed.layers), Memo()
 
-        return [table(place) for place in inside]
+        def table(place: int, layer: Layer) -> StrategyTable:
+            key = (layer.kind, layer.name if named else "", layer.role is Role.BLOCK, self._tied.get(place))
+            return known.once(key, lambda: self._layer_table(stage, place, ALONE, at_end=False))
 
-    def _layer_table(
-        self, stage: int, layer: Layer, sharing: ParameterSharing, at_end: bool, is_block: bool, tied: Strategy | None
-    ) -> StrategyTable:
+        return [table(place, layer) for place, layer in enumerate(self.graph.layers)]
+
+    def _layer_table(self, stage: int, place: int, sharing: ParameterSharing, *, at_end: bool) -> StrategyTable:
+        layer, tied = self.graph.layers[place], self._tied.get(place)
         # A layer that shares parameters, or a run, takes what is settled for all of them, be it of no help to this one.
         free = tied is None and (self.runs is None or self.alike_parts)
         tables = self.tables[stage]
         offered = (tables.table if free else tables.unpruned)(layer.kind, layer.name, sharing)
-        wire, glue = self.choice.wire if at_end else None, None if is_block else self.choice.glue
+        wire = self.choice.wire if at_end else None
+        glue = None if layer.role is Role.BLOCK else self.choice.glue
         if wire is None and glue is None and tied is None:
             return offered
         key = (id(offered), wire, glue, tied)

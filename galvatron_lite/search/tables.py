@@ -430,6 +430,8 @@ class Tables:
 
 _FIRST, _CHUNK, _PAIRS, _SMALL = 64, 256, 2**17, 96
 _EARLIER = np.tri(_SMALL, k=-1, dtype=bool)
+_TOGETHER = (8, 32)
+"""Rows up to which groups are looked at together."""
 
 
 def pareto_rows(values: IntArray) -> IntArray:
@@ -458,12 +460,22 @@ def pareto_within(values: IntArray, groups: IntArray) -> IntArray:
     Of equal rows the first stays.
     """
     if len(values) <= _SMALL:
-        beats = _beats(values.T, values.T) & (groups == groups[:, None])
-        equal = beats & beats.T
-        return np.flatnonzero(~(beats & (~equal | _EARLIER[: len(values), : len(values)])).any(axis=1))
+        same = np.stack((groups, -groups))  # rows of other groups beat none
+        return np.flatnonzero(~_beaten_before(np.concatenate((values.T, same))))
     order = np.argsort(groups, kind="stable")
-    edges = np.flatnonzero(np.diff(groups[order])) + 1
-    return np.sort(np.concatenate([rows[pareto_rows(values[rows])] for rows in np.split(order, edges)]))
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(groups[order])) + 1))
+    sizes, count = np.diff(np.append(starts, len(order))), len(order)
+    columns = np.column_stack((values[order].T, np.full(values.shape[1], np.iinfo(np.int64).max)))
+    kept, least = list[IntArray](), 0
+    for most in _TOGETHER:  # groups of about one size, filled up with rows that beat none
+        some, own = np.flatnonzero((sizes > least) & (sizes <= most)), np.arange(most)
+        places = np.where(own < sizes[some, None], starts[some, None] + own, count)
+        kept.append(order[places[~_beaten_before(columns[:, places]) & (places < count)]])
+        least = most
+    for group in np.flatnonzero(sizes > least):
+        rows = order[starts[group] : starts[group] + sizes[group]]
+        kept.append(rows[pareto_rows(values[rows])])
+    return np.sort(np.concatenate(kept))
 
 
 def pairs_within(groups: IntArray) -> tuple[IntArray, IntArray]:
@@ -508,11 +520,18 @@ def _ranks(ordered: IntArray) -> NDArray[Any]:
     return ranks
 
 
+def _beaten_before(columns: IntArray) -> BoolArray:
+    """(..., rows): whether another of the rows beats each, or an earlier one equals it; columns first."""
+    beats = _beats(columns, columns)
+    equal, earlier = beats & np.swapaxes(beats, -1, -2), _EARLIER[: beats.shape[-1], : beats.shape[-1]]
+    return (beats & (~equal | earlier)).any(axis=-1)
+
+
 def _beats(columns: NDArray[Any], others: NDArray[Any]) -> BoolArray:
-    """(rows, others): whether each of the others equals or beats a row in every column."""
-    found: BoolArray = others[0] <= columns[0][:, None]
+    """(..., rows, others): whether each of the others equals or beats a row in every column; columns first."""
+    found: BoolArray = others[0][..., None, :] <= columns[0][..., :, None]
     for column, other in zip(columns[1:], others[1:], strict=True):
-        found &= other <= column[:, None]
+        found &= other[..., None, :] <= column[..., :, None]
     return found
 
 
