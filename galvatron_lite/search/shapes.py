@@ -14,7 +14,7 @@ from galvatron_lite.cluster.budget import Budget, bytes_on
 from galvatron_lite.cluster.cluster import Cluster
 from galvatron_lite.cost.forward_only import for_mode
 from galvatron_lite.cost.layer import ALONE, LayerPricer, ParameterSharing
-from galvatron_lite.cost.layout import NEAR, Layout, layout, of_layout
+from galvatron_lite.cost.layout import NEAR, Layout, of_layout
 from galvatron_lite.cost.stage import Shape, sharing_of, tied_groups
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
@@ -186,11 +186,13 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
 def with_ties(problem: Problem) -> Iterator[Problem]:
     """The problem with its layouts at the edges, under every choice of strategies for tied layers; those are left out
     that another one beats for all layers of a group at once."""
-    options = []
+    options, glue = [], problem.choice.glue
     for group in tied_groups(problem.graph):
         first, *others = tied_tables(problem, group)
-        useful = first.undominated(problem.form, others).strategies
-        options.append([tuple((place, strategy) for place in group) for strategy in useful])
+        useful = first.undominated(problem.form, others)
+        if glue is not None and any(problem.graph.layers[place].role is not Role.BLOCK for place in group):
+            useful = useful.lay_out_model(lambda own: glue_of(own) == glue)
+        options.append([tuple((place, strategy) for place in group) for strategy in useful.strategies])
     for groups in product(*options):
         tied = tuple(pair for group in groups for pair in group)
         yield replace(problem, choice=replace(problem.choice, tied=tied))
@@ -198,14 +200,8 @@ def with_ties(problem: Problem) -> Iterator[Problem]:
 
 def with_edges(problem: Problem) -> Iterator[Problem]:
     """The problem under every choice of layouts at the edges of the model or of stages."""
-    tied = problem.choice.tied
     for glue, wire in _edge_choices(problem):
-        if all(
-            glue is None or glue_of(layout(s)) == glue
-            for place, s in tied
-            if problem.graph.layers[place].role is not Role.BLOCK
-        ):
-            yield replace(problem, choice=Choice(glue, wire, tied))
+        yield replace(problem, choice=Choice(glue, wire, ()))
 
 
 def bounds_of(problem: Problem) -> StageBounds | None:

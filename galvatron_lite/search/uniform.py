@@ -43,6 +43,7 @@ from galvatron_lite.search.tables import (
     Mixtures,
     StrategyTable,
     pairs_within,
+    pareto_rows,
     pareto_within,
     ticks,
 )
@@ -132,10 +133,9 @@ class Uniform:
             some = some[self._least[some] < top]
             if not len(some):
                 break
-            parts = [self._part(self.ranges[0]), self._blocks(some), self._part(self.ranges[2])]
-            time = self._times(parts, top)
-            place = int(np.argmin(time)) if time.size else 0
-            if time.size and np.isfinite(time.flat[place]):
+            parts, time = self._fitting([self._part(self.ranges[0]), self._blocks(some), self._part(self.ranges[2])], top)
+            if np.isfinite(time).any():
+                place = int(np.argmin(time))
                 top = float(time.flat[place]) - _HALF
                 chosen = [int(index) for index in np.unravel_index(place, time.shape)]
                 strategies = [
@@ -147,6 +147,22 @@ class Uniform:
                 stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(self.cuts))
                 best = Partition(round(top + _HALF), self.cuts, stages)
         return best
+
+    def _fitting(self, parts: Sequence[Part], limit: float) -> tuple[list[Part], FloatArray]:
+        """Choices for each part of which some combination takes less than the limit and fits, and (E, B, H)
+        picoseconds of every combination; infinite for those that do not."""
+        groups = [group for groups in self._alike.values() for group in groups]
+        if self.problem.shape.schedule.front_loaded:  # later groups hold no more micro-batches of any chunk
+            groups = [groups[0] for groups in self._alike.values()]
+        time = np.zeros((1, 1, 1))
+        for number, group in enumerate(groups):
+            time = np.where(self.group_bytes(parts, group) <= self.problem.budgets[group], time, np.inf)
+            parts, time = _narrowed(parts, time)
+            if time.size and not number:  # what the first group cannot hold is not timed
+                parts, time = _narrowed(parts, time + self._times(parts, limit))
+            if not time.size:
+                break
+        return list(parts), time
 
     def _table(self, group: int, place: int) -> StrategyTable:
         layer = self.problem.graph.layers[place]
@@ -239,6 +255,7 @@ class Uniform:
             moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
             placed = self.chunks.placed[group]
             flying = np.array([*{counts for _, counts in moments}]) @ placed.reshape(len(placed), -1)
+            flying = flying[pareto_rows(-flying)]
             found.append((room, flying.reshape(-1, *placed.shape[1:]), placed.sum(axis=0)))
         return found
 
@@ -308,8 +325,8 @@ class Uniform:
         return found
 
     def _times(self, parts: Parts, limit: float) -> FloatArray:
-        """(E, B, H): picoseconds of every candidate below the limit that fits; infinite for the others, and where
-        layers that share parameters differ."""
+        """(E, B, H): picoseconds of every candidate below the limit; infinite for the others, and where layers that
+        share parameters differ."""
         form, counts = self.problem.form, [len(groups) for groups in self._alike.values()]
         columns = [self._group(parts, groups[0]) for groups in self._alike.values()]
         total: FloatArray = _reduced(np.maximum, [choice[-1] for choice in columns]).astype(np.float64)
@@ -324,11 +341,6 @@ class Uniform:
             named = [(axis, self.store.numbers(table)) for axis, table in enumerate(tables) if table is not None]
             for (a, left), (b, right) in pairwise(named):
                 alive = alive & np.expand_dims(left[:, None] == right, ({0, 1, 2} - {a, b}).pop())
-        ahead = self.problem.shape.schedule.front_loaded  # later groups hold no more micro-batches of any chunk
-        for group in (group for groups in self._alike.values() for group in groups[: 1 if ahead else None]):
-            if not alive.any():
-                break
-            alive = alive & (self.group_bytes(parts, group) <= self.problem.budgets[group])
         return np.where(alive, total, np.inf)
 
     def _summed(self, parts: Parts, places: Iterable[int], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
@@ -404,21 +416,24 @@ class Uniform:
     def group_bytes(self, parts: Parts, group: int) -> IntArray:
         """Bytes on each device of a group: while one of its stages computes, the others rest."""
         shape, stages = self.problem.shape, self.chunks.stages_of[group]
-        runs = [list(_runs(parts, range(*self.cuts[stage : stage + 2]))) for stage in stages]
+        runs = [tuple(_runs(parts, range(*self.cuts[stage : stage + 2]))) for stage in stages]
         kinds = [tuple((axis, id(table), count) for axis, table, count in choice) for choice in runs]
         of = dict(zip(kinds, runs, strict=True))
-        sums = {kind: [_column(choice, figure) for figure in _FIGURES] for kind, choice in of.items()}
         held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-        peak = sum((sums[kind][0] for kind in kinds), start=_ZERO)
-        computing = {(kinds[choice], max(counts[choice], 1)) for choice, counts in held}
-        worst = {pair: _worst(of[pair[0]], pair[1]) for pair in computing}
-        for choice, counts in held:
-            moment = worst[kinds[choice], max(counts[choice], 1)]
-            for kind, (_, states, kept, gathered) in sums.items():
-                waiting = [count for other, count in enumerate(counts) if other != choice and kinds[other] == kind]
-                in_flight, busy = sum(waiting), len(waiting) - waiting.count(0)
-                moment = moment + len(waiting) * states + in_flight * kept + busy * gathered
-            peak = np.maximum(peak, moment)
+        flying = np.array([counts for _, counts in held])
+        resting, busy = np.array([np.arange(len(kinds)) != choice for choice, _ in held]), flying > 0
+        # at each moment, by kind: stages that rest, micro-batches in flight but one of each that computes, busy stages
+        counts = np.stack((resting, flying - busy * ~resting, resting & busy), axis=-1)
+        member = np.array([[kind == other for other in kinds] for kind in of], dtype=np.int64)
+        moments = np.einsum("kv,mvf->mkf", member, counts).reshape(len(held), -1)
+        figures = [_column(choice, figure) for choice in of.values() for figure in _FIGURES]
+        peak = sum((_column(choice, lambda table: table.figures.memory[:, UPDATED]) for choice in runs), start=_ZERO)
+        for kind, choice in of.items():
+            own = moments[[kinds[place] == kind for place, _ in held]]
+            worst = _worst(choice)
+            for row in own[pareto_rows(-own)]:
+                moment = sum((count * figure for count, figure in zip(row, figures, strict=True) if count), start=worst)
+                peak = np.maximum(peak, moment)
         context = self.problem.tables[group].pricer.profile.cluster.device.context
         return peak + self._buffers(parts, stages, held) + context
 
@@ -453,12 +468,11 @@ class Uniform:
 
 
 _FIGURES: tuple[Callable[[StrategyTable], IntArray], ...] = (
-    lambda table: table.figures.memory[:, UPDATED],
     lambda table: table.figures.resting[:, 0],
     lambda table: table.figures.kept,
     lambda table: table.figures.resting[:, 1],
 )
-"""Bytes of a layer: while the optimizer runs, at rest, of each micro-batch in flight, with any in flight besides."""
+"""Bytes of a layer: at rest, of each micro-batch in flight, with any in flight besides."""
 Run = tuple[int, StrategyTable, int]
 """Axis, table and number of neighbouring layers with one table."""
 
@@ -485,8 +499,20 @@ def _column(runs: Sequence[Run], figure: Callable[[StrategyTable], IntArray]) ->
     return sum((_along(count * figure(table), axis) for axis, table, count in runs), start=_ZERO)
 
 
-def _worst(runs: Sequence[Run], held: int) -> IntArray:
-    """The worst moment of a chunk that computes (``cost.memory.worst_moment``), the optimizer's aside."""
+def _worst(runs: Sequence[Run]) -> IntArray:
+    """The worst moment of a chunk that computes with one micro-batch in flight (``cost.memory.worst_moment``), the
+    optimizer's aside."""
     figures = [([_along(column, axis) for column in table.figures.memory.T], count) for axis, table, count in runs]
-    rest = _column(runs, lambda choice: choice.figures.memory[:, REST] + (held - 1) * choice.figures.kept)
-    return rest + worst_moment(figures)
+    return _column(runs, lambda choice: choice.figures.memory[:, REST]) + worst_moment(figures)
+
+
+def _narrowed(parts: Sequence[Part], time: FloatArray) -> tuple[list[Part], FloatArray]:
+    """Without the choices for each part of which no combination has a finite time."""
+    finite, own, rows = np.isfinite(time), list[Part](), list[IntArray]()
+    finite = np.broadcast_to(finite, [len(next(iter(part.values()))) if part else 1 for part in parts])
+    for axis, part in enumerate(parts):
+        kept = np.flatnonzero(finite.any(axis=tuple({0, 1, 2} - {axis})))
+        tables = {id(table): table.at(kept) for table in {id(one): one for one in part.values()}.values()}
+        own.append({place: tables[id(table)] for place, table in part.items()})
+        rows.append(kept)
+    return own, np.broadcast_to(time, finite.shape)[np.ix_(*rows)]
