@@ -524,7 +524,8 @@ def _beaten_before(columns: IntArray) -> BoolArray:
     """(..., rows): whether another of the rows beats each, or an earlier one equals it; columns first."""
     beats = _beats(columns, columns)
     equal, earlier = beats & np.swapaxes(beats, -1, -2), _EARLIER[: beats.shape[-1], : beats.shape[-1]]
-    return (beats & (~equal | earlier)).any(axis=-1)
+    beaten: BoolArray = (beats & (~equal | earlier)).any(axis=-1)
+    return beaten
 
 
 def _beats(columns: NDArray[Any], others: NDArray[Any]) -> BoolArray:

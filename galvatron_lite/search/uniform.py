@@ -133,7 +133,8 @@ class Uniform:
             some = some[self._least[some] < top]
             if not len(some):
                 break
-            parts, time = self._fitting([self._part(self.ranges[0]), self._blocks(some), self._part(self.ranges[2])], top)
+            around = self._part(self.ranges[0]), self._part(self.ranges[2])
+            parts, time = self._fitting((around[0], self._blocks(some), around[1]), top)
             if np.isfinite(time).any():
                 place = int(np.argmin(time))
                 top = float(time.flat[place]) - _HALF
@@ -223,7 +224,7 @@ class Uniform:
         return {place: tables[number] for place, number in self.chunks.positions.items()}
 
     def _ordered(self, limit: float, runs: int | None) -> Iterator[IntArray]:
-        """Choices for blocks that take less than a limit and that the first and last group may hold, in the order of
+        """Choices for blocks that take less than a limit and that ``_flying`` groups may hold, in the order of
         ``_least``, some at a time."""
         rows = np.flatnonzero(self._least < limit)
         if runs == 1 and self.mixtures is not None:
@@ -234,7 +235,7 @@ class Uniform:
             yield from (some[place : place + _AT_ONCE] for place in range(0, len(some), _AT_ONCE))
 
     def _holding(self, rows: IntArray) -> IntArray:
-        """Those of some choices for blocks whose states and activations alone the first and the last group may hold."""
+        """Those of some choices for blocks whose states and activations alone ``_flying`` groups may hold."""
         for room, flying, held in self._flying:
             assert self.mixtures is not None
             choice = self.mixtures
@@ -247,10 +248,11 @@ class Uniform:
 
     @cached_property
     def _flying(self) -> list[tuple[int, IntArray, IntArray]]:
-        """Of the first and the last group, where blocks are alike: bytes there are, blocks of each strategy times
+        """Of the groups that may hold most, where blocks are alike: bytes there are, blocks of each strategy times
         micro-batches in flight, by moment and parts of the first strategy, and blocks."""
         shape, found = self.problem.shape, []
-        for group in (0, shape.stages - 1) if self.mixtures is not None and shape.microbatches > 1 else ():
+        ends = (0,) if shape.schedule.front_loaded else (0, shape.stages - 1)
+        for group in ends if self.mixtures is not None and shape.microbatches > 1 else ():
             room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
             moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
             placed = self.chunks.placed[group]
