@@ -331,6 +331,8 @@ def net_paths(net: Net, cap: int | None = None, beam: int | None = None, near: f
 
 def good_way(net: Net, last: LastPrice | None = None) -> tuple[Path | None, float]:
     """A good path of one criterion, soon, and a weighted time that no path beats, as ``good_path``."""
+    if not net.skips:
+        return good_path(net.chain, last)
     relaxed = _relaxed(net, {})
     path, least = good_path(relaxed.chain, last)
     return (None if path is None else _priced(net, relaxed, path)[0]), least

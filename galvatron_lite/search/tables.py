@@ -276,9 +276,11 @@ class Store:
     _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
     _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
     _options: dict[tuple[str, int, Fixed], StrategyOptions] = field(default_factory=dict)
-    _same: dict[tuple[Strategy, ...], StrategyOptions] = field(default_factory=dict)
+    _same: dict[int, StrategyOptions] = field(default_factory=dict)  # by the strategies, which they keep alive
     _allowed: dict[tuple[int, Fixed], BoolArray] = field(default_factory=dict)  # which options some pins leave
-    _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
+    # by pins, then by kind, devices and number of stages, sharing and micro-batch
+    _known: dict[Fixed, dict[tuple[object, ...], StrategyTable]] = field(default_factory=dict)
+    _priced: dict[Fixed, dict[tuple[object, ...], _Batch]] = field(default_factory=dict)
     _numbers: dict[Strategy, int] = field(default_factory=dict)
     _numbered: dict[int, IntArray] = field(default_factory=dict)
 
@@ -319,22 +321,30 @@ class Store:
         key = (kind, devices, fixed)
         if key not in self._options:
             strategies = self.space.strategies(kind, devices, fixed)
-            if strategies not in self._same:
-                self._same[strategies] = options_of(strategies)
-            self._options[key] = self._same[strategies]
+            if id(strategies) not in self._same:
+                self._same[id(strategies)] = options_of(strategies)
+            self._options[key] = self._same[id(strategies)]
         return self._options[key]
 
     def table(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """Every strategy of a kind of layer under a shape; its schedule makes no difference."""
-        key = (kind, shape.stage_devices, shape.stages, shape.microbatch, shape.microbatches == 1, sharing)
-        if (fixed, *key) not in self._known:
-            unpinned = self._known.get((UNPINNED, *key))
-            narrowed = None if unpinned is None else self._narrowed(unpinned, fixed)
-            if narrowed is None:
+        key = (kind, shape.stage_devices, shape.stages, sharing, shape.microbatch, shape.microbatches == 1)
+        found = self._ready(key, fixed)
+        if found is None:
+            unpinned = self._ready(key, UNPINNED)
+            found = None if unpinned is None else self._narrowed(unpinned, fixed)
+            if found is None:
                 self._price(kind, shape, fixed, sharing)
-            else:
-                self._known[fixed, *key] = narrowed
-        return self._known[fixed, *key]
+                found = self._priced[fixed][key].table(*key[-2:])
+            self._known[fixed][key] = found
+        return found
+
+    def _ready(self, key: tuple[Any, ...], fixed: Fixed) -> StrategyTable | None:
+        """A table that is known, or whose strategies are priced."""
+        known, priced = self._known.setdefault(fixed, {}), self._priced.setdefault(fixed, {})
+        if key not in known and key in priced:
+            known[key] = priced[key].table(*key[-2:])
+        return known.get(key)
 
     def _narrowed(self, unpinned: StrategyTable, fixed: Fixed) -> StrategyTable | None:
         """What pins leave of a table; None where they go beyond the space."""
@@ -347,21 +357,36 @@ class Store:
     def _price(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing) -> None:
         """Prices the strategies of a table, and of those for other micro-batches of the batch where they are few."""
         options, batch = self.options(kind, shape.stage_devices, fixed), shape.microbatch * shape.microbatches
-        others = (size for size in divisors(batch) if size != shape.microbatch)
+        key, known = (kind, shape.stage_devices, shape.stages, sharing), self._priced[fixed]
         rows: dict[int, IntArray] = {}
-        for size in (shape.microbatch, *others):
-            key = (fixed, kind, shape.stage_devices, shape.stages, size, size == batch, sharing)
+        for size in (shape.microbatch, *(own for own in divisors(batch) if own != shape.microbatch)):
             some = np.flatnonzero(size % options.batch == 0)
-            if key not in self._known and (not rows or sum(map(len, rows.values())) + len(some) <= _ROWS):
+            few = sum(map(len, rows.values())) + len(some) <= _ROWS
+            if not rows or (few and (*key, size, size == batch) not in known):
                 rows[size] = some
         every = np.concatenate(list(rows.values()))
         sizes = np.repeat(list(rows), [len(some) for some in rows.values()])
         costs = self.pricer.price_many(kind, options.part(every), sizes, shape.stages, sharing)
-        figures = {single: _figures(costs, single) for single in {size == batch for size in rows}}
-        for size in rows:
-            key = (fixed, kind, shape.stage_devices, shape.stages, size, size == batch, sharing)
-            valid = np.flatnonzero(costs.valid & (sizes == size))
-            self._known[key] = StrategyTable(options, every[valid], figures[size == batch].at(valid))
+        priced = _Batch(options, every, sizes, costs)
+        known.update(((*key, size, size == batch), priced) for size in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Strategies of a kind of layer that were priced at once, at several sizes of micro-batches."""
+
+    options: StrategyOptions
+    rows: IntArray  # (S,) which of the options
+    sizes: IntArray  # (S,) samples of a micro-batch
+    costs: LayerCost
+    figures: dict[bool, StrategyFigures] = field(default_factory=dict)  # by whether a step is one micro-batch
+
+    def table(self, size: int, single: bool) -> StrategyTable:
+        """Of one size of micro-batches."""
+        if single not in self.figures:
+            self.figures[single] = _figures(self.costs, single)
+        valid = np.flatnonzero(self.costs.valid & (self.sizes == size))
+        return StrategyTable(self.options, self.rows[valid], self.figures[single].at(valid))
 
 
 @dataclass(slots=True)
