@@ -36,7 +36,7 @@ from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.search.problem import Problem, blocks_of, cuts_of, even_cuts, part_of
-from galvatron_lite.search.tables import TICKS, StrategyTable, pairs_within, ticks
+from galvatron_lite.search.tables import TICKS, Memo, StrategyTable, pairs_within, remembered, ticks
 from galvatron_lite.search.uniform import Uniform
 
 Place = tuple[int, int, int]
@@ -380,12 +380,7 @@ class Glance:
     profile: Profile  # of devices of several types, the quickest counts for each kind
     _numbers: dict[str, int] = field(init=False)
     _groups: dict[int, tuple[IntArray, Curves]] = field(init=False)
-    _known: dict[tuple[int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
-    _least: dict[tuple[int, int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
-    _counts: dict[int, tuple[IntArray, IntArray]] = field(
-        default_factory=dict
-    )  # by graph: its kinds, and of each how many
-    _bounds: dict[tuple[int, Shape], float] = field(default_factory=dict)
+    _memo: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
         self._numbers = {kind: number for number, kind in enumerate(self.profile.graph.kinds)}
@@ -401,35 +396,32 @@ class Glance:
 
     def bound(self, graph: ModelGraph, shape: Shape) -> float:
         """Picoseconds that no plan of a shape is below."""
-        if (id(graph), shape) not in self._bounds:
-            self._bounds[id(graph), shape] = self._bound(graph, shape)
-        return self._bounds[id(graph), shape]
+        return self._memo.once((id(graph), shape), lambda: self._bound(graph, shape))
 
     def _bound(self, graph: ModelGraph, shape: Shape) -> float:
         overlap = self.profile.steps_overlap
         form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
-        if id(graph) not in self._counts:
-            counts = Counter(self._numbers[layer.kind] for layer in graph.layers)
-            self._counts[id(graph)] = np.array(list(counts)), np.array(list(counts.values()))
-        used, times = self._counts[id(graph)]
-        key = (shape.stage_devices, shape.microbatch, form.freed)
-        if key not in self._least:
-            self._least[key] = self._bounds_at(*key)
-        both, ramp = (own[used] for own in self._least[key])
+        counts = self._memo.once(id(graph), lambda: Counter(self._numbers[layer.kind] for layer in graph.layers))
+        used, times = np.array(list(counts)), np.array(list(counts.values()))
+        least = self._bounds_at(shape.stage_devices, shape.microbatch, form.freed)
+        both, ramp = (own[used] for own in least)
         slowest = max(float(times @ both) / shape.stages, float(both.max()))
         seconds = float(times @ ramp) * form.share + (form.microbatches - form.share) * slowest
         return seconds * TICKS * (1 - _ROUNDING)
 
+    @remembered
     def _bounds_at(self, devices: int, microbatch: int, freed: float) -> tuple[FloatArray, FloatArray]:
         """(kinds,): c and r of each kind of layer, at the least."""
         both, ramp = np.full(len(self._numbers), np.inf), np.full(len(self._numbers), np.inf)
-        for degree, (kinds, curves) in self._groups.items():
+        for degree, (kinds, _) in self._groups.items():
             if devices % degree == 0:
-                key = degree, microbatch * degree / devices
-                if key not in self._known:
-                    forward, backward = curves.seconds(key[1])
-                    self._known[key] = forward + backward, weight_seconds(forward, backward)
-                seconds, weight = self._known[key]
+                seconds, weight = self._seconds(degree, microbatch * degree / devices)
                 np.minimum.at(both, kinds, seconds)
                 np.minimum.at(ramp, kinds, seconds - freed * weight)
         return both, ramp
+
+    @remembered
+    def _seconds(self, degree: int, samples: float) -> tuple[FloatArray, FloatArray]:
+        """Of each kind in slices of a degree: seconds of both passes, and of those the gradients of weights."""
+        forward, backward = self._groups[degree][1].seconds(samples)
+        return forward + backward, weight_seconds(forward, backward)

@@ -28,7 +28,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
 from galvatron_lite.search.chain_bounds import ChainBounds, LastPrice
 from galvatron_lite.search.chain_labels import Net, good_way, net_paths
-from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, ticks
+from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, remembered, ticks
 
 if TYPE_CHECKING:
     from galvatron_lite.search.bounds import StageBounds
@@ -174,11 +174,9 @@ class Problem:
         self._tied = dict(self.choice.tied)
 
     @property
+    @remembered
     def alike_parts(self) -> bool:
         """Whether the layers before, among and after the blocks are of one kind each."""
-        return self.answers.memo.once("alike parts", self._alike_parts)
-
-    def _alike_parts(self) -> bool:
         kinds = {*zip(part_of(self.graph), (layer.kind for layer in self.graph.layers), strict=True)}
         return len(kinds) == len({part for part, _ in kinds})
 
@@ -197,12 +195,9 @@ class Problem:
         """How often each part of a micro-batch counts where another stage is the slowest; shares of one not at all."""
         return tuple(int(ramp) for ramp in self.form.ramp)
 
+    @remembered
     def layer_tables(self, stage: int, inside: range) -> list[StrategyTable]:
         """Of each layer of a stage, the strategies it may take and their figures."""
-        key = (id(self.tables[stage]), inside.start, inside.stop)
-        return self._memo.once(key, lambda: self._layer_tables(stage, inside))
-
-    def _layer_tables(self, stage: int, inside: range) -> list[StrategyTable]:
         key = ("inner", id(self.tables[stage]), self.choice.glue, self.choice.tied, self.runs is None)
         tables = self.answers.memo.once(key, lambda: self._inner_tables(stage))[inside.start : inside.stop]
         sharings = sharing_of(self.graph, inside)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
-from typing import Any, TypeVar
+from functools import cached_property, reduce, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from galvatron_lite.search.chain import MEMORY
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
 T = TypeVar("T")
+Args = ParamSpec("Args")
 _ROWS = 4096
 """Strategies that are priced at once, those of one table aside."""
 TICKS = 10**12
@@ -40,6 +41,17 @@ class Memo(dict[object, Any]):
             self[key] = make()
         known: T = self[key]
         return known
+
+
+def remembered(make: Callable[Concatenate[Any, Args], T]) -> Callable[Concatenate[Any, Args], T]:
+    """A method that is worked out once by what it is called with, in its object's ``_memo``."""
+
+    @wraps(make)
+    def once(self: Any, *asked: Args.args, **named: Args.kwargs) -> T:
+        memo: Memo = self._memo
+        return memo.once((make.__name__, asked, *named.items()), lambda: make(self, *asked, **named))
+
+    return cast("Callable[Concatenate[Any, Args], T]", once)
 
 
 def ticks(seconds: float) -> int:
@@ -273,8 +285,7 @@ class Store:
     useful: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
     mixtures: dict[tuple[object, ...], Mixtures] = field(default_factory=dict)  # by table and parts
     sends: dict[tuple[int, ...], IntArray] = field(default_factory=dict)  # picoseconds by layout, of the same
-    _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
-    _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
+    _memo: Memo = field(default_factory=Memo)
     _options: dict[tuple[str, int, Fixed], StrategyOptions] = field(default_factory=dict)
     _same: dict[int, StrategyOptions] = field(default_factory=dict)  # by the strategies, which they keep alive
     _allowed: dict[tuple[int, Fixed], BoolArray] = field(default_factory=dict)  # which options some pins leave
@@ -287,20 +298,16 @@ class Store:
     def __post_init__(self) -> None:
         self.crossing = self.pricer.profile.graph.crossings()
 
+    @remembered
     def borrowed(self, inside: range) -> int:
         """``ModelGraph.borrowed``, remembered."""
-        key = (inside.start, inside.stop)
-        if key not in self._borrowed:
-            self._borrowed[key] = self.pricer.profile.graph.borrowed(inside)
-        return self._borrowed[key]
+        return self.pricer.profile.graph.borrowed(inside)
 
+    @remembered
     def exchanges(self, inside: range) -> tuple[tuple[int, int, int], ...]:
         """``ModelGraph.exchanges``, remembered, with places counted from the first layer of the range."""
-        key = (inside.start, inside.stop)
-        if key not in self._exchanges:
-            found = self.pricer.profile.graph.exchanges(inside)
-            self._exchanges[key] = tuple((a - inside.start, b - inside.start, size) for a, b, size in found)
-        return self._exchanges[key]
+        found = self.pricer.profile.graph.exchanges(inside)
+        return tuple((a - inside.start, b - inside.start, size) for a, b, size in found)
 
     def numbers(self, table: StrategyTable) -> IntArray:
         """(S,): a number for each strategy of a table, the same in all tables."""
@@ -397,19 +404,16 @@ class Tables:
     shape: Shape  # of the plan
     fixed: Fixed  # what the user pinned
     form: Form = field(init=False)
+    pricer: LayerPricer = field(init=False)  # prices the layers
     _plain: Fixed = field(init=False)
     _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
     _moves: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.pricer = self.store.pricer
         shape, overlap = self.shape, self.pricer.profile.steps_overlap
         self.form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
         self._plain = Fixed(strategy=self.fixed.strategy, forbidden=self.fixed.forbidden)
-
-    @property
-    def pricer(self) -> LayerPricer:
-        """Prices the layers."""
-        return self.store.pricer
 
     def unpruned(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """Every strategy that a layer may take.
@@ -444,13 +448,9 @@ class Tables:
             return np.zeros((len(left.present), len(right.present)), dtype=np.int64)
         key = (id(left.options), id(right.options), size)
         if key not in self._moves:
-            self._moves[key] = self._moved(left, right, size)
+            layouts = left.options.layouts, right.options.layouts
+            self._moves[key] = all_ticks(self.pricer.redistributions(size, self.shape.microbatch, *layouts))
         return self._moves[key][np.ix_(left.present, right.present)]
-
-    def _moved(self, left: StrategyTable, right: StrategyTable, size: int) -> IntArray:
-        layouts = left.options.layouts, right.options.layouts
-        seconds = self.store.pricer.redistributions(size, self.shape.microbatch, *layouts)
-        return all_ticks(seconds)
 
 
 _FIRST, _CHUNK, _PAIRS, _SMALL = 64, 256, 2**17, 96

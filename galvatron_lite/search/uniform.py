@@ -180,8 +180,8 @@ class Uniform:
         distinct = list({id(table): table for table in tables.values()}.values())
         every = self.store.common(distinct)
         kept = np.arange(len(every[0])) if self.sharing.keys() & set(places) else self._useful(every, distinct)
-        thinned = {id(table): choice.at(kept) for table, choice in zip(distinct, every, strict=True)}
-        return {place: thinned[id(table)] for place, table in tables.items()}
+        common = {id(table): choice for table, choice in zip(distinct, every, strict=True)}
+        return _at({place: common[id(table)] for place, table in tables.items()}, kept)
 
     def _useful(self, tables: Sequence[StrategyTable], of: Sequence[StrategyTable]) -> IntArray:
         """Rows that no other of the same layout equals or beats in every figure of all tables, parts of some others."""
@@ -216,8 +216,7 @@ class Uniform:
     def _blocks(self, rows: IntArray) -> Part:
         choice = self.mixtures
         if choice is None:
-            thinned = {id(table): table.at(rows) for table in self._part(self.ranges[1]).values()}
-            return {place: thinned[id(table)] for place, table in self._part(self.ranges[1]).items()}
+            return _at(self._part(self.ranges[1]), rows)
         first, second, count = choice.first[rows], choice.second[rows], choice.count[rows]
         parts = range(self.chunks.placed.shape[-1])
         tables = [choice.table.at(np.where(number < count, first, second)) for number in parts]
@@ -508,13 +507,17 @@ def _worst(runs: Sequence[Run]) -> IntArray:
     return _column(runs, lambda choice: choice.figures.memory[:, REST]) + worst_moment(figures)
 
 
+def _at(part: Part, rows: IntArray) -> Part:
+    """Some of the choices for a part; layers of one table share theirs."""
+    tables = {key: table.at(rows) for key, table in {id(one): one for one in part.values()}.items()}
+    return {place: tables[id(table)] for place, table in part.items()}
+
+
 def _narrowed(parts: Sequence[Part], time: FloatArray) -> tuple[list[Part], FloatArray]:
     """Without the choices for each part of which no combination has a finite time."""
     finite, own, rows = np.isfinite(time), list[Part](), list[IntArray]()
     finite = np.broadcast_to(finite, [len(next(iter(part.values()))) if part else 1 for part in parts])
     for axis, part in enumerate(parts):
-        kept = np.flatnonzero(finite.any(axis=tuple({0, 1, 2} - {axis})))
-        tables = {id(table): table.at(kept) for table in {id(one): one for one in part.values()}.values()}
-        own.append({place: tables[id(table)] for place, table in part.items()})
-        rows.append(kept)
+        rows.append(np.flatnonzero(finite.any(axis=tuple({0, 1, 2} - {axis}))))
+        own.append(_at(part, rows[-1]))
     return own, np.broadcast_to(time, finite.shape)[np.ix_(*rows)]
