@@ -319,9 +319,7 @@ class _Walk:
         before = problem.work
         for _ in range(_MOST_STAGES):
             limit = self.limit
-            if limit is not None:
-                bounds = bounds.within(float(limit))
-            if not np.isfinite(bounds.bound):
+            if not self.worth(bounds.bound) or not np.isfinite(bounds.bound):
                 break
             cuts = bounds.cuts()
             stages = [(stage, *ends) for stage, ends in enumerate(pairwise(cuts))]
@@ -386,43 +384,6 @@ def plain(request: Request, result: SolvedPlan) -> Plan:
     return replace(plan, virtual_stages=shape.virtual)
 
 
-_UNBOUNDED = 2**61
-
-
-@dataclass(frozen=True, slots=True)
-class _Label:
-    figures: tuple[int, ...]
-    cuts: tuple[int, ...]
-    stages: tuple[StagePlan, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Joined:
-    """Labels each with each of the ways to run the stage after them."""
-
-    labels: list[_Label]
-    options: list[StagePlan]
-    figures: IntArray  # (labels x options, columns)
-
-    @classmethod
-    def of(cls, labels: list[_Label], options: list[StagePlan], form: Form) -> _Joined:
-        """Option by option within a label."""
-        before = np.array([label.figures for label in labels], dtype=np.int64)
-        parts = np.array([option.bottleneck for option in options], dtype=np.int64).reshape(len(options), -1)
-        columns = [
-            before[:, :1] + np.array([weighted(form.ramp, option.bottleneck) for option in options], dtype=np.int64),
-            *(np.maximum(before[:, 1 + part, None], parts[:, part]) for part in range(parts.shape[1])),
-            np.maximum(before[:, -1:], np.array([option.step for option in options], dtype=np.int64)),
-        ]
-        return cls(labels, options, np.stack(columns, axis=-1).reshape(len(labels) * len(options), -1))
-
-    def label(self, row: int, stop: int) -> _Label:
-        """One of them; its stage ends before layer ``stop``."""
-        before, option = self.labels[row // len(self.options)], self.options[row % len(self.options)]
-        figures = tuple(int(figure) for figure in self.figures[row])
-        return _Label(figures, (*before.cuts, stop), (*before.stages, option))
-
-
 def best_partition(problem: Problem, bounds: StageBounds, limit: int | None) -> tuple[Partition | None, float]:
     """The best plan of a shape of several stages that takes less than ``limit`` picoseconds; and a time that no plan
     below the limit beats.
@@ -434,37 +395,55 @@ def best_partition(problem: Problem, bounds: StageBounds, limit: int | None) -> 
     """
     layers, least, stages, form = len(problem.graph.layers), np.inf, problem.shape.stages, problem.form
     top = np.inf if limit is None else float(limit)
-    front: dict[int, list[_Label]] = {0: [_Label((0,) * (len(problem.weights) + 1), (0,), ())]}
+    # by layers so far, the figures (labels, columns) of each label, and its stages with where they end
+    front: dict[int, _Front] = {0: (np.zeros((1, len(problem.weights) + 1), dtype=np.int64), [()])}
     for stage in range(stages):
-        reached: dict[int, list[_Joined]] = {}
+        reached: dict[int, list[tuple[_Front, list[StagePlan]]]] = {}
         for start, labels in sorted(front.items()):
             later = stages - stage - 1
             for stop in range(start + 1, layers - later + 1) if later else (layers,):
                 through = bounds.through(stage, start, stop)
                 if through < top:
                     others = bounds.others(stage, start, stop)
-                    cap = _UNBOUNDED if limit is None else limit - others
+                    cap = ANY_TIME if limit is None else limit - others
                     options, dropped = problem.plans(stage, range(start, stop), cap)
                     # A plan with an option left out takes that option's time alone and what other layers need.
                     least = min(least, max(through, dropped + others))
                     if options:
-                        reached.setdefault(stop, []).append(_Joined.of(labels, options, form))
+                        reached.setdefault(stop, []).append((labels, options))
         front = {}
-        for stop, joined in reached.items():
-            labels = _best(joined, stop, form, top - bounds.least_after(stage, stop))
-            if labels:
-                front[stop] = labels
-    ends = [Partition(step_time(label.stages, form), label.cuts, label.stages) for label in front.get(layers, [])]
+        for stop, pairs in reached.items():
+            joined = _joined(pairs, stop, form, top - bounds.least_after(stage, stop))
+            if joined[1]:
+                front[stop] = joined
+    ends = [
+        Partition(step_time(chosen, form), (0, *cuts), chosen)
+        for cuts, chosen in (zip(*path, strict=True) for path in front.get(layers, (None, []))[1])
+    ]
     found = min(ends, key=lambda plan: (plan.time, plan.cuts), default=None)
     return found, least if found is None else min(least, found.time)
 
 
-def _best(joined: list[_Joined], stop: int, form: Form, limit: float) -> list[_Label]:
-    """Labels that so far take less than the limit and are not beaten; a label is beaten by none that takes longer."""
-    figures = np.concatenate([own.figures for own in joined])
+_Front = tuple[IntArray, list[tuple[tuple[int, StagePlan], ...]]]
+
+
+def _joined(pairs: list[tuple[_Front, list[StagePlan]]], stop: int, form: Form, limit: float) -> _Front:
+    """Labels each with each of the ways to run the stage after them, which ends before layer ``stop``: those that so
+    far take less than the limit and are not beaten; a label is beaten by none that takes longer."""
+    every = []
+    for (before, _), options in pairs:
+        parts = np.array([option.bottleneck for option in options], dtype=np.int64)
+        ramps = np.array([weighted(form.ramp, option.bottleneck) for option in options], dtype=np.int64)
+        most = np.column_stack((parts, [option.step for option in options]))
+        columns = (before[:, None, :1] + ramps[:, None], np.maximum(before[:, None, 1:], most))
+        every.append(np.concatenate(columns, axis=-1).reshape(-1, before.shape[1]))
+    figures = np.concatenate(every)
     rounds = np.array([int(weight) for weight in form.rounds], dtype=np.int64)
     rows = np.flatnonzero(figures[:, 0] + figures[:, 1:-1] @ rounds + figures[:, -1] < limit)
     kept = rows[pareto_rows(figures[rows])] if len(rows) else rows
-    starts = np.cumsum([0, *(len(own.figures) for own in joined)])
-    places = np.searchsorted(starts, kept, side="right") - 1
-    return [joined[place].label(row - starts[place], stop) for place, row in zip(places, kept, strict=True)]
+    starts, paths = np.cumsum([0, *(len(own) for own in every)]), []
+    for row, place in zip(kept, np.searchsorted(starts, kept, side="right") - 1, strict=True):
+        (_, before), options = pairs[place]
+        label, option = divmod(int(row - starts[place]), len(options))
+        paths.append((*before[label], (stop, options[option])))
+    return figures[kept], paths

@@ -36,7 +36,7 @@ from galvatron_lite.cost.stage import Shape, weight_seconds
 from galvatron_lite.model.graph import ModelGraph, Role
 from galvatron_lite.profiler.schema import LayerPoint, Profile
 from galvatron_lite.search.problem import Problem, blocks_of, cuts_of, even_cuts, part_of
-from galvatron_lite.search.tables import TICKS, StrategyTable, pairs_within, ticks
+from galvatron_lite.search.tables import TICKS, Memo, StrategyTable, pairs_within, remembered, ticks
 from galvatron_lite.search.uniform import Uniform
 
 Place = tuple[int, int, int]
@@ -51,17 +51,11 @@ _TINY, _ROUNDING = 1e-9, 1e-6
 class StageBounds:
     """Bounds of a shape; per stage, of the layers i..j-1, (L + 1, L + 1), infinite where nothing fits."""
 
-    theta: tuple[FloatArray, ...]  # picoseconds that the stage needs alone
+    excess: tuple[FloatArray, ...]  # picoseconds that no plan with those layers in that stage beats
     pre: tuple[FloatArray, ...]  # per stage (L + 1,): the least ramp of the stages before it, if they end there
     post: tuple[FloatArray, ...]  # per stage (L + 1,): that of the stages after it, if they start there
-    looked: frozenset[Place] = frozenset()  # places whose theta is that of their chain's shortest paths
-    timed: frozenset[Place] = frozenset()  # places whose theta is exact
-
-    @cached_property
-    def excess(self) -> tuple[FloatArray, ...]:
-        """Times that no plan with those layers in that stage beats."""
-        around = zip(self.theta, self.pre, self.post, strict=True)
-        return tuple(theta + before[:, None] + after for theta, before, after in around)
+    looked: frozenset[Place] = frozenset()  # places whose bound is that of their chain's shortest paths
+    timed: frozenset[Place] = frozenset()  # places whose bound is exact
 
     @cached_property
     def _ahead(self) -> list[FloatArray]:
@@ -85,7 +79,7 @@ class StageBounds:
     def through(self, stage: int, start: int, stop: int) -> float:
         """A time that no plan with these layers in a stage beats."""
         before = self._ahead[stage - 1][start] if stage else (0.0 if start == 0 else np.inf)
-        after = self._behind[stage + 1][stop] if stage + 1 < len(self.theta) else 0.0
+        after = self._behind[stage + 1][stop] if stage + 1 < len(self.excess) else 0.0
         return max(float(before), float(self.excess[stage][start, stop]), float(after)) * (1 - _TINY)
 
     def least_after(self, stage: int, place: int) -> float:
@@ -99,36 +93,26 @@ class StageBounds:
 
     def cuts(self) -> list[int]:
         """The boundaries of a partition that reaches the bound: (0, ..., L)."""
-        cuts = [len(self.theta[0]) - 1]
-        for stage in range(len(self.theta) - 1, 0, -1):
+        cuts = [len(self.excess[0]) - 1]
+        for stage in range(len(self.excess) - 1, 0, -1):
             cuts.append(int(np.argmin(np.maximum(self._ahead[stage - 1], self.excess[stage][:, cuts[-1]]))))
         return [0, *reversed(cuts)]
 
     def with_theta(self, values: Mapping[Place, float], *, exact: bool = True) -> StageBounds:
-        """With another theta of some places, where it is greater."""
-        theta = list(self.theta)
+        """With another theta of some places, picoseconds that a stage needs alone, where that is greater."""
+        excess = list(self.excess)
         for stage in {place[0] for place in values}:
-            theta[stage] = theta[stage].copy()
+            excess[stage] = excess[stage].copy()
         for (stage, start, stop), value in values.items():
-            theta[stage][start, stop] = max(theta[stage][start, stop], value)
+            least = value + self.pre[stage][start] + self.post[stage][stop]
+            excess[stage][start, stop] = max(excess[stage][start, stop], least)
         known = self.timed | values.keys() if exact else self.timed
-        return replace(self, theta=tuple(theta), looked=self.looked | values.keys(), timed=known)
+        return replace(self, excess=tuple(excess), looked=self.looked | values.keys(), timed=known)
 
     @property
     def opened(self) -> StageBounds:
         """The same bounds where what is known of single stages may be too low."""
         return replace(self, looked=frozenset(), timed=frozenset())
-
-    def within(self, limit: float) -> StageBounds:
-        """Without places that no plan below a limit has; infinite bounds where no plan is left."""
-        if self.bound >= limit:
-            return replace(self, theta=tuple(np.full_like(own, np.inf) for own in self.theta[:1]) * len(self.theta))
-        over = [own * (1 - _TINY) >= limit for own in self.excess]
-        theta = tuple(
-            np.where(gone, np.inf, own) if (gone & np.isfinite(own)).any() else own
-            for gone, own in zip(over, self.theta, strict=True)
-        )
-        return replace(self, theta=theta)
 
 
 def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
@@ -161,7 +145,8 @@ def relaxed(problem: Problem, tables: Sequence[TableRow]) -> StageBounds | None:
             thetas[key] = bound + form.microbatches * sends[stage]
         theta.append(thetas[key])
     pre, post = _least_around([figures[id(own)].ramp for own in tables], sends)
-    bounds = StageBounds(tuple(theta), pre, post)
+    around = zip(theta, pre, post, strict=True)
+    bounds = StageBounds(tuple(own + before[:, None] + after for own, before, after in around), pre, post)
     return bounds if np.isfinite(bounds.bound) else None
 
 
@@ -395,12 +380,7 @@ class Glance:
     profile: Profile  # of devices of several types, the quickest counts for each kind
     _numbers: dict[str, int] = field(init=False)
     _groups: dict[int, tuple[IntArray, Curves]] = field(init=False)
-    _known: dict[tuple[int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
-    _least: dict[tuple[int, int, float], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
-    _counts: dict[int, tuple[IntArray, IntArray]] = field(
-        default_factory=dict
-    )  # by graph: its kinds, and of each how many
-    _bounds: dict[tuple[int, Shape], float] = field(default_factory=dict)
+    _memo: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
         self._numbers = {kind: number for number, kind in enumerate(self.profile.graph.kinds)}
@@ -416,35 +396,32 @@ class Glance:
 
     def bound(self, graph: ModelGraph, shape: Shape) -> float:
         """Picoseconds that no plan of a shape is below."""
-        if (id(graph), shape) not in self._bounds:
-            self._bounds[id(graph), shape] = self._bound(graph, shape)
-        return self._bounds[id(graph), shape]
+        return self._memo.once((id(graph), shape), lambda: self._bound(graph, shape))
 
     def _bound(self, graph: ModelGraph, shape: Shape) -> float:
         overlap = self.profile.steps_overlap
         form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
-        if id(graph) not in self._counts:
-            counts = Counter(self._numbers[layer.kind] for layer in graph.layers)
-            self._counts[id(graph)] = np.array(list(counts)), np.array(list(counts.values()))
-        used, times = self._counts[id(graph)]
-        key = (shape.stage_devices, shape.microbatch, form.freed)
-        if key not in self._least:
-            self._least[key] = self._bounds_at(*key)
-        both, ramp = (own[used] for own in self._least[key])
+        counts = self._memo.once(id(graph), lambda: Counter(self._numbers[layer.kind] for layer in graph.layers))
+        used, times = np.array(list(counts)), np.array(list(counts.values()))
+        least = self._bounds_at(shape.stage_devices, shape.microbatch, form.freed)
+        both, ramp = (own[used] for own in least)
         slowest = max(float(times @ both) / shape.stages, float(both.max()))
         seconds = float(times @ ramp) * form.share + (form.microbatches - form.share) * slowest
         return seconds * TICKS * (1 - _ROUNDING)
 
+    @remembered
     def _bounds_at(self, devices: int, microbatch: int, freed: float) -> tuple[FloatArray, FloatArray]:
         """(kinds,): c and r of each kind of layer, at the least."""
         both, ramp = np.full(len(self._numbers), np.inf), np.full(len(self._numbers), np.inf)
-        for degree, (kinds, curves) in self._groups.items():
+        for degree, (kinds, _) in self._groups.items():
             if devices % degree == 0:
-                key = degree, microbatch * degree / devices
-                if key not in self._known:
-                    forward, backward = curves.seconds(key[1])
-                    self._known[key] = forward + backward, weight_seconds(forward, backward)
-                seconds, weight = self._known[key]
+                seconds, weight = self._seconds(degree, microbatch * degree / devices)
                 np.minimum.at(both, kinds, seconds)
                 np.minimum.at(ramp, kinds, seconds - freed * weight)
         return both, ramp
+
+    @remembered
+    def _seconds(self, degree: int, samples: float) -> tuple[FloatArray, FloatArray]:
+        """Of each kind in slices of a degree: seconds of both passes, and of those the gradients of weights."""
+        forward, backward = self._groups[degree][1].seconds(samples)
+        return forward + backward, weight_seconds(forward, backward)

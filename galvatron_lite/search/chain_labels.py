@@ -30,6 +30,7 @@ beaten by ways known, is done.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
@@ -331,6 +332,8 @@ def net_paths(net: Net, cap: int | None = None, beam: int | None = None, near: f
 
 def good_way(net: Net, last: LastPrice | None = None) -> tuple[Path | None, float]:
     """A good path of one criterion, soon, and a weighted time that no path beats, as ``good_path``."""
+    if not net.skips:
+        return good_path(net.chain, last)
     relaxed = _relaxed(net, {})
     path, least = good_path(relaxed.chain, last)
     return (None if path is None else _priced(net, relaxed, path)[0]), least
@@ -403,21 +406,16 @@ class _Walk:
 
 def _relaxed(net: Net, settled: Settled) -> _Relaxed:
     layers = net.chain.layers
-    free = np.arange(0)
     rows = [
-        np.flatnonzero(layer.group == settled[place]) if place in settled else free
+        np.flatnonzero(layer.group == settled[place]) if place in settled else np.arange(len(layer.group))
         for place, layer in enumerate(layers)
     ]
-    rows = [own if place in settled else np.arange(len(layers[place].group)) for place, own in enumerate(rows)]
     present = [np.unique(layer.group[own]) for layer, own in zip(layers, rows, strict=True)]
     charged = {pair: _charge(move, pair, present) for pair, move in net.skips.items()}
-    extra: dict[int, IntArray] = {}
-    for end, taken in charged.values():
-        extra[end] = extra[end] + taken if end in extra else taken
     own = [
         layer if len(kept) == len(layer.group) else layer.only(kept) for layer, kept in zip(layers, rows, strict=True)
     ]
-    for place, taken in extra.items():
+    for place, taken in charged.values():
         if taken.any():
             time = own[place].time + taken[own[place].group][:, None] * net.chain.moves
             own[place] = replace(own[place], time=time)
@@ -448,8 +446,7 @@ def _priced(net: Net, relaxed: _Relaxed, path: Path) -> tuple[Path, dict[Pair, i
 
 
 def _most_underrated(under: Mapping[Pair, int]) -> int:
-    sums: dict[int, int] = {}
+    sums = Counter[int]()
     for pair, missing in under.items():
-        for place in pair:
-            sums[place] = sums.get(place, 0) + missing
+        sums.update(dict.fromkeys(pair, missing))
     return min(sums, key=lambda place: (-sums[place], place))

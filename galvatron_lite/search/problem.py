@@ -28,7 +28,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.search.chain import MEMORY, Chain, ChainFront, ChainLayer, Path
 from galvatron_lite.search.chain_bounds import ChainBounds, LastPrice
 from galvatron_lite.search.chain_labels import Net, good_way, net_paths
-from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, ticks
+from galvatron_lite.search.tables import Glue, Memo, StrategyTable, Tables, glue_of, remembered, ticks
 
 if TYPE_CHECKING:
     from galvatron_lite.search.bounds import StageBounds
@@ -174,11 +174,9 @@ class Problem:
         self._tied = dict(self.choice.tied)
 
     @property
+    @remembered
     def alike_parts(self) -> bool:
         """Whether the layers before, among and after the blocks are of one kind each."""
-        return self.answers.memo.once("alike parts", self._alike_parts)
-
-    def _alike_parts(self) -> bool:
         kinds = {*zip(part_of(self.graph), (layer.kind for layer in self.graph.layers), strict=True)}
         return len(kinds) == len({part for part, _ in kinds})
 
@@ -197,32 +195,36 @@ class Problem:
         """How often each part of a micro-batch counts where another stage is the slowest; shares of one not at all."""
         return tuple(int(ramp) for ramp in self.form.ramp)
 
+    @remembered
     def layer_tables(self, stage: int, inside: range) -> list[StrategyTable]:
         """Of each layer of a stage, the strategies it may take and their figures."""
-        key = (id(self.tables[stage]), inside.start, inside.stop)
-        return self._memo.once(key, lambda: self._layer_tables(stage, inside))
-
-    def _layer_tables(self, stage: int, inside: range) -> list[StrategyTable]:
-        sharings, known = sharing_of(self.graph, inside) if self.graph.ties else {}, Memo()
+        key = ("inner", id(self.tables[stage]), self.choice.glue, self.choice.tied, self.runs is None)
+        tables = self.answers.memo.once(key, lambda: self._inner_tables(stage))[inside.start : inside.stop]
+        sharings = sharing_of(self.graph, inside)
         ends = {*([inside.start] if inside.start else ()), *([inside.stop - 1] if inside.stop < self._end else ())}
-        named = bool(self.tables[stage].fixed.layers)
+        for place in ends | sharings.keys():
+            sharing = sharings.get(place, ALONE)
+            tables[place - inside.start] = self._layer_table(stage, place, sharing, at_end=place in ends)
+        return tables
 
-        def table(place: int) -> StrategyTable:
-            layer, sharing = self.graph.layers[place], sharings.get(place, ALONE)
-            settled = (place in ends, layer.role is Role.BLOCK, self._tied.get(place))
-            key = (layer.kind, layer.name if named else "", sharing, *settled)
-            return known.once(key, lambda: self._layer_table(stage, layer, sharing, *settled))
+    def _inner_tables(self, stage: int) -> list[StrategyTable]:
+        """The table of each layer of the model where it is next to no boundary and shares nothing."""
+        named, known = bool(self.tables[stage].fixed.layers), Memo()
 
-        return [table(place) for place in inside]
+        def table(place: int, layer: Layer) -> StrategyTable:
+            key = (layer.kind, layer.name if named else "", layer.role is Role.BLOCK, self._tied.get(place))
+            return known.once(key, lambda: self._layer_table(stage, place, ALONE, at_end=False))
 
-    def _layer_table(
-        self, stage: int, layer: Layer, sharing: ParameterSharing, at_end: bool, is_block: bool, tied: Strategy | None
-    ) -> StrategyTable:
+        return [table(place, layer) for place, layer in enumerate(self.graph.layers)]
+
+    def _layer_table(self, stage: int, place: int, sharing: ParameterSharing, *, at_end: bool) -> StrategyTable:
+        layer, tied = self.graph.layers[place], self._tied.get(place)
         # A layer that shares parameters, or a run, takes what is settled for all of them, be it of no help to this one.
         free = tied is None and (self.runs is None or self.alike_parts)
         tables = self.tables[stage]
         offered = (tables.table if free else tables.unpruned)(layer.kind, layer.name, sharing)
-        wire, glue = self.choice.wire if at_end else None, None if is_block else self.choice.glue
+        wire = self.choice.wire if at_end else None
+        glue = None if layer.role is Role.BLOCK else self.choice.glue
         if wire is None and glue is None and tied is None:
             return offered
         key = (id(offered), wire, glue, tied)

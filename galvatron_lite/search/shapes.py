@@ -18,7 +18,7 @@ from galvatron_lite.cost.stage import Shape, sharing_of, tied_groups
 from galvatron_lite.errors import InputError
 from galvatron_lite.model.graph import Layer, ModelGraph, Role
 from galvatron_lite.parallelism.backends import Backend, in_mode
-from galvatron_lite.parallelism.layout import Layout, layout_of, strategy_with
+from galvatron_lite.parallelism.layout import Layout, strategy_with
 from galvatron_lite.plans.schema import DEFAULT_SCHEDULE, Mode, Plan, Schedule
 from galvatron_lite.profiler.schema import Profile
 from galvatron_lite.search.bounds import Glance, StageBounds, averaged, relaxed
@@ -186,11 +186,13 @@ def open_problem(request: Request, pricer: LayerPricer, shape: Shape) -> Problem
 def with_ties(problem: Problem) -> Iterator[Problem]:
     """The problem with its layouts at the edges, under every choice of strategies for tied layers; those are left out
     that another one beats for all layers of a group at once."""
-    options = []
+    options, glue = [], problem.choice.glue
     for group in tied_groups(problem.graph):
         first, *others = tied_tables(problem, group)
-        useful = first.undominated(problem.form, others).strategies
-        options.append([tuple((place, strategy) for place in group) for strategy in useful])
+        useful = first.undominated(problem.form, others)
+        if glue is not None and any(problem.graph.layers[place].role is not Role.BLOCK for place in group):
+            useful = useful.lay_out_model(lambda own: glue_of(own) == glue)
+        options.append([tuple((place, strategy) for place in group) for strategy in useful.strategies])
     for groups in product(*options):
         tied = tuple(pair for group in groups for pair in group)
         yield replace(problem, choice=replace(problem.choice, tied=tied))
@@ -198,14 +200,8 @@ def with_ties(problem: Problem) -> Iterator[Problem]:
 
 def with_edges(problem: Problem) -> Iterator[Problem]:
     """The problem under every choice of layouts at the edges of the model or of stages."""
-    tied = problem.choice.tied
     for glue, wire in _edge_choices(problem):
-        if all(
-            glue is None or glue_of(layout_of(s)) == glue
-            for place, s in tied
-            if problem.graph.layers[place].role is not Role.BLOCK
-        ):
-            yield replace(problem, choice=Choice(glue, wire, tied))
+        yield replace(problem, choice=Choice(glue, wire, ()))
 
 
 def bounds_of(problem: Problem) -> StageBounds | None:

@@ -130,6 +130,10 @@ class Space:
     offload: bool = False  # whether devices can reach host memory at a known speed
     tokens: int = LEAST_TOKENS  # the fewest tokens of a sample that are worth a device of its own
     _known: dict[tuple[str, int, Fixed], tuple[Strategy, ...]] = field(default_factory=dict)
+    # by what is offered (with it, so that its place in memory is not another's) and pins, what is left of it; kinds of
+    # layers that are left the same share one tuple
+    _left: dict[tuple[int, Fixed], tuple[object, tuple[Strategy, ...]]] = field(default_factory=dict)
+    _same: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
 
     def strategies(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         """What a kind of layer (key into the graph's kinds) may do on a stage of so many devices."""
@@ -141,16 +145,20 @@ class Space:
     def offers(self, kind: str, devices: int, fixed: Fixed) -> bool:
         """Whether the rules leave a kind of layer a strategy with these pins."""
         plain = self._known.get((kind, devices, UNPINNED), ())
-        return any(fixed.kept(plain)) or any(fixed.kept(self._sensible(kind, devices, fixed)))
+        return bool(self._kept(plain, fixed) or self._sensible(kind, devices, fixed))
 
     def _sensible(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         wanted = self._narrowed(fixed)
         every = strategies_for(self.graph.kinds[kind], devices, self.node_devices, tokens=self.tokens, narrowed=wanted)
         return self._kept(every, fixed)
 
-    def _kept(self, every: Iterable[Strategy], fixed: Fixed) -> tuple[Strategy, ...]:
-        every = tuple(every)
-        return tuple(own for own, kept in zip(every, fixed.kept(every), strict=True) if kept and self.backend.says(own))
+    def _kept(self, every: tuple[Strategy, ...], fixed: Fixed) -> tuple[Strategy, ...]:
+        key = (id(every), fixed)
+        if key not in self._left:
+            pairs = zip(every, fixed.kept(every), strict=True)
+            left = tuple(own for own, kept in pairs if kept and self.backend.says(own))
+            self._left[key] = (every, self._same.setdefault(left, left))
+        return self._left[key][1]
 
     def _legal(self, kind: str, devices: int, fixed: Fixed) -> tuple[Strategy, ...]:
         plain = {"offload": (Offload.NONE,)}
@@ -292,7 +300,13 @@ def strategies_for(
         partial = _widened(partial, options, dimension, kind, room)
     if ADDED:
         return tuple(strategy_of(chosen) for chosen, _ in partial)
-    return tuple(Strategy(*chosen.values()) for chosen, _ in partial)  # in the order of its fields, as ``_PLAIN`` is
+    return _with_values(tuple(tuple(chosen.values()) for chosen, _ in partial))
+
+
+@lru_cache(maxsize=4096)
+def _with_values(rows: tuple[tuple[Any, ...], ...]) -> tuple[Strategy, ...]:
+    """Strategies by the values of their fields, in the order of these, as ``_PLAIN`` has them."""
+    return tuple(Strategy(*values) for values in rows)
 
 
 def _widened(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
-from typing import Any, TypeVar
+from functools import cached_property, reduce, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from galvatron_lite.search.chain import MEMORY
 from galvatron_lite.search.space import UNPINNED, Fixed, Space
 
 T = TypeVar("T")
+Args = ParamSpec("Args")
 _ROWS = 4096
 """Strategies that are priced at once, those of one table aside."""
 TICKS = 10**12
@@ -40,6 +41,17 @@ class Memo(dict[object, Any]):
             self[key] = make()
         known: T = self[key]
         return known
+
+
+def remembered(make: Callable[Concatenate[Any, Args], T]) -> Callable[Concatenate[Any, Args], T]:
+    """A method that is worked out once by what it is called with, in its object's ``_memo``."""
+
+    @wraps(make)
+    def once(self: Any, *asked: Args.args, **named: Args.kwargs) -> T:
+        memo: Memo = self._memo
+        return memo.once((make.__name__, asked, *named.items()), lambda: make(self, *asked, **named))
+
+    return cast("Callable[Concatenate[Any, Args], T]", once)
 
 
 def ticks(seconds: float) -> int:
@@ -273,32 +285,29 @@ class Store:
     useful: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
     mixtures: dict[tuple[object, ...], Mixtures] = field(default_factory=dict)  # by table and parts
     sends: dict[tuple[int, ...], IntArray] = field(default_factory=dict)  # picoseconds by layout, of the same
-    _borrowed: dict[tuple[int, int], int] = field(default_factory=dict)
-    _exchanges: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
+    _memo: Memo = field(default_factory=Memo)
     _options: dict[tuple[str, int, Fixed], StrategyOptions] = field(default_factory=dict)
-    _same: dict[tuple[Strategy, ...], StrategyOptions] = field(default_factory=dict)
+    _same: dict[int, StrategyOptions] = field(default_factory=dict)  # by the strategies, which they keep alive
     _allowed: dict[tuple[int, Fixed], BoolArray] = field(default_factory=dict)  # which options some pins leave
-    _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
+    # by pins, then by kind, devices and number of stages, sharing and micro-batch
+    _known: dict[Fixed, dict[tuple[object, ...], StrategyTable]] = field(default_factory=dict)
+    _priced: dict[Fixed, dict[tuple[object, ...], _Batch]] = field(default_factory=dict)
     _numbers: dict[Strategy, int] = field(default_factory=dict)
     _numbered: dict[int, IntArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.crossing = self.pricer.profile.graph.crossings()
 
+    @remembered
     def borrowed(self, inside: range) -> int:
         """``ModelGraph.borrowed``, remembered."""
-        key = (inside.start, inside.stop)
-        if key not in self._borrowed:
-            self._borrowed[key] = self.pricer.profile.graph.borrowed(inside)
-        return self._borrowed[key]
+        return self.pricer.profile.graph.borrowed(inside)
 
+    @remembered
     def exchanges(self, inside: range) -> tuple[tuple[int, int, int], ...]:
         """``ModelGraph.exchanges``, remembered, with places counted from the first layer of the range."""
-        key = (inside.start, inside.stop)
-        if key not in self._exchanges:
-            found = self.pricer.profile.graph.exchanges(inside)
-            self._exchanges[key] = tuple((a - inside.start, b - inside.start, size) for a, b, size in found)
-        return self._exchanges[key]
+        found = self.pricer.profile.graph.exchanges(inside)
+        return tuple((a - inside.start, b - inside.start, size) for a, b, size in found)
 
     def numbers(self, table: StrategyTable) -> IntArray:
         """(S,): a number for each strategy of a table, the same in all tables."""
@@ -319,22 +328,30 @@ class Store:
         key = (kind, devices, fixed)
         if key not in self._options:
             strategies = self.space.strategies(kind, devices, fixed)
-            if strategies not in self._same:
-                self._same[strategies] = options_of(strategies)
-            self._options[key] = self._same[strategies]
+            if id(strategies) not in self._same:
+                self._same[id(strategies)] = options_of(strategies)
+            self._options[key] = self._same[id(strategies)]
         return self._options[key]
 
     def table(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """Every strategy of a kind of layer under a shape; its schedule makes no difference."""
-        key = (kind, shape.stage_devices, shape.stages, shape.microbatch, shape.microbatches == 1, sharing)
-        if (fixed, *key) not in self._known:
-            unpinned = self._known.get((UNPINNED, *key))
-            narrowed = None if unpinned is None else self._narrowed(unpinned, fixed)
-            if narrowed is None:
+        key = (kind, shape.stage_devices, shape.stages, sharing, shape.microbatch, shape.microbatches == 1)
+        found = self._ready(key, fixed)
+        if found is None:
+            unpinned = self._ready(key, UNPINNED)
+            found = None if unpinned is None else self._narrowed(unpinned, fixed)
+            if found is None:
                 self._price(kind, shape, fixed, sharing)
-            else:
-                self._known[fixed, *key] = narrowed
-        return self._known[fixed, *key]
+                found = self._priced[fixed][key].table(*key[-2:])
+            self._known[fixed][key] = found
+        return found
+
+    def _ready(self, key: tuple[Any, ...], fixed: Fixed) -> StrategyTable | None:
+        """A table that is known, or whose strategies are priced."""
+        known, priced = self._known.setdefault(fixed, {}), self._priced.setdefault(fixed, {})
+        if key not in known and key in priced:
+            known[key] = priced[key].table(*key[-2:])
+        return known.get(key)
 
     def _narrowed(self, unpinned: StrategyTable, fixed: Fixed) -> StrategyTable | None:
         """What pins leave of a table; None where they go beyond the space."""
@@ -347,21 +364,36 @@ class Store:
     def _price(self, kind: str, shape: Shape, fixed: Fixed, sharing: ParameterSharing) -> None:
         """Prices the strategies of a table, and of those for other micro-batches of the batch where they are few."""
         options, batch = self.options(kind, shape.stage_devices, fixed), shape.microbatch * shape.microbatches
-        others = (size for size in divisors(batch) if size != shape.microbatch)
+        key, known = (kind, shape.stage_devices, shape.stages, sharing), self._priced[fixed]
         rows: dict[int, IntArray] = {}
-        for size in (shape.microbatch, *others):
-            key = (fixed, kind, shape.stage_devices, shape.stages, size, size == batch, sharing)
+        for size in (shape.microbatch, *(own for own in divisors(batch) if own != shape.microbatch)):
             some = np.flatnonzero(size % options.batch == 0)
-            if key not in self._known and (not rows or sum(map(len, rows.values())) + len(some) <= _ROWS):
+            few = sum(map(len, rows.values())) + len(some) <= _ROWS
+            if not rows or (few and (*key, size, size == batch) not in known):
                 rows[size] = some
         every = np.concatenate(list(rows.values()))
         sizes = np.repeat(list(rows), [len(some) for some in rows.values()])
         costs = self.pricer.price_many(kind, options.part(every), sizes, shape.stages, sharing)
-        figures = {single: _figures(costs, single) for single in {size == batch for size in rows}}
-        for size in rows:
-            key = (fixed, kind, shape.stage_devices, shape.stages, size, size == batch, sharing)
-            valid = np.flatnonzero(costs.valid & (sizes == size))
-            self._known[key] = StrategyTable(options, every[valid], figures[size == batch].at(valid))
+        priced = _Batch(options, every, sizes, costs)
+        known.update(((*key, size, size == batch), priced) for size in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Strategies of a kind of layer that were priced at once, at several sizes of micro-batches."""
+
+    options: StrategyOptions
+    rows: IntArray  # (S,) which of the options
+    sizes: IntArray  # (S,) samples of a micro-batch
+    costs: LayerCost
+    figures: dict[bool, StrategyFigures] = field(default_factory=dict)  # by whether a step is one micro-batch
+
+    def table(self, size: int, single: bool) -> StrategyTable:
+        """Of one size of micro-batches."""
+        if single not in self.figures:
+            self.figures[single] = _figures(self.costs, single)
+        valid = np.flatnonzero(self.costs.valid & (self.sizes == size))
+        return StrategyTable(self.options, self.rows[valid], self.figures[single].at(valid))
 
 
 @dataclass(slots=True)
@@ -372,19 +404,16 @@ class Tables:
     shape: Shape  # of the plan
     fixed: Fixed  # what the user pinned
     form: Form = field(init=False)
+    pricer: LayerPricer = field(init=False)  # prices the layers
     _plain: Fixed = field(init=False)
     _known: dict[tuple[object, ...], StrategyTable] = field(default_factory=dict)
     _moves: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.pricer = self.store.pricer
         shape, overlap = self.shape, self.pricer.profile.steps_overlap
         self.form = form_of(shape.schedule, shape.stages, shape.microbatches, shape.virtual, steps_overlap=overlap)
         self._plain = Fixed(strategy=self.fixed.strategy, forbidden=self.fixed.forbidden)
-
-    @property
-    def pricer(self) -> LayerPricer:
-        """Prices the layers."""
-        return self.store.pricer
 
     def unpruned(self, kind: str, layer: str, sharing: ParameterSharing = ALONE) -> StrategyTable:
         """Every strategy that a layer may take.
@@ -419,17 +448,15 @@ class Tables:
             return np.zeros((len(left.present), len(right.present)), dtype=np.int64)
         key = (id(left.options), id(right.options), size)
         if key not in self._moves:
-            self._moves[key] = self._moved(left, right, size)
+            layouts = left.options.layouts, right.options.layouts
+            self._moves[key] = all_ticks(self.pricer.redistributions(size, self.shape.microbatch, *layouts))
         return self._moves[key][np.ix_(left.present, right.present)]
-
-    def _moved(self, left: StrategyTable, right: StrategyTable, size: int) -> IntArray:
-        layouts = left.options.layouts, right.options.layouts
-        seconds = self.store.pricer.redistributions(size, self.shape.microbatch, *layouts)
-        return all_ticks(seconds)
 
 
 _FIRST, _CHUNK, _PAIRS, _SMALL = 64, 256, 2**17, 96
 _EARLIER = np.tri(_SMALL, k=-1, dtype=bool)
+_TOGETHER = (8, 32)
+"""Rows up to which groups are looked at together."""
 
 
 def pareto_rows(values: IntArray) -> IntArray:
@@ -458,12 +485,22 @@ def pareto_within(values: IntArray, groups: IntArray) -> IntArray:
     Of equal rows the first stays.
     """
     if len(values) <= _SMALL:
-        beats = _beats(values.T, values.T) & (groups == groups[:, None])
-        equal = beats & beats.T
-        return np.flatnonzero(~(beats & (~equal | _EARLIER[: len(values), : len(values)])).any(axis=1))
+        same = np.stack((groups, -groups))  # rows of other groups beat none
+        return np.flatnonzero(~_beaten_before(np.concatenate((values.T, same))))
     order = np.argsort(groups, kind="stable")
-    edges = np.flatnonzero(np.diff(groups[order])) + 1
-    return np.sort(np.concatenate([rows[pareto_rows(values[rows])] for rows in np.split(order, edges)]))
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(groups[order])) + 1))
+    sizes, count = np.diff(np.append(starts, len(order))), len(order)
+    columns = np.column_stack((values[order].T, np.full(values.shape[1], np.iinfo(np.int64).max)))
+    kept, least = list[IntArray](), 0
+    for most in _TOGETHER:  # groups of about one size, filled up with rows that beat none
+        some, own = np.flatnonzero((sizes > least) & (sizes <= most)), np.arange(most)
+        places = np.where(own < sizes[some, None], starts[some, None] + own, count)
+        kept.append(order[places[~_beaten_before(columns[:, places]) & (places < count)]])
+        least = most
+    for group in np.flatnonzero(sizes > least):
+        rows = order[starts[group] : starts[group] + sizes[group]]
+        kept.append(rows[pareto_rows(values[rows])])
+    return np.sort(np.concatenate(kept))
 
 
 def pairs_within(groups: IntArray) -> tuple[IntArray, IntArray]:
@@ -508,11 +545,19 @@ def _ranks(ordered: IntArray) -> NDArray[Any]:
     return ranks
 
 
+def _beaten_before(columns: IntArray) -> BoolArray:
+    """(..., rows): whether another of the rows beats each, or an earlier one equals it; columns first."""
+    beats = _beats(columns, columns)
+    equal, earlier = beats & np.swapaxes(beats, -1, -2), _EARLIER[: beats.shape[-1], : beats.shape[-1]]
+    beaten: BoolArray = (beats & (~equal | earlier)).any(axis=-1)
+    return beaten
+
+
 def _beats(columns: NDArray[Any], others: NDArray[Any]) -> BoolArray:
-    """(rows, others): whether each of the others equals or beats a row in every column."""
-    found: BoolArray = others[0] <= columns[0][:, None]
+    """(..., rows, others): whether each of the others equals or beats a row in every column; columns first."""
+    found: BoolArray = others[0][..., None, :] <= columns[0][..., :, None]
     for column, other in zip(columns[1:], others[1:], strict=True):
-        found &= other <= column[:, None]
+        found &= other[..., None, :] <= column[..., :, None]
     return found
 
 

@@ -43,6 +43,7 @@ from galvatron_lite.search.tables import (
     Mixtures,
     StrategyTable,
     pairs_within,
+    pareto_rows,
     pareto_within,
     ticks,
 )
@@ -132,10 +133,10 @@ class Uniform:
             some = some[self._least[some] < top]
             if not len(some):
                 break
-            parts = [self._part(self.ranges[0]), self._blocks(some), self._part(self.ranges[2])]
-            time = self._times(parts, top)
-            place = int(np.argmin(time)) if time.size else 0
-            if time.size and np.isfinite(time.flat[place]):
+            around = self._part(self.ranges[0]), self._part(self.ranges[2])
+            parts, time = self._fitting((around[0], self._blocks(some), around[1]), top)
+            if np.isfinite(time).any():
+                place = int(np.argmin(time))
                 top = float(time.flat[place]) - _HALF
                 chosen = [int(index) for index in np.unravel_index(place, time.shape)]
                 strategies = [
@@ -147,6 +148,22 @@ class Uniform:
                 stages = tuple(StagePlan((), 0, tuple(strategies[a:b])) for a, b in pairwise(self.cuts))
                 best = Partition(round(top + _HALF), self.cuts, stages)
         return best
+
+    def _fitting(self, parts: Sequence[Part], limit: float) -> tuple[list[Part], FloatArray]:
+        """Choices for each part of which some combination takes less than the limit and fits, and (E, B, H)
+        picoseconds of every combination; infinite for those that do not."""
+        groups = [group for groups in self._alike.values() for group in groups]
+        if self.problem.shape.schedule.front_loaded:  # later groups hold no more micro-batches of any chunk
+            groups = [groups[0] for groups in self._alike.values()]
+        time = np.zeros((1, 1, 1))
+        for number, group in enumerate(groups):
+            time = np.where(self.group_bytes(parts, group) <= self.problem.budgets[group], time, np.inf)
+            parts, time = _narrowed(parts, time)
+            if time.size and not number:  # what the first group cannot hold is not timed
+                parts, time = _narrowed(parts, time + self._times(parts, limit))
+            if not time.size:
+                break
+        return list(parts), time
 
     def _table(self, group: int, place: int) -> StrategyTable:
         layer = self.problem.graph.layers[place]
@@ -163,8 +180,8 @@ class Uniform:
         distinct = list({id(table): table for table in tables.values()}.values())
         every = self.store.common(distinct)
         kept = np.arange(len(every[0])) if self.sharing.keys() & set(places) else self._useful(every, distinct)
-        thinned = {id(table): choice.at(kept) for table, choice in zip(distinct, every, strict=True)}
-        return {place: thinned[id(table)] for place, table in tables.items()}
+        common = {id(table): choice for table, choice in zip(distinct, every, strict=True)}
+        return _at({place: common[id(table)] for place, table in tables.items()}, kept)
 
     def _useful(self, tables: Sequence[StrategyTable], of: Sequence[StrategyTable]) -> IntArray:
         """Rows that no other of the same layout equals or beats in every figure of all tables, parts of some others."""
@@ -199,15 +216,14 @@ class Uniform:
     def _blocks(self, rows: IntArray) -> Part:
         choice = self.mixtures
         if choice is None:
-            thinned = {id(table): table.at(rows) for table in self._part(self.ranges[1]).values()}
-            return {place: thinned[id(table)] for place, table in self._part(self.ranges[1]).items()}
+            return _at(self._part(self.ranges[1]), rows)
         first, second, count = choice.first[rows], choice.second[rows], choice.count[rows]
         parts = range(self.chunks.placed.shape[-1])
         tables = [choice.table.at(np.where(number < count, first, second)) for number in parts]
         return {place: tables[number] for place, number in self.chunks.positions.items()}
 
     def _ordered(self, limit: float, runs: int | None) -> Iterator[IntArray]:
-        """Choices for blocks that take less than a limit and that the first and last group may hold, in the order of
+        """Choices for blocks that take less than a limit and that ``_flying`` groups may hold, in the order of
         ``_least``, some at a time."""
         rows = np.flatnonzero(self._least < limit)
         if runs == 1 and self.mixtures is not None:
@@ -218,7 +234,7 @@ class Uniform:
             yield from (some[place : place + _AT_ONCE] for place in range(0, len(some), _AT_ONCE))
 
     def _holding(self, rows: IntArray) -> IntArray:
-        """Those of some choices for blocks whose states and activations alone the first and the last group may hold."""
+        """Those of some choices for blocks whose states and activations alone ``_flying`` groups may hold."""
         for room, flying, held in self._flying:
             assert self.mixtures is not None
             choice = self.mixtures
@@ -231,14 +247,16 @@ class Uniform:
 
     @cached_property
     def _flying(self) -> list[tuple[int, IntArray, IntArray]]:
-        """Of the first and the last group, where blocks are alike: bytes there are, blocks of each strategy times
+        """Of the groups that may hold most, where blocks are alike: bytes there are, blocks of each strategy times
         micro-batches in flight, by moment and parts of the first strategy, and blocks."""
         shape, found = self.problem.shape, []
-        for group in (0, shape.stages - 1) if self.mixtures is not None and shape.microbatches > 1 else ():
+        ends = (0,) if shape.schedule.front_loaded else (0, shape.stages - 1)
+        for group in ends if self.mixtures is not None and shape.microbatches > 1 else ():
             room = self.problem.budgets[group] - self.problem.tables[0].pricer.profile.cluster.device.context
             moments = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
             placed = self.chunks.placed[group]
             flying = np.array([*{counts for _, counts in moments}]) @ placed.reshape(len(placed), -1)
+            flying = flying[pareto_rows(-flying)]
             found.append((room, flying.reshape(-1, *placed.shape[1:]), placed.sum(axis=0)))
         return found
 
@@ -308,8 +326,8 @@ class Uniform:
         return found
 
     def _times(self, parts: Parts, limit: float) -> FloatArray:
-        """(E, B, H): picoseconds of every candidate below the limit that fits; infinite for the others, and where
-        layers that share parameters differ."""
+        """(E, B, H): picoseconds of every candidate below the limit; infinite for the others, and where layers that
+        share parameters differ."""
         form, counts = self.problem.form, [len(groups) for groups in self._alike.values()]
         columns = [self._group(parts, groups[0]) for groups in self._alike.values()]
         total: FloatArray = _reduced(np.maximum, [choice[-1] for choice in columns]).astype(np.float64)
@@ -324,11 +342,6 @@ class Uniform:
             named = [(axis, self.store.numbers(table)) for axis, table in enumerate(tables) if table is not None]
             for (a, left), (b, right) in pairwise(named):
                 alive = alive & np.expand_dims(left[:, None] == right, ({0, 1, 2} - {a, b}).pop())
-        ahead = self.problem.shape.schedule.front_loaded  # later groups hold no more micro-batches of any chunk
-        for group in (group for groups in self._alike.values() for group in groups[: 1 if ahead else None]):
-            if not alive.any():
-                break
-            alive = alive & (self.group_bytes(parts, group) <= self.problem.budgets[group])
         return np.where(alive, total, np.inf)
 
     def _summed(self, parts: Parts, places: Iterable[int], figure: Callable[[StrategyTable], IntArray]) -> IntArray:
@@ -404,21 +417,24 @@ class Uniform:
     def group_bytes(self, parts: Parts, group: int) -> IntArray:
         """Bytes on each device of a group: while one of its stages computes, the others rest."""
         shape, stages = self.problem.shape, self.chunks.stages_of[group]
-        runs = [list(_runs(parts, range(*self.cuts[stage : stage + 2]))) for stage in stages]
+        runs = [tuple(_runs(parts, range(*self.cuts[stage : stage + 2]))) for stage in stages]
         kinds = [tuple((axis, id(table), count) for axis, table, count in choice) for choice in runs]
         of = dict(zip(kinds, runs, strict=True))
-        sums = {kind: [_column(choice, figure) for figure in _FIGURES] for kind, choice in of.items()}
         held = chunks_in_flight(shape.schedule, shape.stages, group, shape.microbatches, shape.virtual)
-        peak = sum((sums[kind][0] for kind in kinds), start=_ZERO)
-        computing = {(kinds[choice], max(counts[choice], 1)) for choice, counts in held}
-        worst = {pair: _worst(of[pair[0]], pair[1]) for pair in computing}
-        for choice, counts in held:
-            moment = worst[kinds[choice], max(counts[choice], 1)]
-            for kind, (_, states, kept, gathered) in sums.items():
-                waiting = [count for other, count in enumerate(counts) if other != choice and kinds[other] == kind]
-                in_flight, busy = sum(waiting), len(waiting) - waiting.count(0)
-                moment = moment + len(waiting) * states + in_flight * kept + busy * gathered
-            peak = np.maximum(peak, moment)
+        flying = np.array([counts for _, counts in held])
+        resting, busy = np.array([np.arange(len(kinds)) != choice for choice, _ in held]), flying > 0
+        # at each moment, by kind: stages that rest, micro-batches in flight but one of each that computes, busy stages
+        counts = np.stack((resting, flying - busy * ~resting, resting & busy), axis=-1)
+        member = np.array([[kind == other for other in kinds] for kind in of], dtype=np.int64)
+        moments = np.einsum("kv,mvf->mkf", member, counts).reshape(len(held), -1)
+        figures = [_column(choice, figure) for choice in of.values() for figure in _FIGURES]
+        peak = sum((_column(choice, lambda table: table.figures.memory[:, UPDATED]) for choice in runs), start=_ZERO)
+        for kind, choice in of.items():
+            own = moments[[kinds[place] == kind for place, _ in held]]
+            worst = _worst(choice)
+            for row in own[pareto_rows(-own)]:
+                moment = sum((count * figure for count, figure in zip(row, figures, strict=True) if count), start=worst)
+                peak = np.maximum(peak, moment)
         context = self.problem.tables[group].pricer.profile.cluster.device.context
         return peak + self._buffers(parts, stages, held) + context
 
@@ -453,12 +469,11 @@ class Uniform:
 
 
 _FIGURES: tuple[Callable[[StrategyTable], IntArray], ...] = (
-    lambda table: table.figures.memory[:, UPDATED],
     lambda table: table.figures.resting[:, 0],
     lambda table: table.figures.kept,
     lambda table: table.figures.resting[:, 1],
 )
-"""Bytes of a layer: while the optimizer runs, at rest, of each micro-batch in flight, with any in flight besides."""
+"""Bytes of a layer: at rest, of each micro-batch in flight, with any in flight besides."""
 Run = tuple[int, StrategyTable, int]
 """Axis, table and number of neighbouring layers with one table."""
 
@@ -485,8 +500,24 @@ def _column(runs: Sequence[Run], figure: Callable[[StrategyTable], IntArray]) ->
     return sum((_along(count * figure(table), axis) for axis, table, count in runs), start=_ZERO)
 
 
-def _worst(runs: Sequence[Run], held: int) -> IntArray:
-    """The worst moment of a chunk that computes (``cost.memory.worst_moment``), the optimizer's aside."""
+def _worst(runs: Sequence[Run]) -> IntArray:
+    """The worst moment of a chunk that computes with one micro-batch in flight (``cost.memory.worst_moment``), the
+    optimizer's aside."""
     figures = [([_along(column, axis) for column in table.figures.memory.T], count) for axis, table, count in runs]
-    rest = _column(runs, lambda choice: choice.figures.memory[:, REST] + (held - 1) * choice.figures.kept)
-    return rest + worst_moment(figures)
+    return _column(runs, lambda choice: choice.figures.memory[:, REST]) + worst_moment(figures)
+
+
+def _at(part: Part, rows: IntArray) -> Part:
+    """Some of the choices for a part; layers of one table share theirs."""
+    tables = {key: table.at(rows) for key, table in {id(one): one for one in part.values()}.items()}
+    return {place: tables[id(table)] for place, table in part.items()}
+
+
+def _narrowed(parts: Sequence[Part], time: FloatArray) -> tuple[list[Part], FloatArray]:
+    """Without the choices for each part of which no combination has a finite time."""
+    finite, own, rows = np.isfinite(time), list[Part](), list[IntArray]()
+    finite = np.broadcast_to(finite, [len(next(iter(part.values()))) if part else 1 for part in parts])
+    for axis, part in enumerate(parts):
+        rows.append(np.flatnonzero(finite.any(axis=tuple({0, 1, 2} - {axis}))))
+        own.append(_at(part, rows[-1]))
+    return own, np.broadcast_to(time, finite.shape)[np.ix_(*rows)]

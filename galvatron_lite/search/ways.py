@@ -17,7 +17,7 @@ from galvatron_lite.parallelism.strategy import Strategy
 from galvatron_lite.plans.schema import Alternative, Plan, Proof
 from galvatron_lite.search.best_first import search
 from galvatron_lite.search.pins import typed_name
-from galvatron_lite.search.result import plan_of, provenance, summary
+from galvatron_lite.search.result import plan_of, summary
 from galvatron_lite.search.shapes import Request, Session
 from galvatron_lite.search.space import Delay, Fixed
 from galvatron_lite.units import format_budget, format_seconds
@@ -123,7 +123,7 @@ def with_one_device(plan: Plan, task: PlanTask) -> Plan:
     """
     if plan.devices == 1 or plan.provenance is None or task.request.cluster is not None:
         return plan
-    graph, quickest, source = task.request.graph, plan, provenance(task.session.profile, task.budget, 0.0)
+    graph, quickest = task.request.graph, plan
     for count in sorted({1, plan.microbatches}):
         alone = plan_of(
             graph, devices=1, global_batch=task.request.global_batch, microbatches=count,
@@ -133,7 +133,7 @@ def with_one_device(plan: Plan, task: PlanTask) -> Plan:
             alone = price_plan(task.session.pricer, replace(alone, mode=task.session.mode))
         except InputError:
             continue
-        alone = replace(alone, provenance=source)
+        alone = replace(alone, provenance=plan.provenance)
         quickest = min(quickest, alone, key=seconds_of) if alone.fits else quickest
     if quickest is plan:
         return plan

@@ -44,7 +44,7 @@ def test_bounds_are_never_above_the_best_plan(seed: int) -> None:
         bounds = bounds_of(problem)
         assert bounds is not None
         assert bounds.bound <= best
-        children = (child for tied in with_ties(problem) for child in with_edges(tied))
+        children = (child for edged in with_edges(problem) for child in with_ties(edged))
         own = next(child for child in children if child.choice == found.problem.choice)
         narrower = bounds_of(own)
         assert narrower is not None

@@ -30,7 +30,7 @@ def by_hand(problem: Problem) -> float:
     """Picoseconds of the best even plan of two stages: every best way of each, in every combination."""
     cuts = even_cuts(problem.graph, 2)
     best = float("inf")
-    for child in (child for tied in with_ties(problem) for child in with_edges(tied)):
+    for child in (child for edged in with_edges(problem) for child in with_ties(edged)):
         first, second = (child.plans(stage, range(cuts[stage], cuts[stage + 1]), 2**61)[0] for stage in (0, 1))
         for one in first:
             for other in second:
