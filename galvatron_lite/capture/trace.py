@@ -107,7 +107,7 @@ def trace(
         narrow_norms(twin)  # as training has it
     try:
         watched = watched if watched is not None and precision is None else watch(twin, batches[1], blocks)
-        fewer = observe(twin, batches[0], unit_paths(twin, watched.blocks))
+        fewer = observe(twin, batches[0], unit_paths(twin, watched.blocks, watched.seen.order))
     except TraceError as error:
         if (other := _row_error(twin, batch, precision, blocks, error)) is None:
             raise

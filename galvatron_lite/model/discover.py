@@ -118,8 +118,8 @@ def _runs(module: nn.Module, path: str) -> list[list[str]]:
 
 
 def _is_run(children: list[nn.Module]) -> bool:
-    """Two or more children with parameters; some alike, or at least none a container of such."""
-    if len(children) < 2 or not any(True for _ in children[0].parameters()):
+    """Two or more children with parameters, no bare namespaces; some alike, or at least none a container of such."""
+    if len(children) < 2 or not _is_weighty(children[0]) or type(children[0]) is nn.Module:
         return False
     return _some_alike(children) or not any(_runs(child, "") for child in children)
 
@@ -197,18 +197,22 @@ def kind_names(signatures: list[Hashable]) -> list[str]:
     return [f"block{order[key]}" for key in signatures]
 
 
-def unit_paths(model: nn.Module, blocks: list[str]) -> list[str]:
-    """The blocks, and the outermost modules that hold none and can run, in registration order; shared modules once."""
-    chosen = set(blocks)
+def unit_paths(model: nn.Module, blocks: list[str], order: Sequence[str] = ()) -> list[str]:
+    """The blocks, and the outermost modules that hold none and can run, in registration order; shared modules once.
+
+    A module without a forward, or one that never ran in ``order`` while others inside it did, only holds these.
+    """
+    chosen, ran = set(blocks), set(order)
+
+    def holds(module: nn.Module, path: str) -> bool:
+        if type(module).forward is nn.Module.forward and any(True for _ in module.children()):
+            return True
+        return path not in ran and any(inside(one, path) for one in ran)
 
     def walk(module: nn.Module, path: str) -> list[str]:
         if path in chosen:
             return [path]
-        if (
-            path
-            and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            and not any(inside(block, path) for block in blocks)
-        ):
+        if path and not holds(module, path) and not any(inside(block, path) for block in blocks):
             return [path]
         return [unit for name, child in module.named_children() for unit in walk(child, f"{path}.{name}".lstrip("."))]
 
@@ -256,7 +260,7 @@ def arrange_layers(
         order: paths of modules in the order they first ran; None for registration order.
         signatures: key of equal layers by path; structure alone if not given.
     """
-    units = unit_paths(model, blocks)
+    units = unit_paths(model, blocks, order or ())
     ran = _first_runs(units, order)
     places = [place for place, path in enumerate(ran) if path in set(blocks)]
     first, last = (places[0], places[-1]) if places else (len(ran), len(ran))
@@ -319,7 +323,8 @@ def watch_model(model: nn.Module, batch: Any, blocks: BlockNames | None = None) 
 def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
     """Run a model and find its blocks; those that the user names are what they are."""
     paths, flow = find_blocks(twin, blocks), DataFlow(twin, batch)
-    seen = observe(twin, batch, unit_paths(twin, paths), flow)
+    units = unit_paths(twin, paths)
+    seen = observe(twin, batch, units, flow)
     forked = None
     calls = Counter(seen.order)
     again = [path for path in paths if calls[path] > 1]
@@ -333,7 +338,8 @@ def watch(twin: nn.Module, batch: Any, blocks: BlockNames | None) -> Watched:
         paths = [path for path in paths if path in flow.ran]  # not dicts of modules, which only hold what runs
         forked = forked_blocks(twin, flow, seen.order, paths)
     chosen = paths if forked is None else forked
-    as_is = seen if forked is None and not again and not flow.copied else observe(twin, batch, unit_paths(twin, chosen))
+    running = unit_paths(twin, chosen, seen.order)
+    as_is = seen if running == units and not flow.copied else observe(twin, batch, running)
     return Watched(twin, chosen, as_is, seen.output, flow, forked is not None)
 
 
@@ -385,7 +391,7 @@ class _Forks:
         units = ([unit.split(".") for part in region for unit in part] for region in regions)
         steps = (takewhile(lambda names: len(set(names)) == 1, zip(*region, strict=False)) for region in units)
         around = {".".join(names[0] for names in common) for common in steps}
-        return [one for one in around if inside(one, path) and not self._alone(one)]
+        return [one for one in around if inside(one, path) and one in self.flow.ran and not self._alone(one)]
 
     def _alone(self, path: str) -> bool:
         """Whether a module is the only one of its class, or a plain row of others."""
@@ -395,11 +401,13 @@ class _Forks:
     def _units(self, path: str, blocks: Sequence[str]) -> list[str]:
         module, below = self._module(path), f"{path}." if path else ""
         own = [block.removeprefix(below) for block in blocks if inside(block, path)]
-        return [f"{below}{unit}" for unit in unit_paths(module, own)]
+        order = [one.removeprefix(below) for one in self.flow.ran if inside(one, path)]
+        return [f"{below}{unit}" for unit in unit_paths(module, own, order)]
 
     def _blocks(self, path: str) -> list[str]:
         """Blocks inside a module by itself, full paths."""
-        return [f"{path}.{block}" for block in find_blocks(self._module(path))]
+        found = (f"{path}.{block}" for block in find_blocks(self._module(path)))
+        return [block for block in found if block in self.flow.ran]
 
     def _regions(self, needs: dict[str, Needs]) -> list[list[list[str]]]:
         """Where units fall into parts that do not depend on each other: region by region, the units of each part."""

@@ -52,6 +52,45 @@ def test_experts_inside_blocks_are_no_blocks() -> None:
     assert names(discover_layers(model)) == ["layers.0", "layers.1"]
 
 
+class Held(nn.Module):
+    """Towers in a dict, a block whose forward never runs, and levels that only hold what the model's forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict({name: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for name in "ab"})
+        self.heads = nn.ModuleDict({name: nn.Linear(8, 3) for name in "ab"})
+        self.levels, self.other = nn.ModuleList(nn.Module() for _ in range(2)), TwoLinears()
+        for level in self.levels:
+            level.blocks, level.extra = nn.ModuleList(TwoLinears() for _ in range(2)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.other.one(self.towers["a"](x) + self.towers["b"](x))
+        for level in self.levels:
+            for block in level.blocks:
+                x = block(x)
+            x = level.extra(x)
+        loss: Tensor = self.heads["a"](x).mean() + self.heads["b"](x).mean()
+        return loss
+
+
+class TwoLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(torch.relu(self.one(x)))
+
+
+def test_modules_that_never_run_only_hold_those_that_do() -> None:
+    layers = trace(Held(), torch.randn(2, 8)).layers
+    held = {path for layer in layers for path in layer.modules}
+    assert {"other.one", "levels.0.extra", "heads.a", "heads.b"} <= held
+    assert not {"towers", "heads", "other", "levels.0"} & held
+    blocks = [name for name in names(layers) if "blocks" in name]
+    assert blocks == [f"levels.{level}.blocks.{place}" for level in (0, 1) for place in (0, 1)]
+
+
 class Stages(nn.Module):
     """A residual network: stages that change width in their first block, and a small module between them."""
 
