@@ -36,6 +36,7 @@ class ImageFlow:
     value: Value  # the picture as a tensor
     channels: int
     extent: Extent
+    passed: tuple[Value, ...] = ()  # tensors that leave the layer beside the picture
 
     @property
     def pixels(self) -> int:
