@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from galvatron_lite.model.batch import map_tensors, places, tensors_of
 from galvatron_lite.model.graph import DeadParameters, Layer, Operator, OperatorClass, Role, SplitDims
 from galvatron_lite.model.sides import SIDES, sides_of
-from galvatron_lite.model.trace_flow import DataFlow, at
-from galvatron_lite.model.trace_meta import left_to_the_plan
-from galvatron_lite.model.trace_record import Recorder
-from galvatron_lite.model.trace_run import BlockCall, Observation, shapes_only
+from galvatron_lite.model.trace.flow import DataFlow, at
+from galvatron_lite.model.trace.meta import left_to_the_plan
+from galvatron_lite.model.trace.record import Recorder
+from galvatron_lite.model.trace.run import BlockCall, Observation, shapes_only
 from galvatron_lite.parallelism.context.rules import RING_RULES
 from galvatron_lite.parallelism.sharded.calls import in_place
 from galvatron_lite.parallelism.sharded.tensor import Call, name_of

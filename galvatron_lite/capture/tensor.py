@@ -19,9 +19,9 @@ from galvatron_lite.model.batch import LossFn, call_model, loss_of, map_tensors,
 from galvatron_lite.model.gates import keeping_gates
 from galvatron_lite.model.graph import OperatorClass, Routing, Sharding, TensorBoundary, TensorSplit
 from galvatron_lite.model.shapes.fields import AUXILIARY_LOSS, CORRECTED_SCORES
-from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures
-from galvatron_lite.model.trace_record import OperatorCall, Recorder, Recording
-from galvatron_lite.model.trace_run import BlockCall, RegionRun, entered, explaining, region_end, run_block, shapes_only
+from galvatron_lite.model.trace.figures import SAMPLES, RegionFigures, figures
+from galvatron_lite.model.trace.record import OperatorCall, Recorder, Recording
+from galvatron_lite.model.trace.run import BlockCall, RegionRun, entered, explaining, region_end, run_block, shapes_only
 from galvatron_lite.parallelism.expert.find import BlockMixture, find_mixtures
 from galvatron_lite.parallelism.tensor.apply import shard_layer
 from galvatron_lite.parallelism.tensor.group import ListeningGroup

@@ -56,10 +56,10 @@ from galvatron_lite.model.graph import (
     TensorSplit,
     dead_note,
 )
-from galvatron_lite.model.trace_figures import SAMPLES, RegionFigures, figures, merge
-from galvatron_lite.model.trace_flow import Needs
-from galvatron_lite.model.trace_meta import check_model, dtype_of, meta_copy, precision_of
-from galvatron_lite.model.trace_run import BlockCall, Observation, chain_inputs, garbage_waits, observe, run_block
+from galvatron_lite.model.trace.figures import SAMPLES, RegionFigures, figures, merge
+from galvatron_lite.model.trace.flow import Needs
+from galvatron_lite.model.trace.meta import check_model, dtype_of, meta_copy, precision_of
+from galvatron_lite.model.trace.run import BlockCall, Observation, chain_inputs, garbage_waits, observe, run_block
 from galvatron_lite.parallelism.channel.infer import infer_channels
 from galvatron_lite.parallelism.precision import narrow_norms
 from galvatron_lite.parallelism.tensor.cost import boundaries

@@ -17,7 +17,7 @@ from galvatron_lite.capture.trace import trace
 from galvatron_lite.model.discover import discover_layers
 from galvatron_lite.model.graph import LayerKind, ModelGraph, OperatorClass, Recompute
 from galvatron_lite.model.sides import sides_told
-from galvatron_lite.model.trace_operators import extents
+from galvatron_lite.model.trace.operators import extents
 from galvatron_lite.model.zoo import SIZES, build
 from galvatron_lite.parallelism.backends import ANY
 from galvatron_lite.parallelism.channel.parts import divides

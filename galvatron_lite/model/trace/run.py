@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from galvatron_lite.errors import GalvatronError, InputError, TraceError
 from galvatron_lite.model.batch import call_model, loss_of, map_tensors, places, resize_batch, tensors_of
 from galvatron_lite.model.gates import keeping_gates
-from galvatron_lite.model.trace_flow import DataFlow
-from galvatron_lite.model.trace_meta import left_to_the_plan, meta_copy
-from galvatron_lite.model.trace_operators import ShapesOnly
-from galvatron_lite.model.trace_record import Recorder, Recording, ValuesReadError
+from galvatron_lite.model.trace.flow import DataFlow
+from galvatron_lite.model.trace.meta import left_to_the_plan, meta_copy
+from galvatron_lite.model.trace.operators import ShapesOnly
+from galvatron_lite.model.trace.record import Recorder, Recording, ValuesReadError
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from itertools import zip_longest
 
 from galvatron_lite.errors import TraceError
 from galvatron_lite.model.graph import Operator, OperatorClass, Sharding
-from galvatron_lite.model.trace_record import OperatorCall, Recording
-from galvatron_lite.model.trace_run import RegionRun
+from galvatron_lite.model.trace.record import OperatorCall, Recording
+from galvatron_lite.model.trace.run import RegionRun
 
 SAMPLES = (2, 4)  # the two batch sizes a region is run at
 
