@@ -102,17 +102,6 @@ def head(channels: int) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
 
 
-def test_a_residual_network_keeps_every_tensor_once() -> None:
-    """ReLU's output at a block's end and the next block's input are one tensor."""
-    net = nn.Sequential(
-        *normed(3, 64, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1), Bottleneck(64, 64, 1), Bottleneck(256, 64, 1),
-        Bottleneck(256, 128, 2), Bottleneck(512, 128, 1), *head(512),
-    )  # fmt: skip
-    graph = residual_graph(entering("fp32"), Residual(depths=(2, 2)))
-    assert sum(parameter.numel() for parameter in net.parameters()) == graph.parameters
-    assert kept_bytes(whole_loss(net), net) == pytest.approx(kept(graph), rel=0.005)
-
-
 @pytest.mark.parametrize(("function", "name"), [(nn.ReLU, "relu"), (nn.ReLU6, "relu6"), (nn.SiLU, "silu")])
 @pytest.mark.parametrize("squeeze", [0.0, 0.25])
 def test_inverted_bottlenecks_keep_what_their_activation_needs(

@@ -97,18 +97,6 @@ def test_mixtral_computes_with_its_active_parameters_only() -> None:
     assert weights == active - 32000 * 4096 - (2 * 32 + 1) * 4096
 
 
-def test_resnet50_forward_flops_are_the_published_ones() -> None:
-    """4.09 billion multiply-adds (torchvision)."""
-    flops = forward_flops(load_model("resnet50"), OperatorClass.CONVOLUTION, OperatorClass.MATMUL)
-    assert flops / 2 == pytest.approx(4.09e9, rel=0.001)
-
-
-def test_convnext_xl_forward_flops_are_the_published_ones() -> None:
-    """60.9 billion multiply-adds (Liu et al. 2022, table 1)."""
-    flops = forward_flops(load_model("convnext-xl"), OperatorClass.CONVOLUTION, OperatorClass.MATMUL)
-    assert flops / 2 == pytest.approx(60.9e9, rel=0.002)
-
-
 def test_vit_huge_forward_flops_are_the_published_ones() -> None:
     """167.3 billion multiply-adds (torchvision, vit_h_14 at 224 pixels), which count attention's matmuls."""
     graph = load_model("vit-huge")

@@ -20,10 +20,9 @@ from galvatron_lite.model.sides import sides_told
 from galvatron_lite.model.trace.operators import extents
 from galvatron_lite.model.zoo import SIZES, build
 from galvatron_lite.parallelism.backends import ANY
-from galvatron_lite.parallelism.channel.parts import divides
 from galvatron_lite.parallelism.pictures import channels_of, extents_of, has_weights, items_of
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
-from galvatron_lite.parallelism.spatial.grids import sensible_grids, splits_pixels
+from galvatron_lite.parallelism.spatial.grids import sensible_grids
 from galvatron_lite.search.space import Fixed, Space
 
 Made = tuple[nn.Module, dict[str, Any]]
@@ -227,43 +226,9 @@ def test_blocks_and_levels_are_layers(name: str) -> None:
     assert [layer.name for layer in captured(name).layers] == ["before", *BLOCKS[name], "after"]
 
 
-def test_the_full_sizes_are_cut_into_layers() -> None:
-    """Without a batch, so that nothing runs: each network's blocks, of its published number."""
-    counts = {}
-    for name in ("resnet-152", "vgg-16", "alexnet", "convnext-xl", "regnet-y-32gf", "unet", "unet-bilinear"):
-        with torch.device("meta"):
-            counts[name] = len(discover_layers(build(name))) - 2
-    assert counts == {
-        "resnet-152": 50, "vgg-16": 5, "alexnet": 5, "convnext-xl": 36, "regnet-y-32gf": 20, "unet": 8,
-        "unet-bilinear": 8,
-    }  # fmt: skip
-
-
-def test_a_u_nets_skips_go_from_level_to_level() -> None:
-    graph = captured("unet-mini")
-    sides = {"before": 32, "downs.0": 16, "downs.1": 8, "ups.0": 16, "ups.1": 32}
-    channels = {"before": 4, "downs.0": 8, "downs.1": 16, "ups.0": 8, "ups.1": 4}
-    readers = {
-        "before": ("downs.0", "ups.1"), "downs.0": ("downs.1", "ups.0"), "downs.1": ("ups.0",), "ups.0": ("ups.1",),
-        "ups.1": ("after",),
-    }  # fmt: skip
-    assert {one.producer: one.readers for one in graph.tensors} == readers
-    assert {one.producer: one.size for one in graph.tensors} == {
-        layer: 4 * channels[layer] * side**2 for layer, side in sides.items()
-    }
-
-
 def kinds_of(name: str) -> list[LayerKind]:
     graph = captured(name)
     return [graph.kind_of(layer) for layer in graph.layers]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_pixels_and_channels_of_captured_blocks_can_be_shared(name: str) -> None:
-    for kind in kinds_of(name)[1:-1]:
-        assert splits_pixels(kind), kind.name
-        dense = any(has_weights(one) for one in kind.operators)
-        assert divides(kind, "filters", 2) or not dense, kind.name
 
 
 def test_extents_of_the_pictures_that_enter() -> None:
@@ -307,6 +272,7 @@ def test_what_is_summed_over_all_pixels() -> None:
         lambda x: F.interpolate(x[None], scale_factor=2, mode="trilinear")[0],
         lambda x: F.max_pool3d(x[None], (1, 2, 2))[0],
         lambda x: F.avg_pool3d(x[None], 3, 2, 1)[0],
+        lambda x: nn.Conv1d(4, 6, 3, 2, 2, 2)(x[:, :, 0])[None],
         nn.Conv2d(4, 6, (3, 5), (1, 2), (1, 0), (2, 1), groups=2),
         nn.ConvTranspose2d(4, 6, 2, 2),
         nn.ConvTranspose2d(4, 6, (4, 3), (2, 1), groups=2),
@@ -319,6 +285,17 @@ def test_windows_tell_the_extents_after_them(call: Callable[[Tensor], Tensor]) -
     sides = sides_told(sizes[3:] if sizes[:2] == (4, 6) else sizes[2:])
     assert tuple(side.extent for side in sides) == x.shape[4 - len(sides) :]
     assert tuple(side.output for side in sides) == after[4 - len(sides) :]
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_either_gradient_of_a_convolution_takes_what_forward_does(groups: int) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, groups=groups), nn.ConvTranspose2d(8, 4, 2, 2))
+    graph = trace(model, torch.randn(2, 4, 6, 6), loss_fn=lambda output, _: output.mean(), blocks=())
+    plain, back = (one for one in graph.kind_of(graph.layers[0]).operators if one.kind is OperatorClass.CONVOLUTION)
+    assert plain.flops == 2 * 36 * 8 * (4 // groups) * 9
+    assert plain.backward_flops == plain.flops  # a picture takes no gradient
+    assert back.flops == 2 * 36 * 8 * 4 * 4
+    assert back.backward_flops == 2 * back.flops
 
 
 @pytest.mark.parametrize("times", [2, 3, 4])

@@ -25,8 +25,7 @@ from galvatron_lite.model.shapes.images.flow import ImageFlow
 from galvatron_lite.model.shapes.images.mirrored import perception_graph, unet_graph
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, classify, compare
 from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
-from galvatron_lite.model.shapes.records import Division, ShapeCall
-from galvatron_lite.model.shapes.tape import memory_operator
+from galvatron_lite.model.shapes.records import Division
 
 
 def picture_graph(
@@ -189,5 +188,5 @@ def _cosmoflow_head(flow: ImageFlow, shape: CosmoFlowShape) -> None:
     found = flow.linear(shape.classes, bias=shape.bias).value
     targets = flow.tape.value(shape.classes, Division.WHOLE, grad=False)
     loss = flow.tape.value(1, Division.WHOLE)
-    operator = memory_operator("loss", found, found.bytes + targets.bytes, 3 * found.bytes)
-    flow.value = flow.tape.record(ShapeCall((found, targets), loss, saved=(found, targets)), operator)
+    pair, moved = (found, targets), found.bytes + targets.bytes
+    flow.value = flow.tape.memory("loss", pair, loss, moved, 3 * found.bytes, like=found, saved=pair)

@@ -16,8 +16,8 @@ from galvatron_lite.model.graph import DeadParameters, ModelGraph, Passed, Role,
 from galvatron_lite.model.shapes.fields import PerceptionShape, UNetShape
 from galvatron_lite.model.shapes.images.flow import ImageFlow
 from galvatron_lite.model.shapes.images.network import NetworkBuilder, Place, Step, classify, compare, skipping
-from galvatron_lite.model.shapes.records import FP32, Division, ShapeCall, Value
-from galvatron_lite.model.shapes.tape import Tape, memory_operator, with_skips
+from galvatron_lite.model.shapes.records import FP32, Division, Value
+from galvatron_lite.model.shapes.tape import Tape, with_skips
 from galvatron_lite.units import activation_bytes
 
 
@@ -92,8 +92,7 @@ def _pooled_up(flow: ImageFlow, skip: int, widths: Sequence[int]) -> None:
     x, flow.extent = flow.value, tuple(2 * side for side in flow.extent)
     flow.channels += skip
     flow.value = flow.tape.value(flow.channels * flow.pixels, Division.WHOLE)
-    moved = 2 * flow.value.bytes
-    flow.tape.record(ShapeCall((x,), flow.value), memory_operator("enlarge", flow.value, moved, moved, count=2))
+    flow.tape.memory("enlarge", (x,), flow.value, 2 * flow.value.bytes, count=2)
     _pooled_level(flow, widths, halves=False)
 
 
@@ -248,9 +247,10 @@ def _loss(flow: ImageFlow) -> None:
         edges = [_edges(tape, value, inner) for value in (picture, target)]
         for first, second in ((picture, target), edges):
             saved = [one for _ in range(2) for one in map(tape.widened, (first, second))]
-            operator = memory_operator("loss", first, 4 * first.bytes, 8 * first.bytes, count=2)
-            made = ShapeCall((first, second), tape.value(1, Division.WHOLE), saved=tuple(saved))
-            flow.value = tape.record(made, operator)
+            loss, moved = tape.value(1, Division.WHOLE), 4 * first.bytes
+            flow.value = tape.memory(
+                "loss", (first, second), loss, moved, 2 * moved, like=first, saved=tuple(saved), count=2
+            )
 
 
 def _edges(tape: Tape, picture: Value, inner: int) -> Value:
@@ -259,8 +259,7 @@ def _edges(tape: Tape, picture: Value, inner: int) -> Value:
     sizes = (2 * picture.items, 2 * inner, inner)
     sums, slopes, steep = (tape.value(items, Division.WHOLE, picture.item_bytes, picture.grad) for items in sizes)
     back = 16 * picture.bytes * picture.grad
-    tape.record(ShapeCall((picture,), sums), memory_operator("sums", picture, 16 * picture.bytes, back, count=6))
-    operator = memory_operator("slopes", slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3)
-    tape.record(ShapeCall((sums,), slopes), operator)
-    length = memory_operator("edges", steep, 3 * steep.bytes, 9 * steep.bytes * picture.grad)
-    return tape.record(ShapeCall((slopes,), steep, saved=(slopes, steep) if picture.grad else ()), length)
+    tape.memory("sums", (picture,), sums, 16 * picture.bytes, back, like=picture, count=6)
+    tape.memory("slopes", (sums,), slopes, 5 * slopes.bytes, 5 * steep.bytes, count=3)
+    saved = (slopes, steep) if picture.grad else ()
+    return tape.memory("edges", (slopes,), steep, 3 * steep.bytes, 9 * steep.bytes * picture.grad, saved=saved)
