@@ -21,25 +21,10 @@ from galvatron_lite.model.shapes.images.network import NetworkBuilder
 from galvatron_lite.model.shapes.images.residual import Residual, residual_graph
 from galvatron_lite.model.shapes.images.summary import ImageTotals, summary_graph
 from galvatron_lite.stacks.schema import EAGER_KERNELS
+from tests.model.saved import saved_bytes
 
 SAMPLES = 2
 SIDE = 64
-
-
-def kept_bytes(run: Callable[[], Tensor], module: nn.Module) -> int:
-    """Bytes of all storages that autograd keeps; parameters, buffers and batch statistics left out."""
-    weights = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
-    saved: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = run()
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
-    del output
-    return sum(size for place, size in storages.items() if place not in weights)
 
 
 def kept(graph: ModelGraph) -> int:
@@ -119,7 +104,7 @@ def test_inverted_bottlenecks_keep_what_their_activation_needs(
     rows = (BlockSpec(1, (3,), 1, 6, 32, squeeze), BlockSpec(1, (3,), 2, 6, 48, squeeze))
     spec = Mobile(rows=rows, head=256, function=name)  # type: ignore[arg-type]
     graph = mobile_graph(entering("fp32"), spec)
-    assert kept_bytes(whole_loss(net), net) == pytest.approx(kept(graph), rel=0.01)
+    assert saved_bytes(whole_loss(net), net) == pytest.approx(kept(graph), rel=0.01)
 
 
 def test_autocast_keeps_what_the_closed_form_says() -> None:
@@ -136,7 +121,7 @@ def test_autocast_keeps_what_the_closed_form_says() -> None:
     statistics = sum(8 * norm.num_features for norm in norms)
     # autograd does not keep the fp32 picture (it is the caller's), our count holds it
     expected = kept(graph) - SAMPLES * 3 * SIDE * SIDE * 4
-    assert kept_bytes(run, net) - copies - statistics == pytest.approx(expected, rel=0.02)
+    assert saved_bytes(run, net) - copies - statistics == pytest.approx(expected, rel=0.02)
     buffers = sum(graph.kind_of(layer).buffer_bytes for layer in graph.layers)
     own = sum(buffer.numel() * buffer.element_size() for buffer in net.buffers())
     assert buffers == pytest.approx(own + copies, rel=0.01)
@@ -221,7 +206,7 @@ def test_a_convnext_block_under_autocast() -> None:
         return out
 
     copies = 2 * sum(layer.weight.numel() for layer in (block.conv, block.up, block.down))
-    assert kept_bytes(run, block) - copies == pytest.approx(SAMPLES * kind.kept[Recompute.NONE].total, rel=0.03)
+    assert saved_bytes(run, block) - copies == pytest.approx(SAMPLES * kind.kept[Recompute.NONE].total, rel=0.03)
     assert kind.buffer_bytes == 2 * kind.parameters.total
 
 
@@ -260,6 +245,6 @@ def test_a_plain_vit_block_under_autocast() -> None:
 
     copies = 2 * sum(layer.weight.numel() for layer in (block.qkv, block.out, block.up, block.down))
     kept_here = SAMPLES * kind.kept[Recompute.NONE].total
-    assert kept_bytes(run, block) - copies == pytest.approx(kept_here, rel=0.02)
+    assert saved_bytes(run, block) - copies == pytest.approx(kept_here, rel=0.02)
     assert not any(operator.name.endswith("mask") for operator in kind.operators)
     assert kind.buffer_bytes == 2 * kind.parameters.total

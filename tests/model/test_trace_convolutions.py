@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F  # noqa: N812
 
 from galvatron_lite.capture.trace import trace
@@ -24,6 +23,7 @@ from galvatron_lite.parallelism.pictures import channels_of, extents_of, has_wei
 from galvatron_lite.parallelism.recompute.apply import apply_recompute
 from galvatron_lite.parallelism.spatial.grids import sensible_grids
 from galvatron_lite.search.space import Fixed, Space
+from tests.model.saved import saved_bytes
 
 Made = tuple[nn.Module, dict[str, Any]]
 SAMPLES = 4
@@ -137,29 +137,13 @@ def captured(name: str) -> ModelGraph:
     return trace(*MODELS[name]())
 
 
-def kept_bytes(model: nn.Module, batch: dict[str, Any]) -> int:
-    """Bytes of every storage that autograd keeps in a real run, parameters and buffers left out."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(**batch)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
-    del output
-    return sum(size for place, size in storages.items() if place not in own)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_keep_what_autograd_keeps_each_tensor_once(name: str) -> None:
     """What grows with the batch: the difference of real runs of the whole model at two batch sizes."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     half = {field: tensor[: SAMPLES // 2].clone() for field, tensor in batch.items()}
-    real = (kept_bytes(model, batch) - kept_bytes(model, half)) / (SAMPLES // 2)
+    real = (saved_bytes(lambda: model(**batch), model) - saved_bytes(lambda: model(**half), model)) / (SAMPLES // 2)
     graph = captured(name)
     again = batch["pictures"][0].nbytes if "perception" in name else 0  # each of two networks counts what both read
     assert sum(graph.kind_of(layer).kept[Recompute.NONE].total for layer in graph.layers) == real + again

@@ -141,13 +141,13 @@ def _fully_connected(flow: ImageFlow, shape: VggShape | AlexNetShape) -> None:
     compare(flow.linear(shape.classes))
 
 
-_ALEXNET = ((11, 4, 2, True), (5, 1, 2, True), (3, 1, 1, False), (3, 1, 1, False), (3, 1, 1, True))
+ALEXNET = ((11, 4, 2, True), (5, 1, 2, True), (3, 1, 1, False), (3, 1, 1, False), (3, 1, 1, True))
 """Kernel, stride and padding of each convolution of an AlexNet, and whether max pooling follows it."""
 
 
 def _alexnet(net: NetworkBuilder, shape: AlexNetShape) -> ModelGraph:
     net.begin()
-    for index, (width, window) in enumerate(zip(shape.widths, _ALEXNET, strict=True)):
+    for index, (width, window) in enumerate(zip(shape.widths, ALEXNET, strict=True)):
         net.block(_alexnet_unit, f"features.{index}", width=width, window=window)
     return net.end(_fully_connected, shape=shape)
 
